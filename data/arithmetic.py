@@ -1,0 +1,132 @@
+"""Multiplication, `47*58=`, where showing the work pays.
+
+A completion is a bare answer, `2726`, or working on lines of its own, each line true or false:
+
+    47*58=
+    47*50=2000+350=2350
+    47*8=320+56=376
+    2350+376=2600+126=2726
+
+The answer is what follows the last `=`. A task is one file without torch; `grpo.py` asks it for
+DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and `steps`.
+"""
+import random
+import re
+from typing import NamedTuple
+
+from reward import evaluate
+
+# What grpo.py's Config starts from when this task is chosen.
+DEFAULTS = dict(difficulty=2, max_new=64, prompts=32, group=16, lr=2e-4, steps=60)
+
+BARE = 0.6      # share of the demonstrations that only guess
+RIGHT = 0.2     # share of those guesses that are right
+SLIP = 0.08     # chance that a number worked out on the way is written down wrong
+HELD_OUT = 500  # problems kept away from all training
+
+
+class Problem(NamedTuple):
+    prompt: str     # "13*17="
+    answer: str     # "221"
+
+
+def problems(cfg):
+    """Train and held-out problems: all pairs of factors of `cfg.difficulty` digits.
+
+    a*b and b*a stand on the same side, and the split is the same for every seed.
+    """
+    least, end = (2, 10) if cfg.difficulty == 1 else (10 ** (cfg.difficulty - 1), 10 ** cfg.difficulty)
+    pairs = [(a, b) for a in range(least, end) for b in range(a, end)]
+    random.Random(0).shuffle(pairs)
+    train, held_out = [], []
+    for a, b in pairs:
+        side = held_out if len(held_out) < min(HELD_OUT, len(pairs) // 8) else train
+        side += [Problem(f"{x}*{y}=", str(a * b)) for x, y in sorted({(a, b), (b, a)})]
+    return train, held_out[:HELD_OUT]
+
+
+def demonstration(problem, rng):
+    """A completion as an imperfect person might give it: a guess, or working with slips."""
+    a, b = map(int, problem.prompt[:-1].split("*"))
+    if rng.random() < BARE:
+        return problem.answer if rng.random() < RIGHT else str(miswritten(a * b, rng))
+    lines = []
+
+    def write(n):
+        return miswritten(n, rng) if rng.random() < SLIP else n
+
+    def work(left, terms):                                  # "47*58" by way of its parts
+        terms = [write(n) for n in terms]
+        total = write(sum(terms)) if len(terms) > 1 else terms[0]
+        middle = ["+".join(map(str, terms))] if len(terms) > 1 else []
+        lines.append("=".join([left, *middle, str(total)]))
+        return total
+
+    results = [work(f"{a}*{part}", [x * part for x in parts(a)]) for part in parts(b)]
+    if len(results) > 1:
+        work("+".join(map(str, results)), columns(results))
+    return "".join("\n" + line for line in lines)
+
+
+def parts(n):
+    """What the digits of n stand for: 508 -> [500, 8]."""
+    s = str(n)
+    return [int(d) * 10 ** (len(s) - 1 - i) for i, d in enumerate(s) if d != "0"]
+
+
+def columns(numbers):
+    """The sums of their two-digit columns: 2350 and 376 -> [2600, 126]."""
+    places = [100 ** i for i in reversed(range(len(str(max(numbers)))))]
+    sums = [sum(n // place % 100 * place for n in numbers) for place in places]
+    return [n for n in sums if n]
+
+
+def miswritten(n, rng):
+    """n with one digit wrong."""
+    s = str(n)
+    i = rng.randrange(len(s))
+    return int(s[:i] + rng.choice([d for d in "0123456789" if d != s[i]]) + s[i + 1:])
+
+
+def answer(completion):
+    """The final answer as text, for counting votes; "" if there is none."""
+    last = completion.split("=")[-1].strip()
+    return last if re.fullmatch("[0-9]{1,30}", last) else ""
+
+
+def steps(problem, completion):
+    """The reasoning steps: (end, truth) of each line that says something.
+
+    `end` counts the characters up to and with the newline that closes the step: ending a number is
+    part of getting it right. A bare answer is one step, the problem's own equation. A step is true
+    if all its sides are equal and its first side has only numbers that the problem or an earlier
+    step gave, and no product harder than one digit times a number: `13*17=221` shows no work.
+    """
+    found, end = [], 0
+    a, b = map(int, problem.prompt[:-1].split("*"))
+    known = {a, b, *parts(a), *parts(b)}
+    for i, line in enumerate(completion.split("\n")):
+        end += len(line) + 1
+        if not line:
+            continue
+        if i == 0:                                          # no newline: the answer itself
+            found.append((end, line == problem.answer))
+            continue
+        sides = line.split("=")
+        values = {evaluate(side) for side in sides}
+        numbers = [int(n) for n in re.findall("[0-9]+", sides[0])]
+        easy = all(sum(len(factor.rstrip("0")) > 1 for factor in term.split("*")) < 2
+                   for term in sides[0].split("+"))
+        true = len(sides) > 1 and len(values) == 1 and None not in values
+        true = true and known.issuperset(numbers) and easy
+        if true:
+            known.add(numbers[0] if len(numbers) == 1 else int(values.pop()))
+        found.append((end, true))
+    return [(min(end, len(completion)), truth) for end, truth in found]
+
+
+def reward(problem, completion):
+    """Components of the rule reward: 1 for the right answer, 1 more if valid working led to it."""
+    correct = answer(completion) == problem.answer
+    valid = completion.startswith("\n") and all(truth for _, truth in steps(problem, completion))
+    return {"correct": float(correct), "working": float(correct and valid)}

@@ -6,8 +6,10 @@ Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D = 
 S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all that
 keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its row.
 """
+import ctypes
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,6 @@ from safetensors.torch import save_file
 
 class Fault(Exception):
     """Something the user can mend: `grpo.py` prints it as one line and exits with code 2."""
-
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -51,14 +52,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x):       # F.rms_norm squares into a tensor of its own: twice the time on a CPU
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
+        return x * (square + self.eps).rsqrt() * self.weight
 
 
 def rotate(x, cos, sin):
     """RoPE: turn the pairs (x[i], x[i + D/2]) of each head by their angles. x (B, T, H, D)."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
 class Attention(nn.Module):
@@ -128,9 +129,10 @@ class GPT(nn.Module):
         if cfg.positions == "learned":
             self.embed_positions = nn.Embedding(cfg.block_size, cfg.n_embd)
         D = cfg.n_embd // cfg.n_head
-        angle = torch.arange(cfg.block_size)[:, None] * cfg.rope_theta ** (-torch.arange(0, D, 2) / D)
-        self.register_buffer("cos", angle.cos()[:, None], persistent=False)  # (block_size, 1, D / 2)
-        self.register_buffer("sin", angle.sin()[:, None], persistent=False)
+        turn = cfg.rope_theta ** (-torch.arange(0, D, 2) / D)                # angle by position
+        cos, sin = (f(torch.arange(cfg.block_size)[:, None] * turn) for f in (torch.cos, torch.sin))
+        self.register_buffer("cos", torch.cat((cos, cos), 1)[:, None], persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), 1)[:, None], persistent=False)
         std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at its width, more in a narrower model
         for name, p in self.named_parameters():
             if p.dim() == 2:                    # and its residual branches shrink with depth
@@ -157,7 +159,7 @@ class GPT(nn.Module):
         learned = self.cfg.positions == "learned"
         if learned:
             x = x + self.embed_positions.weight[where]
-        rope = None if learned else (self.cos[where], self.sin[where])       # (B or none, T, 1, D/2)
+        rope = None if learned else (self.cos[where], self.sin[where])       # (B or none, T, 1, D)
         bias = None
         if cache is not None:
             seen = torch.arange(cache.size(4), device=ids.device) <= pos[..., None]       # (B, T, S)
@@ -182,7 +184,11 @@ class GPT(nn.Module):
         return torch.zeros(self.cfg.n_layer, 2, rows, self.cfg.n_kv_head, slots, D,
                            dtype=self.amp or self.norm.weight.dtype, device=self.norm.weight.device)
 
-    # ------------------------------------------------------------------------------ checkpoints
+    def place(self, cfg):
+        """Move to the device, and do matrix products in the dtype, that `machine` gives."""
+        device, dtype, _ = machine(cfg)
+        self.amp = torch.bfloat16 if dtype == "bfloat16" else None
+        return self.to(device)
 
     @classmethod
     def from_pretrained(cls, folder):
@@ -220,10 +226,31 @@ class GPT(nn.Module):
         hf |= dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
                    tie_word_embeddings=True, eos_token_id=eos_token_id, dtype="float32")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(folder) / "config.json", lambda p: p.write_text(json.dumps(hf, indent=2)))
+        write_whole(Path(folder) / "config.json", json.dumps(hf, indent=2))
         tensors = {"model." + n: p.detach() for n, p in self.named_parameters()}
         write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
 
+# -------------------------------------------------------------------------------------- the machine
+
+def machine(cfg):
+    """(device, dtype name, whether to compile): the best there is where cfg says auto."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(d for d in there if there[d]) if cfg.device == "auto" else cfg.device
+    if not there[kind]:
+        raise Fault(f"--device {kind}: there is none here")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+    dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
+    return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
+
+def keep_memory():
+    """Have glibc keep freed memory. Handed back to the system, every activation faults in anew:
+    with PyTorch on a CPU a twentieth of a training step and more."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
+
+# ---------------------------------------------------------------------------------------- the files
 
 HF_NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
                 n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
@@ -231,10 +258,11 @@ HF_NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="nu
                 norm_eps="rms_norm_eps")
 
 
-def write_whole(path, write):
-    """Have `write` fill a file beside `path`, then rename it: a crash leaves the old file whole."""
+def write_whole(path, content):
+    """Write a file beside `path`, then rename it: a crash leaves the old file whole. content: text,
+    or a function that writes a path."""
     beside = path.with_name(path.name + ".tmp")
-    write(beside)
+    beside.write_text(content) if isinstance(content, str) else content(beside)
     with open(beside, "rb+") as f:
         os.fsync(f.fileno())
     os.replace(beside, path)

@@ -1,6 +1,10 @@
 """What the rule rewards share: a safe evaluator for arithmetic. Model text is never given to `eval`."""
+import math
+import numbers
 import re
 from fractions import Fraction
+
+from model import Fault
 
 TOKEN = re.compile(r"[0-9]{1,15}|[-+*/()]")     # ASCII digits only: int() would take others too
 LONGEST = 200                                   # characters; bounds the time, the depth, the result
@@ -54,3 +58,18 @@ def evaluate(text):
     except (SyntaxError, ZeroDivisionError):
         return None
     return value if tokens[at] == "" else None
+
+
+def score(task, problems, texts, finished):
+    """The components of the rule reward by name, a list of floats each; the reward is their sum.
+
+    A completion that did not finish gave no answer: 0. Raises Fault for what is not a number.
+    """
+    parts = [task.reward(problem, text) for problem, text in zip(problems, texts)]
+    for problem, part in zip(problems, parts):
+        for name, x in part.items():
+            if not isinstance(x, numbers.Real) or not math.isfinite(x):
+                raise Fault(f"the reward {name!r} of the prompt {problem.prompt!r} is {x!r}, not a "
+                            f"finite number")
+    return {name: [float(part[name]) if done else 0.0 for part, done in zip(parts, finished)]
+            for name in parts[0]}

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from reward import evaluate
 
 # What grpo.py's Config starts from when this task is chosen.
-DEFAULTS = dict(difficulty=2, max_new=64, prompts=32, group=16, lr=2e-4, steps=60)
+DEFAULTS = dict(difficulty=2, steps=36, prompts=32, group=16, minibatches=2, max_new=64, lr=1e-4)
 
 BARE = 0.6      # share of the demonstrations that only guess
 RIGHT = 0.2     # share of those guesses that are right
-SLIP = 0.08     # chance that a number worked out on the way is written down wrong
+SLIP = 0.01     # chance that a number worked out on the way is written down wrong
 HELD_OUT = 500  # problems kept away from all training
 
 

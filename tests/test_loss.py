@@ -1,0 +1,305 @@
+"""Advantages, weights and the loss, each against a slow and obvious second way."""
+import math
+import random
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from grpo import (Batch, Config, bounded, group_advantages, micro_batches, new_optimizer, policy_loss,
+                  sample, token_logps, token_weights, update)
+from model import Fault
+
+CFG = Config()
+
+
+def advantages(rewards, scale="group"):
+    return group_advantages(torch.tensor(rewards), len(rewards), scale)[0].tolist()
+
+
+# ---------------------------------------------------------------------------------- advantages
+
+def test_worked_numbers_of_the_documents():
+    """"What is 2 + 3?" with rewards 1, 0, 2; and 13 x 17 with rewards 1, 0, 1."""
+    assert advantages([1.0, 0.0, 2.0], "none") == [0, -1, 1]
+    assert advantages([1.0, 0.0, 2.0]) == pytest.approx([0, -math.sqrt(1.5), math.sqrt(1.5)])
+    assert advantages([1.0, 0.0, 1.0]) == pytest.approx([math.sqrt(0.5), -math.sqrt(2), math.sqrt(0.5)])
+
+
+def test_std_is_without_bessel_at_two():
+    """With Bessel's correction a pair would get 0.71, not 1."""
+    assert advantages([3.0, 5.0]) == pytest.approx([-1, 1])
+
+
+def test_each_group_has_its_own_mean_and_std():
+    a, dead = group_advantages(torch.tensor([0.0, 1.0, 100.0, 300.0]), 2, "group")
+    assert a.tolist() == pytest.approx([-1, 1, -1, 1]) and dead.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e6 + 0.1, 0.0, -3.3])
+def test_equal_rewards_give_exactly_zero(value):
+    """64 rewards of 0.1 have a float32 std of 7.5e-9: over an eps of 1e-8 that made |A| = 0.43."""
+    a, dead = group_advantages(torch.full((64,), value), 64, "group")
+    assert a.tolist() == [0.0] * 64 and dead.tolist() == [True]
+
+
+def test_equal_up_to_rounding_is_equal():
+    assert advantages([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]) == [0.0] * 4
+
+
+def test_scale_and_offset_of_the_reward_do_not_matter():
+    r = torch.rand(12, generator=torch.Generator().manual_seed(0))
+    a, b = (group_advantages(x, 4, "group")[0] for x in (r, 0.01 * r + 5))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
+
+
+def test_weights_of_long_and_short_rows():
+    """sequence: the token of the short row counts twice; token, constant: all alike."""
+    w = token_weights(MASK, "sequence", 3, 6, 8)
+    assert w[0, 1] == pytest.approx(1 / 6) and w[1, 1] == pytest.approx(1 / 12) and w[2].sum() == 0
+    assert token_weights(MASK, "token", 3, 6, 8)[MASK].tolist() == pytest.approx([1 / 6] * 6)
+    assert token_weights(MASK, "constant", 3, 6, 8)[MASK].tolist() == pytest.approx([1 / 24] * 6)
+    assert all(token_weights(MASK, m, 3, 6, 8)[~MASK].sum() == 0 for m in ("sequence", "token", "constant"))
+
+
+@pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
+def test_nothing_sampled_is_no_loss(mean):
+    none = torch.zeros(2, 4, dtype=torch.bool)
+    w = token_weights(none, mean, 2, 0, 8)
+    x = torch.zeros(2, 4, requires_grad=True)
+    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, CFG)
+    loss.backward()
+    assert loss.item() == 0 and x.grad.abs().sum() == 0
+
+
+# ---------------------------------------------------------------------------------------- loss
+
+def one(ratio, adv, beta=0.0, ref=None):
+    """Loss, gradient by logp and statistics of a single token of weight 1, in float64."""
+    logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    full = lambda x: torch.full((1, 1), float(x), dtype=torch.float64)
+    loss, stats = policy_loss(logp, full(0), None if ref is None else full(ref), full(adv),
+                              torch.ones(1, 1, dtype=torch.bool), full(1), Config(beta=beta))
+    loss.backward()
+    return loss.item(), logp.grad.item(), stats
+
+
+@pytest.mark.parametrize("ratio, adv, loss, grad, clipped", [
+    (3.0, 1, -1.2, 0, 1),           # the documents' "rug": 0.3 / 0.1 = 3, clipped to 1.2
+    (3.0, -1, 3.0, 3.0, 0),         # ... but not where the larger ratio makes it worse
+    (0.5, 1, -0.5, -0.5, 0),
+    (0.5, -1, 0.8, 0, 1),
+    (1.1, 1, -1.1, -1.1, 0),
+    (0.9, -1, 0.9, 0.9, 0)])
+def test_four_quadrants_of_the_clip(ratio, adv, loss, grad, clipped):
+    got = one(ratio, adv)
+    assert got[:2] == pytest.approx((loss, grad)) and got[2]["clip_share"] == clipped
+
+
+def test_ratio_is_of_each_token():
+    """Three tokens by hand; the ratio of the sums would be 1 everywhere."""
+    logp = torch.tensor([[0.5, -0.5, 0.0]]).log_softmax(-1)
+    old = logp - torch.tensor([[math.log(1.1), math.log(0.9), 0.0]])
+    mask, w = torch.ones(1, 3, dtype=torch.bool), torch.full((1, 3), 1 / 3)
+    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, CFG)
+    assert loss.item() == pytest.approx(-(1.1 + 0.9 - 1.0) / 3)
+
+
+def test_first_update_has_the_gradient_of_equation_21():
+    """Loss about 0, ratio 1, clip share 0, and yet a gradient: A + beta (pi_ref / pi - 1)."""
+    for adv, beta, ref in ((1.3, 0.04, 0.5), (-0.7, 0.2, -1.0), (0.0, 0.1, 0.3)):
+        _, grad, stats = one(1.0, adv, beta, ref)
+        assert grad == pytest.approx(-(adv + beta * (math.exp(ref) - 1))) and stats["clip_share"] == 0
+
+
+def test_k3_equals_its_formula_and_loses_no_digits():
+    """As (exp(r) - 1) - r in float32 it is 3.3 times too large at r = 1e-4, and can be negative."""
+    one_ = torch.ones(1, 1, dtype=torch.bool)
+    def k3(r):
+        z = torch.zeros(1, 1)
+        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), CFG)[1]["kl"].item()
+    for r in (-3.0, -0.5, 0.5, 3.0):
+        assert k3(r) == pytest.approx(math.exp(r) - 1 - r, rel=1e-5)
+    assert k3(1e-4) == pytest.approx(5e-9, rel=0.01) and k3(0.0) == 0
+    r = torch.linspace(-1e-2, 1e-2, 20001)[None]
+    z, m = torch.zeros_like(r), torch.ones_like(r, dtype=torch.bool)
+    w = torch.eye(1)                                        # each alone: a sum could hide a negative
+    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, CFG)[1]["kl"] >= 0
+               for i in range(0, 20001, 7))
+
+
+def test_k3_gradient_is_that_of_the_forward_kl():
+    """By enumeration, on-policy: E grad k3 = grad KL(ref || pi), not grad KL(pi || ref)."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1)
+    logp = x.log_softmax(-1)[None]
+    w = logp.detach().exp()                                 # the expectation over pi
+    loss, stats = policy_loss(logp, logp.detach(), ref[None], torch.zeros_like(w),
+                              torch.ones_like(w, dtype=torch.bool), w, Config(beta=1.0))
+    got, = torch.autograd.grad(loss, x, retain_graph=True)
+    forward, = torch.autograd.grad((ref.exp() * (ref - logp[0])).sum(), x, retain_graph=True)
+    reverse, = torch.autograd.grad((logp[0].exp() * (logp[0] - ref)).sum(), x)
+    torch.testing.assert_close(got, forward)
+    assert not torch.allclose(got, reverse, atol=1e-2)
+    assert stats["kl"].item() == pytest.approx((w[0] * (logp[0] - ref)).sum().item())   # unbiased
+
+
+@pytest.mark.parametrize("gap", [200.0, -200.0])
+@pytest.mark.parametrize("adv", [1.0, -1.0])
+def test_huge_gaps_keep_the_gradient_finite(gap, adv):
+    """exp overflows; once the loss was finite, and the gradient NaN through the branch not taken."""
+    for place in (0, 1):                                    # a kept column, and a masked one
+        logp = torch.zeros(1, 2, requires_grad=True)
+        far = torch.zeros(1, 2)
+        far[0, place] = gap
+        mask = torch.tensor([[True, False]])
+        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), CFG)
+        loss.backward()
+        assert loss.isfinite() and logp.grad.isfinite().all() and logp.grad[0, 1] == 0
+
+
+def test_bounded_keeps_value_below_and_gradient_above():
+    x = torch.tensor([-300.0, -3.0, 3.0, 300.0], requires_grad=True)
+    y = bounded(x)
+    y.sum().backward()
+    assert y.tolist() == [-20, -3, 3, 20] and x.grad.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("garbage", [7.0, float("inf"), float("nan")])
+def test_garbage_outside_the_mask_changes_nothing(garbage):
+    g = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(3, 5, generator=g) for _ in range(4)]
+    w = token_weights(MASK, "sequence", 3, 6, 8)
+    def run(dirty):
+        logp, old, ref, adv = (torch.where(MASK, x, garbage) if dirty else x for x in tensors)
+        logp = logp.clone().requires_grad_()
+        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, CFG)
+        loss.backward()
+        return [loss.detach(), logp.grad, *stats.values()]
+    for clean, dirty in zip(run(False), run(True)):
+        assert torch.equal(clean, dirty)
+
+
+# -------------------------------------------------------------------------------------- update
+
+def a_rollout(model, cfg, length=12):
+    """A Batch as `rollout` makes it, ragged, with random rewards and an older policy as reference."""
+    g = torch.Generator().manual_seed(3)
+    prompts = [[49, 50, 61], [51, 61]][:cfg.prompts]
+    u = torch.rand(cfg.prompts * cfg.group, length, generator=g, dtype=torch.float64)
+    b = sample(model, prompts, cfg.group, length, cfg.temperature, set(range(0, 257, 9)), u)
+    b.adv = torch.where(b.mask, torch.randn(len(b.ids), 1, generator=g), 0)
+    b.old_logp = b.logp
+    b.ref_logp = torch.where(b.mask, b.logp + 0.3 * torch.randn(b.logp.shape, generator=g), 0)
+    return b
+
+
+def gradient(cfg, **changes):
+    """What one update hands to the optimizer: with SGD of rate 1 the weights' change, negated."""
+    model = tiny_model()
+    cfg = Config(**{**dict(prompts=2, group=4, max_new=12, grad_clip=1e9), **changes})
+    before = [p.detach().clone() for p in model.parameters()]
+    b = a_rollout(model, cfg)
+    stats = update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0), 1e-4)
+    return torch.cat([(x - p.detach()).flatten() for x, p in zip(before, model.parameters())]), stats, b
+
+
+@pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("micro_tokens", [1, 30, 60])
+def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens):
+    """A mean over each micro-batch is not the mean over the batch: off by 8 to 130 % elsewhere."""
+    whole, stats, b = gradient(None, mean=mean, micro_tokens=10_000)
+    parts, again, _ = gradient(None, mean=mean, micro_tokens=micro_tokens)
+    assert len(set(b.mask.sum(1).tolist())) > 2
+    torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
+    assert {k: v for k, v in again.items() if k != "mismatch"} == pytest.approx(
+        {k: v for k, v in stats.items() if k != "mismatch"}, rel=1e-4, abs=1e-6)
+
+
+def test_update_is_the_gradient_of_the_paper():
+    """Row by row, from eq. 3 and 4 as they are written, without micro-batches or weights."""
+    got, stats, b = gradient(None, mean="sequence")
+    model, rows = tiny_model(), []
+    for i in range(len(b.ids)):
+        logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[b.mask[i:i + 1]]
+        adv, ref = b.adv[i][b.mask[i]], b.ref_logp[i][b.mask[i]]
+        kl = (ref - logp).exp() - (ref - logp) - 1
+        ratio = (logp - logp.detach()).exp()
+        rows.append((ratio * adv - 0.04 * kl).mean())
+    objective = torch.stack(rows).mean()
+    want = torch.cat([g.flatten() for g in torch.autograd.grad(-objective, list(model.parameters()))])
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+    assert stats["loss"] == pytest.approx(-objective.item(), abs=1e-5)
+    assert stats["clip_share"] == 0 and stats["mismatch"] < 1e-4
+
+
+def test_second_epoch_is_off_policy_and_clips():
+    """old_logp stays that of the rollout: refreshed in between, the ratio would always be 1."""
+    model = tiny_model()
+    cfg = Config(prompts=2, group=4, max_new=12, epochs=4, beta=0.0)
+    b = a_rollout(model, cfg)
+    old = b.old_logp.clone()
+    stats = update(model, new_optimizer(model, 1e-2), b, cfg, random.Random(0), 1e-4)
+    assert stats["clip_share"] > 0.05 and torch.equal(b.old_logp, old)
+
+
+def test_every_parameter_moves_and_the_batch_does_not():
+    model = tiny_model()
+    cfg = Config(prompts=2, group=4, max_new=12, minibatches=2)
+    b = a_rollout(model, cfg)
+    kept = {name: getattr(b, name).clone() for name in ("ids", "mask", "logp", "ref_logp", "adv")}
+    before = [p.detach().clone() for p in model.parameters()]
+    update(model, new_optimizer(model, 1e-6), b, cfg, random.Random(0), 1e-4)
+    assert all((x != p).any() for x, p in zip(before, model.parameters()))
+    assert all(torch.equal(x, getattr(b, name)) for name, x in kept.items())
+
+
+def test_disagreement_of_sampler_and_trainer_stops_the_run():
+    """A temperature in the sampler but not in the log-probability is the classic."""
+    model = tiny_model()
+    cfg = Config(prompts=2, group=4, max_new=12, temperature=0.7)
+    b = a_rollout(model, cfg)
+    with pytest.raises(Fault, match="sampler and trainer disagree"):
+        update(model, new_optimizer(model, 1e-3), b, Config(prompts=2, group=4, max_new=12),
+               random.Random(0), 1e-4)
+
+
+def test_nan_in_the_loss_stops_the_run():
+    model = tiny_model()
+    cfg = Config(prompts=2, group=4, max_new=12)
+    b = a_rollout(model, cfg)
+    b.adv[b.mask] = float("nan")
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(Fault, match="gradient"):
+        update(model, new_optimizer(model, 1e-3), b, cfg, random.Random(0), 1e-4)
+    assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    length = torch.tensor([3, 50, 7, 20, 21, 50, 4, 3, 30])
+    chunks = list(micro_batches(length, 60))
+    assert sorted(torch.cat([rows for rows, _ in chunks]).tolist()) == list(range(9))
+    for rows, T in chunks:
+        assert T == length[rows].max() and 2 * length[rows].min() >= T
+        assert len(rows) * T <= 60 or len(rows) == 1
+    assert len(chunks) < 8 and list(micro_batches(length[:0], 60)) == []
+
+
+def test_compilations_do_not_grow_with_the_lengths():
+    """Without dynamic shapes every rollout length compiles anew."""
+    torch._dynamo.reset()
+    seen = []
+    def count(graph, example):
+        seen.append(1)
+        return graph.forward
+    model = tiny_model()
+    model.compile(backend=count, dynamic=True)
+    for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
+        token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
+    assert 1 <= len(seen) <= 3

@@ -1,0 +1,379 @@
+"""Whole runs: learning, determinism, resume after a kill, faults, ranks, what is written."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+
+import data.arithmetic as arithmetic
+import grpo
+from grpo import Batch, Config, evaluate, main, pass_at_k, rng
+from model import GPT
+
+# A few seconds: 1-digit problems, a small model, a short warm start.
+SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 20 --prompts 4 --group 4 "
+         "--max_new 12 --save_every 2 --lr 1e-3").split()
+
+
+def run(*args, cwd=ROOT, **env):
+    return subprocess.run([sys.executable, str(ROOT / "grpo.py"), *map(str, args)], cwd=cwd, text=True,
+                          capture_output=True, env={**os.environ, **env}, timeout=120)
+
+
+def metrics(folder, timed=False):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    clocks = set() if timed else {"seconds", "rollout_tok_s", "update_tok_s"}
+    return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run of 6 steps in this process, which the others are compared with."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    main([*SMALL, "--steps", "6", "--out", str(folder)])
+    return folder
+
+
+def weights(folder):
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def copy_warm_start(source, target):
+    import shutil
+    shutil.copytree(source / "warm_start", target / "warm_start")
+
+
+# ------------------------------------------------------------------------------------ learning
+
+def toy(reward):
+    """A task of one-byte prompts, without a warm start's help."""
+    problems = [arithmetic.Problem(c, c) for c in "abcdefgh"]
+    return SimpleNamespace(DEFAULTS={}, problems=lambda cfg: (problems, problems[:2]), reward=reward,
+                           demonstration=lambda p, r: "ab"[r.randrange(2)] * r.randrange(1, 6),
+                           answer=lambda text: text, steps=lambda p, text: [])
+
+
+def trained(tmp_path, reward, **changes):
+    cfg = Config(out=str(tmp_path), **{**dict(
+        n_layer=1, n_embd=32, n_head=4, warm_steps=60, warm_lr=5e-3, prompts=8, group=8, max_new=8,
+        steps=25, lr=3e-3), **changes})
+    grpo.train(cfg, toy(reward))
+    return metrics(tmp_path)[1:]
+
+
+def test_learns_what_is_rewarded(tmp_path):
+    """Tiny and end to end: the byte `b` is to replace `a`."""
+    m = trained(tmp_path, lambda p, text: {"correct": text.count("b") / max(1, len(text))})
+    assert m[0]["reward"] < 0.7 and m[-1]["reward"] > 0.95 and m[-1]["greedy"] > 0.95
+
+
+def test_learns_nothing_from_shuffled_rewards(tmp_path):
+    """The same reward, dealt to a random completion: no gain."""
+    r = rng(Config(), "shuffled")
+    m = trained(tmp_path, lambda p, text: {"correct": float(r.random() < 0.5)})
+    assert abs(m[-1]["reward"] - 0.5) < 0.25 and m[-1]["greedy"] < 1
+    torch.manual_seed(0)
+    model = GPT.from_pretrained(tmp_path)
+    p = model.head(model(torch.tensor([[97]])))[0, -1].softmax(-1)
+    assert 0.05 < p[ord("b")] < 0.95
+
+
+def test_learns_to_stop(tmp_path):
+    """Only stopping pays. With the end token outside the mask this could not be learned."""
+    m = trained(tmp_path, lambda p, text: {"correct": float(len(text) <= 1)})
+    assert m[0]["length"] > 2.5 and m[-1]["length"] < 2.2 and m[-1]["finished"] == 1
+
+
+def test_a_reward_that_never_varies_is_said(tmp_path, capsys):
+    m = trained(tmp_path, lambda p, text: {"correct": 0.1}, steps=4, warm_steps=5)
+    assert m[-1]["dead_groups"] == 1
+    assert capsys.readouterr().out.count("warning: nothing to learn from") == 1
+
+
+# --------------------------------------------------------------- the same run, whatever happens
+
+def test_same_seed_same_run_and_another_seed_another(unbroken, tmp_path):
+    for seed, same in ((1, True), (2, False)):
+        main([*SMALL, "--steps", "6", "--seed", str(seed), "--out", str(tmp_path / str(seed))])
+        assert (metrics(tmp_path / str(seed)) == metrics(unbroken)) is same
+        assert (weights(tmp_path / str(seed)) == weights(unbroken)) is same
+
+
+def test_half_and_half_is_the_whole(unbroken, tmp_path, capsys):
+    """Resume that forgets the optimizer, the reference or the random state would show here."""
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "3", "--out", str(tmp_path)])
+    assert "starting from" in capsys.readouterr().out       # the cached warm start
+    main(["--resume", "--steps", "6", "--out", str(tmp_path)])
+    assert weights(tmp_path) == weights(unbroken)
+    assert metrics(tmp_path)[4:] == metrics(unbroken)[4:]
+    assert [m["step"] for m in metrics(tmp_path)] == list(range(7))
+
+
+def test_killed_at_any_moment(unbroken, tmp_path):
+    """SIGKILL three times, the last within a write of the checkpoint; then resume to the end."""
+    args = [*SMALL, "--steps", "6", "--out", tmp_path]
+    for stage in ("warm start", "step 3/6", "write"):
+        code = "import grpo, sys; grpo.main(sys.argv[1:])"
+        if stage == "write":        # die with half of the second checkpoint written
+            code = ("import grpo, model, os, signal, sys\nold, n = model.save_file, []\n"
+                    "def save(tensors, path, metadata):\n"
+                    "    old(tensors, path, metadata)\n"
+                    "    n.append('checkpoint' in str(path))\n"
+                    "    if sum(n) == 2: os.truncate(path, 999); os.kill(os.getpid(), signal.SIGKILL)\n"
+                    "model.save_file = save\n" + code)
+        flags = args if stage == "warm start" else ["--resume", "--out", tmp_path]
+        child = subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=ROOT, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for line in child.stdout:
+            if stage in line:
+                child.kill()
+                break
+        child.communicate()
+        assert child.returncode == -signal.SIGKILL, stage
+    done = run("--resume", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path) == weights(unbroken)
+    assert metrics(tmp_path) == metrics(unbroken)
+    assert (tmp_path / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, sig):
+    copy_warm_start(unbroken, tmp_path)
+    child = subprocess.Popen([sys.executable, str(ROOT / "grpo.py"), *SMALL, "--steps", "500", "--out",
+                              str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stdout:
+        if line.startswith("step 1/"):
+            child.send_signal(sig)
+            break
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 128 + sig and err == ""
+    last = out.splitlines()[-1]
+    assert re.fullmatch(rf"stopped after step \d+; go on with: python grpo.py --resume --out {tmp_path}", last)
+    assert grpo.find_run(tmp_path)[1] == int(re.search(r"step (\d+)", last)[1]) == metrics(tmp_path)[-1]["step"]
+
+
+def test_ranks_divide_the_prompts_and_change_nothing(unbroken, tmp_path):
+    """Two processes: different rows on each, together the samples and the update of one."""
+    copy_warm_start(unbroken, tmp_path)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                           "2", str(ROOT / "grpo.py"), *SMALL, "--steps", "2", "--out", str(tmp_path)],
+                          capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    one, two = metrics(unbroken)[1:3], metrics(tmp_path)[1:3]
+    assert two[0] == pytest.approx({k: one[0][k] for k in two[0]}, rel=1e-4, abs=1e-5)
+    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=0.02)
+    mixed = metrics(unbroken)[1]
+    assert mixed["reward"] == pytest.approx(two[0]["reward"])
+
+
+# -------------------------------------------------------------------------------- what is written
+
+def test_the_run_folder(unbroken):
+    assert {p.name for p in unbroken.iterdir()} == {
+        "model.safetensors", "config.json", "checkpoint.safetensors", "run.json", "metrics.jsonl",
+        "samples.jsonl", "warm_start"}
+    lines = metrics(unbroken, timed=True)
+    assert set(lines[1]) == set("step seconds reward accuracy length kl entropy clip_share mismatch "
+                                "grad_norm dead_groups finished rollout_tok_s update_tok_s loss correct "
+                                "working".split())
+    measured = {"greedy", "pass@1", "pass@8", "maj@8"}
+    assert set(lines[0]) == {"step"} | measured and measured < set(lines[-1])
+    record = json.loads((unbroken / "samples.jsonl").read_text().splitlines()[0])
+    assert len(record["completions"]) == len(record["rewards"]) == len(record["advantages"]) == 4
+    assert json.loads((unbroken / "run.json").read_text())["config"]["group"] == 4
+
+
+def test_reference_stays_what_it_was(unbroken):
+    """Frozen, outside the graph, and in the checkpoint: it is the warm-started policy."""
+    _, step, tensors, _ = grpo.find_run(unbroken)
+    warm = dict(GPT.from_pretrained(unbroken / "warm_start").named_parameters())
+    assert step == 6 and all(torch.equal(tensors[f"ref.{n}"], p) for n, p in warm.items())
+    assert all(not torch.equal(tensors[f"model.{n}"], p) for n, p in warm.items())
+
+
+def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
+    """Text decoded and tokenised again is another sequence: here bytes that are no UTF-8."""
+    seen = {}
+    real_sample, real_update = grpo.sample, grpo.update
+    def spy(*args):
+        seen["sampled"] = real_sample(*args)
+        return seen["sampled"]
+    def check(model, opt, batch, *rest):
+        assert batch.ids is seen["sampled"].ids and batch.mask is seen["sampled"].mask
+        seen["bytes"] = seen.get("bytes", 0) + int((batch.ids[batch.mask] > 127).sum())
+        return real_update(model, opt, batch, *rest)
+    monkeypatch.setattr(grpo, "sample", spy)
+    monkeypatch.setattr(grpo, "update", check)
+    trained(tmp_path, lambda p, text: {"correct": float(len(text) % 2)}, steps=2, warm_steps=0)
+    assert seen["bytes"] > 20
+
+
+def test_beta_0_needs_no_reference(tmp_path, unbroken):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "1", "--beta", "0", "--out", str(tmp_path)])
+    assert not [n for n in grpo.find_run(tmp_path)[2] if n.startswith("ref.")]
+
+
+def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
+    """Sampler and trainer round differently: the first ratio is 1 all the same."""
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "2", "--dtype", "bfloat16", "--out", str(tmp_path)])
+    m = metrics(tmp_path)[1]
+    assert 1e-4 < m["mismatch"] < grpo.MISMATCH["bfloat16"] and m["clip_share"] == 0
+    assert {t.dtype for t in grpo.find_run(tmp_path)[2].values()} == {torch.float32}    # master weights
+
+
+def test_ask_and_eval_only(unbroken, capsys):
+    main(["--ask", "3*4=", "--init", str(unbroken), "--max_new", "12"])
+    assert capsys.readouterr().out.startswith("3*4=")
+    main(["--eval_only", *SMALL, "--init", str(unbroken)])
+    out = capsys.readouterr().out
+    assert out.strip() == grpo.percent({k: v for k, v in metrics(unbroken)[-1].items()
+                                        if k in ("greedy", "pass@1", "pass@8", "maj@8")})
+
+
+@pytest.mark.parametrize("n, c, k, p", [(8, 0, 8, 0), (8, 8, 1, 1), (8, 2, 1, 0.25), (4, 2, 2, 5 / 6),
+                                        (8, 1, 8, 1)])
+def test_pass_at_k_is_the_unbiased_estimator(n, c, k, p):
+    assert pass_at_k(n, c, k) == pytest.approx(p)
+
+
+def test_majority_and_pass_at_k_of_known_completions(monkeypatch):
+    """Two problems: answers b b c and 5 empty ones; and 4 right ones against 4 that agree later."""
+    texts = {"x": list("bbc") + [""] * 5, "y": list("aaaa") + list("cccc")}
+    problems = [arithmetic.Problem("x", "c"), arithmetic.Problem("y", "a")]
+    task = SimpleNamespace(answer=lambda t: t)
+    def complete(model, task, chunk, group, cfg, encoding, source=None):
+        rows = [t for p in chunk for t in (texts[p.prompt] if source else ["a"])]
+        right = [float(t == p.answer) for p, t in zip([p for p in chunk for _ in range(group)], rows)]
+        return None, rows, {"correct": torch.tensor(right)}
+    monkeypatch.setattr(grpo, "complete", complete)
+    got = evaluate(SimpleNamespace(norm=SimpleNamespace(weight=torch.zeros(1))), task, problems, Config(), None)
+    assert got == {"greedy": 0.5, "pass@1": pytest.approx((1 / 8 + 4 / 8) / 2), "pass@8": 1.0, "maj@8": 0.5}
+
+
+# ---------------------------------------------------------------------------------------- faults
+
+@pytest.mark.parametrize("args, says", [
+    (["--grup", "4"], "unknown argument --grup"),
+    (["--top_k", "5"], "unknown argument --top_k"),         # would need a renormalised log-prob
+    (["--group", "many"], "argument --group: invalid int value: 'many'"),
+    (["--group"], "--group: expected one argument"),
+    (["--group", "1"], "--group is at least 2, not 1"),
+    (["--lr", "nan"], "--lr is at least 0, not nan"),
+    (["--temperature", "0"], "--temperature is at least"),
+    (["--mean", "median"], "--mean is one of sequence, token, constant"),
+    (["--minibatches", "9999"], "--minibatches 9999"),
+    (["--prompts", "8000"], "--prompts 8000"),
+    (["--task", "chess"], "unknown task 'chess'"),
+    (["--init", "nowhere"], "no model in nowhere"),
+    (["--ask", "1*1=", "--init", "nowhere"], "no model in nowhere"),
+    (["--resume", "--out", "nowhere"], "no run in nowhere"),
+    (["--out", "file/in"], "cannot write in file/in"),
+    (["--device", "cuda"], "--device cuda")])
+def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):
+    if args[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    out, err = capsys.readouterr()
+    assert e.value.code == 2 and err.startswith("error: ") and says in err and err.count("\n") == 1
+
+
+def test_no_traceback_from_the_command_line(tmp_path):
+    done = run("--group", "1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+
+
+def fault(capsys, *args):
+    with pytest.raises(SystemExit) as e:
+        main(list(map(str, args)))
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1
+    return err
+
+
+def test_a_question_that_does_not_fit(unbroken, capsys):
+    assert "do not fit the model's context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
+
+
+def test_a_model_whose_context_is_too_short(unbroken, tmp_path, capsys):
+    assert "do not fit" in fault(capsys, "--init", unbroken, "--out", tmp_path, "--steps", 1)
+
+
+def test_nan_reward_stops_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(arithmetic, "reward", lambda p, t: {"correct": float("nan")})
+    assert "of the prompt" in fault(capsys, *SMALL, "--warm_steps", 0, "--steps", 1, "--out", tmp_path)
+
+
+def test_resume_refuses_what_contradicts_the_run(unbroken, capsys):
+    err = fault(capsys, "--resume", "--lr", 0.5, "--out", unbroken)
+    assert "has --lr 0.001, not 0.5" in err
+
+
+def test_an_unfinished_run_is_not_overwritten(unbroken, tmp_path, capsys):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "2", "--out", str(tmp_path)])
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes().replace(rb'\"steps\": 2', rb'\"steps\": 4'))
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert "stopped at step 2 of 4" in fault(capsys, *SMALL, "--out", tmp_path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "another version"])
+def test_damaged_checkpoint(unbroken, tmp_path, capsys, damage):
+    path = tmp_path / "checkpoint.safetensors"
+    whole = (unbroken / "checkpoint.safetensors").read_bytes()
+    path.write_bytes({"truncated": whole[:5000], "foreign": weights(unbroken),
+                      "another version": whole.replace(b"grad_clip", b"grad_klip")}[damage])
+    assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", tmp_path)
+
+
+# --------------------------------------------------------------------------- README and sources
+
+def test_readme_is_true():
+    text = (ROOT / "README.md").read_text()
+    flags = set(re.findall(r"(?<![\w-])--(\w+)", text))
+    known = {f.name for f in grpo.dataclasses.fields(Config)} | {"resume", "ask", "eval_only", "help"}
+    assert flags <= known | {"nproc_per_node"}, flags - known
+    for name, lines in re.findall(r"`(\w+\.py)` \| (\d+)", text):
+        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 10, name
+    assert "pip install -r requirements.txt && python grpo.py --task arithmetic" in text
+    assert "pip install -r requirements.txt && python -m pytest" in text
+
+
+def test_every_flag_has_its_help(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--help"])
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"--{f.name} " in out for f in grpo.dataclasses.fields(Config))
+
+
+def test_run_time_packages_are_the_five():
+    allowed = {"torch", "tiktoken", "numpy", "safetensors", "data", "model", "reward", "grpo"}
+    for path in [ROOT / "grpo.py", ROOT / "model.py", ROOT / "reward.py", *(ROOT / "data").glob("*.py")]:
+        for name in re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.M):
+            assert name in allowed | set(sys.stdlib_module_names), (path.name, name)
+        if path.parent.name == "data":
+            assert "import torch" not in path.read_text()
+
+
+def test_nothing_evaluates_or_unpickles():
+    for path in ("grpo.py", "model.py", "reward.py"):
+        assert not re.search(r"(?<![\w.])eval\(|torch\.load|import pickle|exec\(", (ROOT / path).read_text())

@@ -1,0 +1,125 @@
+"""Sampling: what is recorded is what was sampled, and the trainer agrees."""
+import pytest
+import torch
+from conftest import tiny_model
+
+from grpo import sample, token_logps
+from model import Fault
+
+PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
+STOP = {256}
+
+
+def uniform(rows, n, seed=0):
+    return torch.rand(rows, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_sampler_and_trainer_agree(temperature, positions):
+    """At any temperature, for prompts of unequal length, while finished rows leave the batch."""
+    model = tiny_model(positions=positions)
+    stop = set(range(0, 257, 9))            # many: rows end all the time
+    b = sample(model, PROMPTS, 8, 20, temperature, stop, uniform(24, 20))
+    logp = token_logps(model, b.ids, b.mask, temperature)
+    torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
+    assert not b.mask.all(1).any() and (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
+    assert len(set(b.mask.sum(1).tolist())) > 3
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """Dropping finished rows from the decode batch changes nothing."""
+    model, u = tiny_model(), uniform(24, 20)
+    stop = set(range(0, 257, 9))
+    together = sample(model, PROMPTS, 8, 20, 1.0, stop, u)
+    for row in (0, 7, 11, 23):
+        alone = sample(model, [PROMPTS[row // 8]], 1, 20, 1.0, stop, u[row:row + 1])
+        assert (together.ids[row][together.mask[row]].tolist() == alone.ids[0][alone.mask[0]].tolist())
+        assert together.finished[row] == alone.finished[0]
+
+
+def test_sampled_frequencies_are_the_probabilities():
+    """Chi-square of 20,000 first tokens against the exact distribution, at temperature 0.8."""
+    model, n = tiny_model(), 20_000
+    p = (model.head(model(torch.tensor([PROMPTS[0]])))[0, -1].double() / 0.8).softmax(-1).detach()
+    b = sample(model, PROMPTS[:1], n, 1, 0.8, STOP, uniform(n, 1))
+    seen = torch.bincount(b.ids[:, 3], minlength=257)
+    common = p * n >= 5
+    observed = torch.cat((seen[common], seen[~common].sum()[None])).double()
+    expected = torch.cat((p[common], p[~common].sum()[None])) * n
+    freedom = len(observed) - 1
+    z = (((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
+    assert freedom > 20 and abs(z) < 4
+
+
+def test_no_token_of_probability_zero():
+    """u = 0 and u just under 1 must still pick tokens that can be."""
+    model = tiny_model()
+    model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([5, 9]), 0.0)
+    u = torch.tensor([[0.0], [1 - 2 ** -53]], dtype=torch.float64)
+    assert sample(model, PROMPTS[:1], 2, 1, 1.0, STOP, u).ids[:, 3].tolist() == [5, 9]
+
+
+def test_greedy_is_the_argmax_of_the_whole_prefix():
+    model = tiny_model()
+    b = sample(model, PROMPTS, 1, 6, 0, STOP)
+    for prompt, ids, mask in zip(PROMPTS, b.ids, b.mask):
+        row = list(prompt)
+        for token in ids[mask].tolist():
+            assert token == model.head(model(torch.tensor([row])))[0, -1].argmax()
+            row.append(token)
+
+
+def test_layout_prompt_completion_padding():
+    b = sample(tiny_model(), PROMPTS, 2, 5, 1.0, STOP, uniform(6, 5))
+    for i, (ids, mask) in enumerate(zip(b.ids.tolist(), b.mask.tolist())):
+        prompt = PROMPTS[i // 2]
+        n = sum(mask)
+        assert ids[:len(prompt)] == prompt
+        assert mask == [False] * len(prompt) + [True] * n + [False] * (len(mask) - len(prompt) - n)
+
+
+def scripted(tokens):
+    """A model whose head gives the next token of a script, whatever it reads."""
+    model = tiny_model()
+    script = iter(tokens)
+    model.head = lambda h: torch.nn.functional.one_hot(torch.tensor([next(script)] * len(h)), 257) * 100.0
+    return model
+
+
+@pytest.mark.parametrize("script, length, finished", [
+    ([7, 8, 256], 3, True),         # stops exactly at the limit
+    ([7, 256, 8], 2, True),         # the end token is sampled, so it is in the mask
+    ([7, 8, 9], 3, False),          # cut off: not to be guessed from the last token
+    ([7, 10, 8], 2, True),          # a second stop token
+    ([256], 1, True)])
+def test_finished_is_explicit(script, length, finished):
+    b = sample(scripted(script), [[1, 2]], 1, 3, 0, {256, 10})
+    assert b.ids[0][b.mask[0]].tolist() == script[:length]
+    assert b.finished.tolist() == [finished]
+
+
+def test_end_tokens_in_the_prompt_are_prompt():
+    """Padding is never found by its value: 0 and 256 mean nothing special in a prompt."""
+    model, odd = tiny_model(), [[256, 0, 65, 0], [256]]
+    b = sample(model, odd, 3, 6, 1.0, STOP, uniform(6, 6))
+    for row in range(6):
+        prompt = odd[row // 3]
+        assert b.ids[row, :len(prompt)].tolist() == prompt and not b.mask[row, :len(prompt)].any()
+    torch.testing.assert_close(token_logps(model, b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
+
+
+def test_only_the_sampled_column_and_later_ones_move():
+    model = tiny_model()
+    b = sample(model, [[49, 50, 61]], 1, 6, 0, set())
+    ids = b.ids.clone()
+    ids[0, 5] += 1
+    moved = token_logps(model, b.ids, b.mask, 1.0) != token_logps(model, ids, b.mask, 1.0)
+    assert moved[0].tolist() == [False] * 5 + [True] * 4
+
+
+def test_a_prompt_that_does_not_fit():
+    with pytest.raises(Fault, match="60 tokens and 5 new"):
+        sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
+    with pytest.raises(Fault, match="empty"):
+        sample(tiny_model(), [[]], 1, 5, 0, STOP)

@@ -31,7 +31,6 @@ import inspect
 import json
 import math
 import os
-import platform
 import random
 import re
 import signal
@@ -72,7 +71,7 @@ class Config:
     max_new: int = 1024         # N, most tokens of a completion
     temperature: float = 1.0    # of sampling, and so of every log-probability
     # loss
-    clip_low: float = 0.2       # the ratio is clipped below 1 - this (PPO's 0.2: the paper is silent)
+    clip_low: float = 0.2       # the ratio is clipped below 1 - this (as in PPO: the paper is silent)
     clip_high: float = 0.2      # and above 1 + this
     beta: float = 0.04          # weight of the KL to the reference
     scale: str = "group"        # divide advantages by the std of their group, or by none
@@ -88,7 +87,7 @@ class Config:
     n_head: int = 8             # query heads
     n_kv_head: int = 1          # key/value heads
     n_embd: int = 256           # channels
-    warm_steps: int = 600       # optimizer steps
+    warm_steps: int = 750       # optimizer steps
     warm_batch: int = 64        # demonstrations of a step
     warm_lr: float = 1.2e-3     # at its peak: a short rise, then linearly to 0
     # machine
@@ -118,7 +117,7 @@ CHOICES = dict(scale=("group", "none"), mean=("sequence", "token", "constant"),
 # The least value of a number, where it is not 1. A group of one has no spread: its z-score is 0/0.
 LEAST = dict(group=2, seed=0, steps=0, eval_every=0, temperature=1e-3, clip_low=0, clip_high=0,
              beta=0, lr=0, grad_clip=1e-9, warm_steps=0, warm_lr=0)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}      # on --resume: what alters no step made
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
         "warm_steps", "warm_batch", "warm_lr")                  # what a warm start depends on
 # The largest gap between the sampler's and the trainer's log-probability of a token before the
@@ -182,22 +181,22 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
     pos = torch.arange(longest, device=device).expand(P, -1)
     cache = model.new_cache(P, by_16(T))
-    h = model(ids[:, :longest], pos, cache[..., :by_16(longest), :])                       # (P, ., C)
+    h = model(ids[:, :longest], pos, cache[..., :by_16(longest), :])                    # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1].repeat_interleave(group, 0)          # (B, C)
     cache, ids = cache.repeat_interleave(group, 2), ids.repeat_interleave(group, 0)
     logp = torch.zeros(B, T, device=device)
     mask = torch.zeros(B, T, dtype=torch.bool, device=device)
     finished = torch.zeros(B, dtype=torch.bool, device=device)
     stop = torch.tensor(sorted(stop), device=device)
-    u = None if u is None else u.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    u = u if u is None else u.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
-    # 2. A token a turn. `row` (b,) is in the decode batch, and `live` until it has finished; `at` is
-    # the column that it samples next.
+    # 2. A token a turn. `row` (b,): the rows in the decode batch, `live` while not finished; `at`:
+    # the column that each samples next.
     row = torch.arange(B, device=device)
     live = torch.ones(B, dtype=torch.bool, device=device)
     at = length.repeat_interleave(group)
     for n in range(max_new):
-        logits = model.head(h)                                                             # (b, V)
+        logits = model.head(h)                                                          # (b, V)
         logps = (logits / temperature if temperature else logits).log_softmax(-1)
         if temperature:
             cdf = logps.to(u.dtype).exp().cumsum(-1)
@@ -209,14 +208,16 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
         ids[r, c], mask[r, c], finished[r] = t, True, torch.isin(t, stop)
         logp[r, c] = logps[live].gather(-1, t[:, None])[:, 0]
 
-        # 3. Finished rows leave once they are a tenth of the batch: copying the cache costs as well.
+        # 3. Finished rows leave once they are a tenth of the batch: copying the cache costs too.
         live = live & ~finished[row]
         left = int(live.sum())
         if left == 0 or n + 1 == max_new:
             break
         if left <= 0.9 * len(row):
-            row, at, token, cache, live = row[live], at[live], token[live], cache[:, :, live], live[live]
-        h = model(token[:, None], at[:, None], cache[..., :by_16(longest + n + 1), :])[:, 0]   # (b, C)
+            row, at, token = row[live], at[live], token[live]
+            cache, live = cache[:, :, live], live[live]
+        seen = cache[..., :by_16(longest + n + 1), :]
+        h = model(token[:, None], at[:, None], seen)[:, 0]                              # (b, C)
         at = at + 1
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T])
@@ -273,15 +274,18 @@ def complete(model, task, problems, group, cfg, encoding, source=None):
         shape = len(problems) * ranks, group, cfg.max_new
         u = np.random.default_rng(source.getrandbits(64)).random(shape)[rank::ranks]
         u = torch.from_numpy(u).flatten(0, 1)
-    stop = {encoding.eot_token}
     batch = sample(model, [encoding.encode_ordinary(p.prompt) for p in problems], group,
-                   cfg.max_new, cfg.temperature if source else 0, stop, u)
-    texts = [encoding.decode([t for t in row[on].tolist() if t not in stop])
-             for row, on in zip(batch.ids.cpu(), batch.mask.cpu())]
+                   cfg.max_new, cfg.temperature if source else 0, {encoding.eot_token}, u)
+    texts = [decode(encoding, row[on]) for row, on in zip(batch.ids, batch.mask)]
     rows = [p for p in problems for _ in range(group)]
-    parts = {name: torch.tensor(x) for name, x in score(task, rows, texts, batch.finished.tolist()).items()}
+    parts = score(task, rows, texts, batch.finished.tolist())
+    parts = {name: torch.tensor(x) for name, x in parts.items()}
     batch.reward = sum(parts.values())
     return batch, texts, parts
+
+def decode(encoding, ids):
+    """The text of a completion (n,), without the end token."""
+    return encoding.decode([t for t in ids.tolist() if t != encoding.eot_token])
 
 def rollout(model, ref, task, problems, cfg, encoding, source):
     """One step's completions, rewards and advantages: Batch, texts, statistics."""
@@ -301,7 +305,8 @@ def all_logps(model, batch, cfg):
     """`token_logps` of a whole rollout, in micro-batches and without a graph."""
     out = torch.zeros_like(batch.logp)
     for rows, T in micro_batches(row_lengths(batch.mask), cfg.micro_tokens):
-        out[rows, :T] = token_logps(model, batch.ids[rows, :T], batch.mask[rows, :T], cfg.temperature)
+        ids, mask = batch.ids[rows, :T], batch.mask[rows, :T]
+        out[rows, :T] = token_logps(model, ids, mask, cfg.temperature)
     return out
 
 # -------------------------------------------------------------------------------------- the loss
@@ -327,7 +332,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg):
     All (B, T). In the first update of a rollout the ratio is 1 and the loss about 0, but by logp
     its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21.
     """
-    kept = lambda x: torch.where(mask, x, 0)        # garbage elsewhere stays out of the gradient too
+    kept = lambda x: torch.where(mask, x, 0)        # elsewhere even NaN stays out of the gradient
     logp, adv = kept(logp), kept(adv)
     ratio = bounded(logp - kept(old_logp)).exp()                                           # (B, T)
     surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
@@ -376,8 +381,8 @@ def update(model, opt, batch, cfg, source, bound):
                                 f"{mismatch:.2g} apart, more than the {bound} of rounding")
             total["grad_norm"] += optimizer_step(model, opt, cfg) / ranks
     n = cfg.epochs * cfg.minibatches
-    sums = all_reduce(torch.stack([torch.as_tensor(x, device=length.device) for x in total.values()]))
-    return dict(zip(total, (sums / n).tolist())) | {"mismatch": mismatch}
+    sums = torch.stack([torch.as_tensor(x, device=length.device) for x in total.values()])
+    return dict(zip(total, (all_reduce(sums) / n).tolist())) | {"mismatch": mismatch}
 
 def optimizer_step(model, opt, cfg):
     """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping."""
@@ -392,30 +397,32 @@ def optimizer_step(model, opt, cfg):
 
 def new_optimizer(model, lr):
     """AdamW without weight decay: what holds the weights here is the KL to the reference."""
-    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
 
 # -------------------------------------------------------------------------------- the warm start
 
-def warm_start(model, task, problems, cfg, encoding, check_stop):
-    """Supervised fine-tuning on fresh demonstrations; the learning rate rises, then falls to 0."""
+def warm_start(model, task, problems, cfg, encoding, stopping):
+    """Supervised fine-tuning on fresh demonstrations; the learning rate rises, then falls to 0.
+    False if it was asked to stop."""
     opt = new_optimizer(model, cfg.warm_lr)
     rank, ranks = world()
     device = model.norm.weight.device
     began = time.time()
     for step in range(cfg.warm_steps):
-        check_stop()
+        if stopping():
+            return False
         opt.param_groups[0]["lr"] = cfg.warm_lr * min(1 - step / cfg.warm_steps, (step + 1) / 30)
         source = rng(cfg, "warm start", step)
         rows = []
         for problem in source.choices(problems, k=cfg.warm_batch):
             text = encoding.encode_ordinary(task.demonstration(problem, source))
             rows.append((encoding.encode_ordinary(problem.prompt), text + [encoding.eot_token]))
-        tokens = sum(len(text) for _, text in rows)             # on all ranks; this one takes its rows
-        length = torch.tensor([[len(prompt), len(prompt + text)] for prompt, text in rows[rank::ranks]])
-        T = int(length.max())
-        ids = torch.tensor([prompt + text + [0] * (T - len(prompt + text))
-                            for prompt, text in rows[rank::ranks]])
-        mask = (torch.arange(T) >= length[:, :1]) & (torch.arange(T) < length[:, 1:])
+        tokens = sum(len(text) for _, text in rows)         # of all ranks; this one takes its rows
+        rows = rows[rank::ranks]
+        ends = torch.tensor([[len(prompt), len(prompt + text)] for prompt, text in rows])
+        T = int(ends.max())
+        ids = torch.tensor([prompt + text + [0] * (T - len(prompt + text)) for prompt, text in rows])
+        mask = (torch.arange(T) >= ends[:, :1]) & (torch.arange(T) < ends[:, 1:])
         ids, mask, loss = ids.to(device), mask.to(device), 0.0
         for micro, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
             part = -token_logps(model, ids[micro, :T], mask[micro, :T], 1.0).sum() / tokens
@@ -426,19 +433,24 @@ def warm_start(model, task, problems, cfg, encoding, check_stop):
             left = (time.time() - began) / (step + 1) * (cfg.warm_steps - step - 1)
             say(f"warm start {step + 1}/{cfg.warm_steps}  loss {all_reduce(loss).item():.3f}  "
                 f"left {clock(left)}")
+    return True
 
-def starting_model(cfg, task, problems, longest, encoding, check_stop):
-    """The policy before RL: --init's, or a new one after its warm start, kept in the run's folder."""
+def starting_model(cfg, task, problems, longest, encoding, stopping):
+    """The policy before RL: --init's, or a new one after its warm start, which is kept in the run's
+    folder; None if that was asked to stop."""
     folder = cfg.folder / "warm_start"
     note, wanted = folder / "warm_start.json", {name: getattr(cfg, name) for name in WARM}
-    source = cfg.init or (folder if note.exists() and json.loads(note.read_text()) == wanted else None)
-    if source:
-        say(f"starting from {source}")
-        return GPT.from_pretrained(source).place(cfg)
+    cached = note.exists() and json.loads(note.read_text()) == wanted
+    if cfg.init or cached:
+        say(f"starting from {cfg.init or folder}")
+        return GPT.from_pretrained(cfg.init or folder).place(cfg)
+    context = 1 << (longest + cfg.max_new - 1).bit_length()
     shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
-                      n_inner=4 * cfg.n_embd, block_size=1 << (longest + cfg.max_new - 1).bit_length())
-    model = GPT(shape, torch.Generator().manual_seed(rng(cfg, "weights").getrandbits(63))).place(cfg)
-    warm_start(model, task, problems, cfg, encoding, check_stop)
+                      n_inner=4 * cfg.n_embd, block_size=context)
+    seed = rng(cfg, "weights").getrandbits(63)
+    model = GPT(shape, torch.Generator().manual_seed(seed)).place(cfg)
+    if not warm_start(model, task, problems, cfg, encoding, stopping):
+        return None
     if world()[0] == 0:
         model.save_pretrained(folder, encoding.eot_token)
         write_whole(note, json.dumps(wanted))
@@ -447,14 +459,14 @@ def starting_model(cfg, task, problems, longest, encoding, check_stop):
 # ------------------------------------------------------------------------------------ evaluation
 
 def pass_at_k(n, c, k):
-    """Chance that k of n completions, c of them right, hold a right one (Chen et al. 2021, eq. 1)."""
+    """Chance that k of n completions, c of them right, hold a right one (Chen et al. 2021)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 def evaluate(model, task, problems, cfg, encoding, k=8):
-    """Share of the problems solved: greedily, and of k samples pass@1, pass@k and their majority."""
+    """Share of the problems solved: greedily, and by k samples as pass@1, pass@k and majority."""
     rank, ranks = world()
     source = rng(cfg, "evaluate", rank)
-    size = max(1, cfg.prompts * cfg.group // k)     # problems at a time: as many rows as in training
+    size = max(1, cfg.prompts * cfg.group // k)     # problems at a time: rows as in training
     mine = problems[rank::ranks]
     total = torch.zeros(5, device=model.norm.weight.device)
     for chunk in (mine[i:i + size] for i in range(0, len(mine), size)):
@@ -476,9 +488,11 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 def save(cfg, step, model, ref, opt, encoding):
     """The policy for use, and in one file, whole or not at all, all that a resumed run needs. What
     is random and where the run stands in its problems follow from the seed and the step."""
-    tensors = {f"opt.{key}.{n}": x for n, p in model.named_parameters() for key, x in opt.state[p].items()}
-    for role, module in (("model", model), ("ref", ref)):
-        tensors |= {f"{role}.{n}": p.detach() for n, p in module.named_parameters()} if module else {}
+    tensors = {f"opt.{key}.{n}": x for n, p in model.named_parameters()
+               for key, x in opt.state[p].items()}
+    for role, module in {"model": model, "ref": ref}.items():
+        if module is not None:
+            tensors |= {f"{role}.{n}": p.detach() for n, p in module.named_parameters()}
     state = {"step": step, "config": dataclasses.asdict(cfg),
              "sizes": {name: os.path.getsize(cfg.folder / name) for name in LOGS}}
     write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
@@ -486,19 +500,16 @@ def save(cfg, step, model, ref, opt, encoding):
 
 def restore(tensors, source, model, ref, opt):
     """Put the tensors that `save` wrote back in their places."""
-    roles = {role: {} for role in ("model", "ref", "opt")}
-    for name, x in tensors.items():
-        role, _, name = name.partition(".")
-        roles[role][name] = x
-    model.load_tensors(roles["model"], source)
+    part = lambda role: {n.removeprefix(role): x for n, x in tensors.items() if n.startswith(role)}
+    model.load_tensors(part("model."), source)
     if ref is not None:
-        ref.load_tensors(roles["ref"], source)
+        ref.load_tensors(part("ref."), source)
     for n, p in model.named_parameters():
-        opt.state[p] = {key: roles["opt"][f"{key}.{n}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
-        opt.state[p]["step"] = roles["opt"][f"step.{n}"]
+        opt.state[p] = {key: tensors[f"opt.{key}.{n}"].to(p.device)
+                        for key in ("step", "exp_avg", "exp_avg_sq")}
 
 def find_run(folder):
-    """The run in `folder`: Config, last saved step (0 before the first), tensors, sizes of its logs."""
+    """The run in `folder`: Config, last saved step (0: none yet), tensors, sizes of its logs."""
     path, run = folder / "checkpoint.safetensors", folder / "run.json"
     try:
         if path.exists():
@@ -526,10 +537,13 @@ def show_group(step, problem, batch, texts, group, encoding):
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
     for i, row in enumerate(adv[:4]):
-        pieces = [encoding.decode([t]).replace("\n", " ⏎ ") for t in batch.ids[i][batch.mask[i]].tolist()]
-        if colour:      # green where it is to become likelier, red where less likely, else grey
-            pieces = [f"\x1b[{32 if a > 0 else 31 if a else 90}m{s}\x1b[0m" for s, a in zip(pieces, row)]
-        say(f"    {problem.prompt}{''.join(pieces)}   reward {batch.reward[i]:g}  advantage {row[0]:+.2f}")
+        ids = batch.ids[i][batch.mask[i]].tolist()
+        pieces = [encoding.decode([t]).replace("\n", " ⏎ ") for t in ids]
+        if colour:      # green: to become likelier; red: less likely; grey: nothing to learn
+            codes = (32 if a > 0 else 31 if a < 0 else 90 for a in row)
+            pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
+        say(f"    {problem.prompt}{''.join(pieces)}   reward {batch.reward[i]:g}  "
+            f"advantage {row[0]:+.2f}")
     return {"step": step, "prompt": problem.prompt, "completions": texts[:group],
             "rewards": batch.reward[:group].tolist(),
             "advantages": [[round(a, 4) for a in row] for row in adv]}
@@ -544,31 +558,25 @@ def train(cfg, task, run=None):
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
     if cfg.prompts % ranks or cfg.prompts > len(problems):
-        raise Fault(f"--prompts {cfg.prompts}: {ranks} ranks must share them evenly, and the task has "
-                    f"{len(problems)} problems")
-    done, tensors, sizes = run or (0, {}, dict.fromkeys(LOGS, 0))
+        raise Fault(f"--prompts {cfg.prompts}: not to be had of {len(problems)} problems, or not to "
+                    f"be divided among {ranks} ranks")
 
     # 1. A signal only asks: the step is finished and saved first. A second one is obeyed at once.
     asked = []
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda s, _: sys.exit(128 + s) if asked else asked.append(s))
-    stopping = lambda: all_reduce(torch.tensor(float(sum(asked)), device=device)).item() > 0
+    def stopping():
+        return all_reduce(torch.tensor(float(sum(asked)), device=device)).item() > 0
     def leave(where):
         say(f"stopped {where}; go on with: python grpo.py --resume --out {cfg.folder}")
         sys.exit(128 + max(asked, default=0))
-    def check_stop():
-        if stopping():
-            leave("in the warm start, which begins anew")
 
-    # 2. The folder. What a run logged after its last checkpoint is made anew, so it goes.
+    # 2. The folder. What was logged after the last checkpoint is made anew, so it goes.
+    done, tensors, sizes = run or (0, {}, dict.fromkeys(LOGS, 0))
     about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
-             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    def log(name, record):
+             "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
+    try:
         if rank == 0:
-            with open(cfg.folder / name, "a") as f:
-                f.write(json.dumps(record) + "\n")
-    if rank == 0:
-        try:
             cfg.folder.mkdir(parents=True, exist_ok=True)
             if not done:
                 (cfg.folder / "checkpoint.safetensors").unlink(missing_ok=True)
@@ -576,27 +584,35 @@ def train(cfg, task, run=None):
                 with open(cfg.folder / name, "ab") as f:
                     f.truncate(size)
             write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-        except OSError as e:
-            raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
+    except OSError as e:
+        raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
+    def log(name, record):
+        if rank == 0:
+            with open(cfg.folder / name, "a") as f:
+                f.write(json.dumps(record) + "\n")
+    def measure(step):
+        results = evaluate(model, task, held_out, cfg, encoding)
+        say(f"step {step}  held out: {percent(results)}")
+        return results
 
     # 3. The models. The reference is the policy as it is before RL, and stays so.
-    model = starting_model(cfg, task, problems, longest, encoding, check_stop)
+    model = starting_model(cfg, task, problems, longest, encoding, stopping)
+    if model is None:
+        leave("in the warm start, which will begin anew")
     if longest + cfg.max_new > model.cfg.block_size:
-        raise Fault(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the model's "
-                    f"context of {model.cfg.block_size}")
+        raise Fault(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
+                    f"model's context of {model.cfg.block_size}")
     ref = copy.deepcopy(model).requires_grad_(False) if cfg.beta else None
     opt = new_optimizer(model, cfg.lr)
-    if done:
-        restore(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
     for module in (model, ref):
         if compiled and module is not None:
             module.compile(dynamic=True)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {device} in {dtype}; "
-        f"{len(problems)} problems, {len(held_out)} held out; a step: {cfg.prompts} x {cfg.group} rows")
-    if not done:
-        results = evaluate(model, task, held_out, cfg, encoding)
-        say(f"step 0  held out: {percent(results)}")
-        log("metrics.jsonl", {"step": 0, **results})
+        f"{len(problems)} problems, {len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
+    if done:
+        restore(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
+    else:
+        log("metrics.jsonl", {"step": 0, **measure(0)})
         if rank == 0:
             model.save_pretrained(cfg.folder, encoding.eot_token)
 
@@ -604,30 +620,29 @@ def train(cfg, task, run=None):
     times, idle = [], 0
     for step in range(done + 1, cfg.steps + 1):
         began = time.perf_counter()
-        chosen = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
-        batch, texts, stats = rollout(model, ref, task, chosen, cfg, encoding, rng(cfg, "rollout", step))
+        mine = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
+        batch, texts, stats = rollout(model, ref, task, mine, cfg, encoding, rng(cfg, "rollout", step))
         sampled = time.perf_counter()
         stats |= update(model, opt, batch, cfg, rng(cfg, "update", step), MISMATCH[dtype])
-        times.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        times.append(ended - began)
         tokens = all_reduce(batch.mask.sum()).item()
         stats |= {"seconds": times[-1], "rollout_tok_s": tokens / (sampled - began),
-                  "update_tok_s": tokens / (times[-1] + began - sampled)}
-        say(f"step {step}/{cfg.steps}  reward {stats['reward']:.3f}  accuracy {stats['accuracy']:.3f}  "
-            f"length {stats['length']:.1f}  kl {stats['kl']:.4f}  entropy {stats['entropy']:.3f}  "
-            f"clip {stats['clip_share']:.3f}  {times[-1]:.2f} s  "
+                  "update_tok_s": tokens / (ended - sampled)}
+        say(f"step {step}/{cfg.steps}  reward {stats['reward']:.3f}  "
+            f"accuracy {stats['accuracy']:.3f}  length {stats['length']:.1f}  kl {stats['kl']:.4f}  "
+            f"entropy {stats['entropy']:.3f}  clip {stats['clip_share']:.3f}  {times[-1]:.2f} s  "
             f"left {clock(statistics.median(times[-9:]) * (cfg.steps - step))}")
         idle = idle + 1 if stats["dead_groups"] == 1 or stats["finished"] == 0 else 0
         if idle == 3:
-            say("warning: nothing to learn from in 3 steps: in every group all rewards were equal, or "
-                "no completion ended")
+            say("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
+                "or no completion ended")
         last, halt = step == cfg.steps, stopping()
         if last or cfg.eval_every and step % cfg.eval_every == 0:
-            results = evaluate(model, task, held_out, cfg, encoding)
-            say(f"step {step}  held out: {percent(results)}")
-            stats |= results
+            stats |= measure(step)
         log("metrics.jsonl", {"step": step, **stats})
         if last or halt or step % cfg.save_every == 0:
-            log("samples.jsonl", show_group(step, chosen[0], batch, texts, cfg.group, encoding))
+            log("samples.jsonl", show_group(step, mine[0], batch, texts, cfg.group, encoding))
             if rank == 0:
                 save(cfg, step, model, ref, opt, encoding)
         if halt and not last:
@@ -641,7 +656,7 @@ def ask(cfg, question):
     prompt, stop = encoding.encode_ordinary(question), {encoding.eot_token}
     room = max(1, min(cfg.max_new, model.cfg.block_size - len(prompt)))
     batch = sample(model, [prompt], 1, room, 0, stop)
-    return question + encoding.decode([t for t in batch.ids[0][batch.mask[0]].tolist() if t not in stop])
+    return question + decode(encoding, batch.ids[0][batch.mask[0]])
 
 # ------------------------------------------------------------------------------ the command line
 
@@ -654,7 +669,7 @@ def read_command(argv):
         parser.add_argument(f"--{f.name}", type=f.type, default=argparse.SUPPRESS,
                             help=f"{comments[f.name]} ({f.default})")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--eval_only", action="store_true", help="only measure the model of --init or --out")
+    parser.add_argument("--eval_only", action="store_true", help="only measure --init's or --out's model")
     parser.add_argument("--ask", metavar="QUESTION", help="only let that model answer")
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -666,20 +681,21 @@ def read_command(argv):
     mode = {name: flags.pop(name) for name in ("resume", "eval_only", "ask")}
     task = load_task(flags.get("task", Config.task))
     cfg = Config(**task.DEFAULTS | flags)
-    if mode["resume"]:
-        old, *run = find_run(cfg.folder)
-        for name in flags.keys() - MAY_CHANGE:
-            if flags[name] != getattr(old, name):
-                raise Fault(f"the run in {cfg.folder} has --{name} {getattr(old, name)}, not "
-                            f"{flags[name]}; on --resume only {', '.join(sorted(MAY_CHANGE))} may change")
-        cfg = dataclasses.replace(old, **{name: flags[name] for name in MAY_CHANGE & flags.keys()})
-        return cfg, load_task(cfg.task), mode, run
-    if not mode["eval_only"] and mode["ask"] is None and (cfg.folder / "checkpoint.safetensors").exists():
-        old, step, *_ = find_run(cfg.folder)
-        if step < old.steps:
-            raise Fault(f"{cfg.folder} holds a run stopped at step {step} of {old.steps}: go on with "
-                        f"--resume, or choose another --out")
-    return cfg, task, mode, None
+    trains = not mode["eval_only"] and mode["ask"] is None
+    if not mode["resume"]:
+        if trains and (cfg.folder / "checkpoint.safetensors").exists():
+            old, step, *_ = find_run(cfg.folder)
+            if step < old.steps:
+                raise Fault(f"{cfg.folder} holds a run stopped at step {step} of {old.steps}: go on "
+                            f"with --resume, or choose another --out")
+        return cfg, task, mode, None
+    old, *run = find_run(cfg.folder)
+    for name in flags.keys() - MAY_CHANGE:
+        if flags[name] != getattr(old, name):
+            raise Fault(f"the run in {cfg.folder} has --{name} {getattr(old, name)}, not {flags[name]}; "
+                        f"--resume may change only {', '.join(sorted(MAY_CHANGE))}")
+    cfg = dataclasses.replace(old, **{name: flags[name] for name in MAY_CHANGE & flags.keys()})
+    return cfg, load_task(cfg.task), mode, run
 
 def main(argv=None):
     """The command line; a Fault is one line on stderr and exit code 2."""

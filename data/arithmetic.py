@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from reward import evaluate
 
-# What grpo.py's Config starts from when this task is chosen.
-DEFAULTS = dict(difficulty=2, steps=36, prompts=32, group=16, minibatches=2, max_new=64, lr=1e-4)
+# What Config starts from for this task. beta is less than the paper's 0.04: k3 in the loss pulls
+# towards KL(ref || pi), which keeps a share of every habit of the demonstrations alive, the bad too.
+DEFAULTS = dict(difficulty=2, steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
+                beta=0.005)
 
-BARE = 0.6      # share of the demonstrations that only guess
-RIGHT = 0.2     # share of those guesses that are right
-SLIP = 0.01     # chance that a number worked out on the way is written down wrong
+# The people who demonstrate: some only guess, by rounding the factors; the others show their work.
+GUESS = 0.5     # share who guess
+SLIP = 0.003    # chance that a number of the working is written down wrong
 HELD_OUT = 500  # problems kept away from all training
 
 
@@ -48,14 +50,14 @@ def problems(cfg):
 def demonstration(problem, rng):
     """A completion as an imperfect person might give it: a guess, or working with slips."""
     a, b = map(int, problem.prompt[:-1].split("*"))
-    if rng.random() < BARE:
-        return problem.answer if rng.random() < RIGHT else str(miswritten(a * b, rng))
+    if rng.random() < GUESS:
+        return str(rounded(a) * rounded(b))
     lines = []
 
     def write(n):
         return miswritten(n, rng) if rng.random() < SLIP else n
 
-    def work(left, terms):                                  # "47*58" by way of its parts
+    def work(left, terms):                                  # 47*50 is 40*50 and 7*50
         terms = [write(n) for n in terms]
         total = write(sum(terms)) if len(terms) > 1 else terms[0]
         middle = ["+".join(map(str, terms))] if len(terms) > 1 else []
@@ -66,6 +68,12 @@ def demonstration(problem, rng):
     if len(results) > 1:
         work("+".join(map(str, results)), columns(results))
     return "".join("\n" + line for line in lines)
+
+
+def rounded(n):
+    """n to its first digit: 47 -> 50."""
+    place = 10 ** (len(str(n)) - 1)
+    return (n + place // 2) // place * place
 
 
 def parts(n):

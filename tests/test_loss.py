@@ -193,7 +193,7 @@ def a_rollout(model, cfg, length=12):
     g = torch.Generator().manual_seed(3)
     prompts = [[49, 50, 61], [51, 61]][:cfg.prompts]
     u = torch.rand(cfg.prompts * cfg.group, length, generator=g, dtype=torch.float64)
-    b = sample(model, prompts, cfg.group, length, cfg.temperature, set(range(0, 257, 9)), u)
+    b = sample(model, prompts, cfg.group, length, cfg.temperature, set(range(0, 257, 13)), u)
     b.adv = torch.where(b.mask, torch.randn(len(b.ids), 1, generator=g), 0)
     b.old_logp = b.logp
     b.ref_logp = torch.where(b.mask, b.logp + 0.3 * torch.randn(b.logp.shape, generator=g), 0)

@@ -37,7 +37,7 @@ def test_held_out_problems_never_occur_in_training(difficulty):
     ("\n2726=2726", 1, 0), ("\n2725+1=2726", 1, 0),         # numbers from nowhere
     ("\n47*50=2350\n47*8=376\n2350+376=2726", 1, 1),
     ("\n58*40=2320\n58*7=406\n2320+406=2726", 1, 1),
-    ("3" + WORK, 1, 0), (WORK + "\n", 0, 0),
+    ("3" + WORK, 1, 0), (WORK + "\n", 1, 1),
     ("\n47*50=2350\n9**9**9=1\n2350+376=2726", 1, 0)])
 def test_reward_is_0_1_or_2(completion, correct, working):
     assert task.reward(P, completion) == {"correct": correct, "working": working}
@@ -48,10 +48,9 @@ def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
     sampled = [task.demonstration(P, rng) for _ in range(2000)]
     bare = [d for d in sampled if "\n" not in d]
     shown = [d for d in sampled if "\n" in d]
-    assert len(bare) / 2000 == pytest.approx(task.BARE, abs=0.05)
-    assert sum(d == P.answer for d in bare) / len(bare) == pytest.approx(task.RIGHT, abs=0.05)
-    assert 0.5 < sum(task.reward(P, d)["working"] for d in shown) / len(shown) < 0.95
-    monkeypatch.setattr(task, "BARE", 0)
+    assert len(bare) / 2000 == pytest.approx(task.GUESS, abs=0.05) and set(bare) == {"3000"}
+    assert 0.9 < sum(task.reward(P, d)["working"] for d in shown) / len(shown) < 1
+    monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
     for difficulty in (1, 2, 3):
         for p in rng.sample(task.problems(SimpleNamespace(difficulty=difficulty))[0], 50):

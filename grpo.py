@@ -87,8 +87,8 @@ class Config:
     n_head: int = 8             # query heads
     n_kv_head: int = 1          # key/value heads
     n_embd: int = 256           # channels
-    warm_steps: int = 750       # optimizer steps
-    warm_batch: int = 64        # demonstrations of a step
+    warm_steps: int = 1100      # optimizer steps
+    warm_batch: int = 48        # demonstrations of a step
     warm_lr: float = 1.2e-3     # at its peak: a short rise, then linearly to 0
     # machine
     device: str = "auto"        # cuda, mps or cpu; auto: the first there is

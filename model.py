@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 
 def rotate(x, cos, sin):
     """RoPE: turn the pairs (x[i], x[i + D/2]) of each head by their angles. x (B, T, H, D)."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -23,7 +23,7 @@ DEFAULTS = dict(difficulty=2, steps=24, prompts=32, group=16, max_new=64, lr=1e-
 
 # The people who demonstrate: some only guess, by rounding the factors; the others show their work.
 GUESS = 0.5     # share who guess
-SLIP = 0.003    # chance that a number of the working is written down wrong
+SLIP = 0.002    # chance that a number of the working is written down wrong
 HELD_OUT = 500  # problems kept away from all training
 
 
@@ -71,8 +71,8 @@ def demonstration(problem, rng):
 
 
 def rounded(n):
-    """n to its first digit: 47 -> 50."""
-    place = 10 ** (len(str(n)) - 1)
+    """n to its first digit, at least to tens: 47 -> 50."""
+    place = 10 ** max(1, len(str(n)) - 1)
     return (n + place // 2) // place * place
 
 

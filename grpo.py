@@ -47,9 +47,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import load_task
-from data.tokenizer import byte_encoding
-from model import (GPT, Fault, GPTConfig, keep_memory, machine, read_tensors, write_tensors,
-                   write_whole)
+from data.tokenizer import byte_encoding, coloured, decode
+from model import (GPT, Fault, GPTConfig, keep_memory, load_training_state, machine, read_tensors,
+                   training_state, write_tensors, write_whole)
 from reward import score
 
 # ---------------------------------------------------------------------------------- the settings
@@ -71,7 +71,7 @@ class Config:
     max_new: int = 1024         # N, most tokens of a completion
     temperature: float = 1.0    # of sampling, and so of every log-probability
     # loss
-    clip_low: float = 0.2       # the ratio is clipped below 1 - this (as in PPO: the paper is silent)
+    clip_low: float = 0.2       # the ratio is clipped below 1 - this (PPO's; the paper is silent)
     clip_high: float = 0.2      # and above 1 + this
     beta: float = 0.04          # weight of the KL to the reference
     scale: str = "group"        # divide advantages by the std of their group, or by none
@@ -87,7 +87,7 @@ class Config:
     n_head: int = 8             # query heads
     n_kv_head: int = 1          # key/value heads
     n_embd: int = 256           # channels
-    warm_steps: int = 1100      # optimizer steps
+    warm_steps: int = 1400      # optimizer steps
     warm_batch: int = 48        # demonstrations of a step
     warm_lr: float = 1.2e-3     # at its peak: a short rise, then linearly to 0
     # machine
@@ -169,11 +169,9 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     device = model.norm.weight.device
     P, B, longest = len(prompts), len(prompts) * group, max(map(len, prompts))
     T = longest + max_new
-    if min(map(len, prompts)) == 0:
-        raise Fault("an empty prompt")
-    if T > model.cfg.block_size:
-        raise Fault(f"a prompt of {longest} tokens and {max_new} new ones do not fit the model's "
-                    f"context of {model.cfg.block_size}")
+    if min(map(len, prompts)) == 0 or T > model.cfg.block_size:
+        raise Fault(f"an empty prompt, or one of {longest} tokens, and {max_new} new ones do not fit "
+                    f"the model's context of {model.cfg.block_size}")
     by_16 = lambda n: -(-n // 16) * 16      # slots of the cache, in steps: few shapes to compile
 
     # 1. Read each prompt once, and hand its cache to the whole group.
@@ -249,12 +247,10 @@ def micro_batches(length, budget):
 # ------------------------------------------------------------------ rollout: rewards, advantages
 
 def group_advantages(reward, group, scale):
-    """Advantage (B,) of each row in its group, and which groups (P,) are dead.
+    """Advantage (B,) of each row in its group, (r - mean) / std, DeepSeekMath 4.1.2; dead groups (P,).
 
-    DeepSeekMath 4.1.2: (r - mean) / std. The std is the group's own, without Bessel's correction
-    (the paper is silent): the advantages then have mean square 1 at every G. There is no epsilon,
-    so the reward's scale does not matter; a group whose rewards are equal up to rounding has
-    nothing to compare and gets exactly 0.
+    The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
+    No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
     """
     r = reward.double().view(-1, group)                                                    # (P, G)
     adv = r - r.mean(1, keepdim=True)
@@ -264,10 +260,8 @@ def group_advantages(reward, group, scale):
     return adv.masked_fill(dead[:, None], 0).flatten().float(), dead
 
 def complete(model, task, problems, group, cfg, encoding, source=None):
-    """Sample and score `group` completions of each problem, greedily without a random `source`.
-
-    Gives the Batch, its texts and the components of its rewards, (B,) each, by name.
-    """
+    """Sample and score `group` completions of each problem, greedily without a random `source`:
+    the Batch, its texts, and the components (B,) of its rewards by name."""
     rank, ranks = world()
     u = None
     if source:          # drawn for all ranks alike: their number changes no sample
@@ -276,16 +270,12 @@ def complete(model, task, problems, group, cfg, encoding, source=None):
         u = torch.from_numpy(u).flatten(0, 1)
     batch = sample(model, [encoding.encode_ordinary(p.prompt) for p in problems], group,
                    cfg.max_new, cfg.temperature if source else 0, {encoding.eot_token}, u)
-    texts = [decode(encoding, row[on]) for row, on in zip(batch.ids, batch.mask)]
+    texts = [decode(encoding, row[on].tolist()) for row, on in zip(batch.ids, batch.mask)]
     rows = [p for p in problems for _ in range(group)]
     parts = score(task, rows, texts, batch.finished.tolist())
     parts = {name: torch.tensor(x) for name, x in parts.items()}
     batch.reward = sum(parts.values())
     return batch, texts, parts
-
-def decode(encoding, ids):
-    """The text of a completion (n,), without the end token."""
-    return encoding.decode([t for t in ids.tolist() if t != encoding.eot_token])
 
 def rollout(model, ref, task, problems, cfg, encoding, source):
     """One step's completions, rewards and advantages: Batch, texts, statistics."""
@@ -312,12 +302,9 @@ def all_logps(model, batch, cfg):
 # -------------------------------------------------------------------------------------- the loss
 
 def token_weights(mask, mean, rows, tokens, max_new):
-    """What each token counts in the loss, (B, T). `rows` and `tokens` are the totals of the
-    optimizer step, over all its micro-batches and ranks.
-
-    sequence: 1/|o| in each row (eq. 3), so a token of a long row counts less; token: all tokens
-    alike; constant: alike whatever lengths came out (Dr. GRPO), 1 if every row had max_new.
-    """
+    """What each token counts in the loss, (B, T); `rows` and `tokens` are of the whole optimizer
+    step, all its micro-batches and ranks. sequence: 1/|o| in each row (eq. 3), so tokens of long rows
+    count less; token: all alike; constant: alike, whatever lengths came out (Dr. GRPO)."""
     if mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
     return mask / max(tokens if mean == "token" else rows * max_new, 1)
@@ -350,11 +337,8 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg):
 
 def update(model, opt, batch, cfg, source, bound):
     """The optimizer steps of one rollout: epochs x minibatches, each summed over micro-batches and
-    ranks. Changes model and opt; gives statistics, averaged over the optimizer steps.
-
-    Raises Fault if, before the first of them, the sampler's and the trainer's log-probabilities are
-    more than `bound` apart.
-    """
+    ranks. Changes model and opt; gives their mean statistics. Raises Fault if before the first
+    step the sampler's and the trainer's log-probabilities are more than `bound` apart."""
     rank, ranks = world()
     rows = cfg.prompts * cfg.group
     mine = torch.arange(rows).view(-1, cfg.group)[rank::ranks].flatten()    # which rows of the step
@@ -439,8 +423,8 @@ def starting_model(cfg, task, problems, longest, encoding, stopping):
     """The policy before RL: --init's, or a new one after its warm start, which is kept in the run's
     folder; None if that was asked to stop."""
     folder = cfg.folder / "warm_start"
-    note, wanted = folder / "warm_start.json", {name: getattr(cfg, name) for name in WARM}
-    cached = note.exists() and json.loads(note.read_text()) == wanted
+    note, wanted = folder / "warm_start.json", json.dumps({name: getattr(cfg, name) for name in WARM})
+    cached = note.exists() and note.read_text() == wanted
     if cfg.init or cached:
         say(f"starting from {cfg.init or folder}")
         return GPT.from_pretrained(cfg.init or folder).place(cfg)
@@ -453,7 +437,7 @@ def starting_model(cfg, task, problems, longest, encoding, stopping):
         return None
     if world()[0] == 0:
         model.save_pretrained(folder, encoding.eot_token)
-        write_whole(note, json.dumps(wanted))
+        write_whole(note, wanted)
     return model
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -488,25 +472,11 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 def save(cfg, step, model, ref, opt, encoding):
     """The policy for use, and in one file, whole or not at all, all that a resumed run needs. What
     is random and where the run stands in its problems follow from the seed and the step."""
-    tensors = {f"opt.{key}.{n}": x for n, p in model.named_parameters()
-               for key, x in opt.state[p].items()}
-    for role, module in {"model": model, "ref": ref}.items():
-        if module is not None:
-            tensors |= {f"{role}.{n}": p.detach() for n, p in module.named_parameters()}
-    state = {"step": step, "config": dataclasses.asdict(cfg),
-             "sizes": {name: os.path.getsize(cfg.folder / name) for name in LOGS}}
-    write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
+    sizes = {name: os.path.getsize(cfg.folder / name) for name in LOGS}
+    state = {"step": step, "config": dataclasses.asdict(cfg), "sizes": sizes}
+    write_tensors(cfg.folder / "checkpoint.safetensors", training_state(model, ref, opt),
+                  {"grpo": json.dumps(state)})
     model.save_pretrained(cfg.folder, encoding.eot_token)
-
-def restore(tensors, source, model, ref, opt):
-    """Put the tensors that `save` wrote back in their places."""
-    part = lambda role: {n.removeprefix(role): x for n, x in tensors.items() if n.startswith(role)}
-    model.load_tensors(part("model."), source)
-    if ref is not None:
-        ref.load_tensors(part("ref."), source)
-    for n, p in model.named_parameters():
-        opt.state[p] = {key: tensors[f"opt.{key}.{n}"].to(p.device)
-                        for key in ("step", "exp_avg", "exp_avg_sq")}
 
 def find_run(folder):
     """The run in `folder`: Config, last saved step (0: none yet), tensors, sizes of its logs."""
@@ -534,15 +504,9 @@ def percent(results):
 
 def show_group(step, problem, batch, texts, group, encoding):
     """The first group of a rollout: printed, its tokens coloured by advantage, and as a record."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
-    for i, row in enumerate(adv[:4]):
-        ids = batch.ids[i][batch.mask[i]].tolist()
-        pieces = [encoding.decode([t]).replace("\n", " ⏎ ") for t in ids]
-        if colour:      # green: to become likelier; red: less likely; grey: nothing to learn
-            codes = (32 if a > 0 else 31 if a < 0 else 90 for a in row)
-            pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
-        say(f"    {problem.prompt}{''.join(pieces)}   reward {batch.reward[i]:g}  "
+    for ids, on, row, reward in list(zip(batch.ids, batch.mask, adv, batch.reward))[:4]:
+        say(f"    {problem.prompt}{coloured(encoding, ids[on].tolist(), row)}   reward {reward:g}  "
             f"advantage {row[0]:+.2f}")
     return {"step": step, "prompt": problem.prompt, "completions": texts[:group],
             "rewards": batch.reward[:group].tolist(),
@@ -600,8 +564,8 @@ def train(cfg, task, run=None):
     if model is None:
         leave("in the warm start, which will begin anew")
     if longest + cfg.max_new > model.cfg.block_size:
-        raise Fault(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
-                    f"model's context of {model.cfg.block_size}")
+        raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the model's "
+                    f"context of {model.cfg.block_size}")
     ref = copy.deepcopy(model).requires_grad_(False) if cfg.beta else None
     opt = new_optimizer(model, cfg.lr)
     for module in (model, ref):
@@ -610,7 +574,7 @@ def train(cfg, task, run=None):
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {device} in {dtype}; "
         f"{len(problems)} problems, {len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
     if done:
-        restore(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
+        load_training_state(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
     else:
         log("metrics.jsonl", {"step": 0, **measure(0)})
         if rank == 0:
@@ -656,7 +620,7 @@ def ask(cfg, question):
     prompt, stop = encoding.encode_ordinary(question), {encoding.eot_token}
     room = max(1, min(cfg.max_new, model.cfg.block_size - len(prompt)))
     batch = sample(model, [prompt], 1, room, 0, stop)
-    return question + decode(encoding, batch.ids[0][batch.mask[0]])
+    return question + decode(encoding, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line
 
@@ -717,6 +681,9 @@ def main(argv=None):
     except Fault as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 if __name__ == "__main__":
     main()

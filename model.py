@@ -282,3 +282,22 @@ def read_tensors(path):
     except (OSError, SafetensorError) as e:
         why = "not found" if not Path(path).exists() else f"not a whole safetensors file: {e}"
         raise Fault(f"{path}: {why}") from e
+
+
+def training_state(model, ref, opt):
+    """Every tensor of a run by name: parameters of the policy and the reference, optimizer state."""
+    named = lambda module: module.named_parameters() if module is not None else ()
+    return {**{f"model.{n}": p.detach() for n, p in named(model)},
+            **{f"ref.{n}": p.detach() for n, p in named(ref)},
+            **{f"opt.{key}.{n}": x for n, p in named(model) for key, x in opt.state[p].items()}}
+
+
+def load_training_state(tensors, source, model, ref, opt):
+    """Put the tensors of `training_state` back in their places; `source` names them in a Fault."""
+    part = lambda role: {n.removeprefix(role): x for n, x in tensors.items() if n.startswith(role)}
+    model.load_tensors(part("model."), source)
+    if ref is not None:
+        ref.load_tensors(part("ref."), source)
+    for n, p in model.named_parameters():
+        opt.state[p] = {key: tensors[f"opt.{key}.{n}"].to(p.device)
+                        for key in ("step", "exp_avg", "exp_avg_sq")}

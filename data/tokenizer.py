@@ -1,4 +1,7 @@
 """Bytes as tokens: a `tiktoken.Encoding` of the 256 bytes and one special token. No download."""
+import os
+import sys
+
 import tiktoken
 
 END = "<|endoftext|>"
@@ -15,3 +18,18 @@ def byte_encoding():
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={END: 256},
     )
+
+
+def decode(encoding, ids):
+    """The text of a completion, without the end token."""
+    return encoding.decode([t for t in ids if t != encoding.eot_token])
+
+
+def coloured(encoding, ids, adv):
+    """The text of tokens on one line. In a terminal green is to become likelier, red less likely,
+    and in grey there is nothing to learn."""
+    pieces = [encoding.decode([t]).replace("\n", " ⏎ ") for t in ids]
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
+        pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
+    return "".join(pieces)

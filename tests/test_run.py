@@ -70,23 +70,28 @@ def trained(tmp_path, reward, **changes):
     return metrics(tmp_path)[1:]
 
 
+def only_b(text):
+    return float(bool(text) and set(text) == {"b"})
+
+
 def test_learns_what_is_rewarded(tmp_path):
-    """Tiny and end to end: the byte `b` is to replace `a`."""
-    m = trained(tmp_path, lambda p, text: {"correct": float(bool(text) and set(text) == {"b"})}, steps=40,
-                beta=0.0)
+    """Tiny and end to end: completions of nothing but `b` are to replace the others."""
+    m = trained(tmp_path, lambda p, text: {"correct": only_b(text)}, steps=40, beta=0.0)
     late = sum(line["reward"] for line in m[-5:]) / 5
-    assert m[0]["reward"] < 0.6 and late > 0.75 and m[-1]["greedy"] == 1
+    assert m[0]["reward"] < 0.5 and late > m[0]["reward"] + 0.3
 
 
 def test_learns_nothing_from_shuffled_rewards(tmp_path):
-    """The same reward, dealt to a random completion: no gain."""
-    r = rng(Config(), "shuffled")
-    m = trained(tmp_path, lambda p, text: {"correct": float(r.random() < 0.5)}, steps=40, beta=0.0)
-    assert abs(m[-1]["reward"] - 0.5) < 0.25 and m[-1]["greedy"] < 1
-    torch.manual_seed(0)
-    model = GPT.from_pretrained(tmp_path)
-    p = model.head(model(torch.tensor([[97]])))[0, -1].softmax(-1)
-    assert 0.05 < p[ord("b")] < 0.95
+    """The same settings, the rewards dealt at random: on the mean of three seeds no gain."""
+    gains = []
+    for seed in (1, 2, 3):
+        truth, r = [], rng(Config(seed=seed), "shuffled")
+        def reward(p, text):
+            truth.append(only_b(text))
+            return {"correct": float(r.random() < 0.5)}
+        trained(tmp_path / str(seed), reward, steps=40, beta=0.0, seed=seed)
+        gains.append(sum(truth[-320:]) / 320 - sum(truth[:320]) / 320)
+    assert sum(gains) / 3 < 0.15, gains
 
 
 def test_learns_to_stop(tmp_path):
@@ -231,7 +236,7 @@ def test_beta_0_needs_no_reference(tmp_path, unbroken):
 def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     """Sampler and trainer round differently: the first ratio is 1 all the same."""
     copy_warm_start(unbroken, tmp_path)
-    main([*SMALL, "--steps", "2", "--dtype", "bfloat16", "--out", str(tmp_path)])
+    main([*SMALL, "--steps", "2", "--minibatches", "1", "--dtype", "bfloat16", "--out", str(tmp_path)])
     m = metrics(tmp_path)[1]
     assert 1e-4 < m["mismatch"] < grpo.MISMATCH["bfloat16"] and m["clip_share"] == 0
     assert {t.dtype for t in grpo.find_run(tmp_path)[2].values()} == {torch.float32}    # master weights

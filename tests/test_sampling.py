@@ -119,7 +119,7 @@ def test_only_the_sampled_column_and_later_ones_move():
 
 
 def test_a_prompt_that_does_not_fit():
-    with pytest.raises(Fault, match="60 tokens and 5 new"):
+    with pytest.raises(Fault, match="60 tokens, and 5 new"):
         sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
     with pytest.raises(Fault, match="empty"):
         sample(tiny_model(), [[]], 1, 5, 0, STOP)

@@ -678,12 +678,13 @@ def main(argv=None):
             say(percent(evaluate(model, task, task.problems(cfg)[1], cfg, byte_encoding())))
         else:
             train(cfg, task, run)
+        if dist.is_initialized():       # gloo's threads can abort an orderly exit: leave at once
+            dist.barrier()
+            sys.stdout.flush()
+            os._exit(0)
     except Fault as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 if __name__ == "__main__":
     main()

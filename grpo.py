@@ -45,11 +45,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from data import load_task
 from data.tokenizer import byte_encoding, coloured, decode
-from model import (GPT, Fault, GPTConfig, keep_memory, load_training_state, machine, read_tensors,
-                   training_state, write_tensors, write_whole)
+from model import (GPT, Fault, GPTConfig, all_reduce, keep_memory, load_training_state, machine,
+                   micro_batches, read_tensors, row_lengths, say, training_state, world,
+                   write_tensors, write_whole)
 from reward import score
 
 # ---------------------------------------------------------------------------------- the settings
@@ -128,23 +130,6 @@ def rng(cfg, purpose, at=0):
     """A random stream for each purpose and step: it follows from the seed, so nothing is stored."""
     return random.Random(f"{cfg.seed}/{purpose}/{at}")
 
-# ------------------------------------------------------------------------------------- the ranks
-
-def world():
-    """(rank, number of ranks) under torchrun; (0, 1) without."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-def all_reduce(x, op=dist.ReduceOp.SUM):
-    """Sum (or `op`) of a tensor over all ranks."""
-    if dist.is_initialized():
-        x = x.clone()
-        dist.all_reduce(x, op)
-    return x
-
-def say(text):
-    if world()[0] == 0:
-        print(text, flush=True)
-
 # ------------------------------------------------------------------- sampling: prompts to a group
 
 @dataclass
@@ -166,33 +151,30 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     Token n of a row is where its cumulative distribution passes u[row, n], u (B, max_new) uniform
     in [0, 1), whatever the other rows do; temperature 0 is greedy. `stop`: the ids that end a row.
     """
-    device = model.norm.weight.device
-    P, B, longest = len(prompts), len(prompts) * group, max(map(len, prompts))
+    device, P, longest = model.norm.weight.device, len(prompts), max(map(len, prompts))
     T = longest + max_new
     if min(map(len, prompts)) == 0 or T > model.cfg.block_size:
-        raise Fault(f"an empty prompt, or one of {longest} tokens, and {max_new} new ones do not fit "
-                    f"the model's context of {model.cfg.block_size}")
+        raise Fault(f"an empty prompt, or one of {longest} tokens, and {max_new} new ones do not "
+                    f"fit the model's context of {model.cfg.block_size}")
     by_16 = lambda n: -(-n // 16) * 16      # slots of the cache, in steps: few shapes to compile
 
     # 1. Read each prompt once, and hand its cache to the whole group.
-    length = torch.tensor([len(p) for p in prompts], device=device)                        # (P,)
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
+    at = torch.tensor([len(p) for p in prompts], device=device)                            # (P,)
     pos = torch.arange(longest, device=device).expand(P, -1)
     cache = model.new_cache(P, by_16(T))
     h = model(ids[:, :longest], pos, cache[..., :by_16(longest), :])                    # (P, ., C)
-    h = h[torch.arange(P, device=device), length - 1].repeat_interleave(group, 0)          # (B, C)
-    cache, ids = cache.repeat_interleave(group, 2), ids.repeat_interleave(group, 0)
-    logp = torch.zeros(B, T, device=device)
-    mask = torch.zeros(B, T, dtype=torch.bool, device=device)
-    finished = torch.zeros(B, dtype=torch.bool, device=device)
+    h = h[torch.arange(P, device=device), at - 1]                                          # (P, C)
+    h, ids, at = (x.repeat_interleave(group, 0) for x in (h, ids, at))
+    cache = cache.repeat_interleave(group, 2)
+    mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
+    finished = torch.zeros_like(at, dtype=torch.bool)
     stop = torch.tensor(sorted(stop), device=device)
     u = u if u is None else u.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
     # 2. A token a turn. `row` (b,): the rows in the decode batch, `live` while not finished; `at`:
     # the column that each samples next.
-    row = torch.arange(B, device=device)
-    live = torch.ones(B, dtype=torch.bool, device=device)
-    at = length.repeat_interleave(group)
+    row, live = torch.arange(len(at), device=device), ~finished
     for n in range(max_new):
         logits = model.head(h)                                                          # (b, V)
         logps = (logits / temperature if temperature else logits).log_softmax(-1)
@@ -228,26 +210,10 @@ def token_logps(model, ids, mask, temperature):
     logp = logits.log_softmax(-1).gather(-1, ids[:, 1:][on][:, None])[:, 0]
     return F.pad(torch.zeros_like(on, dtype=logp.dtype).masked_scatter(on, logp), (1, 0))
 
-def row_lengths(mask):
-    """Tokens of each row without its padding, (B,)."""
-    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
-
-def micro_batches(length, budget):
-    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
-    rows go by length (B,), and none is padded to more than twice its own."""
-    order = length.argsort(descending=True, stable=True)
-    sizes = length[order].tolist()
-    i = 0
-    while i < len(sizes):
-        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
-                if 2 * sizes[j] >= sizes[i]]
-        yield order[i:fits[-1] + 1], sizes[i]
-        i = fits[-1] + 1
-
 # ------------------------------------------------------------------ rollout: rewards, advantages
 
 def group_advantages(reward, group, scale):
-    """Advantage (B,) of each row in its group, (r - mean) / std, DeepSeekMath 4.1.2; dead groups (P,).
+    """Advantage (B,) of each row in its group, (r - mean) / std (DeepSeekMath 4.1.2); dead (P,).
 
     The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
     No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
@@ -303,8 +269,8 @@ def all_logps(model, batch, cfg):
 
 def token_weights(mask, mean, rows, tokens, max_new):
     """What each token counts in the loss, (B, T); `rows` and `tokens` are of the whole optimizer
-    step, all its micro-batches and ranks. sequence: 1/|o| in each row (eq. 3), so tokens of long rows
-    count less; token: all alike; constant: alike, whatever lengths came out (Dr. GRPO)."""
+    step, all its micro-batches and ranks. sequence: 1/|o| in each row (eq. 3), so tokens of long
+    rows count less; token: all alike; constant: alike, whatever lengths came out (Dr. GRPO)."""
     if mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
     return mask / max(tokens if mean == "token" else rows * max_new, 1)
@@ -385,29 +351,24 @@ def new_optimizer(model, lr):
 
 # -------------------------------------------------------------------------------- the warm start
 
-def warm_start(model, task, problems, cfg, encoding, stopping):
-    """Supervised fine-tuning on fresh demonstrations; the learning rate rises, then falls to 0.
-    False if it was asked to stop."""
+def warm_start(model, task, problems, cfg, encoding):
+    """Supervised fine-tuning on fresh demonstrations; the learning rate rises, then falls to 0."""
     opt = new_optimizer(model, cfg.warm_lr)
     rank, ranks = world()
-    device = model.norm.weight.device
-    began = time.time()
+    device, encode, began = model.norm.weight.device, encoding.encode_ordinary, time.time()
     for step in range(cfg.warm_steps):
-        if stopping():
-            return False
+        if stop_asked(device):
+            raise Stopped("in the warm start, which will begin anew")
         opt.param_groups[0]["lr"] = cfg.warm_lr * min(1 - step / cfg.warm_steps, (step + 1) / 30)
         source = rng(cfg, "warm start", step)
-        rows = []
-        for problem in source.choices(problems, k=cfg.warm_batch):
-            text = encoding.encode_ordinary(task.demonstration(problem, source))
-            rows.append((encoding.encode_ordinary(problem.prompt), text + [encoding.eot_token]))
+        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
+                for p in source.choices(problems, k=cfg.warm_batch)]
         tokens = sum(len(text) for _, text in rows)         # of all ranks; this one takes its rows
         rows = rows[rank::ranks]
-        ends = torch.tensor([[len(prompt), len(prompt + text)] for prompt, text in rows])
-        T = int(ends.max())
-        ids = torch.tensor([prompt + text + [0] * (T - len(prompt + text)) for prompt, text in rows])
-        mask = (torch.arange(T) >= ends[:, :1]) & (torch.arange(T) < ends[:, 1:])
-        ids, mask, loss = ids.to(device), mask.to(device), 0.0
+        pad = lambda rows: pad_sequence([torch.tensor(r, device=device) for r in rows], True)
+        ids = pad([prompt + text for prompt, text in rows])
+        mask = pad([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
+        loss = 0.0
         for micro, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
             part = -token_logps(model, ids[micro, :T], mask[micro, :T], 1.0).sum() / tokens
             part.backward()
@@ -417,15 +378,14 @@ def warm_start(model, task, problems, cfg, encoding, stopping):
             left = (time.time() - began) / (step + 1) * (cfg.warm_steps - step - 1)
             say(f"warm start {step + 1}/{cfg.warm_steps}  loss {all_reduce(loss).item():.3f}  "
                 f"left {clock(left)}")
-    return True
 
-def starting_model(cfg, task, problems, longest, encoding, stopping):
+def starting_model(cfg, task, problems, longest, encoding):
     """The policy before RL: --init's, or a new one after its warm start, which is kept in the run's
-    folder; None if that was asked to stop."""
+    folder and taken from there by the next run that would make the same."""
     folder = cfg.folder / "warm_start"
-    note, wanted = folder / "warm_start.json", json.dumps({name: getattr(cfg, name) for name in WARM})
-    cached = note.exists() and note.read_text() == wanted
-    if cfg.init or cached:
+    note = folder / "warm_start.json"
+    wanted = json.dumps({name: getattr(cfg, name) for name in WARM})
+    if cfg.init or note.exists() and note.read_text() == wanted:
         say(f"starting from {cfg.init or folder}")
         return GPT.from_pretrained(cfg.init or folder).place(cfg)
     context = 1 << (longest + cfg.max_new - 1).bit_length()
@@ -433,8 +393,7 @@ def starting_model(cfg, task, problems, longest, encoding, stopping):
                       n_inner=4 * cfg.n_embd, block_size=context)
     seed = rng(cfg, "weights").getrandbits(63)
     model = GPT(shape, torch.Generator().manual_seed(seed)).place(cfg)
-    if not warm_start(model, task, problems, cfg, encoding, stopping):
-        return None
+    warm_start(model, task, problems, cfg, encoding)
     if world()[0] == 0:
         model.save_pretrained(folder, encoding.eot_token)
         write_whole(note, wanted)
@@ -465,36 +424,54 @@ def evaluate(model, task, problems, cfg, encoding, k=8):
     n, *solved = all_reduce(total).tolist()
     return dict(zip(("greedy", "pass@1", f"pass@{k}", f"maj@{k}"), (x / n for x in solved)))
 
-# -------------------------------------------------------------------------------- the checkpoint
+# ------------------------------------------------------------------------------ the run's folder
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
-def save(cfg, step, model, ref, opt, encoding):
-    """The policy for use, and in one file, whole or not at all, all that a resumed run needs. What
-    is random and where the run stands in its problems follow from the seed and the step."""
-    sizes = {name: os.path.getsize(cfg.folder / name) for name in LOGS}
+def save(cfg, step, tensors):
+    """All that a resumed run needs, in one file, whole or not at all; `step`: the last one made,
+    -1 before there is a model. What is random and where the run stands in its problems follow from
+    seed and step. What was logged later than this will be made anew, so the sizes are kept."""
+    sizes = {name: os.path.getsize(cfg.folder / name) if tensors else 0 for name in LOGS}
     state = {"step": step, "config": dataclasses.asdict(cfg), "sizes": sizes}
-    write_tensors(cfg.folder / "checkpoint.safetensors", training_state(model, ref, opt),
-                  {"grpo": json.dumps(state)})
-    model.save_pretrained(cfg.folder, encoding.eot_token)
+    write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
 
 def find_run(folder):
-    """The run in `folder`: Config, last saved step (0: none yet), tensors, sizes of its logs."""
-    path, run = folder / "checkpoint.safetensors", folder / "run.json"
+    """What `save` left in `folder`: Config, step, tensors, sizes of the logs."""
+    path = folder / "checkpoint.safetensors"
+    if not path.exists():
+        raise Fault(f"no run in {folder}")
+    tensors, metadata = read_tensors(path)
     try:
-        if path.exists():
-            tensors, metadata = read_tensors(path)
-            state = json.loads(metadata["grpo"])
-        else:
-            path, tensors = run, {}
-            state = json.loads(run.read_text()) | {"step": 0, "sizes": dict.fromkeys(LOGS, 0)}
+        state = json.loads(metadata["grpo"])
         return Config(**state["config"]), state["step"], tensors, state["sizes"]
-    except FileNotFoundError as e:
-        raise Fault(f"no run in {folder}") from e
-    except (KeyError, TypeError, ValueError, OSError) as e:
-        raise Fault(f"{path} is not of a run of this program ({e.__class__.__name__}: {e})") from e
+    except (KeyError, TypeError, ValueError) as e:
+        raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
+
+def open_folder(cfg, run):
+    """Make the folder of a new run, or cut a resumed one's logs back to its checkpoint."""
+    about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
+             "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
+    try:
+        cfg.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
+        if run is None:
+            save(cfg, -1, {})
+        for name in LOGS:
+            with open(cfg.folder / name, "ab") as f:
+                f.truncate(run[2][name] if run else 0)
+    except OSError as e:
+        raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
+
+def log(cfg, name, record):
+    """Add a line to metrics.jsonl or samples.jsonl."""
+    if world()[0] == 0:
+        with open(cfg.folder / name, "a") as f:
+            f.write(json.dumps(record) + "\n")
 
 # --------------------------------------------------------------------------------- what one sees
+
+SHOWN = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
 
 def clock(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
@@ -514,103 +491,83 @@ def show_group(step, problem, batch, texts, group, encoding):
 
 # --------------------------------------------------------------------------------------- the run
 
+class Stopped(Exception):
+    """A signal asked to stop; all that was made is saved."""
+
+ASKED = []      # signals that came: the step in progress is finished and saved first
+
+def stop_asked(device):
+    """Whether a signal came to any rank."""
+    return all_reduce(torch.tensor(float(sum(ASKED)), device=device)).item() > 0
+
 def train(cfg, task, run=None):
     """A whole run, or the rest of one: `run` is what `find_run` found behind the Config."""
+    # 1. What it works on.
     rank, ranks = world()
     device, dtype, compiled = machine(cfg)
     encoding = byte_encoding()
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
     if cfg.prompts % ranks or cfg.prompts > len(problems):
-        raise Fault(f"--prompts {cfg.prompts}: not to be had of {len(problems)} problems, or not to "
-                    f"be divided among {ranks} ranks")
+        raise Fault(f"--prompts {cfg.prompts}: not to be had of {len(problems)} problems, or not "
+                    f"to be divided among {ranks} ranks")
+    if rank == 0:
+        open_folder(cfg, run)
 
-    # 1. A signal only asks: the step is finished and saved first. A second one is obeyed at once.
-    asked = []
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, lambda s, _: sys.exit(128 + s) if asked else asked.append(s))
-    def stopping():
-        return all_reduce(torch.tensor(float(sum(asked)), device=device)).item() > 0
-    def leave(where):
-        say(f"stopped {where}; go on with: python grpo.py --resume --out {cfg.folder}")
-        sys.exit(128 + max(asked, default=0))
-
-    # 2. The folder. What was logged after the last checkpoint is made anew, so it goes.
-    done, tensors, sizes = run or (0, {}, dict.fromkeys(LOGS, 0))
-    about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
-             "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
-    try:
-        if rank == 0:
-            cfg.folder.mkdir(parents=True, exist_ok=True)
-            if not done:
-                (cfg.folder / "checkpoint.safetensors").unlink(missing_ok=True)
-            for name, size in sizes.items():
-                with open(cfg.folder / name, "ab") as f:
-                    f.truncate(size)
-            write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-    except OSError as e:
-        raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
-    def log(name, record):
-        if rank == 0:
-            with open(cfg.folder / name, "a") as f:
-                f.write(json.dumps(record) + "\n")
-    def measure(step):
-        results = evaluate(model, task, held_out, cfg, encoding)
-        say(f"step {step}  held out: {percent(results)}")
-        return results
-
-    # 3. The models. The reference is the policy as it is before RL, and stays so.
-    model = starting_model(cfg, task, problems, longest, encoding, stopping)
-    if model is None:
-        leave("in the warm start, which will begin anew")
+    # 2. The models. The reference is the policy as it is before RL, and stays so.
+    model = starting_model(cfg, task, problems, longest, encoding)
     if longest + cfg.max_new > model.cfg.block_size:
-        raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the model's "
-                    f"context of {model.cfg.block_size}")
+        raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
+                    f"model's context of {model.cfg.block_size}")
     ref = copy.deepcopy(model).requires_grad_(False) if cfg.beta else None
     opt = new_optimizer(model, cfg.lr)
+    done, tensors, _ = run or (-1, {}, {})
+    if tensors:
+        load_training_state(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
     for module in (model, ref):
         if compiled and module is not None:
             module.compile(dynamic=True)
-    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {device} in {dtype}; "
-        f"{len(problems)} problems, {len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
-    if done:
-        load_training_state(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
-    else:
-        log("metrics.jsonl", {"step": 0, **measure(0)})
-        if rank == 0:
-            model.save_pretrained(cfg.folder, encoding.eot_token)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    say(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
+        f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
 
-    # 4. The steps.
+    # 3. The steps; 0 only measures.
     times, idle = [], 0
     for step in range(done + 1, cfg.steps + 1):
-        began = time.perf_counter()
-        mine = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
-        batch, texts, stats = rollout(model, ref, task, mine, cfg, encoding, rng(cfg, "rollout", step))
-        sampled = time.perf_counter()
-        stats |= update(model, opt, batch, cfg, rng(cfg, "update", step), MISMATCH[dtype])
-        ended = time.perf_counter()
-        times.append(ended - began)
-        tokens = all_reduce(batch.mask.sum()).item()
-        stats |= {"seconds": times[-1], "rollout_tok_s": tokens / (sampled - began),
-                  "update_tok_s": tokens / (ended - sampled)}
-        say(f"step {step}/{cfg.steps}  reward {stats['reward']:.3f}  "
-            f"accuracy {stats['accuracy']:.3f}  length {stats['length']:.1f}  kl {stats['kl']:.4f}  "
-            f"entropy {stats['entropy']:.3f}  clip {stats['clip_share']:.3f}  {times[-1]:.2f} s  "
-            f"left {clock(statistics.median(times[-9:]) * (cfg.steps - step))}")
-        idle = idle + 1 if stats["dead_groups"] == 1 or stats["finished"] == 0 else 0
-        if idle == 3:
-            say("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
-                "or no completion ended")
-        last, halt = step == cfg.steps, stopping()
-        if last or cfg.eval_every and step % cfg.eval_every == 0:
-            stats |= measure(step)
-        log("metrics.jsonl", {"step": step, **stats})
+        began, last, stats = time.perf_counter(), step == cfg.steps, {}
+        if step > 0:
+            mine = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
+            batch, texts, stats = rollout(model, ref, task, mine, cfg, encoding,
+                                          rng(cfg, "rollout", step))
+            sampled = time.perf_counter()
+            stats |= update(model, opt, batch, cfg, rng(cfg, "update", step), MISMATCH[dtype])
+            ended = time.perf_counter()
+            times.append(ended - began)
+            tokens = all_reduce(batch.mask.sum()).item()
+            stats |= {"seconds": times[-1], "rollout_tok_s": tokens / (sampled - began),
+                      "update_tok_s": tokens / (ended - sampled)}
+            left = statistics.median(times[-9:]) * (cfg.steps - step)
+            say(f"step {step}/{cfg.steps}  " + "".join(f"{k} {stats[k]:.3f}  " for k in SHOWN)
+                + f"{times[-1]:.2f} s  left {clock(left)}")
+            idle = idle + 1 if stats["dead_groups"] == 1 or stats["finished"] == 0 else 0
+            if idle == 3:
+                say("warning: nothing to learn from in 3 steps: in every group all rewards were "
+                    "equal, or no completion ended")
+        if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
+            results = evaluate(model, task, held_out, cfg, encoding)
+            say(f"step {step}  held out: {percent(results)}")
+            stats |= results
+        log(cfg, "metrics.jsonl", {"step": step, **stats})
+        halt = stop_asked(device)
         if last or halt or step % cfg.save_every == 0:
-            log("samples.jsonl", show_group(step, mine[0], batch, texts, cfg.group, encoding))
+            if step > 0:
+                record = show_group(step, mine[0], batch, texts, cfg.group, encoding)
+                log(cfg, "samples.jsonl", record)
             if rank == 0:
-                save(cfg, step, model, ref, opt, encoding)
+                save(cfg, step, training_state(model, ref, opt))
+                model.save_pretrained(cfg.folder, encoding.eot_token)
         if halt and not last:
-            leave(f"after step {step}")
+            raise Stopped(f"after step {step}")
     say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{held_out[0].prompt}\" "
         f"--init {cfg.folder}")
 
@@ -627,43 +584,41 @@ def ask(cfg, question):
 def read_command(argv):
     """A command line as (Config, its task, the mode flags, the rest of `find_run` if resumed)."""
     comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, exit_on_error=False,
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(Config):
         parser.add_argument(f"--{f.name}", type=f.type, default=argparse.SUPPRESS,
                             help=f"{comments[f.name]} ({f.default})")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--eval_only", action="store_true", help="only measure --init's or --out's model")
+    parser.add_argument("--eval_only", action="store_true", help="only measure --init's or --out's")
     parser.add_argument("--ask", metavar="QUESTION", help="only let that model answer")
-    try:
-        args, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as e:
-        raise Fault(str(e)) from e
-    if unknown:
-        raise Fault(f"unknown argument {unknown[0]}; python grpo.py --help lists them all")
-    flags = vars(args)
+    def error(message):
+        raise Fault(f"{message}; python grpo.py --help lists the flags")
+    parser.error = error
+    flags = vars(parser.parse_args(argv))
     mode = {name: flags.pop(name) for name in ("resume", "eval_only", "ask")}
     task = load_task(flags.get("task", Config.task))
     cfg = Config(**task.DEFAULTS | flags)
+    if mode["resume"]:
+        old, *run = find_run(cfg.folder)
+        for name in flags.keys() - MAY_CHANGE:
+            if flags[name] != getattr(old, name):
+                raise Fault(f"the run in {cfg.folder} has --{name} {getattr(old, name)}, not "
+                            f"{flags[name]}; only {', '.join(sorted(MAY_CHANGE))} may change")
+        cfg = dataclasses.replace(old, **{name: flags[name] for name in MAY_CHANGE & flags.keys()})
+        return cfg, load_task(cfg.task), mode, run
     trains = not mode["eval_only"] and mode["ask"] is None
-    if not mode["resume"]:
-        if trains and (cfg.folder / "checkpoint.safetensors").exists():
-            old, step, *_ = find_run(cfg.folder)
-            if step < old.steps:
-                raise Fault(f"{cfg.folder} holds a run stopped at step {step} of {old.steps}: go on "
-                            f"with --resume, or choose another --out")
-        return cfg, task, mode, None
-    old, *run = find_run(cfg.folder)
-    for name in flags.keys() - MAY_CHANGE:
-        if flags[name] != getattr(old, name):
-            raise Fault(f"the run in {cfg.folder} has --{name} {getattr(old, name)}, not {flags[name]}; "
-                        f"--resume may change only {', '.join(sorted(MAY_CHANGE))}")
-    cfg = dataclasses.replace(old, **{name: flags[name] for name in MAY_CHANGE & flags.keys()})
-    return cfg, load_task(cfg.task), mode, run
+    if trains and (cfg.folder / "checkpoint.safetensors").exists():
+        old, step, *_ = find_run(cfg.folder)
+        if 0 <= step < old.steps:
+            raise Fault(f"{cfg.folder} holds a run stopped at step {step} of {old.steps}: go on "
+                        f"with --resume, or choose another --out")
+    return cfg, task, mode, None
 
 def main(argv=None):
     """The command line; a Fault is one line on stderr and exit code 2."""
     keep_memory()
+    code = 0
     try:
         cfg, task, mode, run = read_command(argv)
         if "RANK" in os.environ:
@@ -677,14 +632,21 @@ def main(argv=None):
             model = GPT.from_pretrained(cfg.init or cfg.folder).place(cfg)
             say(percent(evaluate(model, task, task.problems(cfg)[1], cfg, byte_encoding())))
         else:
+            for s in (signal.SIGINT, signal.SIGTERM):       # a second one is obeyed at once
+                signal.signal(s, lambda s, _: sys.exit(128 + s) if ASKED else ASKED.append(s))
             train(cfg, task, run)
-        if dist.is_initialized():       # gloo's threads can abort an orderly exit: leave at once
-            dist.barrier()
-            sys.stdout.flush()
-            os._exit(0)
+    except Stopped as where:
+        say(f"stopped {where}; go on with: python grpo.py --resume --out {cfg.folder}")
+        code = 128 + max(ASKED, default=0)
     except Fault as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    if dist.is_initialized() and code != 2:     # gloo's threads can abort an orderly exit
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 if __name__ == "__main__":
     main()

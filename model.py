@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -52,7 +53,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x):       # F.rms_norm squares into a tensor of its own: twice the time on a CPU
+    def forward(self, x):       # F.rms_norm squares into a tensor of its own: twice the CPU time
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
         return x * (square + self.eps).rsqrt() * self.weight
 
@@ -122,7 +123,7 @@ class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
         super().__init__()
         self.cfg = cfg
-        self.amp = None     # torch.bfloat16: matrix products in it, by autocast; weights stay float32
+        self.amp = None     # torch.bfloat16: autocast to it; the weights stay float32
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -133,7 +134,7 @@ class GPT(nn.Module):
         cos, sin = (f(torch.arange(cfg.block_size)[:, None] * turn) for f in (torch.cos, torch.sin))
         self.register_buffer("cos", torch.cat((cos, cos), 1)[:, None], persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), 1)[:, None], persistent=False)
-        std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at its width, more in a narrower model
+        std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000, more in a narrower one
         for name, p in self.named_parameters():
             if p.dim() == 2:                    # and its residual branches shrink with depth
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -143,12 +144,13 @@ class GPT(nn.Module):
     def forward(self, ids, pos=None, cache=None):
         """Hidden states (B, T, C) after the last norm, for `head`; ids (B, T).
 
-        Without a cache, row positions are 0..T-1. With one (`new_cache`), pos (B, T) says where each
-        token stands in its row: its key and value are written there, in place, and it sees the
+        Without a cache, row positions are 0..T-1. With one (`new_cache`), pos (B, T) says where
+        each token stands in its row: its key and value are written there, in place, and it sees the
         slots up to itself.
         """
         if ids.size(1) > self.cfg.block_size:
-            raise Fault(f"{ids.size(1)} tokens do not fit the model's context of {self.cfg.block_size}")
+            raise Fault(f"{ids.size(1)} tokens do not fit the model's context of "
+                        f"{self.cfg.block_size}")
         with self.autocast():
             return self.walk(ids, pos, cache)
 
@@ -162,7 +164,7 @@ class GPT(nn.Module):
         rope = None if learned else (self.cos[where], self.sin[where])       # (B or none, T, 1, D)
         bias = None
         if cache is not None:
-            seen = torch.arange(cache.size(4), device=ids.device) <= pos[..., None]       # (B, T, S)
+            seen = torch.arange(cache.size(4), device=ids.device) <= pos[..., None]   # (B, T, S)
             bias = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
             bias = bias.masked_fill(~seen, float("-inf"))
             bias = bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
@@ -192,7 +194,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder):
-        """The model in `folder`: config.json and model.safetensors, Llama family, tied embedding."""
+        """The model in `folder`: config.json and model.safetensors of a tied Llama."""
         path = Path(folder) / "config.json"
         try:
             hf = json.loads(path.read_text())
@@ -209,7 +211,7 @@ class GPT(nn.Module):
         return model
 
     def load_tensors(self, tensors, source):
-        """Copy in every parameter by name; raises Fault where names or shapes are not the model's."""
+        """Copy in every parameter by name; raises Fault where names or shapes differ."""
         own = dict(self.named_parameters())
         wrong = sorted(own.keys() ^ tensors.keys())
         wrong += [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
@@ -230,17 +232,52 @@ class GPT(nn.Module):
         tensors = {"model." + n: p.detach() for n, p in self.named_parameters()}
         write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
 
-# -------------------------------------------------------------------------------------- the machine
+# -------------------------------------------------------------------------------------- the rows
+
+def row_lengths(mask):
+    """Tokens of each row without its padding, (B,)."""
+    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
+
+def micro_batches(length, budget):
+    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
+    rows go by length (B,), and none is padded to more than twice its own."""
+    order = length.argsort(descending=True, stable=True)
+    sizes = length[order].tolist()
+    i = 0
+    while i < len(sizes):
+        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
+                if 2 * sizes[j] >= sizes[i]]
+        yield order[i:fits[-1] + 1], sizes[i]
+        i = fits[-1] + 1
+
+# ------------------------------------------------------------------------ the machine, the ranks
 
 def machine(cfg):
     """(device, dtype name, whether to compile): the best there is where cfg says auto."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+             "cpu": True}
     kind = next(d for d in there if there[d]) if cfg.device == "auto" else cfg.device
     if not there[kind]:
         raise Fault(f"--device {kind}: there is none here")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
+
+def world():
+    """(rank, number of ranks) under torchrun; (0, 1) without."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def all_reduce(x, op=dist.ReduceOp.SUM):
+    """Sum (or `op`) of a tensor over all ranks."""
+    if dist.is_initialized():
+        x = x.clone()
+        dist.all_reduce(x, op)
+    return x
+
+def say(text):
+    """Print on one rank."""
+    if world()[0] == 0:
+        print(text, flush=True)
 
 def keep_memory():
     """Have glibc keep freed memory. Handed back to the system, every activation faults in anew:
@@ -285,7 +322,7 @@ def read_tensors(path):
 
 
 def training_state(model, ref, opt):
-    """Every tensor of a run by name: parameters of the policy and the reference, optimizer state."""
+    """Every tensor of a run by name: of the policy, the reference, the optimizer."""
     named = lambda module: module.named_parameters() if module is not None else ()
     return {**{f"model.{n}": p.detach() for n, p in named(model)},
             **{f"ref.{n}": p.detach() for n, p in named(ref)},

@@ -1,4 +1,4 @@
-"""What the rule rewards share: a safe evaluator for arithmetic. Model text is never given to `eval`."""
+"""What the rule rewards share: a safe evaluator for arithmetic. Model text never sees `eval`."""
 import math
 import numbers
 import re

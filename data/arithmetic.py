@@ -1,13 +1,13 @@
 """Multiplication, `47*58=`, where showing the work pays.
 
-A completion is a bare answer, `2726`, or working on lines of its own, each line true or false:
+A completion is a bare guess, `~3000`, or working on lines of its own, each line true or false:
 
     47*58=
     47*50=2000+350=2350
     47*8=320+56=376
     2350+376=2600+126=2726
 
-The answer is what follows the last `=`. A task is one file without torch; `grpo.py` asks it for
+The answer is what follows the last `=`, or the guess. A task is one file without torch; `grpo.py` asks it for
 DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and `steps`.
 """
 import random
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from reward import evaluate
 
 # What Config starts from for this task. beta is less than the paper's 0.04: k3 in the loss pulls
-# towards KL(ref || pi), which keeps a share of every habit of the demonstrations alive, the bad too.
+# towards KL(ref || pi), which keeps every habit of the demonstrations alive, the bad ones too.
 DEFAULTS = dict(difficulty=2, steps=36, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
                 beta=0.005)
 
@@ -37,7 +37,8 @@ def problems(cfg):
 
     a*b and b*a stand on the same side, and the split is the same for every seed.
     """
-    least, end = (2, 10) if cfg.difficulty == 1 else (10 ** (cfg.difficulty - 1), 10 ** cfg.difficulty)
+    end = 10 ** cfg.difficulty
+    least = max(2, end // 10)
     pairs = [(a, b) for a in range(least, end) for b in range(a, end)]
     random.Random(0).shuffle(pairs)
     train, held_out = [], []
@@ -48,10 +49,13 @@ def problems(cfg):
 
 
 def demonstration(problem, rng):
-    """A completion as an imperfect person might give it: a guess, or working with slips."""
+    """A completion as an imperfect person might give it: a guess, or working with slips.
+
+    The `~` of a guess makes guessing or working a choice of its own, apart from that of digits.
+    """
     a, b = map(int, problem.prompt[:-1].split("*"))
     if rng.random() < GUESS:
-        return str(rounded(a) * rounded(b))
+        return f"~{rounded(a) * rounded(b)}"
     lines = []
 
     def write(n):
@@ -98,7 +102,7 @@ def miswritten(n, rng):
 
 def answer(completion):
     """The final answer as text, for counting votes; "" if there is none."""
-    last = completion.split("=")[-1].strip()
+    last = completion.split("=")[-1].strip().removeprefix("~")
     return last if re.fullmatch("[0-9]{1,30}", last) else ""
 
 
@@ -118,7 +122,7 @@ def steps(problem, completion):
         if not line:
             continue
         if i == 0:                                          # no newline: the answer itself
-            found.append((end, line == problem.answer))
+            found.append((end, answer(line) == problem.answer))
             continue
         sides = line.split("=")
         values = {evaluate(side) for side in sides}

@@ -274,8 +274,8 @@ def test_majority_and_pass_at_k_of_known_completions(monkeypatch):
 # ---------------------------------------------------------------------------------------- faults
 
 @pytest.mark.parametrize("args, says", [
-    (["--grup", "4"], "unknown argument --grup"),
-    (["--top_k", "5"], "unknown argument --top_k"),         # would need a renormalised log-prob
+    (["--grup", "4"], "unrecognized arguments: --grup"),
+    (["--top_k", "5"], "unrecognized arguments: --top_k"),         # would need a renormalised log-prob
     (["--group", "many"], "argument --group: invalid int value: 'many'"),
     (["--group"], "--group: expected one argument"),
     (["--group", "1"], "--group is at least 2, not 1"),

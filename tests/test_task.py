@@ -29,7 +29,7 @@ def test_held_out_problems_never_occur_in_training(difficulty):
 
 
 @pytest.mark.parametrize("completion, correct, working", [
-    ("2726", 1, 0), ("2725", 0, 0), ("", 0, 0), ("02726", 0, 0), ("2726 ", 1, 0), ("２７２６", 0, 0),
+    ("2726", 1, 0), ("~2726", 1, 0), ("2725", 0, 0), ("~~2726", 0, 0), ("", 0, 0), ("02726", 0, 0), ("2726 ", 1, 0), ("２７２６", 0, 0),
     (WORK, 1, 1),
     (WORK.replace("56=376", "57=376"), 1, 0),               # right, but a step is false
     (WORK.replace("2726", "2727"), 0, 0),
@@ -48,7 +48,7 @@ def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
     sampled = [task.demonstration(P, rng) for _ in range(2000)]
     bare = [d for d in sampled if "\n" not in d]
     shown = [d for d in sampled if "\n" in d]
-    assert len(bare) / 2000 == pytest.approx(task.GUESS, abs=0.05) and set(bare) == {"3000"}
+    assert len(bare) / 2000 == pytest.approx(task.GUESS, abs=0.05) and set(bare) == {"~3000"}
     assert 0.9 < sum(task.reward(P, d)["working"] for d in shown) / len(shown) < 1
     monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
@@ -64,13 +64,13 @@ def test_steps_end_with_the_token_that_closes_them():
     assert [truth for _, truth in steps] == [True] * 3
     wrong = WORK.replace("56=376", "56=386").replace("+376=2600+126=2726", "+386=2600+136=2736")
     assert [truth for _, truth in task.steps(P, wrong)] == [True, False, False]     # built on sand
-    assert task.steps(P, "2726") == [(4, True)] and task.steps(P, "2725") == [(4, False)]
+    assert task.steps(P, "~2726") == [(5, True)] and task.steps(P, "2725") == [(4, False)]
     assert task.steps(P, "") == []
 
 
 def test_answer():
-    assert [task.answer(t) for t in ("221", WORK, "1=2=3", "", "x", "\n", "4*")] == [
-        "221", "2726", "3", "", "", "", ""]
+    assert [task.answer(t) for t in ("221", "~221", WORK, "1=2=3", "", "x", "\n", "4*")] == [
+        "221", "221", "2726", "3", "", "", "", ""]
 
 
 def test_score_pairs_each_completion_with_its_prompt():

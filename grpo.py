@@ -50,8 +50,8 @@ from torch.nn.utils.rnn import pad_sequence
 from data import load_task
 from data.tokenizer import byte_encoding, coloured, decode
 from model import (GPT, Fault, GPTConfig, all_reduce, keep_memory, load_training_state, machine,
-                   micro_batches, read_tensors, row_lengths, say, training_state, world,
-                   write_tensors, write_whole)
+                   micro_batches, read_tensors, row_lengths, say, start_ranks, training_state,
+                   world, write_tensors, write_whole)
 from reward import score
 
 # ---------------------------------------------------------------------------------- the settings
@@ -89,7 +89,7 @@ class Config:
     n_head: int = 8             # query heads
     n_kv_head: int = 1          # key/value heads
     n_embd: int = 256           # channels
-    warm_steps: int = 1400      # optimizer steps
+    warm_steps: int = 1500      # optimizer steps
     warm_batch: int = 48        # demonstrations of a step
     warm_lr: float = 1.2e-3     # at its peak: a short rise, then linearly to 0
     # machine
@@ -621,11 +621,7 @@ def main(argv=None):
     code = 0
     try:
         cfg, task, mode, run = read_command(argv)
-        if "RANK" in os.environ:
-            device = machine(cfg)[0]
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        start_ranks(machine(cfg)[0])
         if mode["ask"] is not None:
             print(ask(cfg, mode["ask"]))
         elif mode["eval_only"]:

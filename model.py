@@ -263,6 +263,13 @@ def machine(cfg):
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
 
+def start_ranks(device):
+    """Join the other processes, if torchrun started this one."""
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
 def world():
     """(rank, number of ranks) under torchrun; (0, 1) without."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

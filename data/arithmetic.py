@@ -18,12 +18,12 @@ from reward import evaluate
 
 # What Config starts from for this task. beta is less than the paper's 0.04: k3 in the loss pulls
 # towards KL(ref || pi), which keeps every habit of the demonstrations alive, the bad ones too.
-DEFAULTS = dict(difficulty=2, steps=36, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
+DEFAULTS = dict(difficulty=2, steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
                 beta=0.005)
 
 # The people who demonstrate: some only guess, by rounding the factors; the others show their work.
-GUESS = 0.5     # share who guess
-SLIP = 0.001    # chance that a number of the working is written down wrong
+GUESS = 0.53    # share who guess
+SLIP = 0.0005   # chance that a number of the working is written down wrong
 HELD_OUT = 500  # problems kept away from all training
 
 

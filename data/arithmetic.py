@@ -7,8 +7,9 @@ A completion is a bare guess, `~3000`, or working on lines of its own, each line
     47*8=320+56=376
     2350+376=2600+126=2726
 
-The answer is what follows the last `=`, or the guess. A task is one file without torch; `grpo.py` asks it for
-DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and `steps`.
+The answer is what follows the last `=`, or the guess. A task is one file without torch; `grpo.py`
+asks it for DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and
+`steps`.
 """
 import random
 import re

@@ -43,7 +43,8 @@ def main():
     for step in range(1, cfg.steps + 1):
         before, began = rate(), time.perf_counter()
         chosen = grpo.rng(cfg, "problems", step).sample(problems, cfg.prompts)
-        batch, *_ = grpo.rollout(model, ref, task, chosen, cfg, encoding, grpo.rng(cfg, "rollout", step))
+        source = grpo.rng(cfg, "rollout", step)
+        batch, *_ = grpo.rollout(model, ref, task, chosen, cfg, encoding, source)
         grpo.update(model, opt, batch, cfg, grpo.rng(cfg, "update", step), 1e-4)
         seconds = time.perf_counter() - began
         flops_s = (before + rate()) / 2
@@ -55,8 +56,9 @@ def main():
         print("  ".join(f"{k} {x:.4g}" for k, x in rows[-1].items()), flush=True)
     median = {k: statistics.median(r[k] for r in rows[1:]) for k in rows[0]}    # the first warms up
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
-    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor {median['floor']:.2f} s at "
-          f"{median['gflops']:.0f} GFLOP/s, ratio {median['ratio']:.2f}; peak memory {peak:.2f} GiB")
+    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor "
+          f"{median['floor']:.2f} s at {median['gflops']:.0f} GFLOP/s, ratio {median['ratio']:.2f}; "
+          f"peak memory {peak:.2f} GiB")
     (Path(__file__).parent / "floor.json").write_text(json.dumps(median, indent=1) + "\n")
 
 

@@ -14,21 +14,33 @@ HERE = Path(__file__).parent
 NAMES = ("greedy", "pass@1", "pass@8", "maj@8")
 
 
-def main(folders):
-    runs = [[json.loads(line) for line in open(Path(f) / "metrics.jsonl")] for f in folders]
-    spread = lambda xs: {"median": statistics.median(xs), "least": min(xs), "most": max(xs)}
-    table = {name: {when: spread([run[at][name] for run in runs]) for when, at in (("before", 0), ("after", -1))}
-             for name in NAMES}
-    table["length"] = {when: spread([run[at]["length"] for run in runs])
-                       for when, at in (("before", 1), ("after", -1))}
-    table["seconds a step"] = spread([statistics.median(r["seconds"] for r in run[1:]) for run in runs])
+def summary(runs):
+    """Median, least and most over the runs of what was measured before and after RL."""
+    def spread(values):
+        values = list(values)
+        return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    table = {name: {"before": spread(run[0][name] for run in runs),
+                    "after": spread(run[-1][name] for run in runs)} for name in NAMES}
+    table["length"] = {"before": spread(run[1]["length"] for run in runs),
+                       "after": spread(run[-1]["length"] for run in runs)}
+    table["seconds a step"] = spread(statistics.median(r["seconds"] for r in run[1:])
+                                     for run in runs)
     table["mismatch"] = max(r["mismatch"] for run in runs for r in run[1:])
-    (HERE / "seeds.json").write_text(json.dumps({"seeds": len(runs), **table}, indent=1) + "\n")
-    print("| held out | before RL | after RL |\n|---|---|---|")
+    return {"seeds": len(runs), **table}
+
+
+def rows(table):
+    """The lines of the README's table."""
+    def cell(x, form):
+        return "{0:{3}} ({1:{3}} to {2:{3}})".format(x["median"], x["least"], x["most"], form)
     for name in (*NAMES, "length"):
-        cell = lambda x: (f"{x['median']:.1f} ({x['least']:.1f} to {x['most']:.1f})" if name == "length" else
-                          f"{x['median']:.1%} ({x['least']:.1%} to {x['most']:.1%})")
-        print(f"| {name} | {cell(table[name]['before'])} | {cell(table[name]['after'])} |")
+        form = ".1f" if name == "length" else ".1%"
+        label = "tokens of a completion, in training" if name == "length" else name
+        before, after = (cell(table[name][when], form) for when in ("before", "after"))
+        yield f"| {label} | {before} | {after} |"
+
+
+def draw(runs):
     try:
         import matplotlib
     except ImportError:
@@ -36,20 +48,27 @@ def main(folders):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 3, figsize=(11, 3))
-    for run in runs:
-        steps = [r["step"] for r in run[1:]]
-        axes[0].plot(steps, [r["accuracy"] for r in run[1:]], alpha=0.7)
-        axes[1].plot(steps, [r["length"] for r in run[1:]], alpha=0.7)
-        axes[2].plot(steps, [r["kl"] for r in run[1:]], alpha=0.7)
-        ends = [run[0], run[-1]]
-        axes[0].plot([r["step"] for r in ends], [r["pass@1"] for r in ends], "k.")
-    for axis, title in zip(axes, ("accuracy, sampled (dots: held out)", "tokens of a completion",
-                                  "KL to the reference (k3)")):
+    titles = {"accuracy": "accuracy, sampled (dots: pass@1, held out)",
+              "length": "tokens of a completion", "kl": "KL to the reference (k3)"}
+    for axis, (name, title) in zip(axes, titles.items()):
+        for run in runs:
+            axis.plot([r["step"] for r in run[1:]], [r[name] for r in run[1:]], alpha=0.7)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
+    for end in (0, -1):
+        axes[0].plot([run[end]["step"] for run in runs], [run[end]["pass@1"] for run in runs], "k.")
+    for axis in axes:
         axis.set_ylim(bottom=0)
     figure.tight_layout()
     figure.savefig(HERE / "seeds.png", dpi=110)
+
+
+def main(folders):
+    runs = [[json.loads(line) for line in open(Path(f) / "metrics.jsonl")] for f in folders]
+    table = summary(runs)
+    (HERE / "seeds.json").write_text(json.dumps(table, indent=1) + "\n")
+    print("| held out | before RL | after RL |\n|---|---|---|", *rows(table), sep="\n")
+    draw(runs)
 
 
 if __name__ == "__main__":

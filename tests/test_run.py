@@ -365,6 +365,18 @@ def test_readme_is_true():
     assert "pip install -r requirements.txt && python -m pytest" in text
 
 
+def test_readme_quotes_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import seeds
+    text = (ROOT / "README.md").read_text()
+    for line in seeds.rows(json.loads((ROOT / "experiments" / "seeds.json").read_text())):
+        assert line in text
+    floor = json.loads((ROOT / "experiments" / "floor.json").read_text())
+    assert f"{floor['ratio']:.2f} times its floating-point floor" in text
+    assert (f"{floor['seconds']:.2f} s against {floor['floor']:.2f} s at "
+            f"{floor['gflops']:.0f} GFLOP/s") in text.replace("\n", " ")
+
+
 def test_every_flag_has_its_help(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--help"])

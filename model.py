@@ -342,6 +342,7 @@ def load_training_state(tensors, source, model, ref, opt):
     model.load_tensors(part("model."), source)
     if ref is not None:
         ref.load_tensors(part("ref."), source)
-    for n, p in model.named_parameters():
-        opt.state[p] = {key: tensors[f"opt.{key}.{n}"].to(p.device)
-                        for key in ("step", "exp_avg", "exp_avg_sq")}
+    for n, p in model.named_parameters():       # none of it before the first optimizer step
+        state = {key: tensors.get(f"opt.{key}.{n}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        if all(x is not None for x in state.values()):
+            opt.state[p] = {key: x.to(p.device) for key, x in state.items()}

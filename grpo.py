@@ -1,16 +1,17 @@
 """
 GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, section 4), in one file.
 
-Kept from the paper: G completions of each prompt from the old policy; the z-score of the reward in
-this group as the advantage of every token (4.1.2); the clipped ratio of each token, averaged over
-the completion, then over the group (eq. 3); the k3 estimator of the KL to a frozen reference,
-inside the loss (eq. 4); one update after each sampling stage. Changed: where the paper is silent
-(clip range, the std's denominator) the choice and its reason stand beside the line.
+As in the paper: G completions of each prompt from the old policy; the z-score of the reward in this
+group as the advantage of every token (4.1.2), or summed over the steps still to end (4.1.3); the
+clipped ratio of each token, averaged over the completion, then over the group (eq. 3); the k3
+estimator of the KL to a frozen reference, in the loss (eq. 4); learned rewards, refitted in
+iterations (Algorithm 1). Beside it PPO and what lies between. Where the paper is silent the choice
+and its reason stand beside the line.
 
     python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
     python grpo.py --resume                               # go on after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
-    torchrun --nproc_per_node 2 grpo.py                   # the same run, prompts dealt to 2 ranks
+    torchrun --nproc_per_node 2 grpo.py                   # the prompts dealt to 2 processes
 
 P prompts, G completions of each, B = P * G rows (row = p * G + g), T tokens of the longest row,
 N most new tokens, V vocabulary, C channels. Column t of every (B, T) tensor belongs to token t.
@@ -20,51 +21,64 @@ N most new tokens, V vocabulary, C channels. Column t of every (B, T) tensor bel
     finished   (B,)   bool     the row ended with a stop token, not at the limit of N tokens
     logp       (B, T) float32  log pi(ids[:, t] given ids[:, :t]) at the sampling temperature
     old_logp, ref_logp         the same under the old policy and under the reference
-    reward     (B,)   float32
+    reward     (B, T) float32  of each step, in the column of its last token; one step: the outcome
+    ends       (B, T) bool     those columns
+    value      (B, T) float32  the critic's, of the state before token t
     adv        (B, T) float32  advantage
     weight     (B, T) float32  share of a token in the loss = (weight * per_token).sum()
 """
-import argparse
 import copy
-import dataclasses
-import inspect
-import json
 import math
-import os
-import random
-import re
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from data import load_task
-from data.tokenizer import byte_encoding, coloured, decode
-from model import (GPT, Fault, GPTConfig, all_reduce, keep_memory, load_training_state, machine,
-                   micro_batches, read_tensors, row_lengths, say, start_ranks, training_state,
-                   world, write_tensors, write_whole)
-from reward import score
+from data.run import (ASKED, Fault, Stopped, all_reduce, check_fields, leave, load_training_state,
+                      log, machine, new_optimizer, open_folder, optimizer_step, percent, prepare,
+                      read_flags, refuse_unfinished, resume, rng, save, say, show_group, show_step,
+                      start_ranks, stop_asked, training_state, world)
+from data.tokenizer import byte_encoding, decode
+from model import (GPT, ScalarHead, last_tokens, load_model, micro_batches, row_lengths,
+                   starting_model, token_logps, warm_start)
+from reward import learn, learned_rewards, rollout_labels, score, step_rewards
 
 # ---------------------------------------------------------------------------------- the settings
 
+# The published algorithms, by how they differ from Config. A ladder from the raw reward to GRPO:
+# reinforce, a2c (a critic), ppo --beta 0 (the clip), ppo (the reference), grpo (the group).
+OFF = 1e9                                                               # nothing is clipped there
+ALGOS = {
+    "grpo": {},                                                         # DeepSeekMath, 2402.03300
+    "reinforce": dict(baseline="none", scale="none", kl="none", clip_low=OFF, clip_high=OFF),
+    "a2c": dict(baseline="value", scale="batch", kl="none", clip_low=OFF, clip_high=OFF),
+    "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1"),      # 1707.06347
+    "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", estimator="k1",
+                 clip_low=OFF, clip_high=OFF),                                      # 2402.14740
+    "dr_grpo": dict(scale="none", kl="none", mean="constant"),                      # 2503.20783
+    "dapo": dict(clip_high=0.28, kl="none", mean="token"),                          # 2503.14476
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
+}
+
 @dataclass(frozen=True)
 class Config:
-    """One run. A field is a flag, its comment the flag's help; a task sets defaults of its own."""
+    """One run. A field is a flag, its comment the flag's help; tasks and --algo set defaults."""
     task: str = "arithmetic"    # what to learn: the file data/<task>.py
     difficulty: int = 2         # of its problems; arithmetic: digits of each factor
     init: str = ""              # folder of a model to start from; empty: a new one, warm-started
     out: str = ""               # the run's folder; empty: out/<task>
     seed: int = 1               # of everything random
     steps: int = 100            # rollouts, each followed by its update
+    iterations: int = 1         # of Algorithm 1, each of --steps: reference and reward model anew
     eval_every: int = 0         # steps between evaluations; 0: before the first and after the last
     save_every: int = 10        # steps between checkpoints
     # rollout: the paper samples 64 completions a question, 1024 in a batch, of up to 1024 tokens
@@ -72,12 +86,27 @@ class Config:
     group: int = 64             # G, completions of each problem
     max_new: int = 1024         # N, most tokens of a completion
     temperature: float = 1.0    # of sampling, and so of every log-probability
+    # reward
+    reward: Literal["rule", "model"] = "rule"               # the task's own, or a learned one
+    supervision: Literal["outcome", "process"] = "outcome"  # 4.1.2, or 4.1.3: each reasoning step
+    unfinished: float = 0.0     # reward of a completion that did not end
+    # advantage
+    algo: Literal[*ALGOS] = "grpo"  # a row of ALGOS; its fields can be overridden one by one
+    baseline: Literal["none", "group", "leave-one-out", "value", "group+value"] = "group"  # r - it
+    scale: Literal["none", "group", "batch"] = "group"      # divide by the std of group or step
+    gamma: float = 1.0          # discount of later rewards, with a value baseline
+    lam: float = 0.95           # GAE's lambda
+    critic: Literal["shared", "separate"] = "shared"        # value head on the policy, or a model
+    value_coef: float = 0.1     # weight of the value loss
+    value_clip: float = 0.2     # largest move of a value in one update
     # loss
+    ratio: Literal["token", "sequence"] = "token"           # of probabilities new / old
     clip_low: float = 0.2       # the ratio is clipped below 1 - this (PPO's; the paper is silent)
     clip_high: float = 0.2      # and above 1 + this
-    beta: float = 0.04          # weight of the KL to the reference
-    scale: str = "group"        # divide advantages by the std of their group, or by none
-    mean: str = "sequence"      # over tokens: sequence (1/|o| in each row, eq. 3), token, constant
+    kl: Literal["loss", "reward", "none"] = "loss"          # where the KL to the reference counts
+    estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"  # of that KL
+    beta: float = 0.04          # its weight
+    mean: Literal["sequence", "token", "constant"] = "sequence"  # over tokens; eq. 3: 1/|o| a row
     # update
     epochs: int = 1             # passes over a rollout, the paper's mu
     minibatches: int = 1        # optimizer steps of a pass
@@ -92,19 +121,19 @@ class Config:
     warm_steps: int = 1500      # optimizer steps
     warm_batch: int = 48        # demonstrations of a step
     warm_lr: float = 1.2e-3     # at its peak: a short rise, then linearly to 0
+    # a learned reward: fitted before the first step, and refitted at each iteration
+    fit_prompts: int = 256      # problems whose completions are labelled
+    fit_lr: float = 3e-4        # at its peak
+    choices: int = 4            # K, completions of which the best is chosen; 2: Bradley-Terry
+    label_noise: float = 0.0    # share of wrong choices, or wrong labels of steps
+    labels: Literal["rule", "rollouts"] = "rule"            # of steps: truth, or where they lead
     # machine
-    device: str = "auto"        # cuda, mps or cpu; auto: the first there is
-    dtype: str = "auto"         # of matrix products: float32 or bfloat16; auto: bfloat16 on cuda
-    compile: str = "auto"       # torch.compile, on or off; auto: on with cuda
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first there is
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on cuda
+    compile: Literal["auto", "on", "off"] = "auto"          # torch.compile; auto: on with cuda
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise Fault(f"--{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        for f in dataclasses.fields(self):
-            value, least = getattr(self, f.name), LEAST.get(f.name, 1)
-            if f.type is not str and not (math.isfinite(value) and value >= least):
-                raise Fault(f"--{f.name} is at least {least}, not {value}")
+        check_fields(self, LEAST)
         if self.minibatches > self.prompts * self.group:
             raise Fault(f"--minibatches {self.minibatches}: a rollout has only "
                         f"{self.prompts * self.group} rows")
@@ -113,24 +142,28 @@ class Config:
     def folder(self):
         return Path(self.out or f"out/{self.task}")
 
-CHOICES = dict(scale=("group", "none"), mean=("sequence", "token", "constant"),
-               device=("auto", "cuda", "mps", "cpu"), dtype=("auto", "float32", "bfloat16"),
-               compile=("auto", "on", "off"))
-# The least value of a number, where it is not 1. A group of one has no spread: its z-score is 0/0.
-LEAST = dict(group=2, seed=0, steps=0, eval_every=0, temperature=1e-3, clip_low=0, clip_high=0,
-             beta=0, lr=0, grad_clip=1e-9, warm_steps=0, warm_lr=0)
+# Integers are at least 1, other numbers 0, but for these. A group of one has no spread: 0/0.
+LEAST = dict(group=2, choices=2, seed=0, steps=0, eval_every=0, warm_steps=0, temperature=1e-3,
+             grad_clip=1e-9, unfinished=-1e9)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
-WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
-        "warm_steps", "warm_batch", "warm_lr")                  # what a warm start depends on
 # The largest gap between the sampler's and the trainer's log-probability of a token before the
 # first optimizer step. More is not rounding: the two disagree, and every ratio is wrong.
 MISMATCH = {"float32": 1e-4, "bfloat16": 0.5}
 
-def rng(cfg, purpose, at=0):
-    """A random stream for each purpose and step: it follows from the seed, so nothing is stored."""
-    return random.Random(f"{cfg.seed}/{purpose}/{at}")
-
 # ------------------------------------------------------------------- sampling: prompts to a group
+
+@dataclass
+class Agent:
+    """What a run works with; ref, critic and scorer are None where they are not needed."""
+    cfg: Config
+    task: object
+    encoding: object
+    model: GPT                          # the policy
+    ref: GPT = None                     # the reference, frozen
+    critic: ScalarHead = None           # the value of a state
+    scorer: ScalarHead = None           # the learned reward
+    opt: torch.optim.Optimizer = None
+    history: dict = field(default_factory=dict)     # labelled rows that the scorer learned from
 
 @dataclass
 class Batch:
@@ -138,11 +171,19 @@ class Batch:
     ids: torch.Tensor
     mask: torch.Tensor
     finished: torch.Tensor
-    logp: torch.Tensor              # as the sampler saw it
+    logp: torch.Tensor                  # as the sampler saw it
     old_logp: torch.Tensor = None
     ref_logp: torch.Tensor = None
+    value: torch.Tensor = None
     reward: torch.Tensor = None
+    ends: torch.Tensor = None
     adv: torch.Tensor = None
+    returns: torch.Tensor = None
+
+    def pick(self, rows, T):
+        """Some of the rows, cut to T columns."""
+        cut = lambda x: x if x is None else x[rows, :T] if x.dim() == 2 else x[rows]
+        return Batch(**{name: cut(x) for name, x in vars(self).items()})
 
 @torch.no_grad()
 def sample(model, prompts, group, max_new, temperature, stop, u=None):
@@ -153,9 +194,11 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     """
     device, P, longest = model.norm.weight.device, len(prompts), max(map(len, prompts))
     T = longest + max_new
-    if min(map(len, prompts)) == 0 or T > model.cfg.block_size:
-        raise Fault(f"an empty prompt, or one of {longest} tokens, and {max_new} new ones do not "
-                    f"fit the model's context of {model.cfg.block_size}")
+    if min(map(len, prompts)) == 0:
+        raise Fault("an empty prompt: there is nothing to sample from")
+    if T > model.cfg.block_size:
+        raise Fault(f"a prompt of {longest} tokens and --max_new {max_new} do not fit the model's "
+                    f"context of {model.cfg.block_size}")
     by_16 = lambda n: -(-n // 16) * 16      # slots of the cache, in steps: few shapes to compile
 
     # 1. Read each prompt once, and hand its cache to the whole group.
@@ -202,67 +245,124 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T])
 
-def token_logps(model, ids, mask, temperature):
-    """log pi of each sampled token, (B, T), 0 where mask is False. The shift by one lives here."""
-    h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1
-    on = mask[:, 1:]
-    logits = model.head(h[on]) / temperature                                               # (n, V)
-    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:][on][:, None])[:, 0]
-    return F.pad(torch.zeros_like(on, dtype=logp.dtype).masked_scatter(on, logp), (1, 0))
+# ---------------------------------------------------------------- advantages: rewards to credit
 
-# ------------------------------------------------------------------ rollout: rewards, advantages
-
-def group_advantages(reward, group, scale):
-    """Advantage (B,) of each row in its group, (r - mean) / std (DeepSeekMath 4.1.2); dead (P,).
+def relative(reward, ends, group, baseline, scale):
+    """Rewards (B, T) of the steps, in the columns `ends` (B, T), against those of their group
+    (DeepSeekMath 4.1.2; 4.1.3 over all steps of the group); and which groups are dead, (P,).
 
     The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
     No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
     """
-    r = reward.double().view(-1, group)                                                    # (P, G)
-    adv = r - r.mean(1, keepdim=True)
-    dead = r.amax(1) - r.amin(1) <= 1e-6 * r.abs().amax(1)                                 # (P,)
+    r, on = (x.view(-1, group, x.size(1)) for x in (reward.double(), ends))             # (P, G, T)
+    r = torch.where(on, r, 0)
+    n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
+    centre = torch.where(on, r - total / n, 0)
+    dead = centre.abs().amax((1, 2), True) <= 1e-6 * r.abs().amax((1, 2), True)         # (P, 1, 1)
+    out = r
+    if "group" in baseline:
+        out = centre.masked_fill(dead, 0)
+    elif baseline == "leave-one-out":
+        out = r - (total - r.sum(2, True)) / (n - on.sum(2, True))      # the mean of the other rows
     if scale == "group":
-        adv = adv / adv.square().mean(1, keepdim=True).sqrt()
-    return adv.masked_fill(dead[:, None], 0).flatten().float(), dead
+        out = out / centre.square().sum((1, 2), True).div(n).sqrt().masked_fill(dead, 1)
+    return torch.where(on, out, 0).view_as(reward).float(), dead.flatten()
 
-def complete(model, task, problems, group, cfg, encoding, source=None):
+def gae(reward, value, mask, gamma, lam):
+    """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
+    delta_t = r_t + gamma V_{t+1} - V_t, V_t of the state before token t, and 0 after the last."""
+    out, ahead, after = torch.zeros_like(reward), 0.0, 0.0          # A and V of the column after t
+    for t in reversed(range(reward.size(1))):
+        delta = reward[:, t] + gamma * after - value[:, t]
+        ahead = torch.where(mask[:, t], delta + gamma * lam * ahead, 0)
+        out[:, t], after = ahead, torch.where(mask[:, t], value[:, t], 0)
+    return out
+
+def whiten(x, mask):
+    """(x - mean) / std over the columns in mask of all ranks, 0 elsewhere and if all are equal."""
+    x = torch.where(mask, x, 0).double()
+    n = all_reduce(mask.sum()).clamp(min=1)
+    centre = torch.where(mask, x - all_reduce(x.sum()) / n, 0)
+    std = (all_reduce(centre.square().sum()) / n).sqrt()
+    return torch.where(std > 1e-6 * x.abs().amax(), centre / std, 0).float()
+
+def advantages(reward, ends, mask, penalty, value, cfg):
+    """Advantages and returns (B, T), dead groups (P,), of step rewards (B, T) at `ends` (B, T).
+
+    `penalty` (B, T): what the KL takes from the reward of each token. Without a value baseline a
+    row is one action: its penalties count at its end, and a token's advantage is the sum over the
+    steps that end at or after it. `value` (B, T) or None.
+    """
+    if value is None:
+        reward = reward - torch.where(last_tokens(mask), penalty.sum(1, True), 0)
+    reward, dead = relative(reward, ends, cfg.group, cfg.baseline, cfg.scale)
+    if value is None:
+        adv, returns = torch.where(mask, reward.flip(1).cumsum(1).flip(1), 0), None
+    else:
+        adv = gae(reward - penalty, value, mask, cfg.gamma, cfg.lam)
+        returns = adv + value
+    return whiten(adv, mask) if cfg.scale == "batch" else adv, returns, dead
+
+# ----------------------------------------------------------- rollout: completions, rewards, credit
+
+def complete(agent, problems, group, source=None, begun=None):
     """Sample and score `group` completions of each problem, greedily without a random `source`:
-    the Batch, its texts, and the components (B,) of its rewards by name."""
-    rank, ranks = world()
-    u = None
+    the Batch, its texts, and the components (B,) of their rule reward by name. `begun`: ids to go
+    on from, each a prompt and the beginning of a completion."""
+    cfg, encoding, (rank, ranks), u = agent.cfg, agent.encoding, world(), None
+    prompts = [encoding.encode_ordinary(p.prompt) for p in problems]
+    begun = begun or prompts
+    room = min(cfg.max_new, agent.model.cfg.block_size - max(map(len, begun)))
     if source:          # drawn for all ranks alike: their number changes no sample
-        shape = len(problems) * ranks, group, cfg.max_new
+        shape = len(problems) * ranks, group, room
         u = np.random.default_rng(source.getrandbits(64)).random(shape)[rank::ranks]
         u = torch.from_numpy(u).flatten(0, 1)
-    batch = sample(model, [encoding.encode_ordinary(p.prompt) for p in problems], group,
-                   cfg.max_new, cfg.temperature if source else 0, {encoding.eot_token}, u)
-    texts = [decode(encoding, row[on].tolist()) for row, on in zip(batch.ids, batch.mask)]
+    batch = sample(agent.model, begun, group, room, cfg.temperature if source else 0,
+                   {encoding.eot_token}, u)
     rows = [p for p in problems for _ in range(group)]
-    parts = score(task, rows, texts, batch.finished.tolist())
-    parts = {name: torch.tensor(x) for name, x in parts.items()}
-    batch.reward = sum(parts.values())
+    spans = zip([len(p) for p in prompts for _ in range(group)], row_lengths(batch.mask).tolist())
+    texts = [decode(encoding, row[a:b]) for row, (a, b) in zip(batch.ids.tolist(), spans)]
+    parts = score(agent.task, rows, texts, batch.finished.tolist())
+    parts = {name: torch.tensor(x, device=batch.ids.device) for name, x in parts.items()}
+    batch.reward, batch.ends = step_rewards(agent.task, rows, texts, parts, batch, cfg, encoding)
     return batch, texts, parts
 
-def rollout(model, ref, task, problems, cfg, encoding, source):
+def rollout(agent, problems, source):
     """One step's completions, rewards and advantages: Batch, texts, statistics."""
-    batch, texts, parts = complete(model, task, problems, cfg.group, cfg, encoding, source)
-    adv, dead = group_advantages(batch.reward, cfg.group, cfg.scale)
-    batch.adv = torch.where(batch.mask, adv.to(batch.ids.device)[:, None], 0)              # (B, T)
+    cfg = agent.cfg
+    batch, texts, parts = complete(agent, problems, cfg.group, source)
+    stats = {"accuracy": parts["correct"], **parts, "rule_reward": batch.reward.sum(1)}
+    if agent.scorer is not None:
+        batch.reward = learned_rewards(agent.scorer, batch, cfg)
     # Under bfloat16 the sampler rounds otherwise than the trainer, so the trainer is asked.
-    batch.old_logp = all_logps(model, batch, cfg) if model.amp else batch.logp
-    batch.ref_logp = all_logps(ref, batch, cfg) if ref is not None else None
-    stats = {"reward": batch.reward, "accuracy": parts["correct"], **parts, "dead_groups": dead,
-             "length": batch.mask.sum(1), "finished": batch.finished}
-    means = all_reduce(torch.stack([x.float().mean().to(batch.ids.device) for x in stats.values()]))
-    return batch, texts, dict(zip(stats, (means / world()[1]).tolist()))
+    batch.old_logp = batch.logp
+    if agent.critic is not None or agent.model.amp:
+        batch.old_logp, batch.value = all_logps(agent.model, batch, cfg, agent.critic)
+    penalty = torch.zeros_like(batch.logp)
+    if agent.ref is not None:
+        batch.ref_logp, _ = all_logps(agent.ref, batch, cfg)
+        if cfg.kl == "reward":                              # k1 of the old policy, token by token
+            penalty = cfg.beta * torch.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
+    batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
+                                                batch.value, cfg)
+    stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
+              "finished": batch.finished}
+    if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
+        left, own = (x[batch.mask].var(correction=0)
+                     for x in (batch.returns - batch.value, batch.returns))
+        stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
+    means = all_reduce(torch.stack([x.float().mean() for x in stats.values()])) / world()[1]
+    return batch, texts, dict(zip(stats, means.tolist()))
 
 @torch.no_grad()
-def all_logps(model, batch, cfg):
+def all_logps(model, batch, cfg, critic=None):
     """`token_logps` of a whole rollout, in micro-batches and without a graph."""
-    out = torch.zeros_like(batch.logp)
+    out = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp)
     for rows, T in micro_batches(row_lengths(batch.mask), cfg.micro_tokens):
-        ids, mask = batch.ids[rows, :T], batch.mask[rows, :T]
-        out[rows, :T] = token_logps(model, ids, mask, cfg.temperature)
+        b = batch.pick(rows, T)
+        for x, y in zip(out, token_logps(model, b.ids, b.mask, cfg.temperature, critic)):
+            if y is not None:
+                x[rows, :T] = y
     return out
 
 # -------------------------------------------------------------------------------------- the loss
@@ -279,125 +379,102 @@ def bounded(x):
     """x with its value, not its gradient, held within 20: exp(x) and its gradient stay finite."""
     return x + (x.clamp(-20, 20) - x).detach()
 
+def kl_terms(logp, ref_logp, ratio, estimator):
+    """Estimates of the KL to the reference, token by token (B, T), from samples of the policy.
+
+    As a loss their gradient is, on-policy and in the mean, 0 for k1, that of KL(pi || ref) for k2
+    and ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4.
+    """
+    r = bounded(ref_logp - logp)
+    k3 = r.expm1() - r                              # exp(r) - 1 - r would lose its digits near 0
+    return {"k1": -r, "k2": r.square() / 2, "k3": k3, "ratio*k3": ratio * k3}[estimator]
+
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg):
-    """Clipped surrogate (DeepSeekMath eq. 3) with the k3 KL (eq. 4): the loss and its statistics.
+    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4): the loss and its statistics.
 
     All (B, T). In the first update of a rollout the ratio is 1 and the loss about 0, but by logp
     its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21.
     """
     kept = lambda x: torch.where(mask, x, 0)        # elsewhere even NaN stays out of the gradient
     logp, adv = kept(logp), kept(adv)
-    ratio = bounded(logp - kept(old_logp)).exp()                                           # (B, T)
-    surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
+    change = logp - kept(old_logp)
+    if cfg.ratio == "sequence":                     # GSPO: the geometric mean over the row
+        change = (change.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(change)
+    ratio = bounded(change).exp()                                                          # (B, T)
+    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
+    surrogate = torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
-        r = bounded(kept(ref_logp) - logp)
-        kl = r.expm1() - r                          # exp(r) - 1 - r would lose its digits near 0
-    loss = (weight * (cfg.beta * kl - surrogate)).sum()
-    out = ((adv > 0) & (ratio > 1 + cfg.clip_high)) | ((adv < 0) & (ratio < 1 - cfg.clip_low))
+        kl = kl_terms(logp, kept(ref_logp), ratio, cfg.estimator)
+    loss = (weight * ((cfg.kl == "loss") * cfg.beta * kl - surrogate)).sum()
+    out = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
     stats = {"loss": loss, "kl": (weight * kl).sum(), "entropy": -(weight * logp).sum(),
              "clip_share": (weight * out).sum()}
     return loss, {name: x.detach() for name, x in stats.items()}
 
+def value_loss(value, old_value, returns, mask, weight, clip):
+    """Half the squared error of the values, (B, T), the worse of it and of the value kept within
+    `clip` of the old one: PPO's clipped value loss."""
+    value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
+    held = old_value + (value - old_value).clamp(-clip, clip)
+    error = torch.maximum((value - returns).square(), (held - returns).square())
+    return (weight * error).sum() / 2
+
 # ------------------------------------------------------------------------------------ the update
 
-def update(model, opt, batch, cfg, source, bound):
+def update(agent, batch, source, bound):
     """The optimizer steps of one rollout: epochs x minibatches, each summed over micro-batches and
-    ranks. Changes model and opt; gives their mean statistics. Raises Fault if before the first
-    step the sampler's and the trainer's log-probabilities are more than `bound` apart."""
-    rank, ranks = world()
+    ranks. Changes the models; gives mean statistics. Raises Fault if before the first step the
+    sampler's and the trainer's log-probabilities are more than `bound` apart."""
+    cfg, (rank, ranks) = agent.cfg, world()
     rows = cfg.prompts * cfg.group
     mine = torch.arange(rows).view(-1, cfg.group)[rank::ranks].flatten()    # which rows of the step
     length = row_lengths(batch.mask)
-    total, mismatch = Counter(), None
+    names = "loss kl entropy clip_share".split() + ["value_loss"] * (agent.critic is not None)
+    total, norm, mismatch = Counter(dict.fromkeys(names, 0.0)), 0.0, None
     for _ in range(cfg.epochs):
         for part in torch.tensor(source.sample(range(rows), rows)).tensor_split(cfg.minibatches):
             here = torch.isin(mine, part).nonzero()[:, 0].to(batch.ids.device)
             mask, gap = batch.mask[here], batch.logp.new_zeros(())
             weight = token_weights(mask, cfg.mean, len(part), all_reduce(mask.sum()), cfg.max_new)
             for micro, T in micro_batches(length[here], cfg.micro_tokens):
-                at, on = here[micro], mask[micro, :T]
-                logp = token_logps(model, batch.ids[at, :T], on, cfg.temperature)
-                ref_logp = None if batch.ref_logp is None else batch.ref_logp[at, :T]
-                loss, stats = policy_loss(logp, batch.old_logp[at, :T], ref_logp, batch.adv[at, :T],
-                                          on, weight[micro, :T], cfg)
+                b, w = batch.pick(here[micro], T), weight[micro, :T]
+                logp, value = token_logps(agent.model, b.ids, b.mask, cfg.temperature, agent.critic)
+                loss, stats = policy_loss(logp, b.old_logp, b.ref_logp, b.adv, b.mask, w, cfg)
+                if value is not None:
+                    error = value_loss(value, b.value, b.returns, b.mask, w, cfg.value_clip)
+                    loss, stats["value_loss"] = loss + cfg.value_coef * error, error.detach()
                 loss.backward()
                 total.update(stats)
-                gap = torch.maximum(gap, (logp.detach() - batch.logp[at, :T]).abs().max())
+                gap = torch.maximum(gap, (logp.detach() - b.logp).abs().max())
             if mismatch is None:
                 mismatch = all_reduce(gap, dist.ReduceOp.MAX).item()
                 if not mismatch <= bound:
                     raise Fault(f"sampler and trainer disagree: their log-probabilities are "
                                 f"{mismatch:.2g} apart, more than the {bound} of rounding")
-            total["grad_norm"] += optimizer_step(model, opt, cfg) / ranks
+            norm += optimizer_step(agent.opt, cfg.grad_clip)
     n = cfg.epochs * cfg.minibatches
     sums = torch.stack([torch.as_tensor(x, device=length.device) for x in total.values()])
-    return dict(zip(total, (all_reduce(sums) / n).tolist())) | {"mismatch": mismatch}
+    stats = dict(zip(total, (all_reduce(sums) / n).tolist()))
+    return stats | {"grad_norm": norm / n, "mismatch": mismatch}
 
-def optimizer_step(model, opt, cfg):
-    """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping."""
-    for p in model.parameters():
-        p.grad = all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
-    if not math.isfinite(norm):
-        raise Fault(f"the norm of the gradient is {norm}")
-    opt.step()
-    opt.zero_grad()
-    return norm
+# ------------------------------------------------------------------------------ the reward model
 
-def new_optimizer(model, lr):
-    """AdamW without weight decay: what holds the weights here is the KL to the reference."""
-    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
-
-# -------------------------------------------------------------------------------- the warm start
-
-def warm_start(model, task, problems, cfg, encoding):
-    """Supervised fine-tuning on fresh demonstrations; the learning rate rises, then falls to 0."""
-    opt = new_optimizer(model, cfg.warm_lr)
-    rank, ranks = world()
-    device, encode, began = model.norm.weight.device, encoding.encode_ordinary, time.time()
-    for step in range(cfg.warm_steps):
-        if stop_asked(device):
-            raise Stopped("in the warm start, which will begin anew")
-        opt.param_groups[0]["lr"] = cfg.warm_lr * min(1 - step / cfg.warm_steps, (step + 1) / 30)
-        source = rng(cfg, "warm start", step)
-        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
-                for p in source.choices(problems, k=cfg.warm_batch)]
-        tokens = sum(len(text) for _, text in rows)         # of all ranks; this one takes its rows
-        rows = rows[rank::ranks]
-        pad = lambda rows: pad_sequence([torch.tensor(r, device=device) for r in rows], True)
-        ids = pad([prompt + text for prompt, text in rows])
-        mask = pad([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
-        loss = 0.0
-        for micro, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
-            part = -token_logps(model, ids[micro, :T], mask[micro, :T], 1.0).sum() / tokens
-            part.backward()
-            loss += part.detach()
-        optimizer_step(model, opt, cfg)
-        if (step + 1) % max(1, cfg.warm_steps // 10) == 0:
-            left = (time.time() - began) / (step + 1) * (cfg.warm_steps - step - 1)
-            say(f"warm start {step + 1}/{cfg.warm_steps}  loss {all_reduce(loss).item():.3f}  "
-                f"left {clock(left)}")
-
-def starting_model(cfg, task, problems, longest, encoding):
-    """The policy before RL: --init's, or a new one after its warm start, which is kept in the run's
-    folder and taken from there by the next run that would make the same."""
-    folder = cfg.folder / "warm_start"
-    note = folder / "warm_start.json"
-    wanted = json.dumps({name: getattr(cfg, name) for name in WARM})
-    if cfg.init or note.exists() and note.read_text() == wanted:
-        say(f"starting from {cfg.init or folder}")
-        return GPT.from_pretrained(cfg.init or folder).place(cfg)
-    context = 1 << (longest + cfg.max_new - 1).bit_length()
-    shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
-                      n_inner=4 * cfg.n_embd, block_size=context)
-    seed = rng(cfg, "weights").getrandbits(63)
-    model = GPT(shape, torch.Generator().manual_seed(seed)).place(cfg)
-    warm_start(model, task, problems, cfg, encoding)
-    if world()[0] == 0:
-        model.save_pretrained(folder, encoding.eot_token)
-        write_whole(note, wanted)
-    return model
+def begin_iteration(agent, problems, iteration):
+    """Algorithm 1: the policy becomes the reference; it completes fresh problems, and the reward
+    model learns from their labels and from 10 % of history. Gives the measures of the fit."""
+    cfg, (rank, ranks) = agent.cfg, world()
+    if agent.ref is not None:
+        agent.ref.load_state_dict(agent.model.state_dict())
+    if agent.scorer is None:
+        return {}
+    source, labels = rng(cfg, "fit", iteration), rng(cfg, f"labels of rank {rank}", iteration)
+    mine = source.sample(problems, cfg.fit_prompts)[rank::ranks]
+    batch, *_ = complete(agent, mine, cfg.choices, source)
+    if cfg.labels == "rollouts":
+        batch.reward = rollout_labels(partial(complete, agent), mine, batch, cfg.choices, labels)
+    agent.history, measures = learn(agent.scorer, batch, agent.history, cfg, source)
+    return measures
 
 # ------------------------------------------------------------------------------------ evaluation
 
@@ -405,167 +482,112 @@ def pass_at_k(n, c, k):
     """Chance that k of n completions, c of them right, hold a right one (Chen et al. 2021)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
-def evaluate(model, task, problems, cfg, encoding, k=8):
+def evaluate(agent, problems, k=8):
     """Share of the problems solved: greedily, and by k samples as pass@1, pass@k and majority."""
-    rank, ranks = world()
+    cfg, (rank, ranks) = agent.cfg, world()
     source = rng(cfg, "evaluate", rank)
     size = max(1, cfg.prompts * cfg.group // k)     # problems at a time: rows as in training
-    mine = problems[rank::ranks]
-    total = torch.zeros(5, device=model.norm.weight.device)
-    for chunk in (mine[i:i + size] for i in range(0, len(mine), size)):
-        _, _, greedy = complete(model, task, chunk, 1, cfg, encoding)
-        _, texts, sampled = complete(model, task, chunk, k, cfg, encoding, source)
+    problems = problems[rank::ranks]
+    total = torch.zeros(5, device=agent.model.norm.weight.device)
+    for chunk in (problems[i:i + size] for i in range(0, len(problems), size)):
+        _, _, greedy = complete(agent, chunk, 1)
+        batch, texts, sampled = complete(agent, chunk, k, source)
+        answers = [agent.task.answer(text) if ended else ""
+                   for text, ended in zip(texts, batch.finished.tolist())]
         for i, right in enumerate(sampled["correct"].view(-1, k).tolist()):
-            answers = [task.answer(text) for text in texts[i * k:(i + 1) * k]]
-            votes = Counter(answer for answer in answers if answer).most_common(1)
-            c, majority = int(sum(right)), right[answers.index(votes[0][0])] if votes else 0.0
+            mine = answers[i * k:(i + 1) * k]
+            votes = Counter(answer for answer in mine if answer).most_common(1)
+            c, majority = int(sum(right)), right[mine.index(votes[0][0])] if votes else 0.0
             total += torch.tensor([1, greedy["correct"][i], pass_at_k(k, c, 1), pass_at_k(k, c, k),
                                    majority], device=total.device)
     n, *solved = all_reduce(total).tolist()
     return dict(zip(("greedy", "pass@1", f"pass@{k}", f"maj@{k}"), (x / n for x in solved)))
 
-# ------------------------------------------------------------------------------ the run's folder
-
-LOGS = ("metrics.jsonl", "samples.jsonl")
-
-def save(cfg, step, tensors):
-    """All that a resumed run needs, in one file, whole or not at all; `step`: the last one made,
-    -1 before there is a model. What is random and where the run stands in its problems follow from
-    seed and step. What was logged later than this will be made anew, so the sizes are kept."""
-    sizes = {name: os.path.getsize(cfg.folder / name) if tensors else 0 for name in LOGS}
-    state = {"step": step, "config": dataclasses.asdict(cfg), "sizes": sizes}
-    write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
-
-def find_run(folder):
-    """What `save` left in `folder`: Config, step, tensors, sizes of the logs."""
-    path = folder / "checkpoint.safetensors"
-    if not path.exists():
-        raise Fault(f"no run in {folder}")
-    tensors, metadata = read_tensors(path)
-    try:
-        state = json.loads(metadata["grpo"])
-        return Config(**state["config"]), state["step"], tensors, state["sizes"]
-    except (KeyError, TypeError, ValueError) as e:
-        raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
-
-def open_folder(cfg, run):
-    """Make the folder of a new run, or cut a resumed one's logs back to its checkpoint."""
-    about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
-             "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
-    try:
-        cfg.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-        if run is None:
-            save(cfg, -1, {})
-        for name in LOGS:
-            with open(cfg.folder / name, "ab") as f:
-                f.truncate(run[2][name] if run else 0)
-    except OSError as e:
-        raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
-
-def log(cfg, name, record):
-    """Add a line to metrics.jsonl or samples.jsonl."""
-    if world()[0] == 0:
-        with open(cfg.folder / name, "a") as f:
-            f.write(json.dumps(record) + "\n")
-
-# --------------------------------------------------------------------------------- what one sees
-
-SHOWN = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
-
-def clock(seconds):
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-def percent(results):
-    return "  ".join(f"{name} {x:.1%}" for name, x in results.items())
-
-def show_group(step, problem, batch, texts, group, encoding):
-    """The first group of a rollout: printed, its tokens coloured by advantage, and as a record."""
-    adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
-    for ids, on, row, reward in list(zip(batch.ids, batch.mask, adv, batch.reward))[:4]:
-        say(f"    {problem.prompt}{coloured(encoding, ids[on].tolist(), row)}   reward {reward:g}  "
-            f"advantage {row[0]:+.2f}")
-    return {"step": step, "prompt": problem.prompt, "completions": texts[:group],
-            "rewards": batch.reward[:group].tolist(),
-            "advantages": [[round(a, 4) for a in row] for row in adv]}
-
 # --------------------------------------------------------------------------------------- the run
 
-class Stopped(Exception):
-    """A signal asked to stop; all that was made is saved."""
+def new_agent(cfg, task, model, encoding):
+    """The models before the first step. The reference is the policy as it is now, and stays so."""
+    agent, device = Agent(cfg, task, encoding, model), model.norm.weight.device
+    C, twin = model.cfg.n_embd, lambda: copy.deepcopy(model)
+    if cfg.reward == "model" or cfg.beta and cfg.kl != "none":
+        agent.ref = twin().requires_grad_(False)
+    if "value" in cfg.baseline:             # starts at 0: no opinion
+        agent.critic = ScalarHead(C, twin() if cfg.critic == "separate" else None).to(device)
+    if cfg.reward == "model":
+        seed = torch.Generator().manual_seed(rng(cfg, "scorer").getrandbits(63))
+        agent.scorer = ScalarHead(C, twin(), (C + 1) ** -0.5, seed).to(device)
+    agent.opt = new_optimizer([m for m in (model, agent.critic) if m is not None], cfg.lr)
+    return agent
 
-ASKED = []      # signals that came: the step in progress is finished and saved first
-
-def stop_asked(device):
-    """Whether a signal came to any rank."""
-    return all_reduce(torch.tensor(float(sum(ASKED)), device=device)).item() > 0
+def train_step(agent, problems, step):
+    """One rollout and its update: statistics; a problem, the batch and the texts to look at."""
+    cfg, (rank, ranks), began = agent.cfg, world(), time.perf_counter()
+    mine = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
+    batch, texts, stats = rollout(agent, mine, rng(cfg, "rollout", step))
+    sampled = time.perf_counter()
+    stats |= update(agent, batch, rng(cfg, "update", step), MISMATCH[machine(cfg)[1]])
+    ended, tokens = time.perf_counter(), all_reduce(batch.mask.sum()).item()
+    return stats | {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
+                    "update_tok_s": tokens / (ended - sampled)}, (mine[0], batch, texts)
 
 def train(cfg, task, run=None):
-    """A whole run, or the rest of one: `run` is what `find_run` found behind the Config."""
-    # 1. What it works on.
-    rank, ranks = world()
-    device, dtype, compiled = machine(cfg)
-    encoding = byte_encoding()
+    """A whole run, or the rest of one: `run` is what `find_run` found beside the Config."""
+    # 1. What it works on, and with.
+    (rank, ranks), encoding = world(), byte_encoding()
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
-    if cfg.prompts % ranks or cfg.prompts > len(problems):
-        raise Fault(f"--prompts {cfg.prompts}: not to be had of {len(problems)} problems, or not "
-                    f"to be divided among {ranks} ranks")
+    if cfg.prompts > len(problems):
+        raise Fault(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
+    if cfg.prompts % ranks or cfg.warm_batch < ranks:
+        raise Fault(f"--prompts {cfg.prompts} or --warm_batch {cfg.warm_batch} cannot be divided "
+                    f"among {ranks} ranks")
+    tensors, shape = (run["tensors"], run["shape"]) if run else ({}, None)
+    model, kept = starting_model(cfg, task, longest, encoding, shape)
     if rank == 0:
         open_folder(cfg, run)
-
-    # 2. The models. The reference is the policy as it is before RL, and stays so.
-    model = starting_model(cfg, task, problems, longest, encoding)
-    if longest + cfg.max_new > model.cfg.block_size:
-        raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
-                    f"model's context of {model.cfg.block_size}")
-    ref = copy.deepcopy(model).requires_grad_(False) if cfg.beta else None
-    opt = new_optimizer(model, cfg.lr)
-    done, tensors, _ = run or (-1, {}, {})
+    if not kept:
+        warm_start(model, task, problems, cfg, encoding)
+    agent = new_agent(cfg, task, model, encoding)
+    modules = {name: getattr(agent, name) for name in ("model", "ref", "critic", "scorer")}
     if tensors:
-        load_training_state(tensors, cfg.folder / "checkpoint.safetensors", model, ref, opt)
-    for module in (model, ref):
-        if compiled and module is not None:
-            module.compile(dynamic=True)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+        agent.history = load_training_state(tensors, cfg.folder, modules, agent.opt)
+    device, dtype, compiled = machine(cfg)
+    for module in filter(None, modules.values() if compiled else ()):
+        module.compile(dynamic=True)
+    millions = sum(p.numel() for p in agent.model.parameters()) / 1e6
     say(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
         f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
 
-    # 3. The steps; 0 only measures.
-    times, idle = [], 0
-    for step in range(done + 1, cfg.steps + 1):
-        began, last, stats = time.perf_counter(), step == cfg.steps, {}
+    # 2. The steps; 0 only measures.
+    total, times, idle = cfg.steps * cfg.iterations, [], 0
+    for step in range(run["step"] + 1 if run else 0, total + 1):
+        stats, (iteration, before) = {}, divmod(step - 1, max(1, cfg.steps))
         if step > 0:
-            mine = rng(cfg, "problems", step).sample(problems, cfg.prompts)[rank::ranks]
-            batch, texts, stats = rollout(model, ref, task, mine, cfg, encoding,
-                                          rng(cfg, "rollout", step))
-            sampled = time.perf_counter()
-            stats |= update(model, opt, batch, cfg, rng(cfg, "update", step), MISMATCH[dtype])
-            ended = time.perf_counter()
-            times.append(ended - began)
-            tokens = all_reduce(batch.mask.sum()).item()
-            stats |= {"seconds": times[-1], "rollout_tok_s": tokens / (sampled - began),
-                      "update_tok_s": tokens / (ended - sampled)}
-            left = statistics.median(times[-9:]) * (cfg.steps - step)
-            say(f"step {step}/{cfg.steps}  " + "".join(f"{k} {stats[k]:.3f}  " for k in SHOWN)
-                + f"{times[-1]:.2f} s  left {clock(left)}")
+            if before == 0:
+                stats = begin_iteration(agent, problems, iteration)
+            more, group = train_step(agent, problems, step)
+            stats |= more
+            times.append(stats["seconds"])
+            show_step(step, total, stats, times)
             idle = idle + 1 if stats["dead_groups"] == 1 or stats["finished"] == 0 else 0
             if idle == 3:
                 say("warning: nothing to learn from in 3 steps: in every group all rewards were "
                     "equal, or no completion ended")
+        last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
-            results = evaluate(model, task, held_out, cfg, encoding)
+            results = evaluate(agent, held_out)
             say(f"step {step}  held out: {percent(results)}")
             stats |= results
-        log(cfg, "metrics.jsonl", {"step": step, **stats})
-        halt = stop_asked(device)
-        if last or halt or step % cfg.save_every == 0:
-            if step > 0:
-                record = show_group(step, mine[0], batch, texts, cfg.group, encoding)
-                log(cfg, "samples.jsonl", record)
-            if rank == 0:
-                save(cfg, step, training_state(model, ref, opt))
-                model.save_pretrained(cfg.folder, encoding.eot_token)
+        halt = stop_asked()
+        keep = last or halt or step % cfg.save_every == 0
+        if rank == 0:
+            log(cfg.folder, "metrics.jsonl", {"step": step, **stats})
+            if keep and step > 0:
+                log(cfg.folder, "samples.jsonl", show_group(step, *group, cfg.group, encoding))
+            if keep:
+                state = training_state(modules, agent.opt, agent.history)
+                agent.model.save_pretrained(cfg.folder, encoding.eot_token)
+                save(cfg.folder, step, cfg, agent.model.cfg, state)
         if halt and not last:
             raise Stopped(f"after step {step}")
     say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{held_out[0].prompt}\" "
@@ -573,7 +595,8 @@ def train(cfg, task, run=None):
 
 def ask(cfg, question):
     """The greedy completion of a question by the model of --init, or else of the run's folder."""
-    model, encoding = GPT.from_pretrained(cfg.init or cfg.folder).place(cfg), byte_encoding()
+    encoding = byte_encoding()
+    model = load_model(cfg.init or cfg.folder, cfg, encoding)
     prompt, stop = encoding.encode_ordinary(question), {encoding.eot_token}
     room = max(1, min(cfg.max_new, model.cfg.block_size - len(prompt)))
     batch = sample(model, [prompt], 1, room, 0, stop)
@@ -581,43 +604,26 @@ def ask(cfg, question):
 
 # ------------------------------------------------------------------------------ the command line
 
+MODES = dict(resume=dict(action="store_true", help="go on with the run in --out"),
+             eval_only=dict(action="store_true", help="only evaluate --init's model, or --out's"),
+             ask=dict(metavar="QUESTION", help="only let that model answer"))
+
 def read_command(argv):
-    """A command line as (Config, its task, the mode flags, the rest of `find_run` if resumed)."""
-    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in dataclasses.fields(Config):
-        parser.add_argument(f"--{f.name}", type=f.type, default=argparse.SUPPRESS,
-                            help=f"{comments[f.name]} ({f.default})")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--eval_only", action="store_true", help="only measure --init's or --out's")
-    parser.add_argument("--ask", metavar="QUESTION", help="only let that model answer")
-    def error(message):
-        raise Fault(f"{message}; python grpo.py --help lists the flags")
-    parser.error = error
-    flags = vars(parser.parse_args(argv))
-    mode = {name: flags.pop(name) for name in ("resume", "eval_only", "ask")}
+    """A command line as (Config, its task, the mode flags, the run of `find_run` if resumed)."""
+    flags = read_flags(Config, MODES, __doc__, argv)
+    mode = {name: flags.pop(name) for name in MODES}
     task = load_task(flags.get("task", Config.task))
-    cfg = Config(**task.DEFAULTS | flags)
+    cfg = Config(**task.DEFAULTS | ALGOS.get(flags.get("algo"), {}) | flags)
     if mode["resume"]:
-        old, *run = find_run(cfg.folder)
-        for name in flags.keys() - MAY_CHANGE:
-            if flags[name] != getattr(old, name):
-                raise Fault(f"the run in {cfg.folder} has --{name} {getattr(old, name)}, not "
-                            f"{flags[name]}; only {', '.join(sorted(MAY_CHANGE))} may change")
-        cfg = dataclasses.replace(old, **{name: flags[name] for name in MAY_CHANGE & flags.keys()})
+        cfg, run = resume(cfg.folder, Config, flags, MAY_CHANGE)
         return cfg, load_task(cfg.task), mode, run
-    trains = not mode["eval_only"] and mode["ask"] is None
-    if trains and (cfg.folder / "checkpoint.safetensors").exists():
-        old, step, *_ = find_run(cfg.folder)
-        if 0 <= step < old.steps:
-            raise Fault(f"{cfg.folder} holds a run stopped at step {step} of {old.steps}: go on "
-                        f"with --resume, or choose another --out")
+    if not mode["eval_only"] and mode["ask"] is None:
+        refuse_unfinished(cfg.folder, Config)
     return cfg, task, mode, None
 
 def main(argv=None):
     """The command line; a Fault is one line on stderr and exit code 2."""
-    keep_memory()
+    prepare()
     code = 0
     try:
         cfg, task, mode, run = read_command(argv)
@@ -625,8 +631,9 @@ def main(argv=None):
         if mode["ask"] is not None:
             print(ask(cfg, mode["ask"]))
         elif mode["eval_only"]:
-            model = GPT.from_pretrained(cfg.init or cfg.folder).place(cfg)
-            say(percent(evaluate(model, task, task.problems(cfg)[1], cfg, byte_encoding())))
+            encoding = byte_encoding()
+            agent = Agent(cfg, task, encoding, load_model(cfg.init or cfg.folder, cfg, encoding))
+            say(percent(evaluate(agent, task.problems(cfg)[1])))
         else:
             for s in (signal.SIGINT, signal.SIGTERM):       # a second one is obeyed at once
                 signal.signal(s, lambda s, _: sys.exit(128 + s) if ASKED else ASKED.append(s))
@@ -637,12 +644,7 @@ def main(argv=None):
     except Fault as e:
         print(f"error: {e}", file=sys.stderr)
         code = 2
-    if dist.is_initialized() and code != 2:     # gloo's threads can abort an orderly exit
-        dist.barrier()
-        sys.stdout.flush()
-        os._exit(code)
-    if code:
-        sys.exit(code)
+    leave(code)
 
 if __name__ == "__main__":
     main()

@@ -6,23 +6,19 @@ Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D = 
 S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all that
 keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its row.
 """
-import ctypes
+import hashlib
 import json
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
+from data.run import (Fault, fit, load_tensors, machine, read_tensors, rng, say, world,
+                      write_tensors, write_whole)
 
-class Fault(Exception):
-    """Something the user can mend: `grpo.py` prints it as one line and exits with code 2."""
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -207,20 +203,8 @@ class GPT(nn.Module):
             raise Fault(f"{path}: not the config.json of a Llama: {e}") from e
         model = cls(cfg)
         tensors, _ = read_tensors(Path(folder) / "model.safetensors")
-        model.load_tensors({n.removeprefix("model."): t for n, t in tensors.items()}, folder)
+        load_tensors(model, {n.removeprefix("model."): t for n, t in tensors.items()}, folder)
         return model
-
-    def load_tensors(self, tensors, source):
-        """Copy in every parameter by name; raises Fault where names or shapes differ."""
-        own = dict(self.named_parameters())
-        wrong = sorted(own.keys() ^ tensors.keys())
-        wrong += [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-        if wrong:
-            raise Fault(f"{source}: tensors missing, superfluous or of another shape: {wrong[0]}"
-                        + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-        with torch.no_grad():
-            for name, p in own.items():
-                p.copy_(tensors[name])
 
     def save_pretrained(self, folder, eos_token_id=None):
         """Write config.json and model.safetensors, the names and layout of Hugging Face's Llama."""
@@ -231,6 +215,27 @@ class GPT(nn.Module):
         write_whole(Path(folder) / "config.json", json.dumps(hf, indent=2))
         tensors = {"model." + n: p.detach() for n, p in self.named_parameters()}
         write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
+
+class ScalarHead(nn.Module):
+    """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
+    without one of hidden states that are handed in. A critic, or a reward model."""
+
+    def __init__(self, size, trunk=None, std=0.0, generator=None):
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(size, 1)
+        nn.init.normal_(self.head.weight, std=std, generator=generator)
+        nn.init.zeros_(self.head.bias)
+        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
+
+    def forward(self, ids, h=None):
+        """(B, T) of ids (B, T); h (B, T, C) where there is no trunk."""
+        h = h if self.trunk is None else self.trunk(ids)
+        return self.head(h.float())[..., 0]
+
+HF_NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
+                n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
+                block_size="max_position_embeddings", rope_theta="rope_theta",
+                norm_eps="rms_norm_eps")
 
 # -------------------------------------------------------------------------------------- the rows
 
@@ -250,99 +255,81 @@ def micro_batches(length, budget):
         yield order[i:fits[-1] + 1], sizes[i]
         i = fits[-1] + 1
 
-# ------------------------------------------------------------------------ the machine, the ranks
+def last_tokens(mask):
+    """The last sampled token of each row, (B, T)."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
-def machine(cfg):
-    """(device, dtype name, whether to compile): the best there is where cfg says auto."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-             "cpu": True}
-    kind = next(d for d in there if there[d]) if cfg.device == "auto" else cfg.device
-    if not there[kind]:
-        raise Fault(f"--device {kind}: there is none here")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
-    dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
-    return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
+def token_logps(model, ids, mask, temperature, critic=None):
+    """log pi of each sampled token, and the critic's value of the state before it (None without a
+    critic), both (B, T), 0 where mask is False. The shift by one lives here."""
+    h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1
+    on = mask[:, 1:]
+    logits = model.head(h[on]) / temperature                                               # (n, V)
+    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:][on][:, None])[:, 0]
+    spread = lambda x: F.pad(x.new_zeros(on.shape).masked_scatter(on, x), (1, 0))          # (B, T)
+    return spread(logp), critic and spread(critic(ids[:, :-1], h)[on])
 
-def start_ranks(device):
-    """Join the other processes, if torchrun started this one."""
-    if "RANK" in os.environ:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+# -------------------------------------------------------------------------------- the warm start
 
-def world():
-    """(rank, number of ranks) under torchrun; (0, 1) without."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
+        "warm_steps", "warm_batch", "warm_lr")                  # what a warm start depends on
 
-def all_reduce(x, op=dist.ReduceOp.SUM):
-    """Sum (or `op`) of a tensor over all ranks."""
-    if dist.is_initialized():
-        x = x.clone()
-        dist.all_reduce(x, op)
-    return x
+def warm_start(model, task, problems, cfg, encoding):
+    """Supervised fine-tuning on fresh demonstrations."""
+    (rank, ranks), device, encode = world(), model.norm.weight.device, encoding.encode_ordinary
+    pad = lambda rows: pad_sequence([torch.tensor(r, device=device) for r in rows], True)
+    def losses(step):
+        source = rng(cfg, "warm start", step)
+        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
+                for p in source.choices(problems, k=cfg.warm_batch)]
+        tokens = sum(len(text) for _, text in rows)         # of all ranks; this one takes its rows
+        if (long := max(len(text) for _, text in rows)) > cfg.max_new:
+            raise Fault(f"a demonstration of {long} tokens is longer than --max_new {cfg.max_new}")
+        rows = rows[rank::ranks]
+        ids = pad([prompt + text for prompt, text in rows])
+        mask = pad([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
+        for micro, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
+            logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
+            yield -logp.sum() / tokens
+    fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr, cfg.grad_clip)
 
-def say(text):
-    """Print on one rank."""
-    if world()[0] == 0:
-        print(text, flush=True)
+    if rank == 0:           # kept for the next run that would make the same; the note goes last
+        folder, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
+        note.unlink(missing_ok=True)
+        model.save_pretrained(folder, encoding.eot_token)
+        write_whole(note, warm_note(cfg, task))
 
-def keep_memory():
-    """Have glibc keep freed memory. Handed back to the system, every activation faults in anew:
-    with PyTorch on a CPU a twentieth of a training step and more."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
+def warm_note(cfg, task):
+    """What a warm start depends on: settings, and the task's own file."""
+    source = Path(task.__file__).read_bytes() if hasattr(task, "__file__") else b""
+    return json.dumps({name: getattr(cfg, name) for name in WARM}
+                      | {"sha256 of the task": hashlib.sha256(source).hexdigest()})
 
-# ---------------------------------------------------------------------------------------- the files
+def load_model(folder, cfg, encoding):
+    """The model in a folder, on its device; raises Fault if the tokenizer is not its own."""
+    model = GPT.from_pretrained(folder).place(cfg)
+    if model.cfg.vocab_size != encoding.n_vocab:
+        raise Fault(f"{folder}: a vocabulary of {model.cfg.vocab_size}, and the tokenizer has "
+                    f"{encoding.n_vocab}")
+    return model
 
-HF_NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-                n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
-                block_size="max_position_embeddings", rope_theta="rope_theta",
-                norm_eps="rms_norm_eps")
-
-
-def write_whole(path, content):
-    """Write a file beside `path`, then rename it: a crash leaves the old file whole. content: text,
-    or a function that writes a path."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(content) if isinstance(content, str) else content(beside)
-    with open(beside, "rb+") as f:
-        os.fsync(f.fileno())
-    os.replace(beside, path)
-
-
-def write_tensors(path, tensors, metadata):
-    """A safetensors file, whole or not at all. One metadata key: the order of several is random."""
-    tensors = {n: t.cpu().contiguous() for n, t in tensors.items()}
-    write_whole(Path(path), lambda p: save_file(tensors, p, metadata=metadata))
-
-
-def read_tensors(path):
-    """(tensors by name, metadata) of a safetensors file; raises Fault if it is not a whole one."""
-    try:
-        with safe_open(path, "pt") as f:
-            return {n: f.get_tensor(n) for n in f.keys()}, f.metadata() or {}
-    except (OSError, SafetensorError) as e:
-        why = "not found" if not Path(path).exists() else f"not a whole safetensors file: {e}"
-        raise Fault(f"{path}: {why}") from e
-
-
-def training_state(model, ref, opt):
-    """Every tensor of a run by name: of the policy, the reference, the optimizer."""
-    named = lambda module: module.named_parameters() if module is not None else ()
-    return {**{f"model.{n}": p.detach() for n, p in named(model)},
-            **{f"ref.{n}": p.detach() for n, p in named(ref)},
-            **{f"opt.{key}.{n}": x for n, p in named(model) for key, x in opt.state[p].items()}}
-
-
-def load_training_state(tensors, source, model, ref, opt):
-    """Put the tensors of `training_state` back in their places; `source` names them in a Fault."""
-    part = lambda role: {n.removeprefix(role): x for n, x in tensors.items() if n.startswith(role)}
-    model.load_tensors(part("model."), source)
-    if ref is not None:
-        ref.load_tensors(part("ref."), source)
-    for n, p in model.named_parameters():       # none of it before the first optimizer step
-        state = {key: tensors.get(f"opt.{key}.{n}") for key in ("step", "exp_avg", "exp_avg_sq")}
-        if all(x is not None for x in state.values()):
-            opt.state[p] = {key: x.to(p.device) for key, x in state.items()}
+def starting_model(cfg, task, longest, encoding, shape=None):
+    """The policy before RL, and whether it is whole: --init's, or a kept one, or of the `shape` (a
+    dict) of a checkpoint to come. Otherwise it is new, and needs its warm start."""
+    folder, model = cfg.folder / "warm_start", None
+    note = folder / "warm_start.json"
+    if shape is not None:
+        model = GPT(GPTConfig(**shape)).place(cfg)
+    elif cfg.init or note.exists() and note.read_text() == warm_note(cfg, task):
+        say(f"starting from {cfg.init or folder}")
+        model = load_model(cfg.init or folder, cfg, encoding)
+    if model is not None:
+        if longest + cfg.max_new > model.cfg.block_size:
+            raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
+                        f"model's context of {model.cfg.block_size}")
+        return model, True
+    context = 1 << (longest + cfg.max_new - 1).bit_length()
+    shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
+                      n_inner=4 * cfg.n_embd, block_size=context)
+    seed = rng(cfg, "weights").getrandbits(63)
+    return GPT(shape, torch.Generator().manual_seed(seed)).place(cfg), False

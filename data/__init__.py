@@ -2,14 +2,16 @@
 import importlib
 from pathlib import Path
 
+from data.run import Fault
+
 FUNCTIONS = ("problems", "demonstration", "reward", "answer", "steps")
 
 
 def load_task(name):
     """The module data/<name>.py; raises Fault if there is none, or it is not a task."""
-    from model import Fault
     here = Path(__file__).parent
-    tasks = sorted(p.stem for p in here.glob("*.py") if p.stem not in ("__init__", "tokenizer"))
+    others = ("__init__", "run", "tokenizer")
+    tasks = sorted(p.stem for p in here.glob("*.py") if p.stem not in others)
     if name not in tasks:
         raise Fault(f"unknown task {name!r}; there are: {', '.join(tasks)}")
     task = importlib.import_module(f"data.{name}")

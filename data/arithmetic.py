@@ -15,6 +15,7 @@ import random
 import re
 from typing import NamedTuple
 
+from data.run import Fault
 from reward import evaluate
 
 # What Config starts from for this task. beta is less than the paper's 0.04: k3 in the loss pulls
@@ -38,6 +39,8 @@ def problems(cfg):
 
     a*b and b*a stand on the same side, and the split is the same for every seed.
     """
+    if cfg.difficulty > 3:
+        raise Fault(f"--difficulty {cfg.difficulty}: arithmetic has 1 to 3")
     end = 10 ** cfg.difficulty
     least = max(2, end // 10)
     pairs = [(a, b) for a in range(least, end) for b in range(a, end)]
@@ -112,8 +115,9 @@ def steps(problem, completion):
 
     `end` counts the characters up to and with the newline that closes the step: ending a number is
     part of getting it right. A bare answer is one step, the problem's own equation. A step is true
-    if all its sides are equal and its first side has only numbers that the problem or an earlier
-    step gave, and no product harder than one digit times a number: `13*17=221` shows no work.
+    if all its sides, of + and * alone, are equal and its first side has only numbers that the
+    problem or an earlier step gave, and no product harder than one digit times a number:
+    `13*17=221` shows no work.
     """
     found, end = [], 0
     a, b = map(int, problem.prompt[:-1].split("*"))
@@ -130,8 +134,9 @@ def steps(problem, completion):
         numbers = [int(n) for n in re.findall("[0-9]+", sides[0])]
         easy = all(sum(len(factor.rstrip("0")) > 1 for factor in term.split("*")) < 2
                    for term in sides[0].split("+"))
-        true = len(sides) > 1 and len(values) == 1 and None not in values
-        true = true and known.issuperset(numbers) and easy
+        plain = re.fullmatch("[0-9+*=]+", line) is not None
+        true = plain and easy and len(sides) > 1 and len(values) == 1 and None not in values
+        true = true and known.issuperset(numbers)
         if true:
             known.add(numbers[0] if len(numbers) == 1 else int(values.pop()))
         found.append((end, true))

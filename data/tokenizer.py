@@ -1,4 +1,7 @@
 """Bytes as tokens: a `tiktoken.Encoding` of the 256 bytes and one special token. No download."""
+import bisect
+import codecs
+import itertools
 import os
 import sys
 
@@ -33,3 +36,11 @@ def coloured(encoding, ids, adv):
         codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
         pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
     return "".join(pieces)
+
+
+def step_tokens(encoding, ids, ends):
+    """Which token of `ids` closes each step, for `ends` in characters of their text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = (len(decoder.decode(encoding.decode_single_token_bytes(t))) for t in ids)
+    done = list(itertools.accumulate(lengths))                  # characters after each token
+    return [min(bisect.bisect_left(done, end), len(ids) - 1) for end in ends]

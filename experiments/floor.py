@@ -32,20 +32,18 @@ def rate(n=2048, times=5):
 
 
 def main():
-    grpo.keep_memory()
+    grpo.prepare()
     cfg, task, _, _ = grpo.read_command(sys.argv[1:])
     encoding = grpo.byte_encoding()
     problems, _ = task.problems(cfg)
     model = grpo.GPT.from_pretrained(cfg.init).place(cfg)
-    ref = grpo.copy.deepcopy(model).requires_grad_(False)
-    opt = grpo.new_optimizer(model, cfg.lr)
+    agent = grpo.new_agent(cfg, task, model, encoding)
     N, rows = sum(p.numel() for p in model.parameters()), []
     for step in range(1, cfg.steps + 1):
         before, began = rate(), time.perf_counter()
         chosen = grpo.rng(cfg, "problems", step).sample(problems, cfg.prompts)
-        source = grpo.rng(cfg, "rollout", step)
-        batch, *_ = grpo.rollout(model, ref, task, chosen, cfg, encoding, source)
-        grpo.update(model, opt, batch, cfg, grpo.rng(cfg, "update", step), 1e-4)
+        batch, *_ = grpo.rollout(agent, chosen, grpo.rng(cfg, "rollout", step))
+        grpo.update(agent, batch, grpo.rng(cfg, "update", step), 1e-4)
         seconds = time.perf_counter() - began
         flops_s = (before + rate()) / 2
         new, tokens = int(batch.mask.sum()), int(grpo.row_lengths(batch.mask).sum())

@@ -1,20 +1,39 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import (Batch, Config, bounded, group_advantages, micro_batches, new_optimizer, policy_loss,
-                  sample, token_logps, token_weights, update)
-from model import Fault
+import grpo
+from data.run import Fault, new_optimizer
+from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
+from model import micro_batches, token_logps
 
 CFG = Config()
 
 
+def group_advantages(rewards, group, scale):
+    """Advantage of each row (B,) for rewards (B,) at the ends of rows of 1 to 3 tokens; dead (P,)."""
+    B = len(rewards)
+    mask = torch.arange(5).expand(B, -1) < 2 + torch.arange(B)[:, None] % 3
+    mask[:, 0] = False
+    ends = grpo.last_tokens(mask)
+    reward, zero = torch.where(ends, rewards[:, None], 0), torch.zeros(B, 5)
+    adv, returns, dead = grpo.advantages(reward, ends, mask, zero, None,
+                                         Config(group=group, scale=scale))
+    assert returns is None and torch.equal(adv, torch.where(mask, adv[:, 1:2], 0))  # one for all tokens
+    return adv[:, 1], dead
+
+
 def advantages(rewards, scale="group"):
     return group_advantages(torch.tensor(rewards), len(rewards), scale)[0].tolist()
+
+
+def update(model, opt, batch, cfg, source, bound):
+    return grpo.update(Agent(cfg, None, None, model, opt=opt), batch, source, bound)
 
 
 # ---------------------------------------------------------------------------------- advantages
@@ -227,7 +246,7 @@ def test_update_is_the_gradient_of_the_paper():
     got, stats, b = gradient(None, mean="sequence")
     model, rows = tiny_model(), []
     for i in range(len(b.ids)):
-        logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[b.mask[i:i + 1]]
+        logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[0][b.mask[i:i + 1]]
         adv, ref = b.adv[i][b.mask[i]], b.ref_logp[i][b.mask[i]]
         kl = (ref - logp).exp() - (ref - logp) - 1
         ratio = (logp - logp.detach()).exp()
@@ -239,13 +258,43 @@ def test_update_is_the_gradient_of_the_paper():
     assert stats["clip_share"] == 0 and stats["mismatch"] < 1e-4
 
 
+def test_minibatches_are_halves_of_the_rollout():
+    """Each row once, and each half divided by its own rows: at a small rate the steps add up to twice
+    the whole's. Not with the denominator of the whole, or gradients that are never cleared."""
+    def change(minibatches):
+        model = tiny_model()
+        cfg = Config(prompts=2, group=4, max_new=12, minibatches=minibatches, grad_clip=1e9)
+        before = [p.detach().clone() for p in model.parameters()]
+        opt = torch.optim.SGD(model.parameters(), 1e-4)
+        update(model, opt, a_rollout(model, cfg), cfg, random.Random(0), 1e-4)
+        return torch.cat([(x - p.detach()).flatten() for x, p in zip(before, model.parameters())])
+    whole, halves = change(1), change(2)
+    assert (halves - 2 * whole).norm() < 0.05 * whole.norm()
+
+
+def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, encoding):
+    """The run-time check of the ratio does not see the reference: with another temperature in it the
+    KL of a policy to itself would not be 0."""
+    import copy
+    import dataclasses
+
+    import data.arithmetic as task
+    cfg = dataclasses.replace(cfg, temperature=0.7)
+    model = tiny_model()
+    agent = Agent(cfg, task, encoding, model, ref=copy.deepcopy(model))
+    problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
+    batch, _, _ = grpo.rollout(agent, problems, random.Random(0))
+    assert batch.mask.sum() > 20
+    torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=2e-5)
+
+
 def test_second_epoch_is_off_policy_and_clips():
     """old_logp stays that of the rollout: refreshed in between, the ratio would always be 1."""
     model = tiny_model()
     cfg = Config(prompts=2, group=4, max_new=12, epochs=4, beta=0.0)
     b = a_rollout(model, cfg)
     old = b.old_logp.clone()
-    stats = update(model, new_optimizer(model, 1e-2), b, cfg, random.Random(0), 1e-4)
+    stats = update(model, new_optimizer([model], 1e-2), b, cfg, random.Random(0), 1e-4)
     assert stats["clip_share"] > 0.05 and torch.equal(b.old_logp, old)
 
 
@@ -255,7 +304,7 @@ def test_every_parameter_moves_and_the_batch_does_not():
     b = a_rollout(model, cfg)
     kept = {name: getattr(b, name).clone() for name in ("ids", "mask", "logp", "ref_logp", "adv")}
     before = [p.detach().clone() for p in model.parameters()]
-    update(model, new_optimizer(model, 1e-6), b, cfg, random.Random(0), 1e-4)
+    update(model, new_optimizer([model], 1e-6), b, cfg, random.Random(0), 1e-4)
     assert all((x != p).any() for x, p in zip(before, model.parameters()))
     assert all(torch.equal(x, getattr(b, name)) for name, x in kept.items())
 
@@ -266,7 +315,7 @@ def test_disagreement_of_sampler_and_trainer_stops_the_run():
     cfg = Config(prompts=2, group=4, max_new=12, temperature=0.7)
     b = a_rollout(model, cfg)
     with pytest.raises(Fault, match="sampler and trainer disagree"):
-        update(model, new_optimizer(model, 1e-3), b, Config(prompts=2, group=4, max_new=12),
+        update(model, new_optimizer([model], 1e-3), b, Config(prompts=2, group=4, max_new=12),
                random.Random(0), 1e-4)
 
 
@@ -277,7 +326,7 @@ def test_nan_in_the_loss_stops_the_run():
     b.adv[b.mask] = float("nan")
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(Fault, match="gradient"):
-        update(model, new_optimizer(model, 1e-3), b, cfg, random.Random(0), 1e-4)
+        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0), 1e-4)
     assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
 
 

@@ -6,7 +6,8 @@ import torch
 from conftest import tiny_model
 from safetensors.torch import load_file
 
-from model import GPT, Fault, GPTConfig, RMSNorm, rotate
+from data.run import Fault
+from model import GPT, GPTConfig, RMSNorm, rotate
 
 
 def slow_forward(model, ids):

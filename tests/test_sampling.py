@@ -3,8 +3,9 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import sample, token_logps
-from model import Fault
+from data.run import Fault
+from grpo import sample
+from model import token_logps
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}
@@ -21,7 +22,7 @@ def test_sampler_and_trainer_agree(temperature, positions):
     model = tiny_model(positions=positions)
     stop = set(range(0, 257, 9))            # many: rows end all the time
     b = sample(model, PROMPTS, 8, 20, temperature, stop, uniform(24, 20))
-    logp = token_logps(model, b.ids, b.mask, temperature)
+    logp, _ = token_logps(model, b.ids, b.mask, temperature)
     torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
     assert not b.mask.all(1).any() and (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
     assert len(set(b.mask.sum(1).tolist())) > 3
@@ -106,7 +107,7 @@ def test_end_tokens_in_the_prompt_are_prompt():
     for row in range(6):
         prompt = odd[row // 3]
         assert b.ids[row, :len(prompt)].tolist() == prompt and not b.mask[row, :len(prompt)].any()
-    torch.testing.assert_close(token_logps(model, b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
+    torch.testing.assert_close(token_logps(model, b.ids, b.mask, 1.0)[0], b.logp, rtol=0, atol=2e-5)
 
 
 def test_only_the_sampled_column_and_later_ones_move():
@@ -114,12 +115,12 @@ def test_only_the_sampled_column_and_later_ones_move():
     b = sample(model, [[49, 50, 61]], 1, 6, 0, set())
     ids = b.ids.clone()
     ids[0, 5] += 1
-    moved = token_logps(model, b.ids, b.mask, 1.0) != token_logps(model, ids, b.mask, 1.0)
+    moved = token_logps(model, b.ids, b.mask, 1.0)[0] != token_logps(model, ids, b.mask, 1.0)[0]
     assert moved[0].tolist() == [False] * 5 + [True] * 4
 
 
 def test_a_prompt_that_does_not_fit():
-    with pytest.raises(Fault, match="60 tokens, and 5 new"):
+    with pytest.raises(Fault, match="60 tokens and --max_new 5 do not fit"):
         sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
     with pytest.raises(Fault, match="empty"):
         sample(tiny_model(), [[]], 1, 5, 0, STOP)

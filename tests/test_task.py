@@ -9,7 +9,7 @@ import pytest
 import data.arithmetic as task
 from data import load_task
 from data.arithmetic import Problem
-from model import Fault
+from data.run import Fault
 from reward import evaluate, score
 
 P = Problem("47*58=", "2726")
@@ -38,7 +38,8 @@ def test_held_out_problems_never_occur_in_training(difficulty):
     ("\n47*50=2350\n47*8=376\n2350+376=2726", 1, 1),
     ("\n58*40=2320\n58*7=406\n2320+406=2726", 1, 1),
     ("3" + WORK, 1, 0), (WORK + "\n", 1, 1),
-    ("\n47*50=2350\n9**9**9=1\n2350+376=2726", 1, 0)])
+    ("\n47*50=2350\n9**9**9=1\n2350+376=2726", 1, 0),
+    ("\n47/(47/47/58)=2726", 1, 0), ("\n+=+\n47*50=2350\n47*8=376\n2350+376=2726", 1, 0)])
 def test_reward_is_0_1_or_2(completion, correct, working):
     assert task.reward(P, completion) == {"correct": correct, "working": working}
 
@@ -79,6 +80,14 @@ def test_score_pairs_each_completion_with_its_prompt():
     rows = [Problem(str(i), str(i)) for i in range(4) for _ in range(2)]
     parts = score(toy, rows, [str(i // 2) for i in range(8)], [True] * 8)
     assert parts == {"correct": [1.0] * 8, "index": [0, 0, 1, 1, 2, 2, 3, 3]}
+
+
+@pytest.mark.parametrize("parts", [{"correct": 1.0, "more": 1.0}, {"right": 1.0}, {}])
+def test_components_are_always_the_same(parts):
+    """Of rows with other components than the first's, some were once dropped in silence."""
+    toy = SimpleNamespace(reward=lambda p, text: parts if text == "b" else {"correct": 1.0})
+    with pytest.raises(Fault, match="always be the same"):
+        score(toy, [P, P], ["a", "b"], [True, True])
 
 
 def test_an_unfinished_completion_earns_nothing():

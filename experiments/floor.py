@@ -1,6 +1,6 @@
 """What a step costs, over what its floating-point operations alone must cost on the same cores.
 
-    python experiments/floor.py --init out/arithmetic/warm_start --steps 8
+    python experiments/floor.py --init out/arithmetic/warm_start --steps 9
 
 Floor: (6 N tokens trained + 2 N tokens read or decoded + 2 N tokens of the reference) / the rate of
 a float32 matrix product, N the parameters in matrix products (the embedding counts once, as the

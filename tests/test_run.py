@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,6 +125,64 @@ def test_half_and_half_is_the_whole(unbroken, tmp_path, capsys):
     assert weights(tmp_path) == weights(unbroken)
     assert metrics(tmp_path)[4:] == metrics(unbroken)[4:]
     assert [m["step"] for m in metrics(tmp_path)] == list(range(7))
+
+
+WHOLE = ["--algo ppo", "--algo ppo --critic separate", "--baseline group+value",
+         "--reward model --iterations 2",
+         "--reward model --supervision process --labels rollouts --iterations 2"]
+
+
+@pytest.mark.parametrize("args", WHOLE)
+def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, args):
+    """The critic, the reward model, the reference of the second iteration, the labelled rows."""
+    args = [*SMALL, *args.split(), "--steps", "3", "--fit_prompts", "20", "--save_every", "1"]
+    for name in ("whole", "half"):
+        copy_warm_start(unbroken, tmp_path / name)
+    main([*args, "--out", str(tmp_path / "whole")])
+    code = ("import data.run, grpo, os, signal, sys\nold, n = grpo.save, []\n"
+            "def save(*a):\n"
+            "    old(*a)\n"
+            "    n.append(a[1])\n"
+            "    if a[1] == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "grpo.save = save\ngrpo.main(sys.argv[1:])")
+    killed = subprocess.run([sys.executable, "-c", code, *args, "--out", str(tmp_path / "half")],
+                            cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    main(["--resume", "--out", str(tmp_path / "half")])
+    assert weights(tmp_path / "half") == weights(tmp_path / "whole")
+    assert metrics(tmp_path / "half") == metrics(tmp_path / "whole")
+    one, other = (find_run(tmp_path / name, Config)[1]["tensors"] for name in ("half", "whole"))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    if "iterations" in " ".join(args):
+        assert metrics(tmp_path / "whole")[-1]["step"] == 6
+        assert len(one["history.ids"]) == 2 * 20 * 4
+        assert sum("rm_accuracy" in m for m in metrics(tmp_path / "whole")) == 2
+        start = GPT.from_pretrained(tmp_path / "whole" / "warm_start").embed_tokens.weight
+        assert not torch.equal(one["ref.embed_tokens.weight"], start)       # the reference moved on
+
+
+@pytest.mark.parametrize("algo", list(grpo.ALGOS))
+def test_every_algorithm_runs_and_moves_the_policy(unbroken, tmp_path, algo):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "2", "--algo", algo, "--out", str(tmp_path)])
+    m = metrics(tmp_path)
+    assert m[1]["grad_norm"] > 1e-3 and weights(tmp_path) != (
+        tmp_path / "warm_start" / "model.safetensors").read_bytes()
+    assert ("value_loss" in m[1] and "explained_variance" in m[1]) is (algo in ("a2c", "ppo"))
+    assert grpo.ALGOS[algo].items() <= vars(find_run(tmp_path, Config)[0]).items()
+
+
+def test_an_algorithms_fields_can_be_overridden(tmp_path):
+    cfg = grpo.read_command(["--algo", "ppo", "--beta", "0", "--clip_high", "0.3"])[0]
+    assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
+
+
+def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "1", "--reward", "model", "--fit_prompts", "20", "--out", str(tmp_path)])
+    one, base = metrics(tmp_path)[1], metrics(unbroken)[1]
+    assert one["rule_reward"] == base["rule_reward"] == pytest.approx(base["reward"])
+    assert one["reward"] != base["reward"] and one["kl"] > 0
 
 
 def test_killed_at_any_moment(unbroken, tmp_path):

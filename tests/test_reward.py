@@ -1,0 +1,228 @@
+"""Rewards of steps, and reward models: choices, labels, fits, replay."""
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import tiktoken
+import torch
+from conftest import tiny_model
+
+import data.arithmetic as task
+import reward
+from data.tokenizer import byte_encoding, step_tokens
+from grpo import Batch, Config
+from model import ScalarHead
+from reward import (choose, join, learn, learned_rewards, quality, reward_loss,
+                    rollout_labels, scores, step_rewards)
+
+WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
+
+
+def batch_of(texts, prompt="47*58=", end=True):
+    """A Batch of completions of one prompt, as the sampler would leave it."""
+    encoding = byte_encoding()
+    rows = [encoding.encode_ordinary(prompt + t) + [256] * end for t in texts]
+    T = max(map(len, rows))
+    ids = torch.tensor([r + [0] * (T - len(r)) for r in rows])
+    at = torch.arange(T)
+    mask = torch.stack([(at >= len(prompt)) & (at < len(r)) for r in rows])
+    return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape))
+
+
+def rewards_of(texts, supervision, end=True, unfinished=0.0):
+    problem = task.Problem("47*58=", "2726")
+    batch = batch_of(texts, end=end)
+    parts = [task.reward(problem, t) for t in texts]
+    parts = {k: torch.tensor([p[k] * end for p in parts]) for k in ("correct", "working")}
+    cfg = Config(supervision=supervision, unfinished=unfinished)
+    return step_rewards(task, [problem] * len(texts), texts, parts, batch, cfg, byte_encoding()), batch
+
+
+# ------------------------------------------------------------------------------ rewards of steps
+
+def test_outcome_reward_is_at_the_last_token():
+    (r, ends), batch = rewards_of([WORK, "~3000", "2726"], "outcome")
+    assert r.sum(1).tolist() == [2, 0, 1] and ends.sum(1).tolist() == [1, 1, 1]
+    assert batch.ids[ends].tolist() == [256] * 3 and r[~ends].abs().sum() == 0
+
+
+def test_process_rewards_are_at_the_ends_of_the_steps():
+    """A newline closes a step, and the last step ends at the end token: else stopping would get no
+    advantage at all."""
+    wrong = WORK.replace("320+56=376", "320+56=386")
+    (r, ends), batch = rewards_of([WORK, wrong, "~3000", ""], "process")
+    assert [batch.ids[i][ends[i]].tolist() for i in range(4)] == [[10, 10, 256]] * 2 + [[256]] * 2
+    assert [r[i][ends[i]].tolist() for i in range(4)] == [[1, 1, 1], [1, 0, 0], [0], [0]]
+
+
+def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
+    (r, ends), _ = rewards_of(["\n47*50=2350\n47*8=376"], "process")
+    assert r[0][ends[0]].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("supervision", ["outcome", "process"])
+def test_the_reward_of_a_completion_that_did_not_end(supervision):
+    (r, ends), batch = rewards_of([WORK], supervision, end=False, unfinished=-1.5)
+    assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
+
+
+def test_step_tokens_of_bytes_and_of_longer_tokens():
+    text = "é=1\n二=2\n3"
+    ends = [text.index("\n") + 1, text.rindex("\n") + 1, len(text)]
+    data = text.encode()
+    assert step_tokens(byte_encoding(), list(data), ends) == [4, 10, 11]
+    ranks = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
+    longer = tiktoken.Encoding("t", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
+    ids = longer.encode_ordinary(text)
+    assert [longer.decode_single_token_bytes(t) for t in ids][3:5] == [b"1", b"\n\xe4"]
+    assert step_tokens(longer, ids, ends) == [4, 8, 9]
+
+
+def test_step_tokens_survive_bytes_that_are_no_text():
+    ids = [0xff, 10, 0xe4, 10, 65]
+    text = bytes(ids).decode("utf-8", "replace")
+    ends = [i + 1 for i, c in enumerate(text) if c == "\n"] + [len(text)]
+    assert step_tokens(byte_encoding(), ids, ends) == [1, 3, 4]
+
+
+# ------------------------------------------------------------------------------------- the losses
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_a_choice_among_equals_costs_the_logarithm_of_their_number(K):
+    """K = 2 is Bradley-Terry: an identical pair costs ln 2."""
+    label = torch.tensor([1.0] + [0.0] * (K - 1))
+    assert reward_loss(torch.full((K,), 3.7), label, K).item() == pytest.approx(math.log(K))
+
+
+def test_choice_loss_is_bradley_terry():
+    s = torch.tensor([1.3, -0.4, 0.2, 0.9])
+    want = -math.log(1 / (1 + math.exp(-1.7))) - math.log(1 / (1 + math.exp(-0.7)))
+    assert reward_loss(s, torch.tensor([1.0, 0, 0, 1]), 2).item() == pytest.approx(want)
+
+
+def test_step_loss_takes_shares():
+    s, p = torch.tensor([0.3, -2.0]), torch.tensor([0.25, 1.0])
+    q = s.sigmoid()
+    want = -(p * q.log() + (1 - p) * (1 - q).log()).sum().item()
+    assert reward_loss(s, p, 1).item() == pytest.approx(want)
+
+
+def test_people_choose_the_best_at_random_among_equals_and_err_as_told():
+    r = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 1.0]]).repeat(2000, 1)
+    c = choose(r, 0.0, random.Random(0)).view(-1, 2, 3).mean(0)
+    assert c[0].tolist() == [0, 1, 0] and c[1].tolist() == pytest.approx([0.5, 0, 0.5], abs=0.05)
+    c = choose(r, 0.3, random.Random(0)).view(-1, 2, 3).mean(0)
+    assert c[0].tolist() == pytest.approx([0.15, 0.7, 0.15], abs=0.05)
+
+
+def test_quality_by_hand():
+    """Four steps of certainty 0.8, three of them hit: accuracy 0.75, 0.05 too sure."""
+    s = torch.tensor([0.8, 0.8, 0.2, 0.2]).logit()
+    assert quality(s, torch.tensor([1.0, 1.0, 0.0, 1.0]), 1) == pytest.approx((0.75, 0.05))
+    s = torch.tensor([0.7, 0.3, 0.7, 0.3]).log()
+    assert quality(s, torch.tensor([1.0, 0, 0, 1]), 2) == pytest.approx((0.5, 0.2))
+
+
+# ------------------------------------------------------------------------------- the reward model
+
+def scorer_of(seed=0):
+    s = ScalarHead(32, tiny_model(seed), 1 / math.sqrt(33), torch.Generator().manual_seed(seed))
+    return s
+
+
+def test_score_depends_on_neither_padding_nor_batch():
+    s, batch = scorer_of(), batch_of(["~3000", "2726", WORK[:20]])
+    cfg = Config(micro_tokens=40)
+    whole = scores(s, batch.ids, batch.mask, cfg)
+    for i in range(3):
+        n = int(batch.mask[i].nonzero()[-1]) + 1
+        alone = scores(s, batch.ids[i:i + 1, :n], batch.mask[i:i + 1, :n], cfg)
+        torch.testing.assert_close(whole[i, :n], alone[0], rtol=1e-5, atol=1e-5)
+    dirty = torch.where(torch.arange(batch.ids.size(1)) < 6, batch.ids, 99).where(~batch.mask, batch.ids)
+    torch.testing.assert_close(scores(s, dirty, batch.mask, cfg)[batch.mask], whole[batch.mask])
+
+
+def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own():
+    s, batch = scorer_of(), batch_of(["~3000", "2726"])
+    batch.finished = torch.tensor([True, False])
+    for supervision in ("outcome", "process"):
+        batch.ends = reward.last_tokens(batch.mask)
+        r = learned_rewards(s, batch, Config(supervision=supervision, unfinished=-3.0))
+        raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
+        want = raw.sigmoid() if supervision == "process" else raw
+        assert r[0][batch.ends[0]].item() == pytest.approx(want.item()) and r[~batch.ends].sum() == 0
+        assert r[1][batch.ends[1]].item() == -3.0
+
+
+def labelled(n, K, seed):
+    """n problems with K completions each: the more a, the better."""
+    r = random.Random(seed)
+    texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
+    batch = batch_of(texts, prompt="?")
+    batch.ends = reward.last_tokens(batch.mask)
+    return batch, [t.count("a") for t in texts]
+
+
+@pytest.mark.parametrize("supervision", ["outcome", "process"])
+def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
+    cfg = Config(supervision=supervision, choices=2, fit_prompts=400, fit_lr=3e-3)
+    batch, a = labelled(400, 2, 0)
+    good = torch.tensor(a, dtype=torch.float)
+    good = good if supervision == "outcome" else (good > 3).float()
+    batch.reward = torch.where(batch.ends, good[:, None], 0)
+    s = scorer_of()
+    history, measures = learn(s, batch, {}, cfg, random.Random(0))
+    assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
+    assert "reward model  held out: accuracy" in capsys.readouterr().out
+    assert len(history["ids"]) == 800
+    if supervision == "outcome":                            # normalised on what it was fitted to
+        r = learned_rewards(s, batch, cfg)[batch.ends]
+        assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
+
+
+def test_labels_that_are_all_noise_teach_nothing():
+    cfg = Config(choices=2, fit_prompts=400, fit_lr=3e-3, label_noise=0.5)
+    batch, a = labelled(400, 2, 0)
+    batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
+    _, measures = learn(scorer_of(), batch, {}, cfg, random.Random(0))
+    assert measures["rm_accuracy"] < 0.7
+
+
+def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
+    cfg, seen = Config(choices=4, fit_prompts=100), []
+    def fit(name, module, losses, steps, lr, clip):
+        for step in range(steps):
+            list(losses(step))
+    monkeypatch.setattr(reward, "fit", fit)
+    real = reward.replay
+    monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
+    history = {}
+    for seed in (1, 2):
+        batch, a = labelled(100, 4, seed)
+        batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
+        history, _ = learn(scorer_of(), batch, history, cfg, random.Random(seed))
+    assert seen == [(36, 4)] and len(history["ids"]) == 800     # a tenth of the 360 that are fitted
+    part = real(history, 36, 4, random.Random(0))
+    assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
+
+
+def test_join_pads_on_the_right():
+    a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
+    c = join(a, b)
+    assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
+    assert c["ends"].sum().item() == 16
+
+
+def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
+    """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
+    (r, ends), batch = rewards_of([WORK, "~3000"], "process")
+    batch.reward, batch.ends, asked = r, ends, []
+    def complete(problems, tries, source, begun):
+        asked.extend(bytes(b).decode() for b in begun)
+        right = [float(k < bytes(b).count(b"=")) for b in begun for k in range(tries)]
+        return None, None, {"correct": torch.tensor(right)}
+    label = rollout_labels(complete, [SimpleNamespace()], batch, 2, None, tries=8)
+    assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
+    assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
+    assert torch.equal(r, batch.reward)

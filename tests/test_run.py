@@ -486,6 +486,15 @@ def test_readme_is_true():
     assert "pip install -r requirements.txt && python -m pytest" in text
 
 
+def test_the_map_points_at_its_lines():
+    rows = re.findall(r"\[([\w/.]+):(\d+)\]\(([\w/.]+)#L(\d+)\) `(.+?)` \|", (ROOT / "README.md").read_text())
+    assert len(rows) >= 25
+    for file, line, link, anchor, text in rows:
+        text = text.replace("&#124;", "|")
+        found = [n for n, x in enumerate((ROOT / file).read_text().splitlines(), 1) if text in x]
+        assert found == [int(line)] and (link, anchor) == (file, line), f"{text}: now at {file}:{found}"
+
+
 def test_readme_quotes_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     import seeds

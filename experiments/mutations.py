@@ -40,7 +40,7 @@ MUTATIONS = [
      "kept = lambda x: x * mask", "loss"),
     ("completions are scored against another prompt", "grpo.py",
      "rows = [p for p in problems for _ in range(group)]",
-     "rows = [p for _ in range(group) for p in problems]", "run -k unbroken"),
+     "rows = [p for _ in range(group) for p in problems]", "loss"),
     ("the text is tokenised again", "grpo.py",
      "    parts = score(agent.task, rows,",
      "    batch.ids = batch.ids.clamp(max=127)\n    parts = score(agent.task, rows,", "run -k trained_ids"),
@@ -73,7 +73,7 @@ MUTATIONS = [
     ("a row is in its own leave-one-out baseline", "grpo.py",
      "(total - r.sum(2, True)) / (n - on.sum(2, True))", "total / n", "credit"),
     ("a group of one is let in", "grpo.py", "LEAST = dict(group=2", "LEAST = dict(group=1",
-     "run -k bad_input"),
+     "loss -k group_of_one"),
     ("a mean over each micro-batch", "grpo.py", "b.mask, w, cfg)\n                if value",
      "b.mask, w / w.sum(), cfg)\n                if value", "loss"),
     ("the last micro-batch is logged", "grpo.py", "                total.update(stats)",
@@ -183,6 +183,7 @@ def main(words):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
                        *(f"tests/test_{f}.py" for f in files.split()), *(["-k", only] if only else [])]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+            assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
         failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
         rows.append(f"| {name} | `{file}` | {f'`{failed[1]}`' if failed else '**none**'} |")
         missed += failed is None

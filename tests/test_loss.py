@@ -62,6 +62,12 @@ def test_equal_rewards_give_exactly_zero(value):
     assert a.tolist() == [0.0] * 64 and dead.tolist() == [True]
 
 
+def test_a_group_of_one_is_refused():
+    """It has no spread: a z-score of 0 / 0, and then weights that are NaN."""
+    with pytest.raises(Fault, match="--group is at least 2"):
+        Config(group=1)
+
+
 def test_equal_up_to_rounding_is_equal():
     assert advantages([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]) == [0.0] * 4
 
@@ -286,6 +292,19 @@ def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, en
     batch, _, _ = grpo.rollout(agent, problems, random.Random(0))
     assert batch.mask.sum() > 20
     torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=2e-5)
+
+
+def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
+    """Elsewhere only right for a single prompt."""
+    problems, seen = [SimpleNamespace(prompt=p) for p in ("ab", "c", "def")], []
+    def reward(problem, text):
+        seen.append((problem.prompt, text))
+        return {"correct": 0.0}
+    agent = Agent(cfg, SimpleNamespace(reward=reward), encoding, tiny_model())
+    batch, texts, _ = grpo.complete(agent, problems, 2, random.Random(0))
+    prompts = [bytes(ids[:on.nonzero()[0]].tolist()).decode() for ids, on in zip(batch.ids, batch.mask)]
+    assert prompts == ["ab", "ab", "c", "c", "def", "def"]
+    assert seen == list(zip(prompts, texts)) and len(set(texts)) == 6
 
 
 def test_second_epoch_is_off_policy_and_clips():

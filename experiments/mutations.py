@@ -163,8 +163,7 @@ MUTATIONS = [
      "model sampling"),
     ("the cache is read without a mask", "model.py", "attn_mask=bias", "attn_mask=None",
      "model sampling"),
-    ("powers in the evaluator", "reward.py", 'TOKEN = re.compile(r"[0-9]{1,15}|[-+*/()]")',
-     'TOKEN = re.compile(r"[0-9]{1,15}|[-+*/()a-z]")', "task"),
+    ("the evaluator takes texts of any length", "reward.py", "LONGEST = 200", "LONGEST = 10 ** 9", "task"),
 ]
 
 

@@ -501,6 +501,8 @@ def test_readme_quotes_the_result_files(monkeypatch):
     text = (ROOT / "README.md").read_text()
     for line in seeds.rows(json.loads((ROOT / "experiments" / "seeds.json").read_text())):
         assert line in text
+    caught = (ROOT / "experiments" / "mutations.md").read_text().splitlines()[2:]
+    assert f"[{len(caught)} put in by script]" in text and not any("**none**" in x for x in caught)
     floor = json.loads((ROOT / "experiments" / "floor.json").read_text())
     assert f"{floor['ratio']:.2f} times its floating-point floor" in text
     assert (f"{floor['seconds']:.2f} s against {floor['floor']:.2f} s at "

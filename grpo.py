@@ -281,10 +281,10 @@ def gae(reward, value, mask, gamma, lam):
 def whiten(x, mask):
     """(x - mean) / std over the columns in mask of all ranks, 0 elsewhere and if all are equal."""
     x = torch.where(mask, x, 0).double()
-    n = all_reduce(mask.sum()).clamp(min=1)
-    centre = torch.where(mask, x - all_reduce(x.sum()) / n, 0)
+    mean = all_reduce(x.sum()) / (n := all_reduce(mask.sum()).clamp(min=1))
+    centre = torch.where(mask, x - mean, 0)
     std = (all_reduce(centre.square().sum()) / n).sqrt()
-    return torch.where(std > 1e-6 * x.abs().amax(), centre / std, 0).float()
+    return torch.where(std > 1e-6 * mean.abs(), centre / std, 0).float()
 
 def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages and returns (B, T), dead groups (P,), of step rewards (B, T) at `ends` (B, T).
@@ -311,8 +311,8 @@ def complete(agent, problems, group, source=None, begun=None):
     on from, each a prompt and the beginning of a completion."""
     cfg, encoding, (rank, ranks), u = agent.cfg, agent.encoding, world(), None
     prompts = [encoding.encode_ordinary(p.prompt) for p in problems]
-    begun = begun or prompts
-    room = min(cfg.max_new, agent.model.cfg.block_size - max(map(len, begun)))
+    begun, left = begun or prompts, agent.model.cfg.block_size - max(map(len, begun or prompts))
+    room = cfg.max_new if begun is prompts else min(cfg.max_new, left)
     if source:          # drawn for all ranks alike: their number changes no sample
         shape = len(problems) * ranks, group, room
         u = np.random.default_rng(source.getrandbits(64)).random(shape)[rank::ranks]

@@ -50,7 +50,7 @@ from data.run import (ASKED, Fault, Stopped, all_reduce, check_fields, leave, lo
 from data.tokenizer import byte_encoding, decode
 from model import (GPT, ScalarHead, last_tokens, load_model, micro_batches, row_lengths,
                    starting_model, token_logps, warm_start)
-from reward import learn, learned_rewards, rollout_labels, score, step_rewards
+from reward import at_the_limit, learn, learned_rewards, rollout_labels, score, step_rewards
 
 # ---------------------------------------------------------------------------------- the settings
 
@@ -143,8 +143,8 @@ class Config:
         return Path(self.out or f"out/{self.task}")
 
 # Integers are at least 1, other numbers 0, but for these. A group of one has no spread: 0/0.
-LEAST = dict(group=2, choices=2, seed=0, steps=0, eval_every=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, unfinished=-1e9)
+LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, eval_every=0, warm_steps=0,
+             temperature=1e-3, grad_clip=1e-9, unfinished=-1e9)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 # The largest gap between the sampler's and the trainer's log-probability of a token before the
 # first optimizer step. More is not rounding: the two disagree, and every ratio is wrong.
@@ -334,6 +334,7 @@ def rollout(agent, problems, source):
     stats = {"accuracy": parts["correct"], **parts, "rule_reward": batch.reward.sum(1)}
     if agent.scorer is not None:
         batch.reward = learned_rewards(agent.scorer, batch, cfg)
+    batch.reward = at_the_limit(batch, cfg.unfinished)
     # Under bfloat16 the sampler rounds otherwise than the trainer, so the trainer is asked.
     batch.old_logp = batch.logp
     if agent.critic is not None or agent.model.amp:
@@ -348,8 +349,7 @@ def rollout(agent, problems, source):
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished}
     if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
-        left, own = (x[batch.mask].var(correction=0)
-                     for x in (batch.returns - batch.value, batch.returns))
+        left, own = ((batch.returns - v)[batch.mask].var(correction=0) for v in (batch.value, 0))
         stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
     means = all_reduce(torch.stack([x.float().mean() for x in stats.values()])) / world()[1]
     return batch, texts, dict(zip(stats, means.tolist()))
@@ -536,11 +536,11 @@ def train(cfg, task, run=None):
     (rank, ranks), encoding = world(), byte_encoding()
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
-    if cfg.prompts > len(problems):
-        raise Fault(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
-    if cfg.prompts % ranks or cfg.warm_batch < ranks:
-        raise Fault(f"--prompts {cfg.prompts} or --warm_batch {cfg.warm_batch} cannot be divided "
-                    f"among {ranks} ranks")
+    drawn = [cfg.prompts] + [cfg.fit_prompts] * (cfg.reward == "model")     # problems at a time
+    if max(drawn) > len(problems):
+        raise Fault(f"{max(drawn)} prompts at a time: the task has only {len(problems)} problems")
+    if any(n % ranks for n in drawn) or cfg.warm_batch < ranks:
+        raise Fault(f"prompts {drawn}, --warm_batch {cfg.warm_batch}: not for {ranks} ranks alike")
     tensors, shape = (run["tensors"], run["shape"]) if run else ({}, None)
     model, kept = starting_model(cfg, task, longest, encoding, shape)
     if rank == 0:
@@ -561,10 +561,10 @@ def train(cfg, task, run=None):
     # 2. The steps; 0 only measures.
     total, times, idle = cfg.steps * cfg.iterations, [], 0
     for step in range(run["step"] + 1 if run else 0, total + 1):
-        stats, (iteration, before) = {}, divmod(step - 1, max(1, cfg.steps))
+        stats = {}
         if step > 0:
-            if before == 0:
-                stats = begin_iteration(agent, problems, iteration)
+            if (step - 1) % cfg.steps == 0:
+                stats = begin_iteration(agent, problems, (step - 1) // cfg.steps)
             more, group = train_step(agent, problems, step)
             stats |= more
             times.append(stats["seconds"])
@@ -597,9 +597,9 @@ def ask(cfg, question):
     """The greedy completion of a question by the model of --init, or else of the run's folder."""
     encoding = byte_encoding()
     model = load_model(cfg.init or cfg.folder, cfg, encoding)
-    prompt, stop = encoding.encode_ordinary(question), {encoding.eot_token}
+    prompt = encoding.encode_ordinary(question)
     room = max(1, min(cfg.max_new, model.cfg.block_size - len(prompt)))
-    batch = sample(model, [prompt], 1, room, 0, stop)
+    batch = sample(model, [prompt], 1, room, 0, {encoding.eot_token})
     return question + decode(encoding, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line
@@ -631,8 +631,8 @@ def main(argv=None):
         if mode["ask"] is not None:
             print(ask(cfg, mode["ask"]))
         elif mode["eval_only"]:
-            encoding = byte_encoding()
-            agent = Agent(cfg, task, encoding, load_model(cfg.init or cfg.folder, cfg, encoding))
+            model = load_model(cfg.init or cfg.folder, cfg, byte_encoding())
+            agent = Agent(cfg, task, byte_encoding(), model)
             say(percent(evaluate(agent, task.problems(cfg)[1])))
         else:
             for s in (signal.SIGINT, signal.SIGTERM):       # a second one is obeyed at once

@@ -107,7 +107,13 @@ def step_rewards(task, problems, texts, parts, batch, cfg, encoding):
             true = [t for _, t in found[:-1]] + [found[-1][1] and parts["correct"][i] > 0]
             for column, t in sorted(zip(at, true), key=lambda x: not x[1]):     # the worst counts
                 ends[i, column], reward[i, column] = True, float(t)
-    return torch.where(last & ~batch.finished[:, None], cfg.unfinished, reward), ends
+    return reward, ends
+
+
+def at_the_limit(batch, unfinished):
+    """The rewards (B, T), with `unfinished` at the last token of a row that did not end."""
+    cut = last_tokens(batch.mask) & ~batch.finished[:, None]
+    return torch.where(cut, unfinished, batch.reward)
 
 
 # -------------------------------------------------------------------------------- learned rewards
@@ -115,9 +121,9 @@ def step_rewards(task, problems, texts, parts, batch, cfg, encoding):
 @torch.no_grad()
 def scores(scorer, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
-    out = torch.zeros(ids.shape, device=ids.device)
+    out, device = torch.zeros(ids.shape, device=ids.device), scorer.head.weight.device
     for rows, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
-        out[rows, :T] = scorer(ids[rows, :T])
+        out[rows, :T] = scorer(ids[rows, :T].to(device)).to(out.device)
     return out
 
 
@@ -126,7 +132,6 @@ def learned_rewards(scorer, batch, cfg):
     under process supervision the chance that the step is good."""
     score, (mean, std) = scores(scorer, batch.ids, batch.mask, cfg), scorer.norm
     score = score.sigmoid() if cfg.supervision == "process" else (score - mean) / std
-    score = torch.where(last_tokens(batch.mask) & ~batch.finished[:, None], cfg.unfinished, score)
     return torch.where(batch.ends, score, 0)
 
 
@@ -167,11 +172,13 @@ def quality(score, label, K):
 
 
 def gather(rows, K):
-    """Labelled rows of all ranks for each, in sets of K, in the order of their problems."""
+    """Labelled rows of all ranks for each, in sets of K, in the order of their problems, on the
+    CPU."""
+    rows = {name: x.cpu() for name, x in rows.items()}
     if not dist.is_initialized():
         return rows
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
+    dist.all_gather_object(parts, rows)
     return {name: torch.stack(x.unflatten(0, (len(parts), -1, K)).unbind(0), 1).flatten(0, 2)
             for name, x in join(*parts).items()}
 
@@ -236,7 +243,8 @@ def learn(scorer, batch, history, cfg, source):
         count = data["ends"][rows_of(sets)].sum() / K                               # of all ranks
         sets = sets[rank::ranks]
         for micro, T in micro_batches(longest[sets], cfg.micro_tokens // K):
-            part = {name: x[rows_of(sets[micro]), :T] for name, x in data.items()}
+            part = {name: x[rows_of(sets[micro]), :T].to(scorer.head.weight.device)
+                    for name, x in data.items()}
             score = scorer(part["ids"])[part["ends"]]
             yield reward_loss(score, part["label"][part["ends"]], K) / count
     fit("reward model", scorer, losses, steps, cfg.fit_lr, cfg.grad_clip)

@@ -137,6 +137,7 @@ def fit(name, module, losses, steps, lr, grad_clip):
                 f"left {clock(left)}")
 
 def clock(seconds):
+    """Minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def load_tensors(module, tensors, source):
@@ -302,9 +303,11 @@ def log(folder, name, record):
 # --------------------------------------------------------------------------------- what one sees
 
 def percent(results):
+    """Shares by name on one line."""
     return "  ".join(f"{name} {x:.1%}" for name, x in results.items())
 
 def show_step(step, total, stats, times):
+    """One line for a step, with the time left by the median of the last `times` in seconds."""
     shown = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
     left = statistics.median(times[-9:]) * (total - step)
     say(f"step {step}/{total}  " + "".join(f"{name} {stats[name]:.3f}  " for name in shown)

@@ -116,8 +116,8 @@ MUTATIONS = [
     ("an unfinished completion is rewarded", "reward.py",
      "[float(part[name]) if done else 0.0", "[float(part[name])", "task"),
     # reward models
-    ("the score is read one token early", "reward.py", "score = torch.where(last_tokens(batch.mask)",
-     "score = score.roll(1, 1)\n    score = torch.where(last_tokens(batch.mask)", "reward"),
+    ("the score is read one token early", "reward.py", "return torch.where(batch.ends, score, 0)",
+     "return torch.where(batch.ends, score.roll(1, 1), 0)", "reward"),
     ("people choose the worst", "reward.py", "if row[k] == max(row)", "if row[k] == min(row)",
      "reward"),
     ("label noise is forgotten", "reward.py", "if source.random() < noise else best", "if 0 else best",

@@ -36,7 +36,9 @@ def rewards_of(texts, supervision, end=True, unfinished=0.0):
     parts = [task.reward(problem, t) for t in texts]
     parts = {k: torch.tensor([p[k] * end for p in parts]) for k in ("correct", "working")}
     cfg = Config(supervision=supervision, unfinished=unfinished)
-    return step_rewards(task, [problem] * len(texts), texts, parts, batch, cfg, byte_encoding()), batch
+    batch.reward, batch.ends = step_rewards(task, [problem] * len(texts), texts, parts, batch, cfg,
+                                            byte_encoding())
+    return (reward.at_the_limit(batch, cfg.unfinished), batch.ends), batch
 
 
 # ------------------------------------------------------------------------------ rewards of steps
@@ -148,7 +150,8 @@ def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own():
     batch.finished = torch.tensor([True, False])
     for supervision in ("outcome", "process"):
         batch.ends = reward.last_tokens(batch.mask)
-        r = learned_rewards(s, batch, Config(supervision=supervision, unfinished=-3.0))
+        batch.reward = learned_rewards(s, batch, Config(supervision=supervision))
+        r = reward.at_the_limit(batch, -3.0)
         raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
         want = raw.sigmoid() if supervision == "process" else raw
         assert r[0][batch.ends[0]].item() == pytest.approx(want.item()) and r[~batch.ends].sum() == 0

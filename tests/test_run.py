@@ -185,6 +185,17 @@ def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     assert one["reward"] != base["reward"] and one["kl"] > 0
 
 
+def test_what_the_limit_costs_is_no_label(unbroken, tmp_path):
+    """The reward of a row that did not end is set after the labels: -2 is no chance of a step."""
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "1", "--reward", "model", "--supervision", "process", "--fit_prompts",
+          "20", "--unfinished", "-2", "--temperature", "3", "--out", str(tmp_path)])
+    rows = find_run(tmp_path, Config)[1]["tensors"]
+    last = grpo.last_tokens(rows["history.mask"])
+    assert (rows["history.ids"][last] != 256).any() and metrics(tmp_path)[1]["finished"] < 1
+    assert set(rows["history.label"][rows["history.ends"]].tolist()) <= {0.0, 1.0}
+
+
 def test_killed_at_any_moment(unbroken, tmp_path):
     """SIGKILL four times, the last within a write of the checkpoint; then resume to the end. The
     second finds only the checkpoint of step 0, when the optimizer has no state yet."""
@@ -367,6 +378,8 @@ def measured(monkeypatch, texts, finished):
     (["--ask", "1*1=", "--resume"], "not allowed with argument"),
     (["--difficulty", "4"], "arithmetic has 1 to 3"),
     (["--algo", "trpo"], "--algo is one of grpo, reinforce"),
+    (["--difficulty", "1", "--reward", "model"], "256 prompts at a time: the task has only 59"),
+    (["--fit_prompts", "9"], "--fit_prompts is at least 10"),
     (["--resume", "--out", "nowhere"], "no run in nowhere"),
     (["--out", "file/in"], "cannot write in file/in"),
     (["--device", "cuda"], "--device cuda")])

@@ -33,7 +33,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -43,31 +43,34 @@ import torch
 import torch.distributed as dist
 
 from data import load_task
-from data.run import (ASKED, Fault, Stopped, all_reduce, check_fields, leave, load_training_state,
-                      log, machine, new_optimizer, open_folder, optimizer_step, percent, prepare,
-                      read_flags, refuse_unfinished, resume, rng, save, say, show_group, show_step,
-                      start_ranks, stop_asked, training_state, world)
+from data.run import (ASKED, Fault, Stopped, all_reduce, check_fields, check_sizes, leave,
+                      load_training_state, log, machine, new_optimizer, open_folder, optimizer_step,
+                      percent, prepare, read_flags, refuse_unfinished, resume, rng, save, say,
+                      show_group, show_step, start_ranks, stop_asked, training_state, world)
 from data.tokenizer import byte_encoding, decode
-from model import (GPT, ScalarHead, last_tokens, load_model, micro_batches, row_lengths,
+from model import (GPT, ScalarHead, by_parts, last_tokens, load_model, micro_batches, row_lengths,
                    starting_model, token_logps, warm_start)
-from reward import at_the_limit, learn, learned_rewards, rollout_labels, score, step_rewards
+from reward import at_the_limit, join, learn, learned_rewards, rollout_labels, score, step_rewards
 
 # ---------------------------------------------------------------------------------- the settings
 
 # The published algorithms, by how they differ from Config. A ladder from the raw reward to GRPO:
 # reinforce, a2c (a critic), ppo --beta 0 (the clip), ppo (the reference), grpo (the group).
-OFF = 1e9                                                               # nothing is clipped there
+UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
-    "reinforce": dict(baseline="none", scale="none", kl="none", clip_low=OFF, clip_high=OFF),
-    "a2c": dict(baseline="value", scale="batch", kl="none", clip_low=OFF, clip_high=OFF),
-    "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1"),      # 1707.06347
+    "reinforce": dict(baseline="none", scale="none", kl="none", **UNCLIPPED),
+    "a2c": dict(baseline="value", scale="batch", kl="none", adam_eps=1e-5, **UNCLIPPED),
+    "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1", adam_eps=1e-5),
     "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", estimator="k1",
-                 clip_low=OFF, clip_high=OFF),                                      # 2402.14740
+                 **UNCLIPPED),                                                      # 2402.14740
     "dr_grpo": dict(scale="none", kl="none", mean="constant"),                      # 2503.20783
-    "dapo": dict(clip_high=0.28, kl="none", mean="token"),                          # 2503.14476
+    "dapo": dict(clip_high=0.28, kl="none", mean="token"),  # 2503.14476, but no dynamic sampling
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
 }
+# The paper divides a learned reward by the group's std too. Once all completions of a group are
+# good, that std is the reward model's noise, and the policy follows it (README, over-optimisation).
+REWARDS = {"rule": {}, "model": dict(scale="none")}
 
 @dataclass(frozen=True)
 class Config:
@@ -87,7 +90,7 @@ class Config:
     max_new: int = 1024         # N, most tokens of a completion
     temperature: float = 1.0    # of sampling, and so of every log-probability
     # reward
-    reward: Literal["rule", "model"] = "rule"               # the task's own, or a learned one
+    reward: Literal[*REWARDS] = "rule"                      # the task's own, or a learned one
     supervision: Literal["outcome", "process"] = "outcome"  # 4.1.2, or 4.1.3: each reasoning step
     unfinished: float = 0.0     # reward of a completion that did not end
     # advantage
@@ -106,12 +109,14 @@ class Config:
     kl: Literal["loss", "reward", "none"] = "loss"          # where the KL to the reference counts
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"  # of that KL
     beta: float = 0.04          # its weight
+    target_kl: float = 0.0      # to which beta is steered; 0: beta stays
     mean: Literal["sequence", "token", "constant"] = "sequence"  # over tokens; eq. 3: 1/|o| a row
     # update
     epochs: int = 1             # passes over a rollout, the paper's mu
     minibatches: int = 1        # optimizer steps of a pass
     micro_tokens: int = 2048    # most tokens of one forward and backward; for memory and speed only
     lr: float = 1e-6            # constant, as in the paper
+    adam_eps: float = 1e-8      # Adam's epsilon; 1e-5 is PPO's
     grad_clip: float = 1.0      # largest norm of a gradient
     # a new model, and its warm start: supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers
@@ -335,13 +340,16 @@ def rollout(agent, problems, source):
     if agent.scorer is not None:
         batch.reward = learned_rewards(agent.scorer, batch, cfg)
     batch.reward = at_the_limit(batch, cfg.unfinished)
+    logps = lambda model, critic=None: by_parts(
+        partial(token_logps, model, temperature=cfg.temperature, critic=critic), batch.ids,
+        batch.mask, cfg.micro_tokens)
     # Under bfloat16 the sampler rounds otherwise than the trainer, so the trainer is asked.
     batch.old_logp = batch.logp
     if agent.critic is not None or agent.model.amp:
-        batch.old_logp, batch.value = all_logps(agent.model, batch, cfg, agent.critic)
+        batch.old_logp, batch.value = logps(agent.model, agent.critic)
     penalty = torch.zeros_like(batch.logp)
     if agent.ref is not None:
-        batch.ref_logp, _ = all_logps(agent.ref, batch, cfg)
+        batch.ref_logp, _ = logps(agent.ref)
         if cfg.kl == "reward":                              # k1 of the old policy, token by token
             penalty = cfg.beta * torch.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
@@ -353,17 +361,6 @@ def rollout(agent, problems, source):
         stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
     means = all_reduce(torch.stack([x.float().mean() for x in stats.values()])) / world()[1]
     return batch, texts, dict(zip(stats, means.tolist()))
-
-@torch.no_grad()
-def all_logps(model, batch, cfg, critic=None):
-    """`token_logps` of a whole rollout, in micro-batches and without a graph."""
-    out = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp)
-    for rows, T in micro_batches(row_lengths(batch.mask), cfg.micro_tokens):
-        b = batch.pick(rows, T)
-        for x, y in zip(out, token_logps(model, b.ids, b.mask, cfg.temperature, critic)):
-            if y is not None:
-                x[rows, :T] = y
-    return out
 
 # -------------------------------------------------------------------------------------- the loss
 
@@ -469,11 +466,16 @@ def begin_iteration(agent, problems, iteration):
     if agent.scorer is None:
         return {}
     source, labels = rng(cfg, "fit", iteration), rng(cfg, f"labels of rank {rank}", iteration)
-    mine = source.sample(problems, cfg.fit_prompts)[rank::ranks]
-    batch, *_ = complete(agent, mine, cfg.choices, source)
-    if cfg.labels == "rollouts":
-        batch.reward = rollout_labels(partial(complete, agent), mine, batch, cfg.choices, labels)
-    agent.history, measures = learn(agent.scorer, batch, agent.history, cfg, source)
+    drawn, rows = source.sample(problems, cfg.fit_prompts), []
+    size = max(1, cfg.group // cfg.choices) * cfg.prompts       # problems at a time, all ranks'
+    for i in range(0, len(drawn), size):
+        mine = drawn[i:i + size][rank::ranks]
+        batch, *_ = complete(agent, mine, cfg.choices, source)
+        if cfg.labels == "rollouts":
+            batch.reward = rollout_labels(partial(complete, agent), mine, batch, cfg.choices,
+                                          labels)
+        rows.append(dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward))
+    agent.history, measures = learn(agent.scorer, join(*rows), agent.history, cfg, source)
     return measures
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -516,7 +518,8 @@ def new_agent(cfg, task, model, encoding):
     if cfg.reward == "model":
         seed = torch.Generator().manual_seed(rng(cfg, "scorer").getrandbits(63))
         agent.scorer = ScalarHead(C, twin(), (C + 1) ** -0.5, seed).to(device)
-    agent.opt = new_optimizer([m for m in (model, agent.critic) if m is not None], cfg.lr)
+    agent.opt = new_optimizer([m for m in (model, agent.critic) if m is not None], cfg.lr,
+                              cfg.adam_eps)
     return agent
 
 def train_step(agent, problems, step):
@@ -526,21 +529,21 @@ def train_step(agent, problems, step):
     batch, texts, stats = rollout(agent, mine, rng(cfg, "rollout", step))
     sampled = time.perf_counter()
     stats |= update(agent, batch, rng(cfg, "update", step), MISMATCH[machine(cfg)[1]])
+    if cfg.target_kl:       # Ziegler et al. 2019, 2.2: a tenth of the relative error, bounded
+        error = min(max(stats["kl"] / cfg.target_kl - 1, -0.2), 0.2)
+        agent.cfg = replace(cfg, beta=cfg.beta * (1 + 0.1 * error))
     ended, tokens = time.perf_counter(), all_reduce(batch.mask.sum()).item()
-    return stats | {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
+    return stats | {"beta": cfg.beta, "seconds": ended - began,
+                    "rollout_tok_s": tokens / (sampled - began),
                     "update_tok_s": tokens / (ended - sampled)}, (mine[0], batch, texts)
 
 def train(cfg, task, run=None):
     """A whole run, or the rest of one: `run` is what `find_run` found beside the Config."""
     # 1. What it works on, and with.
-    (rank, ranks), encoding = world(), byte_encoding()
+    (rank, _), encoding = world(), byte_encoding()
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
-    drawn = [cfg.prompts] + [cfg.fit_prompts] * (cfg.reward == "model")     # problems at a time
-    if max(drawn) > len(problems):
-        raise Fault(f"{max(drawn)} prompts at a time: the task has only {len(problems)} problems")
-    if any(n % ranks for n in drawn) or cfg.warm_batch < ranks:
-        raise Fault(f"prompts {drawn}, --warm_batch {cfg.warm_batch}: not for {ranks} ranks alike")
+    check_sizes(cfg, len(problems))
     tensors, shape = (run["tensors"], run["shape"]) if run else ({}, None)
     model, kept = starting_model(cfg, task, longest, encoding, shape)
     if rank == 0:
@@ -559,7 +562,7 @@ def train(cfg, task, run=None):
         f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
 
     # 2. The steps; 0 only measures.
-    total, times, idle = cfg.steps * cfg.iterations, [], 0
+    total, done = cfg.steps * cfg.iterations, []
     for step in range(run["step"] + 1 if run else 0, total + 1):
         stats = {}
         if step > 0:
@@ -567,12 +570,8 @@ def train(cfg, task, run=None):
                 stats = begin_iteration(agent, problems, (step - 1) // cfg.steps)
             more, group = train_step(agent, problems, step)
             stats |= more
-            times.append(stats["seconds"])
-            show_step(step, total, stats, times)
-            idle = idle + 1 if stats["dead_groups"] == 1 or stats["finished"] == 0 else 0
-            if idle == 3:
-                say("warning: nothing to learn from in 3 steps: in every group all rewards were "
-                    "equal, or no completion ended")
+            done.append(stats)
+            show_step(step, total, done)
         last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
             results = evaluate(agent, held_out)
@@ -587,7 +586,7 @@ def train(cfg, task, run=None):
             if keep:
                 state = training_state(modules, agent.opt, agent.history)
                 agent.model.save_pretrained(cfg.folder, encoding.eot_token)
-                save(cfg.folder, step, cfg, agent.model.cfg, state)
+                save(cfg.folder, step, agent.cfg, agent.model.cfg, state)
         if halt and not last:
             raise Stopped(f"after step {step}")
     say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{held_out[0].prompt}\" "
@@ -613,7 +612,8 @@ def read_command(argv):
     flags = read_flags(Config, MODES, __doc__, argv)
     mode = {name: flags.pop(name) for name in MODES}
     task = load_task(flags.get("task", Config.task))
-    cfg = Config(**task.DEFAULTS | ALGOS.get(flags.get("algo"), {}) | flags)
+    row = lambda table, name: table.get((task.DEFAULTS | flags).get(name), {})
+    cfg = Config(**task.DEFAULTS | row(REWARDS, "reward") | row(ALGOS, "algo") | flags)
     if mode["resume"]:
         cfg, run = resume(cfg.folder, Config, flags, MAY_CHANGE)
         return cfg, load_task(cfg.task), mode, run

@@ -269,6 +269,18 @@ def token_logps(model, ids, mask, temperature, critic=None):
     spread = lambda x: F.pad(x.new_zeros(on.shape).masked_scatter(on, x), (1, 0))          # (B, T)
     return spread(logp), critic and spread(critic(ids[:, :-1], h)[on])
 
+@torch.no_grad()
+def by_parts(f, ids, mask, budget):
+    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
+    out = None
+    for rows, T in micro_batches(row_lengths(mask), budget):
+        parts = f(ids[rows, :T], mask[rows, :T])
+        out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
+        for whole, part in zip(out, parts):
+            if part is not None:
+                whole[rows, :T] = part.to(ids.device)
+    return out
+
 # -------------------------------------------------------------------------------- the warm start
 
 WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from data.run import Fault, fit, say, world
 from data.tokenizer import step_tokens
-from model import last_tokens, micro_batches, row_lengths
+from model import by_parts, last_tokens, micro_batches, row_lengths
 
 TOKEN = re.compile(r"[0-9]{1,15}|[-+*/()]")     # ASCII digits only: int() would take others too
 LONGEST = 200                                   # characters; bounds the time, the depth, the result
@@ -118,13 +118,10 @@ def at_the_limit(batch, unfinished):
 
 # -------------------------------------------------------------------------------- learned rewards
 
-@torch.no_grad()
 def scores(scorer, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
-    out, device = torch.zeros(ids.shape, device=ids.device), scorer.head.weight.device
-    for rows, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
-        out[rows, :T] = scorer(ids[rows, :T].to(device)).to(out.device)
-    return out
+    read = lambda ids, mask: [scorer(ids.to(scorer.head.weight.device))]
+    return by_parts(read, ids, mask, cfg.micro_tokens)[0]
 
 
 def learned_rewards(scorer, batch, cfg):
@@ -210,34 +207,48 @@ def replay(history, rows, K, source):
     return {name: x.unflatten(0, (-1, K))[chosen].flatten(0, 1) for name, x in history.items()}
 
 
-def learn(scorer, batch, history, cfg, source):
-    """Fit the reward model to labels of a batch, `cfg.choices` completions of each problem, and to
-    a tenth as many of `history`; a tenth of the problems is kept apart to measure it. Returns the
-    history with the new rows, and the measures.
+def learn(scorer, rows, history, cfg, source):
+    """Fit the reward model to this rank's labelled rows, `cfg.choices` completions of each problem,
+    and to a tenth as many of `history`; a tenth of the problems is kept apart to measure it.
+    Returns the history with the rows of all ranks, and the measures.
 
-    Labels: which of K completions is chosen, or whether each step is good; a share
-    `cfg.label_noise` of them is wrong.
+    rows: ids, mask, ends, and as label the truth of each step, (R, T). The fit sees which of K
+    completions is the best, or whether each step is good; a share `cfg.label_noise` of it is wrong.
     """
     K = cfg.choices if cfg.supervision == "outcome" else 1
-    rows = gather({"ids": batch.ids, "mask": batch.mask, "ends": batch.ends,
-                   "label": batch.reward.clone()}, cfg.choices)
+    rows = gather(rows, cfg.choices)
     labels = rows["label"][rows["ends"]]
     if K > 1:
         labels = choose(labels.view(-1, K), cfg.label_noise, source).flatten()
     else:
         wrong = torch.tensor([source.random() < cfg.label_noise for _ in labels])
         labels = torch.where(wrong, 1 - labels, labels)
-    rows["label"][rows["ends"]] = labels
+    rows["label"] = rows["label"].masked_scatter(rows["ends"], labels)
 
     apart = max(1, cfg.fit_prompts // 10) * cfg.choices
-    data = {name: x[apart:] for name, x in rows.items()}
+    data, test = ({name: x[part] for name, x in rows.items()}
+                  for part in (slice(apart, None), slice(apart)))
     if history:
         data = join(data, replay(history, len(data["ids"]) // 10, K, source))
+    fit_scorer(scorer, data, K, cfg, source)
+
+    score = scores(scorer, test["ids"], test["mask"], cfg)[test["ends"]]
+    accuracy, error = quality(score, test["label"][test["ends"]], K)
+    if K > 1:                                   # completions of the reference: mean 0, std 1
+        score = scores(scorer, rows["ids"], rows["mask"], cfg)[rows["ends"]]
+        scorer.norm.copy_(torch.stack([score.mean(), score.std()]))
+    say(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
+    return join(history, rows) if history else rows, {"rm_accuracy": accuracy, "rm_error": error}
+
+
+def fit_scorer(scorer, data, K, cfg, source):
+    """One pass over labelled rows that every rank holds, in sets of K, 64 rows a step."""
     n, (rank, ranks) = len(data["ids"]) // K, world()
     steps, order = max(1, n * K // 64), torch.tensor(source.sample(range(n), n))
     longest = row_lengths(data["mask"]).view(-1, K).amax(1)                         # of each set
 
     def losses(step):
+        """The terms of one optimizer step, those of this rank's sets."""
         sets = order.tensor_split(steps)[step]
         rows_of = lambda sets: (sets[:, None] * K + torch.arange(K)).flatten()
         count = data["ends"][rows_of(sets)].sum() / K                               # of all ranks
@@ -248,12 +259,3 @@ def learn(scorer, batch, history, cfg, source):
             score = scorer(part["ids"])[part["ends"]]
             yield reward_loss(score, part["label"][part["ends"]], K) / count
     fit("reward model", scorer, losses, steps, cfg.fit_lr, cfg.grad_clip)
-
-    test = {name: x[:apart] for name, x in rows.items()}
-    score = scores(scorer, test["ids"], test["mask"], cfg)[test["ends"]]
-    accuracy, error = quality(score, test["label"][test["ends"]], K)
-    if K > 1:                                   # completions of the reference: mean 0, std 1
-        score = scores(scorer, rows["ids"], rows["mask"], cfg)[rows["ends"]]
-        scorer.norm.copy_(torch.stack([score.mean(), score.std()]))
-    say(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
-    return join(history, rows) if history else rows, {"rm_accuracy": accuracy, "rm_error": error}

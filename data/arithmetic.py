@@ -18,10 +18,9 @@ from typing import NamedTuple
 from data.run import Fault
 from reward import evaluate
 
-# What Config starts from for this task. beta is less than the paper's 0.04: k3 in the loss pulls
-# towards KL(ref || pi), which keeps every habit of the demonstrations alive, the bad ones too.
+# What Config starts from for this task.
 DEFAULTS = dict(difficulty=2, steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
-                beta=0.005)
+                fit_prompts=2048, fit_lr=1e-3)
 
 # The people who demonstrate: some only guess, by rounding the factors; the others show their work.
 GUESS = 0.53    # share who guess

@@ -101,10 +101,10 @@ def prepare():
 
 # ------------------------------------------------------------------------------------ the training
 
-def new_optimizer(modules, lr):
+def new_optimizer(modules, lr, eps=1e-8):
     """AdamW without weight decay: what holds the weights here is the KL to the reference."""
     params = [p for module in modules for p in module.parameters()]
-    return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 
 def optimizer_step(opt, grad_clip):
     """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping."""
@@ -233,6 +233,15 @@ def check_fields(cfg, least):
         if f.type in (int, float) and not (math.isfinite(value) and value >= low):
             raise Fault(f"--{f.name} is at least {low}, not {value}")
 
+def check_sizes(cfg, problems):
+    """Raise Fault if a step wants more than there are `problems`, or cannot deal them to the ranks
+    alike."""
+    drawn = [cfg.prompts] + [cfg.fit_prompts] * (cfg.reward == "model")     # problems at a time
+    if max(drawn) > problems:
+        raise Fault(f"{max(drawn)} prompts at a time: the task has only {problems} problems")
+    if any(n % (ranks := world()[1]) for n in drawn) or cfg.warm_batch < ranks:
+        raise Fault(f"prompts {drawn}, --warm_batch {cfg.warm_batch}: not for {ranks} ranks alike")
+
 def resume(folder, config, flags, may_change):
     """The `config` and the run to go on with, of which `flags` may change only some."""
     cfg, run = find_run(folder, config)
@@ -306,12 +315,18 @@ def percent(results):
     """Shares by name on one line."""
     return "  ".join(f"{name} {x:.1%}" for name, x in results.items())
 
-def show_step(step, total, stats, times):
-    """One line for a step, with the time left by the median of the last `times` in seconds."""
+def show_step(step, total, done):
+    """One line for a step, by the statistics of the steps `done`, with the time left; and a warning
+    when three in a row taught nothing."""
+    stats, times = done[-1], [stats["seconds"] for stats in done]
     shown = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
     left = statistics.median(times[-9:]) * (total - step)
     say(f"step {step}/{total}  " + "".join(f"{name} {stats[name]:.3f}  " for name in shown)
         + f"{times[-1]:.2f} s  left {clock(left)}")
+    idle = [stats["dead_groups"] == 1 or stats["finished"] == 0 for stats in done]
+    if idle[-3:] == [True] * 3 and idle[-4:] != [True] * 4:
+        say("warning: nothing to learn from in 3 steps: in every group all rewards were equal, or "
+            "no completion ended")
 
 def show_group(step, problem, batch, texts, group, encoding):
     """The first group of a rollout: printed, its tokens coloured by advantage, and as a record."""

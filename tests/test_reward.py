@@ -167,6 +167,11 @@ def labelled(n, K, seed):
     return batch, [t.count("a") for t in texts]
 
 
+def rows_of(batch):
+    """What `learn` takes of a batch: its reward is the truth."""
+    return {"ids": batch.ids, "mask": batch.mask, "ends": batch.ends, "label": batch.reward}
+
+
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
     cfg = Config(supervision=supervision, choices=2, fit_prompts=400, fit_lr=3e-3)
@@ -175,7 +180,7 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
     good = good if supervision == "outcome" else (good > 3).float()
     batch.reward = torch.where(batch.ends, good[:, None], 0)
     s = scorer_of()
-    history, measures = learn(s, batch, {}, cfg, random.Random(0))
+    history, measures = learn(s, rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
     assert "reward model  held out: accuracy" in capsys.readouterr().out
     assert len(history["ids"]) == 800
@@ -188,7 +193,7 @@ def test_labels_that_are_all_noise_teach_nothing():
     cfg = Config(choices=2, fit_prompts=400, fit_lr=3e-3, label_noise=0.5)
     batch, a = labelled(400, 2, 0)
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-    _, measures = learn(scorer_of(), batch, {}, cfg, random.Random(0))
+    _, measures = learn(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] < 0.7
 
 
@@ -204,7 +209,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     for seed in (1, 2):
         batch, a = labelled(100, 4, seed)
         batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-        history, _ = learn(scorer_of(), batch, history, cfg, random.Random(seed))
+        history, _ = learn(scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
     assert seen == [(36, 4)] and len(history["ids"]) == 800     # a tenth of the 360 that are fitted
     part = real(history, 36, 4, random.Random(0))
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()

@@ -21,7 +21,7 @@ from model import GPT, GPTConfig
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
-         "--group 8 --max_new 12 --save_every 2 --lr 1e-3").split()
+         "--group 8 --max_new 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
 
 
 def run(*args, cwd=ROOT, **env):
@@ -264,7 +264,7 @@ def test_the_run_folder(unbroken):
         "model.safetensors", "config.json", "checkpoint.safetensors", "run.json", "metrics.jsonl",
         "samples.jsonl", "warm_start"}
     lines = metrics(unbroken, timed=True)
-    assert set(lines[1]) == set("step seconds reward accuracy length kl entropy clip_share mismatch "
+    assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
                                 "grad_norm dead_groups finished rollout_tok_s update_tok_s loss correct "
                                 "working rule_reward".split())
     measured = {"greedy", "pass@1", "pass@8", "maj@8"}
@@ -378,7 +378,7 @@ def measured(monkeypatch, texts, finished):
     (["--ask", "1*1=", "--resume"], "not allowed with argument"),
     (["--difficulty", "4"], "arithmetic has 1 to 3"),
     (["--algo", "trpo"], "--algo is one of grpo, reinforce"),
-    (["--difficulty", "1", "--reward", "model"], "256 prompts at a time: the task has only 59"),
+    (["--difficulty", "1", "--reward", "model"], "2048 prompts at a time: the task has only 59"),
     (["--fit_prompts", "9"], "--fit_prompts is at least 10"),
     (["--resume", "--out", "nowhere"], "no run in nowhere"),
     (["--out", "file/in"], "cannot write in file/in"),

@@ -3,9 +3,9 @@
     python experiments/algorithms.py --seeds 1 2 3 --out out/algorithms      # hours on 2 cores
     python experiments/algorithms.py --rows grpo ppo --seeds 1               # some of it
 
-A row is a line of ROWS. Writes algorithms.json after every run, and goes on with what is missing.
-pass@1 is on the held-out problems, before and after RL; seconds are those of a step, memory is the
-peak of the whole run.
+A row is a line of ROWS; other flags go on to every run, and the results then to --out. Writes
+algorithms.json after every run, and goes on with what is missing. pass@1 is on the held-out
+problems, before and after RL; seconds are those of a step, memory is the peak of the whole run.
 """
 import argparse
 import json
@@ -14,7 +14,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -26,7 +25,6 @@ ROWS = {
     "PPO, critic of its own": "--algo ppo --critic separate",
     "GRPO": "",
     "GRPO with a critic": "--baseline group+value",
-    "GRPO, KL in the reward": "--kl reward --estimator k1",
     "RLOO": "--algo rloo",
     "Dr. GRPO": "--algo dr_grpo",
     "DAPO": "--algo dapo",
@@ -34,12 +32,14 @@ ROWS = {
     "process supervision": "--supervision process",
     "learned reward": "--reward model",
     "learned reward of steps": "--reward model --supervision process",
-    "two iterations": "--reward model --iterations 2",
+    "two iterations": "--iterations 2 --steps 17",
+    "learned reward, two iterations": "--reward model --iterations 2 --steps 17",
 }
 
 
-def run(flags, seed, out, more):
-    """One run as a process of its own: what the table needs of it."""
+def run(flags, seed, out, more=()):
+    """One run as a process of its own, from the warm start that all runs of this seed share: its
+    metrics, and its peak memory in GiB."""
     folder = out / f"{flags.replace('--', '').replace(' ', '_') or 'grpo'}-{seed}"
     warm = out / f"warm_start-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -47,7 +47,6 @@ def run(flags, seed, out, more):
         shutil.copytree(warm, folder / "warm_start")
     command = [sys.executable, str(HERE.parent / "grpo.py"), *flags.split(), *more,
                "--seed", str(seed), "--out", str(folder)]
-    began = time.time()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     if status:
@@ -55,23 +54,26 @@ def run(flags, seed, out, more):
     if not warm.exists():
         shutil.copytree(folder / "warm_start", warm)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics, used.ru_maxrss / 2 ** 20
+
+
+def summary(metrics, memory):
+    """What the table needs of a run."""
     return {"before": metrics[0]["pass@1"], "after": metrics[-1]["pass@1"],
             "kl": metrics[-1]["kl"], "length": metrics[-1]["length"],
-            "step": statistics.median(m["seconds"] for m in metrics[1:]),
-            "seconds": time.time() - began, "memory": used.ru_maxrss / 2 ** 20}
+            "step": statistics.median(m["seconds"] for m in metrics[1:]), "memory": memory}
 
 
 def lines(results):
     """The README's table: median, least and most of pass@1, and the medians of the others."""
-    yield "| | flags | pass@1 before | pass@1 after | s a step | GiB |"
-    yield "|---|---|---|---|---|---|"
+    yield "| | pass@1 before | after | s a step | GiB |"
+    yield "|---|---|---|---|---|"
     for name, runs in results.items():
-        runs = list(runs.values())
-        of = lambda key: [r[key] for r in runs]
+        of = lambda key: [r[key] for r in runs.values()]
         spread = lambda x: f"{statistics.median(x):.1%} ({min(x):.1%} to {max(x):.1%})"
-        yield (f"| {name} | {f'`{ROWS[name]}`' if ROWS[name] else ''} | {spread(of('before'))} | "
-               f"{spread(of('after'))} | {statistics.median(of('step')):.2f} | "
-               f"{statistics.median(of('memory')):.2f} |")
+        flags = f" `{ROWS[name]}`" if ROWS[name] else ""
+        yield (f"| {name}{flags} | {spread(of('before'))} | {spread(of('after'))} | "
+               f"{statistics.median(of('step')):.2f} | {statistics.median(of('memory')):.2f} |")
 
 
 def main():
@@ -87,7 +89,7 @@ def main():
     for seed in args.seeds:
         for name in args.rows:
             if str(seed) not in results.setdefault(name, {}):
-                results[name][str(seed)] = run(ROWS[name], seed, args.out, more)
+                results[name][str(seed)] = summary(*run(ROWS[name], seed, args.out, more))
                 file.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"seed {seed}  {name}  {results[name][str(seed)]}", flush=True)
     print(*lines({name: results[name] for name in ROWS if results.get(name)}), sep="\n")

@@ -9,7 +9,9 @@ import torch
 from conftest import tiny_model
 
 import data.arithmetic as task
+import grpo
 import reward
+from data.run import rng
 from data.tokenizer import byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
@@ -213,6 +215,26 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     assert seen == [(36, 4)] and len(history["ids"]) == 800     # a tenth of the 360 that are fitted
     part = real(history, 36, 4, random.Random(0))
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("supervision", ["outcome", "process"])
+def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
+    """10 problems with 2 completions each, at most 4 problems at a time."""
+    seen, sizes = [], []
+    monkeypatch.setattr(grpo, "learn", lambda scorer, rows, *_: seen.append(rows) or ({}, {}))
+    complete = grpo.complete
+    monkeypatch.setattr(grpo, "complete", lambda agent, problems, *more: (
+        sizes.append(len(problems)), complete(agent, problems, *more))[1])
+    cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
+    agent = grpo.Agent(cfg, task, byte_encoding(), tiny_model(), scorer=scorer_of())
+    problems = task.problems(Config(difficulty=1))[0]
+    grpo.begin_iteration(agent, problems, 0)
+    drawn = rng(cfg, "fit", 0).sample(problems, 10)
+    (rows,) = seen
+    assert sizes == [4, 4, 2] and len(rows["ids"]) == 20
+    for i, ids in enumerate(rows["ids"].tolist()):
+        assert bytes(ids[:4]).decode() == drawn[i // 2].prompt
+    assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
 
 
 def test_join_pads_on_the_right():

@@ -177,6 +177,36 @@ def test_an_algorithms_fields_can_be_overridden(tmp_path):
     assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
 
 
+def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
+    scale = lambda *flags: grpo.read_command([*flags, "--out", str(tmp_path / "none")])[0].scale
+    assert scale() == "group" and scale("--reward", "model") == "none"
+    assert scale("--reward", "model", "--scale", "group") == "group"
+    assert scale("--reward", "model", "--algo", "ppo") == "batch"           # the algorithm decides
+    assert Config(reward="model").scale == "group"                          # the paper's
+
+
+def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
+    """Far from the target beta moves by 0.1 * 0.2 a step; an interrupted run goes on with it."""
+    for name, target, factor in (("up", "1e-9", 1.02), ("down", "1e9", 0.98)):
+        copy_warm_start(unbroken, tmp_path / name)
+        flags = [*SMALL, "--save_every", "1", "--target_kl", target, "--out", str(tmp_path / name)]
+        main([*flags, "--steps", "3"])
+        assert metrics(tmp_path / name)[2]["kl"] > 1e-9
+        betas = [m["beta"] for m in metrics(tmp_path / name)[1:]]
+        assert betas == pytest.approx([0.005, 0.005 * factor, 0.005 * factor ** 2])
+    copy_warm_start(unbroken, tmp_path / "cut")
+    main([*flags[:-1], str(tmp_path / "cut"), "--steps", "2"])
+    main(["--resume", "--steps", "3", "--out", str(tmp_path / "cut")])
+    assert metrics(tmp_path / "cut")[-1] == metrics(tmp_path / "down")[-1]
+    assert weights(tmp_path / "cut") == weights(tmp_path / "down")
+
+
+def test_ppo_has_an_epsilon_of_its_own(cfg, model):
+    for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
+        cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
+        assert grpo.new_agent(cfg, arithmetic, model, None).opt.defaults["eps"] == eps
+
+
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--reward", "model", "--fit_prompts", "20", "--out", str(tmp_path)])

@@ -1,0 +1,61 @@
+"""A reward model goads its policy to where it is wrong: the README's figure, and what helps.
+
+    python experiments/overoptimization.py --seed 1 --out out/algorithms     # ten minutes on 2 cores
+
+Writes overoptimization.json and, where matplotlib is installed, overoptimization.png beside this
+file. The learned reward, the true one and the KL are those of the rollouts, step by step.
+"""
+import argparse
+import json
+from pathlib import Path
+
+from algorithms import HERE, run
+
+RUNS = {
+    "divided by the group's std": "--reward model --scale group --steps 36",
+    "... and beta 0.2, in k2": "--reward model --scale group --steps 36 --estimator k2 --beta 0.2",
+    "... and refitted every 9 steps": "--reward model --scale group --steps 9 --iterations 4",
+    "not divided (the default)": "--reward model --steps 36",
+}
+PANELS = {"reward": "learned reward", "accuracy": "right answers", "kl": "KL to the reference"}
+
+
+def draw(curves):
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no figure: matplotlib is not installed")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    for axis, (key, title) in zip(axes, PANELS.items()):
+        for name, curve in curves.items():
+            axis.plot(range(1, len(curve[key]) + 1), curve[key], label=name)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+    axes[1].set_ylim(0, 1)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(HERE / "overoptimization.png", dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("out/algorithms"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    curves = {}
+    for name, flags in RUNS.items():
+        metrics, _ = run(flags, args.seed, args.out)
+        curves[name] = {key: [round(m[key], 4) for m in metrics[1:]] for key in PANELS}
+        curves[name]["pass@1"] = [metrics[0]["pass@1"], metrics[-1]["pass@1"]]
+        print(f"{name}: pass@1 {metrics[-1]['pass@1']:.1%}, learned reward "
+              f"{metrics[1]['reward']:.2f} -> {metrics[-1]['reward']:.2f}", flush=True)
+        (HERE / "overoptimization.json").write_text(json.dumps(curves, indent=1) + "\n")
+    draw(curves)
+
+
+if __name__ == "__main__":
+    main()

@@ -133,15 +133,15 @@ def learned_rewards(scorer, batch, cfg):
 
 
 def choose(reward, noise, source):
-    """Which of K completions people would choose, one-hot (n, K): the best of reward (n, K), ties
-    at random, and in a share `noise` of the choices another."""
-    n, K = reward.shape
-    chosen = []
-    for row in reward.tolist():
-        best = source.choice([k for k in range(K) if row[k] == max(row)])
-        others = [k for k in range(K) if k != best]
-        chosen.append(source.choice(others) if source.random() < noise else best)
-    return F.one_hot(torch.tensor(chosen), K).float()
+    """The chance that each of K completions is people's choice, (n, K): they choose the best of
+    reward (n, K), any of several equals alike, and in a share `noise` of the choices a worse one."""
+    best = reward == reward.amax(1, keepdim=True)
+    chance = best / best.sum(1, keepdim=True)
+    for row, good in zip(chance, best.tolist()):
+        worse = [k for k, x in enumerate(good) if not x]
+        if source.random() < noise and worse:
+            row.copy_(F.one_hot(torch.tensor(source.choice(worse)), len(good)))
+    return chance
 
 
 def reward_loss(score, label, K):
@@ -157,15 +157,18 @@ def reward_loss(score, label, K):
 
 
 def quality(score, label, K):
-    """Accuracy, and expected calibration error (10 bins), of scores on labels, both (n,)."""
+    """Accuracy, and expected calibration error (10 bins), of scores on labels, both (n,). Of K
+    completions any that is as likely as the best to be chosen is a right guess."""
     if K == 1:
         p = score.sigmoid()
-        sure, hit = torch.maximum(p, 1 - p), (p > 0.5) == (label > 0.5)
+        sure, hit = torch.maximum(p, 1 - p), ((p > 0.5) == (label > 0.5)).float()
+        came = hit
     else:
         sure, pick = score.view(-1, K).softmax(1).max(1)
-        hit = pick == label.view(-1, K).argmax(1)
-    gap = torch.zeros(10).index_add(0, (sure * 10).long().clamp(max=9), sure - hit.float())
-    return hit.float().mean().item(), (gap.abs().sum() / len(hit)).item()
+        came = label.view(-1, K).gather(1, pick[:, None])[:, 0]         # the chance that it is
+        hit = (came == label.view(-1, K).amax(1)).float()
+    gap = torch.zeros(10).index_add(0, (sure * 10).long().clamp(max=9), sure - came)
+    return hit.mean().item(), (gap.abs().sum() / len(hit)).item()
 
 
 def gather(rows, K):
@@ -234,11 +237,12 @@ def learn(scorer, rows, history, cfg, source):
 
     score = scores(scorer, test["ids"], test["mask"], cfg)[test["ends"]]
     accuracy, error = quality(score, test["label"][test["ends"]], K)
-    if K > 1:                                   # completions of the reference: mean 0, std 1
-        score = scores(scorer, rows["ids"], rows["mask"], cfg)[rows["ends"]]
+    history = join(history, rows) if history else rows
+    if K > 1:       # mean 0, std 1 of what the references wrote: the last one's alone are too alike
+        score = scores(scorer, history["ids"], history["mask"], cfg)[history["ends"]]
         scorer.norm.copy_(torch.stack([score.mean(), score.std()]))
     say(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
-    return join(history, rows) if history else rows, {"rm_accuracy": accuracy, "rm_error": error}
+    return history, {"rm_accuracy": accuracy, "rm_error": error}
 
 
 def fit_scorer(scorer, data, K, cfg, source):

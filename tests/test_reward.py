@@ -112,20 +112,24 @@ def test_step_loss_takes_shares():
     assert reward_loss(s, p, 1).item() == pytest.approx(want)
 
 
-def test_people_choose_the_best_at_random_among_equals_and_err_as_told():
-    r = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 1.0]]).repeat(2000, 1)
-    c = choose(r, 0.0, random.Random(0)).view(-1, 2, 3).mean(0)
-    assert c[0].tolist() == [0, 1, 0] and c[1].tolist() == pytest.approx([0.5, 0, 0.5], abs=0.05)
-    c = choose(r, 0.3, random.Random(0)).view(-1, 2, 3).mean(0)
+def test_people_choose_any_of_the_best_and_err_as_told():
+    r = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]).repeat(2000, 1)
+    c = choose(r, 0.0, random.Random(0)).view(-1, 3, 3)
+    assert (c == torch.tensor([[0, 1, 0], [1 / 2, 0, 1 / 2], [1 / 3, 1 / 3, 1 / 3]])).all()
+    c = choose(r, 0.3, random.Random(0)).view(-1, 3, 3).mean(0)
     assert c[0].tolist() == pytest.approx([0.15, 0.7, 0.15], abs=0.05)
+    assert c[1].tolist() == pytest.approx([0.35, 0.3, 0.35], abs=0.05)
+    assert c[2].tolist() == pytest.approx([1 / 3] * 3)          # nobody can err among equals
 
 
 def test_quality_by_hand():
-    """Four steps of certainty 0.8, three of them hit: accuracy 0.75, 0.05 too sure."""
+    """Four steps of certainty 0.8, three of them hit: accuracy 0.75, 0.05 too sure. Choices: a
+    favourite is right, another is one of two equals, and chosen half the time."""
     s = torch.tensor([0.8, 0.8, 0.2, 0.2]).logit()
     assert quality(s, torch.tensor([1.0, 1.0, 0.0, 1.0]), 1) == pytest.approx((0.75, 0.05))
     s = torch.tensor([0.7, 0.3, 0.7, 0.3]).log()
     assert quality(s, torch.tensor([1.0, 0, 0, 1]), 2) == pytest.approx((0.5, 0.2))
+    assert quality(s, torch.tensor([1.0, 0, 0.5, 0.5]), 2) == pytest.approx((1.0, 0.05))
 
 
 # ------------------------------------------------------------------------------- the reward model
@@ -211,7 +215,9 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     for seed in (1, 2):
         batch, a = labelled(100, 4, seed)
         batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-        history, _ = learn(scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
+        history, _ = learn(s := scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
+    raw = scores(s, history["ids"], history["mask"], cfg)[history["ends"]]
+    assert s.norm.tolist() == pytest.approx([raw.mean().item(), raw.std().item()])  # of both batches
     assert seen == [(36, 4)] and len(history["ids"]) == 800     # a tenth of the 360 that are fitted
     part = real(history, 36, 4, random.Random(0))
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()

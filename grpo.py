@@ -28,7 +28,6 @@ N most new tokens, V vocabulary, C channels. Column t of every (B, T) tensor bel
     weight     (B, T) float32  share of a token in the loss = (weight * per_token).sum()
 """
 import copy
-import math
 import signal
 import sys
 import time
@@ -43,13 +42,14 @@ import torch
 import torch.distributed as dist
 
 from data import load_task
-from data.run import (ASKED, Fault, Stopped, all_reduce, check_fields, check_sizes, leave,
-                      load_training_state, log, machine, new_optimizer, open_folder, optimizer_step,
-                      percent, prepare, read_flags, refuse_unfinished, resume, rng, save, say,
-                      show_group, show_step, start_ranks, stop_asked, training_state, world)
-from data.tokenizer import byte_encoding, decode
-from model import (GPT, ScalarHead, by_parts, last_tokens, load_model, micro_batches, row_lengths,
-                   starting_model, token_logps, warm_start)
+from data.run import (ASKED, Fault, Stopped, all_reduce, by_parts, check_fields, check_sizes,
+                      last_tokens, leave, load_training_state, log, machine, micro_batches,
+                      new_optimizer, open_folder, optimizer_step, percent, prepare, read_flags,
+                      refuse_unfinished, resume, rng, row_lengths, save, say, show_group, show_step,
+                      start_ranks, stop_asked, training_state, world)
+from data.start import encoding_of, load_model, starting_model, warm_start
+from data.tokenizer import CHATS, decode
+from model import GPT, ScalarHead, token_logps
 from reward import at_the_limit, join, learn, learned_rewards, rollout_labels, score, step_rewards
 
 # ---------------------------------------------------------------------------------- the settings
@@ -76,8 +76,11 @@ REWARDS = {"rule": {}, "model": dict(scale="none")}
 class Config:
     """One run. A field is a flag, its comment the flag's help; tasks and --algo set defaults."""
     task: str = "arithmetic"    # what to learn: the file data/<task>.py
-    difficulty: int = 2         # of its problems; arithmetic: digits of each factor
+    difficulty: int = 2         # of its problems: digits of a factor, or numbers of countdown
+    train: str = ""             # file of its problems, where it reads them
+    test: str = ""              # and of the held-out ones
     init: str = ""              # folder of a model to start from; empty: a new one, warm-started
+    chat: Literal["auto", *CHATS, "none"] = "auto"  # format of its prompts; auto: what it says
     out: str = ""               # the run's folder; empty: out/<task>
     seed: int = 1               # of everything random
     steps: int = 100            # rollouts, each followed by its update
@@ -115,6 +118,7 @@ class Config:
     epochs: int = 1             # passes over a rollout, the paper's mu
     minibatches: int = 1        # optimizer steps of a pass
     micro_tokens: int = 2048    # most tokens of one forward and backward; for memory and speed only
+    recompute: Literal["off", "on"] = "off"     # activations in the backward: less memory, slower
     lr: float = 1e-6            # constant, as in the paper
     adam_eps: float = 1e-8      # Adam's epsilon; 1e-5 is PPO's
     grad_clip: float = 1.0      # largest norm of a gradient
@@ -139,9 +143,6 @@ class Config:
 
     def __post_init__(self):
         check_fields(self, LEAST)
-        if self.minibatches > self.prompts * self.group:
-            raise Fault(f"--minibatches {self.minibatches}: a rollout has only "
-                        f"{self.prompts * self.group} rows")
 
     @property
     def folder(self):
@@ -167,6 +168,7 @@ class Agent:
     ref: GPT = None                     # the reference, frozen
     critic: ScalarHead = None           # the value of a state
     scorer: ScalarHead = None           # the learned reward
+    sampler: GPT = None                 # the policy in bfloat16, to sample from
     opt: torch.optim.Optimizer = None
     history: dict = field(default_factory=dict)     # labelled rows that the scorer learned from
 
@@ -199,8 +201,6 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     """
     device, P, longest = model.norm.weight.device, len(prompts), max(map(len, prompts))
     T = longest + max_new
-    if min(map(len, prompts)) == 0:
-        raise Fault("an empty prompt: there is nothing to sample from")
     if T > model.cfg.block_size:
         raise Fault(f"a prompt of {longest} tokens and --max_new {max_new} do not fit the model's "
                     f"context of {model.cfg.block_size}")
@@ -315,15 +315,18 @@ def complete(agent, problems, group, source=None, begun=None):
     the Batch, its texts, and the components (B,) of their rule reward by name. `begun`: ids to go
     on from, each a prompt and the beginning of a completion."""
     cfg, encoding, (rank, ranks), u = agent.cfg, agent.encoding, world(), None
-    prompts = [encoding.encode_ordinary(p.prompt) for p in problems]
+    prompts = [encoding.encode_prompt(p.prompt) for p in problems]
     begun, left = begun or prompts, agent.model.cfg.block_size - max(map(len, begun or prompts))
     room = cfg.max_new if begun is prompts else min(cfg.max_new, left)
     if source:          # drawn for all ranks alike: their number changes no sample
         shape = len(problems) * ranks, group, room
         u = np.random.default_rng(source.getrandbits(64)).random(shape)[rank::ranks]
         u = torch.from_numpy(u).flatten(0, 1)
-    batch = sample(agent.model, begun, group, room, cfg.temperature if source else 0,
-                   {encoding.eot_token}, u)
+    model = agent.model
+    if agent.sampler is not None:
+        (model := agent.sampler).load_state_dict(agent.model.state_dict())
+    batch = sample(model, begun, group, room, cfg.temperature if source else 0,
+                   encoding.stop, u)
     rows = [p for p in problems for _ in range(group)]
     spans = zip([len(p) for p in prompts for _ in range(group)], row_lengths(batch.mask).tolist())
     texts = [decode(encoding, row[a:b]) for row, (a, b) in zip(batch.ids.tolist(), spans)]
@@ -480,10 +483,6 @@ def begin_iteration(agent, problems, iteration):
 
 # ------------------------------------------------------------------------------------ evaluation
 
-def pass_at_k(n, c, k):
-    """Chance that k of n completions, c of them right, hold a right one (Chen et al. 2021)."""
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
-
 def evaluate(agent, problems, k=8):
     """Share of the problems solved: greedily, and by k samples as pass@1, pass@k and majority."""
     cfg, (rank, ranks) = agent.cfg, world()
@@ -499,9 +498,9 @@ def evaluate(agent, problems, k=8):
         for i, right in enumerate(sampled["correct"].view(-1, k).tolist()):
             mine = answers[i * k:(i + 1) * k]
             votes = Counter(answer for answer in mine if answer).most_common(1)
-            c, majority = int(sum(right)), right[mine.index(votes[0][0])] if votes else 0.0
-            total += torch.tensor([1, greedy["correct"][i], pass_at_k(k, c, 1), pass_at_k(k, c, k),
-                                   majority], device=total.device)
+            majority = right[mine.index(votes[0][0])] if votes else 0.0
+            total += torch.tensor([1, greedy["correct"][i], sum(right) / k, max(right), majority],
+                                  device=total.device)
     n, *solved = all_reduce(total).tolist()
     return dict(zip(("greedy", "pass@1", f"pass@{k}", f"maj@{k}"), (x / n for x in solved)))
 
@@ -512,12 +511,13 @@ def new_agent(cfg, task, model, encoding):
     agent, device = Agent(cfg, task, encoding, model), model.norm.weight.device
     C, twin = model.cfg.n_embd, lambda: copy.deepcopy(model)
     if cfg.reward == "model" or cfg.beta and cfg.kl != "none":
-        agent.ref = twin().requires_grad_(False)
+        agent.ref = model.frozen()
     if "value" in cfg.baseline:             # starts at 0: no opinion
         agent.critic = ScalarHead(C, twin() if cfg.critic == "separate" else None).to(device)
     if cfg.reward == "model":
         seed = torch.Generator().manual_seed(rng(cfg, "scorer").getrandbits(63))
         agent.scorer = ScalarHead(C, twin(), (C + 1) ** -0.5, seed).to(device)
+    agent.sampler = model.frozen() if model.amp else None
     agent.opt = new_optimizer([m for m in (model, agent.critic) if m is not None], cfg.lr,
                               cfg.adam_eps)
     return agent
@@ -540,12 +540,12 @@ def train_step(agent, problems, step):
 def train(cfg, task, run=None):
     """A whole run, or the rest of one: `run` is what `find_run` found beside the Config."""
     # 1. What it works on, and with.
-    (rank, _), encoding = world(), byte_encoding()
+    tensors, config = (run["tensors"], run["model"]) if run else ({}, None)
+    rank, encoding = world()[0], encoding_of(cfg, cfg.folder if tensors else cfg.init)
     problems, held_out = task.problems(cfg)
-    longest = max(len(encoding.encode_ordinary(p.prompt)) for p in problems + held_out)
+    longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     check_sizes(cfg, len(problems))
-    tensors, shape = (run["tensors"], run["shape"]) if run else ({}, None)
-    model, kept = starting_model(cfg, task, longest, encoding, shape)
+    model, kept = starting_model(cfg, task, longest, encoding, config)
     if rank == 0:
         open_folder(cfg, run)
     if not kept:
@@ -555,7 +555,7 @@ def train(cfg, task, run=None):
     if tensors:
         agent.history = load_training_state(tensors, cfg.folder, modules, agent.opt)
     device, dtype, compiled = machine(cfg)
-    for module in filter(None, modules.values() if compiled else ()):
+    for module in filter(None, (*modules.values(), agent.sampler) if compiled else ()):
         module.compile(dynamic=True)
     millions = sum(p.numel() for p in agent.model.parameters()) / 1e6
     say(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
@@ -585,20 +585,20 @@ def train(cfg, task, run=None):
                 log(cfg.folder, "samples.jsonl", show_group(step, *group, cfg.group, encoding))
             if keep:
                 state = training_state(modules, agent.opt, agent.history)
-                agent.model.save_pretrained(cfg.folder, encoding.eot_token)
-                save(cfg.folder, step, agent.cfg, agent.model.cfg, state)
+                agent.model.save_pretrained(cfg.folder, encoding.files)
+                save(cfg.folder, step, agent.cfg, agent.model.hf, state)
         if halt and not last:
             raise Stopped(f"after step {step}")
-    say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{held_out[0].prompt}\" "
+    question = held_out[0].prompt.splitlines()[0]
+    say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{question}\" "
         f"--init {cfg.folder}")
 
-def ask(cfg, question):
-    """The greedy completion of a question by the model of --init, or else of the run's folder."""
-    encoding = byte_encoding()
-    model = load_model(cfg.init or cfg.folder, cfg, encoding)
-    prompt = encoding.encode_ordinary(question)
-    room = max(1, min(cfg.max_new, model.cfg.block_size - len(prompt)))
-    batch = sample(model, [prompt], 1, room, 0, {encoding.eot_token})
+def ask(agent, question):
+    """A question and its greedy completion."""
+    encoding, model = agent.encoding, agent.model
+    prompt = encoding.encode_prompt(question)
+    room = max(1, min(agent.cfg.max_new, model.cfg.block_size - len(prompt)))
+    batch = sample(model, [prompt], 1, room, 0, encoding.stop)
     return question + decode(encoding, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line
@@ -628,12 +628,11 @@ def main(argv=None):
     try:
         cfg, task, mode, run = read_command(argv)
         start_ranks(machine(cfg)[0])
-        if mode["ask"] is not None:
-            print(ask(cfg, mode["ask"]))
-        elif mode["eval_only"]:
-            model = load_model(cfg.init or cfg.folder, cfg, byte_encoding())
-            agent = Agent(cfg, task, byte_encoding(), model)
-            say(percent(evaluate(agent, task.problems(cfg)[1])))
+        if mode["ask"] is not None or mode["eval_only"]:        # of --init's model, or the run's
+            encoding = encoding_of(cfg, folder := cfg.init or cfg.folder)
+            agent = Agent(cfg, task, encoding, load_model(folder, cfg, encoding))
+            say(percent(evaluate(agent, task.problems(cfg)[1])) if mode["eval_only"] else
+                ask(agent, mode["ask"]))
         else:
             for s in (signal.SIGINT, signal.SIGTERM):       # a second one is obeyed at once
                 signal.signal(s, lambda s, _: sys.exit(128 + s) if ASKED else ASKED.append(s))

@@ -1,44 +1,58 @@
-"""One GPT, in the arithmetic of the Llama family: RoPE (half-split), RMSNorm, SwiGLU, grouped-query
-attention, a tied embedding, no biases, no dropout. Parameters carry Hugging Face's names, so that a
-checkpoint is a `model.safetensors` with a `config.json` beside it and needs no conversion.
+"""One GPT for the families of Llama, Qwen2, Qwen3 and GPT-2: RoPE (half-split) or learned
+positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters
+carry Llama's names; checkpoints are read and written in the layout of Hugging Face.
 
-Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D = C / H, L layers,
-S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all that
-keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its row.
+Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels of a head, L
+layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all
+that keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its
+row.
 """
-import hashlib
+import copy
 import json
+import math
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from data.run import (Fault, fit, load_tensors, machine, read_tensors, rng, say, world,
-                      write_tensors, write_whole)
+from data.run import Fault, each_tensor, write_tensors, write_whole
 
 
 @dataclass(frozen=True)
 class GPTConfig:
+    """The shape of a model; what the families differ in stands last."""
     vocab_size: int = 257
     n_layer: int = 4
     n_head: int = 4
     n_kv_head: int = 2          # each key/value head serves n_head / n_kv_head query heads
     n_embd: int = 128
-    n_inner: int = 352          # width of the MLP, about 8/3 n_embd rounded to 32
+    n_inner: int = 352          # width of the MLP
     block_size: int = 128       # most tokens of a row
-    positions: str = "rope"     # or "learned": a table added to the embedding, as in GPT-2
+    head_size: int = 0          # D; 0: n_embd / n_head
+    positions: str = "rope"     # or "learned": a table added to the embedding
     rope_theta: float = 10000.0
+    rope_scaling: tuple = ()    # Llama 3's: factor, low and high frequency factor, first context
+    norm: str = "rms"           # or "layer"
     norm_eps: float = 1e-5
+    mlp: str = "swiglu"         # or "gelu", its approximation by tanh
+    bias: str = "none"          # or "qkv", "all": which linear layers have one
+    qk_norm: bool = False       # RMSNorm of each query and key head
+    tied: bool = True           # the head is the embedding
 
     def __post_init__(self):
-        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
+        if min(x for n, x in vars(self).items() if type(x) is int and n != "head_size") < 1:
+            raise Fault(f"a size is less than 1: {self}")
+        if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
             raise Fault(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
                         f"and that of n_kv_head {self.n_kv_head}")
-        if self.n_embd // self.n_head % 2:
-            raise Fault(f"RoPE turns pairs: n_embd / n_head = {self.n_embd // self.n_head} is odd")
+        object.__setattr__(self, "head_size", self.head_size or self.n_embd // self.n_head)
+        if self.head_size % 2 and self.positions == "rope":
+            raise Fault(f"RoPE turns pairs: the size of a head, {self.head_size}, is odd")
 
 
 # ---------------------------------------------------------------------------------- the model
@@ -62,17 +76,19 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.n_head, self.n_kv_head, D = cfg.n_head, cfg.n_kv_head, cfg.n_embd // cfg.n_head
-        self.q_proj = nn.Linear(cfg.n_embd, cfg.n_head * D, bias=False)
-        self.k_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=False)
-        self.v_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=False)
-        self.o_proj = nn.Linear(cfg.n_head * D, cfg.n_embd, bias=False)
+        self.n_head, self.n_kv_head, D = cfg.n_head, cfg.n_kv_head, cfg.head_size
+        linear = partial(nn.Linear, cfg.n_embd, bias=cfg.bias != "none")
+        self.q_proj = linear(cfg.n_head * D)
+        self.k_proj, self.v_proj = linear(cfg.n_kv_head * D), linear(cfg.n_kv_head * D)
+        self.o_proj = nn.Linear(cfg.n_head * D, cfg.n_embd, bias=cfg.bias == "all")
+        self.q_norm, self.k_norm = ((RMSNorm(D, cfg.norm_eps) for _ in range(2)) if cfg.qk_norm
+                                    else (nn.Identity(), nn.Identity()))
 
     def forward(self, x, rope, pos, cache, bias):
         B, T, _ = x.size()
         H, K = self.n_head, self.n_kv_head
-        q = self.q_proj(x).view(B, T, H, -1)                                 # (B, T, H, D)
-        k = self.k_proj(x).view(B, T, K, -1)                                 # (B, T, K, D)
+        q = self.q_norm(self.q_proj(x).view(B, T, H, -1))                    # (B, T, H, D)
+        k = self.k_norm(self.k_proj(x).view(B, T, K, -1))                    # (B, T, K, D)
         v = self.v_proj(x).view(B, T, K, -1)                                 # (B, T, K, D)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -82,7 +98,7 @@ class Attention(nn.Module):
             y = y.transpose(1, 2)                                            # (B, T, H, D)
         else:
             rows = torch.arange(B, device=x.device)[:, None]
-            cache[0][rows, :, pos], cache[1][rows, :, pos] = k, v
+            cache[0][rows, :, pos], cache[1][rows, :, pos] = k.to(cache.dtype), v.to(cache.dtype)
             # The query heads that share a key head stand side by side as if they were time, so the
             # cache is read once, not repeated H / K times.
             q = q.view(B, T, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, -1)
@@ -94,20 +110,23 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.n_embd, cfg.n_inner, bias=False)
-        self.up_proj = nn.Linear(cfg.n_embd, cfg.n_inner, bias=False)
-        self.down_proj = nn.Linear(cfg.n_inner, cfg.n_embd, bias=False)
+        C, inner, linear = cfg.n_embd, cfg.n_inner, partial(nn.Linear, bias=cfg.bias == "all")
+        self.gate_proj = linear(C, inner) if cfg.mlp == "swiglu" else None
+        self.up_proj, self.down_proj = linear(C, inner), linear(inner, C)
 
     def forward(self, x):
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
+        self.input_layernorm = norm(cfg.n_embd, cfg.norm_eps)
         self.self_attn = Attention(cfg)
-        self.post_attention_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.post_attention_layernorm = norm(cfg.n_embd, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
     def forward(self, x, rope, pos, cache, bias):
@@ -119,23 +138,37 @@ class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
         super().__init__()
         self.cfg = cfg
-        self.amp = None     # torch.bfloat16: autocast to it; the weights stay float32
+        self.hf = new_config(cfg)
+        self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
+        self.recompute = False  # activations in the backward pass, a layer at a time
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
         if cfg.positions == "learned":
             self.embed_positions = nn.Embedding(cfg.block_size, cfg.n_embd)
-        D = cfg.n_embd // cfg.n_head
-        turn = cfg.rope_theta ** (-torch.arange(0, D, 2) / D)                # angle by position
-        cos, sin = (f(torch.arange(cfg.block_size)[:, None] * turn) for f in (torch.cos, torch.sin))
-        self.register_buffer("cos", torch.cat((cos, cos), 1)[:, None], persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), 1)[:, None], persistent=False)
+        if not cfg.tied:
+            self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.set_angles()
         std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000, more in a narrower one
         for name, p in self.named_parameters():
             if p.dim() == 2:                    # and its residual branches shrink with depth
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = (2 * cfg.n_layer) ** -0.5 if residual else 1
                 nn.init.normal_(p, std=std * scale, generator=generator)
+
+    def set_angles(self):
+        """The tables of RoPE, cos and sin (block_size, 1, D) of each position's angles. Llama 3's
+        scaling slows the turns that are slow against its first context (arXiv 2407.21783)."""
+        c = self.cfg
+        turn = c.rope_theta ** (-torch.arange(0, c.head_size, 2) / c.head_size)
+        if c.rope_scaling:
+            factor, low, high, first = c.rope_scaling
+            kept = (first * turn / (2 * math.pi) - low) / (high - low)
+            turn = torch.lerp(turn / factor, turn, kept.clamp(0, 1))
+        angle = torch.arange(c.block_size)[:, None] * turn
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None):
         """Hidden states (B, T, C) after the last norm, for `head`; ids (B, T).
@@ -165,56 +198,166 @@ class GPT(nn.Module):
             bias = bias.masked_fill(~seen, float("-inf"))
             bias = bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, pos, None if cache is None else cache[i], bias)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rope, pos, None, None, use_reentrant=False)
+            else:
+                x = layer(x, rope, pos, None if cache is None else cache[i], bias)
         return self.norm(x)
 
     def head(self, x):
-        """Logits (..., V) in float32 of hidden states (..., C): the embedding, tied."""
+        """Logits (..., V) in float32 of hidden states (..., C)."""
         with self.autocast():
-            return F.linear(x, self.embed_tokens.weight).float()
+            table = self.embed_tokens if self.cfg.tied else self.lm_head
+            return F.linear(x, table.weight).float()
 
     def autocast(self):
         return torch.autocast(self.norm.weight.device.type, self.amp, enabled=self.amp is not None)
 
     def new_cache(self, rows, slots):
         """Empty KV cache (L, 2, rows, K, slots, D): keys at [:, 0], values at [:, 1]."""
-        D = self.cfg.n_embd // self.cfg.n_head
-        return torch.zeros(self.cfg.n_layer, 2, rows, self.cfg.n_kv_head, slots, D,
-                           dtype=self.amp or self.norm.weight.dtype, device=self.norm.weight.device)
+        c, like = self.cfg, self.norm.weight
+        return torch.zeros(c.n_layer, 2, rows, c.n_kv_head, slots, c.head_size,
+                           dtype=self.amp or like.dtype, device=like.device)
 
-    def place(self, cfg):
-        """Move to the device, and do matrix products in the dtype, that `machine` gives."""
-        device, dtype, _ = machine(cfg)
-        self.amp = torch.bfloat16 if dtype == "bfloat16" else None
-        return self.to(device)
+    def frozen(self):
+        """A copy without gradients. Under autocast its matrices are rounded once, here, instead of
+        at every use: half the memory, and the same results."""
+        copied = copy.deepcopy(self).requires_grad_(False)
+        for layer in copied.modules():
+            if isinstance(layer, nn.Linear) and self.amp:
+                layer.weight.data = layer.weight.data.to(self.amp)
+        return copied
 
     @classmethod
     def from_pretrained(cls, folder):
-        """The model in `folder`: config.json and model.safetensors of a tied Llama."""
-        path = Path(folder) / "config.json"
+        """The model in `folder`; raises Fault if it is of another family, or not whole. Never are
+        there more than the model and one of the file's tensors in memory."""
+        return cls.outline(folder).read(folder)
+
+    @classmethod
+    def outline(cls, folder):
+        """The model in `folder`, without memory for it yet."""
         try:
-            hf = json.loads(path.read_text())
-            if hf["model_type"] != "llama" or not hf["tie_word_embeddings"]:
-                raise Fault(f"{path}: not a Llama with tied embeddings")
-            cfg = GPTConfig(**{ours: hf[theirs] for ours, theirs in HF_NAMES.items()})
-        except (OSError, ValueError) as e:
-            raise Fault(f"no model in {folder}: cannot read {path} ({e.__class__.__name__})") from e
-        except (KeyError, TypeError) as e:
-            raise Fault(f"{path}: not the config.json of a Llama: {e}") from e
-        model = cls(cfg)
-        tensors, _ = read_tensors(Path(folder) / "model.safetensors")
-        load_tensors(model, {n.removeprefix("model."): t for n, t in tensors.items()}, folder)
+            return cls.of(json.loads((Path(folder) / "config.json").read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise Fault(f"no model in {folder}: config.json: {e.__class__.__name__}: {e}") from e
+        except Fault as e:
+            raise Fault(f"{folder}: {e}") from e
+
+    @classmethod
+    def of(cls, hf):
+        """A model of a config.json's dict, without memory for it yet."""
+        with torch.device("meta"):
+            model = cls(read_config(hf))
+        model.hf = hf
         return model
 
-    def save_pretrained(self, folder, eos_token_id=None):
-        """Write config.json and model.safetensors, the names and layout of Hugging Face's Llama."""
-        hf = {theirs: getattr(self.cfg, ours) for ours, theirs in HF_NAMES.items()}
-        hf |= dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
-                   tie_word_embeddings=True, eos_token_id=eos_token_id, dtype="float32")
+    def allocate(self):
+        """Memory for an outline; the weights are still to be set."""
+        self.to_empty(device="cpu").set_angles()
+        return self
+
+    @torch.no_grad()
+    def read(self, folder):
+        """Fill an outline with the tensors of a folder."""
+        self.allocate()
+        held, seen = self.by_file_name(), set()
+        for name, tensor in each_tensor(folder):
+            name = name if name in held else f"transformer.{name}"      # as the first GPT-2 has it
+            if name in held:
+                parts = held[name]
+                tensor = tensor.T if TURNED.search(name) else tensor
+                want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
+                if tensor.shape != want:
+                    raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
+                for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
+                    p.copy_(part)
+                seen.add(name)
+            elif not CONSTANTS.search(name) and not (self.cfg.tied and "lm_head" in name):
+                raise Fault(f"{folder}: the tensor {name} is none of this model's")
+        if missing := sorted(held.keys() - seen):
+            raise Fault(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
+        return self
+
+    def save_pretrained(self, folder, files=()):
+        """Write config.json and model.safetensors as they came, in names, layout and dtype, and
+        `files` beside them, their bytes by name."""
+        dtype = getattr(torch, self.hf.get("dtype") or self.hf.get("torch_dtype") or "float32")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(folder) / "config.json", json.dumps(hf, indent=2))
-        tensors = {"model." + n: p.detach() for n, p in self.named_parameters()}
+        write_whole(Path(folder) / "config.json", json.dumps(self.hf, indent=2))
+        for name, content in dict(files).items():
+            write_whole(Path(folder) / name, lambda path: path.write_bytes(content))
+        tensors = {}
+        for name, parts in self.by_file_name().items():
+            whole = torch.cat([p.detach() for p in parts]).to(dtype)
+            tensors[name] = whole.T if TURNED.search(name) else whole
         write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
+
+    def by_file_name(self):
+        """Parameters by their name in a file: GPT-2's joins query, key and value."""
+        held = {}
+        for name, p in self.named_parameters():
+            if self.hf["model_type"] == "gpt2":
+                for ours, theirs in GPT2_PARTS.items():
+                    name = name.replace(ours, theirs)
+            if name != "lm_head.weight":
+                name = ("transformer." if self.hf["model_type"] == "gpt2" else "model.") + name
+            held.setdefault(name, []).append(p)
+        return held
+
+# ---------------------------------------------------------------------- Hugging Face's config.json
+
+FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
+            "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
+NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
+             n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
+             head_size="head_dim", block_size="max_position_embeddings", norm_eps="rms_norm_eps",
+             tied="tie_word_embeddings")
+GPT2_NAMES = dict(vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_kv_head="n_head",
+                  n_embd="n_embd", n_inner="n_inner", block_size="n_positions",
+                  norm_eps="layer_norm_epsilon", tied="tie_word_embeddings")
+GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", "input_layernorm":
+              "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj",
+              "self_attn.q_proj": "attn.c_attn", "self_attn.k_proj": "attn.c_attn",
+              "self_attn.v_proj": "attn.c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
+              "norm.": "ln_f."}
+TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear layers: a file holds the transpose
+CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # in older files
+# What of a config.json would change the arithmetic, and the values with which it does not.
+ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
+            attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,),
+            scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
+            add_cross_attention=(False,), quantization_config=(),
+            **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
+
+def read_config(hf):
+    """The GPTConfig of a config.json's dict; raises Fault for what this model does not compute."""
+    if (family := hf["model_type"]) not in FAMILIES:
+        raise Fault(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
+    for key, values in ONLY.items():
+        if key in hf and hf[key] not in (None, *values):
+            raise Fault(f"{key} {hf[key]!r} is not supported")
+    rope = hf.get("rope_parameters") or {}                  # since transformers 5
+    scaling = hf.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise Fault(f"rope scaling {kind!r} is not supported")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    names = GPT2_NAMES if family == "gpt2" else NAMES
+    found = {ours: hf[theirs] for ours, theirs in names.items() if hf.get(theirs) is not None}
+    gpt2 = dict(n_inner=4 * found["n_embd"]) if family == "gpt2" else {}
+    found = dict(n_kv_head=found["n_head"], head_size=0, tied=family == "gpt2") | gpt2 | found
+    if missing := [theirs for ours, theirs in names.items() if ours not in found]:
+        raise KeyError(missing[0])
+    return GPTConfig(**found, **FAMILIES[family],
+                     rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+                     rope_scaling=tuple(scaling[k] for k in keys) if kind == "llama3" else ())
+
+def new_config(cfg):
+    """The config.json of a model that did not come from one: a Llama's."""
+    return {theirs: getattr(cfg, ours) for ours, theirs in NAMES.items()} | dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
+        rope_theta=cfg.rope_theta, dtype="float32")
 
 class ScalarHead(nn.Module):
     """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
@@ -232,116 +375,24 @@ class ScalarHead(nn.Module):
         h = h if self.trunk is None else self.trunk(ids)
         return self.head(h.float())[..., 0]
 
-HF_NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-                n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
-                block_size="max_position_embeddings", rope_theta="rope_theta",
-                norm_eps="rms_norm_eps")
+# ------------------------------------------------------------------------------- log-probabilities
 
-# -------------------------------------------------------------------------------------- the rows
-
-def row_lengths(mask):
-    """Tokens of each row without its padding, (B,)."""
-    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
-
-def micro_batches(length, budget):
-    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
-    rows go by length (B,), and none is padded to more than twice its own."""
-    order = length.argsort(descending=True, stable=True)
-    sizes = length[order].tolist()
-    i = 0
-    while i < len(sizes):
-        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
-                if 2 * sizes[j] >= sizes[i]]
-        yield order[i:fits[-1] + 1], sizes[i]
-        i = fits[-1] + 1
-
-def last_tokens(mask):
-    """The last sampled token of each row, (B, T)."""
-    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. The shift by one lives here."""
+    critic), both (B, T), 0 where mask is False. The shift by one lives here. More than CHUNK logits
+    are made in parts, and again in the backward pass: there is no (B, T, V) tensor."""
+    def of_chosen(h, chosen):
+        logits = model.head(h) / temperature                                               # (n, V)
+        return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
     h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1
     on = mask[:, 1:]
-    logits = model.head(h[on]) / temperature                                               # (n, V)
-    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:][on][:, None])[:, 0]
+    parts = h[on], ids[:, 1:][on]                                                   # (n, C), (n,)
+    if (size := max(1, CHUNK // model.cfg.vocab_size)) < len(parts[0]):
+        logp = torch.cat([checkpoint(of_chosen, *part, use_reentrant=False)
+                          for part in zip(*(x.split(size) for x in parts))])
+    else:
+        logp = of_chosen(*parts)
     spread = lambda x: F.pad(x.new_zeros(on.shape).masked_scatter(on, x), (1, 0))          # (B, T)
     return spread(logp), critic and spread(critic(ids[:, :-1], h)[on])
-
-@torch.no_grad()
-def by_parts(f, ids, mask, budget):
-    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
-    out = None
-    for rows, T in micro_batches(row_lengths(mask), budget):
-        parts = f(ids[rows, :T], mask[rows, :T])
-        out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
-        for whole, part in zip(out, parts):
-            if part is not None:
-                whole[rows, :T] = part.to(ids.device)
-    return out
-
-# -------------------------------------------------------------------------------- the warm start
-
-WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
-        "warm_steps", "warm_batch", "warm_lr")                  # what a warm start depends on
-
-def warm_start(model, task, problems, cfg, encoding):
-    """Supervised fine-tuning on fresh demonstrations."""
-    (rank, ranks), device, encode = world(), model.norm.weight.device, encoding.encode_ordinary
-    pad = lambda rows: pad_sequence([torch.tensor(r, device=device) for r in rows], True)
-    def losses(step):
-        source = rng(cfg, "warm start", step)
-        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
-                for p in source.choices(problems, k=cfg.warm_batch)]
-        tokens = sum(len(text) for _, text in rows)         # of all ranks; this one takes its rows
-        if (long := max(len(text) for _, text in rows)) > cfg.max_new:
-            raise Fault(f"a demonstration of {long} tokens is longer than --max_new {cfg.max_new}")
-        rows = rows[rank::ranks]
-        ids = pad([prompt + text for prompt, text in rows])
-        mask = pad([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
-        for micro, T in micro_batches(row_lengths(mask), cfg.micro_tokens):
-            logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
-            yield -logp.sum() / tokens
-    fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr, cfg.grad_clip)
-
-    if rank == 0:           # kept for the next run that would make the same; the note goes last
-        folder, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
-        note.unlink(missing_ok=True)
-        model.save_pretrained(folder, encoding.eot_token)
-        write_whole(note, warm_note(cfg, task))
-
-def warm_note(cfg, task):
-    """What a warm start depends on: settings, and the task's own file."""
-    source = Path(task.__file__).read_bytes() if hasattr(task, "__file__") else b""
-    return json.dumps({name: getattr(cfg, name) for name in WARM}
-                      | {"sha256 of the task": hashlib.sha256(source).hexdigest()})
-
-def load_model(folder, cfg, encoding):
-    """The model in a folder, on its device; raises Fault if the tokenizer is not its own."""
-    model = GPT.from_pretrained(folder).place(cfg)
-    if model.cfg.vocab_size != encoding.n_vocab:
-        raise Fault(f"{folder}: a vocabulary of {model.cfg.vocab_size}, and the tokenizer has "
-                    f"{encoding.n_vocab}")
-    return model
-
-def starting_model(cfg, task, longest, encoding, shape=None):
-    """The policy before RL, and whether it is whole: --init's, or a kept one, or of the `shape` (a
-    dict) of a checkpoint to come. Otherwise it is new, and needs its warm start."""
-    folder, model = cfg.folder / "warm_start", None
-    note = folder / "warm_start.json"
-    if shape is not None:
-        model = GPT(GPTConfig(**shape)).place(cfg)
-    elif cfg.init or note.exists() and note.read_text() == warm_note(cfg, task):
-        say(f"starting from {cfg.init or folder}")
-        model = load_model(cfg.init or folder, cfg, encoding)
-    if model is not None:
-        if longest + cfg.max_new > model.cfg.block_size:
-            raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
-                        f"model's context of {model.cfg.block_size}")
-        return model, True
-    context = 1 << (longest + cfg.max_new - 1).bit_length()
-    shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
-                      n_inner=4 * cfg.n_embd, block_size=context)
-    seed = rng(cfg, "weights").getrandbits(63)
-    return GPT(shape, torch.Generator().manual_seed(seed)).place(cfg), False

@@ -8,23 +8,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data.run import Fault, fit, say, world
+from data.run import Fault, by_parts, fit, last_tokens, micro_batches, row_lengths, say, world
 from data.tokenizer import step_tokens
-from model import by_parts, last_tokens, micro_batches, row_lengths
 
-TOKEN = re.compile(r"[0-9]{1,15}|[-+*/()]")     # ASCII digits only: int() would take others too
+NUMERAL = r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}"    # ASCII: int() takes other digits too
+TOKEN = re.compile(NUMERAL + "|[-+*/()]")
 LONGEST = 200                                   # characters; bounds the time, the depth, the result
 
 
 def evaluate(text):
     """Exact value of an arithmetic expression as a Fraction, or None for anything else.
 
-    Takes integers of up to 15 digits, + - * /, unary minus, parentheses and spaces, in at most 200
-    characters: no names, no powers, nothing that can run long.
+    Takes integers and decimals of up to 15 digits, + - * /, unary minus, parentheses and spaces, in
+    at most 200 characters: no names, no powers, nothing that can run long.
     """
     squeezed = text.replace(" ", "")
     tokens = TOKEN.findall(squeezed) if len(text) <= LONGEST else []
-    if not tokens or "".join(tokens) != squeezed or re.search(r"[0-9] +[0-9]|[0-9]{16}", text):
+    apart = re.search(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.", text)      # no one number
+    if not tokens or "".join(tokens) != squeezed or apart:
         return None
     tokens.append("")                           # the end
     at = 0
@@ -55,9 +56,9 @@ def evaluate(text):
             if take() != ")":
                 raise SyntaxError
             return value
-        if not token.isdigit():
+        if token in ("", ")", "+", "*", "/"):
             raise SyntaxError
-        return Fraction(int(token))
+        return Fraction(token)
 
     try:
         value = sum_()

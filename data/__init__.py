@@ -10,7 +10,7 @@ FUNCTIONS = ("problems", "demonstration", "reward", "answer", "steps")
 def load_task(name):
     """The module data/<name>.py; raises Fault if there is none, or it is not a task."""
     here = Path(__file__).parent
-    others = ("__init__", "run", "tokenizer")
+    others = ("__init__", "answers", "run", "start", "tokenizer")
     tasks = sorted(p.stem for p in here.glob("*.py") if p.stem not in others)
     if name not in tasks:
         raise Fault(f"unknown task {name!r}; there are: {', '.join(tasks)}")

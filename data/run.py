@@ -25,8 +25,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data.tokenizer import coloured
-
 class Fault(Exception):
     """Something the user can mend: `grpo.py` prints it as one line and exits with code 2."""
 
@@ -98,6 +96,40 @@ def prepare():
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
+
+# -------------------------------------------------------------------------------------- the rows
+
+def row_lengths(mask):
+    """Tokens of each row without its padding, (B,)."""
+    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
+
+def micro_batches(length, budget):
+    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
+    rows go by length (B,), and none is padded to more than twice its own."""
+    order = length.argsort(descending=True, stable=True)
+    sizes = length[order].tolist()
+    i = 0
+    while i < len(sizes):
+        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
+                if 2 * sizes[j] >= sizes[i]]
+        yield order[i:fits[-1] + 1], sizes[i]
+        i = fits[-1] + 1
+
+def last_tokens(mask):
+    """The last sampled token of each row, (B, T)."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+@torch.no_grad()
+def by_parts(f, ids, mask, budget):
+    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
+    out = None
+    for rows, T in micro_batches(row_lengths(mask), budget):
+        parts = f(ids[rows, :T], mask[rows, :T])
+        out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
+        for whole, part in zip(out, parts):
+            if part is not None:
+                whole[rows, :T] = part.to(ids.device)
+    return out
 
 # ------------------------------------------------------------------------------------ the training
 
@@ -204,6 +236,20 @@ def read_tensors(path):
         why = "not found" if not Path(path).exists() else f"not a whole safetensors file: {e}"
         raise Fault(f"{path}: {why}") from e
 
+def each_tensor(folder):
+    """(name, tensor) of a checkpoint's model.safetensors, or of its parts, one after the other."""
+    folder = Path(folder)
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    try:
+        if index.exists() and not (folder / files[0]).exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for file in files:
+            with safe_open(folder / file, "pt") as f:
+                for name in f.keys():
+                    yield name, f.get_tensor(name)
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as e:
+        raise Fault(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
+
 def read_flags(config, modes, about, argv):
     """A command line as a dict of the flags given and of all modes. A field of the dataclass
     `config` is a flag, its comment the flag's help; `modes` are flags too, of which one at most."""
@@ -236,6 +282,11 @@ def check_fields(cfg, least):
 def check_sizes(cfg, problems):
     """Raise Fault if a step wants more than there are `problems`, or cannot deal them to the ranks
     alike."""
+    if cfg.init and Path(cfg.init).resolve() == cfg.folder.resolve():
+        raise Fault(f"--out is --init: the model in {cfg.init} would be overwritten")
+    if cfg.minibatches > cfg.prompts * cfg.group:
+        raise Fault(f"--minibatches {cfg.minibatches}: a rollout has only "
+                    f"{cfg.prompts * cfg.group} rows")
     drawn = [cfg.prompts] + [cfg.fit_prompts] * (cfg.reward == "model")     # problems at a time
     if max(drawn) > problems:
         raise Fault(f"{max(drawn)} prompts at a time: the task has only {problems} problems")
@@ -283,23 +334,24 @@ def open_folder(cfg, run=None):
     except OSError as e:
         raise Fault(f"cannot write in {cfg.folder}: {e.strerror}") from e
 
-def save(folder, step, cfg, shape, tensors):
-    """The checkpoint after `step`, -1 before there is a model of a `shape`. What is random and
-    where the run stands in its problems follow from seed and step, so they are not in it."""
+def save(folder, step, cfg, config, tensors):
+    """The checkpoint after `step`, -1 before there is a model; `config` is its config.json's. What
+    is random and where the run stands in its problems follow from seed and step, so they are not in
+    it."""
     state = {"step": step, "config": dataclasses.asdict(cfg),
-             "shape": dataclasses.asdict(shape) if shape else None,
+             "model": config,
              "sizes": {name: os.path.getsize(folder / name) if tensors else 0 for name in LOGS}}
     write_tensors(folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
 
 def find_run(folder, config):
-    """What `save` left in `folder`: the `config`, and a dict of step, shape, sizes, tensors."""
+    """What `save` left in `folder`: the `config`, and a dict of step, model, sizes, tensors."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise Fault(f"no run in {folder}")
     tensors, metadata = read_tensors(path)
     try:
         state = json.loads(metadata["grpo"])
-        run = {name: state[name] for name in ("step", "shape", "sizes")} | {"tensors": tensors}
+        run = {name: state[name] for name in ("step", "model", "sizes")} | {"tensors": tensors}
         return config(**state["config"]), run
     except (KeyError, TypeError, ValueError) as e:
         raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
@@ -328,12 +380,25 @@ def show_step(step, total, done):
         say("warning: nothing to learn from in 3 steps: in every group all rewards were equal, or "
             "no completion ended")
 
+def on_one_line(text):
+    return text.replace("\n", " ⏎ ")
+
+def coloured(encoding, ids, adv):
+    """The text of tokens on one line. In a terminal green is to become likelier, red less likely,
+    and in grey there is nothing to learn."""
+    pieces = [encoding.decode([t]) if t in encoding.known else "" for t in ids]
+    pieces = [on_one_line(piece) for piece in pieces]
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
+        pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
+    return "".join(pieces)
+
 def show_group(step, problem, batch, texts, group, encoding):
     """The first group of a rollout: printed, its tokens coloured by advantage, and as a record."""
     adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
     for ids, on, row, reward in list(zip(batch.ids, batch.mask, adv, batch.reward.sum(1)))[:4]:
-        say(f"    {problem.prompt}{coloured(encoding, ids[on].tolist(), row)}   reward {reward:g}  "
-            f"advantage {row[0]:+.2f}")
+        text = coloured(encoding, ids[on].tolist(), row)
+        say(f"    {on_one_line(problem.prompt)}{text}   reward {reward:g}  advantage {row[0]:+.2f}")
     return {"step": step, "prompt": problem.prompt, "completions": texts[:group],
             "rewards": batch.reward[:group].sum(1).tolist(),
             "advantages": [[round(a, 4) for a in row] for row in adv]}

@@ -1,46 +1,184 @@
-"""Bytes as tokens: a `tiktoken.Encoding` of the 256 bytes and one special token. No download."""
+"""Tokenizers as a `tiktoken.Encoding`: the bytes, or a checkpoint's own tokenizer.json."""
 import bisect
 import codecs
 import itertools
-import os
-import sys
+import json
+import re
+import unicodedata
+from pathlib import Path
 
 import tiktoken
 
+from data.run import Fault
+
 END = "<|endoftext|>"
+BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable ones
+BYTES += [b for b in range(256) if b not in BYTES]
+LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
+BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+# How a prompt is framed for a model that was tuned to chat: by the token that marks this format in
+# the folder's template, the frame and what ends a turn.
+CHATS = {"chatml": ("<|im_start|>", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+                    "<|im_end|>"),
+         "llama3": ("<|start_header_id|>",
+                    "<|start_header_id|>user<|end_header_id|>\n\n{trimmed}<|eot_id|>"
+                    "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>")}
+
+
+def split_at(marks, text):
+    """The pieces of a text, among them the `marks` in it."""
+    pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+    return re.split(f"({pattern})", text) if marks else [text]
+
+
+class Encoding(tiktoken.Encoding):
+    """tiktoken's, with what a checkpoint says of its use.
+
+    stop: the ids that end a completion; frame: what stands around a prompt, special tokens by name,
+    "{}" for the prompt; hidden: ids that are no text; plain: names of special tokens that are found in
+    any text; files: by name, what belongs beside the weights.
+    """
+
+    def __init__(self, name, split, ranks, special, hidden, stop, files, frame="{}", nfc=False,
+                 plain=()):
+        super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+        self.stop, self.files, self.frame, self.nfc = frozenset(stop), files, frame, nfc
+        self.special, self.known = special, {*ranks.values(), *special.values()}
+        self.text, self.plain = self.known - {*hidden, *stop}, plain
+        self.missing = {b for b in range(256) if bytes([b]) not in ranks}
+
+    def encode_ordinary(self, text):
+        """Ids of a text, in which only `plain` tokens have a meaning of their own."""
+        if self.missing:            # a tokenizer that lacks some bytes drops their characters
+            text = "".join(c for c in text if self.missing.isdisjoint(c.encode()))
+        ids = []
+        for piece in split_at(self.plain, text):
+            piece = unicodedata.normalize("NFC", piece) if self.nfc else piece
+            known = piece in self.plain
+            ids += [self.special[piece]] if known else super().encode_ordinary(piece)
+        return ids
+
+    def encode_prompt(self, text):
+        """Ids of a prompt in its frame. Special tokens count in the frame, not in the text."""
+        text = text.strip() if "{trimmed}" in self.frame else text
+        ids = ([self.special[piece]] if piece in self.special else
+               self.encode_ordinary(re.sub(r"\{(trimmed)?\}", lambda _: text, piece, count=1))
+               for piece in split_at(self.special, self.frame))
+        ids = list(itertools.chain(*ids))
+        if not ids:
+            raise Fault("an empty prompt: there is nothing to sample from")
+        return ids
+
+    def token_bytes(self, token):
+        """The bytes of a token's text: none for a special one, or one that only pads the model's
+        vocabulary."""
+        return self.decode_single_token_bytes(token) if token in self.text else b""
 
 
 def byte_encoding():
-    """Encoding with ids 0-255 for the bytes and 256 for END (`encoding.eot_token`).
+    """Ids 0-255 for the bytes and 256 for END: no download."""
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    end = dict(id=256, content=END, single_word=False, lstrip=False, rstrip=False, normalized=False,
+               special=True)
+    model = dict(type="BPE", vocab={LETTERS[b]: b for b in range(256)}, merges=[])
+    files = {"tokenizer.json": dict(version="1.0", added_tokens=[end], normalizer=None,
+                                    pre_tokenizer=level, decoder=level, model=model),
+             "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast",
+                                           eos_token=END)}
+    files = {name: json.dumps(x).encode() for name, x in files.items()}
+    return Encoding("bytes", r"[\s\S]", {bytes([i]): i for i in range(256)}, {END: 256}, [], [256],
+                    files)
 
-    Encode with `encode_ordinary`: END spelled out in a text is then text like any other.
-    """
-    return tiktoken.Encoding(
-        name="bytes",
-        pat_str=r"[\s\S]",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={END: 256},
-    )
+
+def load_encoding(folder, chat="auto"):
+    """The tokenizer of a checkpoint's folder; raises Fault if it is not a byte-level BPE. `chat`: a
+    name of CHATS, "none", or "auto" for what the folder's template says."""
+    folder = Path(folder)
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    read = lambda name: json.loads(files.get(name, b"{}"))
+    if "tokenizer.json" not in files:
+        raise Fault(f"no model in {folder}: there is no tokenizer.json")
+    try:
+        hf, about = read("tokenizer.json"), read("tokenizer_config.json")
+        special = {t["content"]: t["id"] for t in hf["added_tokens"]}
+        ranks, split, nfc = byte_pairs(hf, special)
+        template = str(about.get("chat_template")) + str(files.get("chat_template.jinja"))
+        if chat == "auto":
+            chat = next((name for name, (mark, *_) in CHATS.items() if mark in template), "none")
+        mark, frame, end = CHATS.get(chat, (None, "{}", None))
+        if mark and not special.keys() >= {mark, end}:
+            raise Fault(f"--chat {chat}: the tokenizer does not know {mark} and {end}")
+        said = about.get("eos_token")
+        stop = {special.get(said["content"] if isinstance(said, dict) else said), special.get(end)}
+        config = json.loads((folder / "config.json").read_text())
+        for where in (read("generation_config.json"), config):
+            ends = where.get("eos_token_id")
+            stop |= set(ends) if isinstance(ends, list) else {ends}
+        if not (stop := stop - {None}):
+            raise Fault("no file names a token that ends a completion")
+        hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
+        plain = [t["content"] for t in hf["added_tokens"] if not t["special"]]
+        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+            raise Fault("its tokenizer has two tokens of one id")
+        sorted(stop)                                        # TypeError if they are not numbers
+        return Encoding(str(folder), split, ranks, special, hidden, stop, files,
+                        opening(hf) + frame, nfc, plain)
+    except Fault as e:
+        raise Fault(f"{folder}: {e}") from e
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
+        raise Fault(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
+
+
+def byte_pairs(hf, special):
+    """Of a tokenizer.json: the ids by the bytes of the token, the pattern that splits a text, and
+    whether it is normalised to NFC. The ids must rank as the merges do: tiktoken merges by id."""
+    model, pre, normalizer = hf["model"], hf["pre_tokenizer"] or {}, hf.get("normalizer")
+    parts = pre.get("pretokenizers", [pre])
+    kinds, *_, level = [p.get("type") for p in parts], parts[-1]
+    regex = level.get("use_regex", True)
+    if model["type"] != "BPE" or kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
+        raise Fault("its tokenizer is not a byte-level BPE")
+    if kinds == ["ByteLevel"]:
+        split = GPT2_SPLIT if regex else r"[\s\S]+"
+    elif kinds == ["Digits", "ByteLevel"] and regex and parts[0]["individual_digits"]:
+        split = DIGITS_SPLIT
+    elif kinds == ["Split", "ByteLevel"] and not regex and parts[0]["behavior"] == "Isolated":
+        split = parts[0]["pattern"]["Regex"]
+    else:
+        raise Fault(f"its tokenizer splits a text in a way that is not supported: {kinds}")
+    if normalizer is not None and normalizer["type"] != "NFC":
+        raise Fault(f"its tokenizer has a normalizer that is not supported: {normalizer['type']}")
+    vocab = model["vocab"]
+    merged = [vocab["".join(m.split(" ") if isinstance(m, str) else m)] for m in model["merges"]]
+    if merged != sorted(merged):
+        raise Fault("the ids of its tokenizer are not in the order of its merges")
+    ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in vocab.items()
+             if token not in special}
+    return ranks, split, normalizer is not None
+
+
+def opening(hf):
+    """The special tokens that a tokenizer.json puts before every text, by name."""
+    post = hf.get("post_processor") or {}
+    for part in post.get("processors", [post]):
+        if part.get("type") == "TemplateProcessing":
+            before = itertools.takewhile(lambda x: "SpecialToken" in x, part["single"])
+            return "".join(x["SpecialToken"]["id"] for x in before)
+    return ""
 
 
 def decode(encoding, ids):
-    """The text of a completion, without the end token."""
-    return encoding.decode([t for t in ids if t != encoding.eot_token])
-
-
-def coloured(encoding, ids, adv):
-    """The text of tokens on one line. In a terminal green is to become likelier, red less likely,
-    and in grey there is nothing to learn."""
-    pieces = [encoding.decode([t]).replace("\n", " ⏎ ") for t in ids]
-    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
-        pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
-    return "".join(pieces)
+    """The text of a completion, without special tokens."""
+    return b"".join(map(encoding.token_bytes, ids)).decode("utf-8", "replace")
 
 
 def step_tokens(encoding, ids, ends):
     """Which token of `ids` closes each step, for `ends` in characters of their text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    lengths = (len(decoder.decode(encoding.decode_single_token_bytes(t))) for t in ids)
+    lengths = (len(decoder.decode(encoding.token_bytes(t))) for t in ids)
     done = list(itertools.accumulate(lengths))                  # characters after each token
     return [min(bisect.bisect_left(done, end), len(ids) - 1) for end in ends]

@@ -34,9 +34,9 @@ def rate(n=2048, times=5):
 def main():
     grpo.prepare()
     cfg, task, _, _ = grpo.read_command(sys.argv[1:])
-    encoding = grpo.byte_encoding()
+    encoding = grpo.encoding_of(cfg, cfg.init)
     problems, _ = task.problems(cfg)
-    model = grpo.GPT.from_pretrained(cfg.init).place(cfg)
+    model = grpo.load_model(cfg.init, cfg, encoding)
     agent = grpo.new_agent(cfg, task, model, encoding)
     N, rows = sum(p.numel() for p in model.parameters()), []
     for step in range(1, cfg.steps + 1):

@@ -6,7 +6,8 @@ import torch
 from conftest import tiny_model
 
 from grpo import Config, advantages, gae, kl_terms, policy_loss, relative, value_loss, whiten
-from model import ScalarHead, last_tokens, token_logps
+from data.run import last_tokens
+from model import ScalarHead, token_logps
 
 G = torch.Generator().manual_seed(0)
 # Rows of 1, 3, 5 and 2 sampled tokens after prompts of 2, 1, 1 and 3.

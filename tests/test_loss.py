@@ -8,9 +8,9 @@ import torch
 from conftest import tiny_model
 
 import grpo
-from data.run import Fault, new_optimizer
+from data.run import Fault, micro_batches, new_optimizer
 from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
-from model import micro_batches, token_logps
+from model import token_logps
 
 CFG = Config()
 

@@ -4,7 +4,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import tiktoken
 import torch
 from conftest import tiny_model
 
@@ -12,7 +11,7 @@ import data.arithmetic as task
 import grpo
 import reward
 from data.run import rng
-from data.tokenizer import byte_encoding, step_tokens
+from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
 from reward import (choose, join, learn, learned_rewards, quality, reward_loss,
@@ -77,7 +76,7 @@ def test_step_tokens_of_bytes_and_of_longer_tokens():
     data = text.encode()
     assert step_tokens(byte_encoding(), list(data), ends) == [4, 10, 11]
     ranks = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
-    longer = tiktoken.Encoding("t", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
+    longer = Encoding("t", r"[\s\S]+", ranks, {"<end>": 300}, [], [300], {})
     ids = longer.encode_ordinary(text)
     assert [longer.decode_single_token_bytes(t) for t in ids][3:5] == [b"1", b"\n\xe4"]
     assert step_tokens(longer, ids, ends) == [4, 8, 9]

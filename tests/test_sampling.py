@@ -3,6 +3,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from data.tokenizer import byte_encoding
 from data.run import Fault
 from grpo import sample
 from model import token_logps
@@ -123,4 +124,4 @@ def test_a_prompt_that_does_not_fit():
     with pytest.raises(Fault, match="60 tokens and --max_new 5 do not fit"):
         sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
     with pytest.raises(Fault, match="empty"):
-        sample(tiny_model(), [[]], 1, 5, 0, STOP)
+        byte_encoding().encode_prompt("")

@@ -1,4 +1,5 @@
 """The task, its rewards and steps; the evaluator against hostile text; the tokenizer."""
+import json
 import random
 import time
 from fractions import Fraction
@@ -7,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 import data.arithmetic as task
+import data.countdown as countdown
+import data.gsm8k as gsm8k
 from data import load_task
 from data.arithmetic import Problem
 from data.run import Fault
+from data.answers import lines_true, one_number, tagged
 from reward import evaluate, score
 
 P = Problem("47*58=", "2726")
@@ -124,7 +128,7 @@ def test_evaluates(text, value):
 @pytest.mark.parametrize("text", [
     "", " ", "95**87**76", "2^9", "1/0", "1/(2-2)", "(" * 5000 + "1" + ")" * 5000, "9" * 16, "9" * 100_000,
     "*".join(["9" * 15] * 5000), "(1", "1)", "()", "1+", "*1", "1 2", "abs(1)", "__import__('os')",
-    "1e9", "1.5", "٣+٤", "１＋１", "²", "1_000", "0x10", "1\n+1", "lambda:0", "\x00"])
+    "1e9", "1.5.2", "1 .5", ".", "٣+٤", "１＋１", "²", "1_000", "0x10", "1\n+1", "lambda:0", "\x00"])
 def test_hostile_text_is_none_and_quick(text):
     """`95**87**76` passes the character filters of two popular repositories, and hangs them."""
     began = time.perf_counter()
@@ -156,3 +160,110 @@ def test_bytes_survive(encoding):
 
 def test_the_end_token_cannot_be_spelled(encoding):
     assert 256 not in encoding.encode_ordinary("1*1=<|endoftext|>")
+
+
+# --------------------------------------------------------------------- tasks in natural language
+
+def answered(x, thought=""):
+    return f"<think>{thought}</think>\n<answer>{x}</answer>"
+
+
+@pytest.mark.parametrize("text, number", [
+    ("18", 18), ("$1,080.", 1080), ("-5", -5), ("\u22125", -5), ("1,234,567 dollars", 1234567),
+    ("3.50", Fraction(7, 2)), (r"\boxed{42}", 42), (r"$\boxed{1{,}080}$", 1080), ("70%", 70), ("18.0", 18),
+    ("$-3", -3), ("-$3", -3), ("12 eggs.", 12), (".5", Fraction(1, 2)), ("$.50", Fraction(1, 2))])
+def test_one_number(text, number):
+    assert one_number(text) == number
+
+
+@pytest.mark.parametrize("text", [
+    "", "none", "10-3", "\u0663", "17 or 18", "1/2", r"\frac{1}{2}", "10^2", "1,2345", "1e3", "1 000", "3:18", "--5",
+    "3.3333333333333335", "12345678901234518", "3 x 4 = 12", ".", "$", "18 (rounded from 17.6)", "5\u201318"])
+def test_other_texts_are_no_number(text):
+    """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5`."""
+    assert one_number(text) is None
+
+
+def test_the_last_answer_in_tags_counts():
+    assert tagged("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
+    assert tagged("<answer>1") is None and tagged("1</answer>") is None
+    assert tagged("<answer><answer>3</answer>") == "3" and tagged("<answer></answer>") == ""
+
+
+def test_lines_with_equations_are_steps():
+    """What cannot be checked is no step: filler earns nothing."""
+    true = ["48/2 = 24 clips.", "So 12 x $0.25 = $3.00", "1,000 + 80 = 1080.", "2 + 2 = 4 and 4 * 2 = 8",
+            "20 \u2212 13 = 7", ".5*4=2", "10/3 = 3.33", "2*3-1 = 5"]
+    false = ["48/2 = 25 clips.", "2 + 2 = 4 and 4 * 2 = 9", "12 x 2 = 25 pages", "1+1=2, 2+2=5", "10/3 = 3.34"]
+    free = ["she had 3 left", "x = 5", "237 potatoes - 60 = 177 cucumbers", "Half of 48 = 24", "2/3 of 9 = 6",
+            "20% of 50 = 10", "1=1", "", "3 times 4 = 12", "foo = bar"]
+    for line in free:
+        assert lines_true(line + "\n1+1=2") == [(len(line) + 6, True)]
+    found = lines_true("\n".join(true + false))
+    assert [truth for _, truth in found] == [True] * len(true) + [False] * len(false)
+    assert lines_true("1+1=2\nb\n2+2=4\nd") == [(6, True), (14, True), (15, True)]
+    assert lines_true("a") == [(1, True)] and lines_true("1+1=3\n\n") == [(7, False)]
+
+
+def test_hostile_lines_are_quick():
+    for text in ("-" * 16000 + "y", "1+" * 8000 + "=", "=" * 16000, "(" * 16000 + "=1", "<answer>" * 2000):
+        began = time.perf_counter()
+        lines_true(text), tagged(text), one_number(text)
+        assert time.perf_counter() - began < 0.5
+
+
+def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    return SimpleNamespace(train=str(path), test=str(path))
+
+
+def test_gsm8k(tmp_path):
+    train, test = gsm8k.problems(gsm8k_files(tmp_path))
+    assert train == test and [p.answer for p in train] == ["4", "1080"]
+    assert "Two and 2?" in train[0].prompt and train[0].solution == "2+2 = <<2+2=4>>4"
+    for p in train:
+        shown = gsm8k.demonstration(p, random)
+        assert gsm8k.reward(p, shown) == {"correct": 1.0, "format": 0.1} and "<<" not in shown
+        assert all(truth for _, truth in gsm8k.steps(p, shown))
+        wrong = p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
+        assert gsm8k.reward(p, answered(wrong)) == {"correct": 0.0, "format": 0.1}
+        assert gsm8k.reward(p, p.answer) == {"correct": 0.0, "format": 0.0}
+    assert gsm8k.answer(answered("$1,080.00")) == "1080" == train[1].answer
+    assert gsm8k.answer("none") == gsm8k.answer(answered("none")) == ""
+
+
+@pytest.mark.parametrize("rows, why", [
+    ([("q", "no mark")], "line 1"), ([("q", "#### 1 or 2")], "line 1"), ([("q", "#### many")], "line 1"), ([], "is empty")])
+def test_gsm8k_files_that_are_not_as_published(tmp_path, rows, why):
+    with pytest.raises(Fault, match=why):
+        gsm8k.problems(gsm8k_files(tmp_path, rows))
+    (tmp_path / "binary").write_bytes(b"PAR1\xff\xfe")
+    with pytest.raises(Fault, match="binary"):
+        gsm8k.problems(SimpleNamespace(train=str(tmp_path / "binary"), test=""))
+    with pytest.raises(Fault, match="needs --train FILE"):
+        gsm8k.problems(SimpleNamespace(train="", test=""))
+    with pytest.raises(Fault, match="No such file"):
+        gsm8k.problems(SimpleNamespace(train=str(tmp_path / "none"), test=""))
+
+
+@pytest.mark.parametrize("difficulty", [2, 4])
+def test_countdown(difficulty):
+    train, held_out = countdown.problems(SimpleNamespace(difficulty=difficulty))
+    assert len(held_out) == 500 and len(train) > 1000
+    keys = [(p.numbers, p.target) for p in train + held_out]
+    assert len(set(keys)) == len(keys) and all(len(p.numbers) == difficulty for p in train)
+    for p in train[:100]:
+        assert countdown.reward(p, countdown.demonstration(p, random)) == {"correct": 1.0, "format": 0.1}
+        assert all(truth for _, truth in countdown.steps(p, countdown.demonstration(p, random)))
+
+
+@pytest.mark.parametrize("text, correct", [
+    ("25+3*7", 1), (" 3 * 7 + 25 ", 1), ("(3*7)+25", 1), ("46", 0), ("25+3*7+0", 0), ("25+21", 0),
+    ("25+3*7=46", 0), ("3*7+25*1", 0), ("2 5+3*7", 0), ("2\n5+3*7", 0), ("25+3*7*7/7", 0), ("3+7+25", 0), ("25**1+3*7", 0), ("", 0)])
+def test_countdown_wants_each_number_once(text, correct):
+    """3.25*4 would be made of 3, 4 and 25."""
+    dotted = countdown.Problem("", (3, 4, 25), 13, "")
+    assert countdown.reward(dotted, answered("3.25*4"))["correct"] == 0
+    p = countdown.Problem("", (3, 7, 25), 46, "")
+    assert countdown.reward(p, answered(text)) == {"correct": correct, "format": 0.1}

@@ -1,0 +1,85 @@
+"""Countdown: an expression of the given numbers, each once, that makes the target.
+
+    Numbers 3, 7, 25: make 46   ->   25+3*7
+
+Problems are generated, and each has a solution. The reward is TinyZero's: a tenth for an answer in
+its tags, 1 for a right one.
+"""
+import random
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from data.answers import lines_true, tagged
+from data.run import Fault
+from reward import evaluate
+
+# For a model of 0.5 billion parameters on a card of 24 GB.
+DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
+                micro_tokens=4096, save_every=50, fit_prompts=512)
+
+DRAWS, HELD_OUT = 60000, 500     # some of the draws make no problem
+PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly once, to make {}. "
+          "Think between <think> and </think>, then give the expression between <answer> and "
+          "</answer>, for example <answer>(1+2)/3</answer>.\n")
+
+
+class Problem(NamedTuple):
+    prompt: str
+    numbers: tuple
+    target: int
+    solution: str
+
+
+def problems(cfg):
+    """Train and held-out problems of `cfg.difficulty` numbers, no two alike; the same for all
+    seeds."""
+    if not 2 <= cfg.difficulty <= 6:
+        raise Fault(f"--difficulty {cfg.difficulty}: countdown has 2 to 6 numbers")
+    rng, found = random.Random(0), {}
+    for _ in range(DRAWS):
+        numbers = tuple(sorted(rng.randrange(1, 100) for _ in range(cfg.difficulty)))
+        target, solution = expression(numbers, rng)
+        if target.denominator == 1 and 10 <= target <= 99 and (numbers, target) not in found:
+            shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
+            found[numbers, target] = Problem(PROMPT.format(shown, target), numbers, int(target),
+                                             solution)
+    found = list(found.values())
+    return found[HELD_OUT:], found[:HELD_OUT]
+
+
+def expression(numbers, rng):
+    """The value and the text of the numbers, joined in a random order by random operations."""
+    values = [(Fraction(n), str(n)) for n in numbers]
+    while len(values) > 1:
+        (a, left), (b, right) = (values.pop(rng.randrange(len(values))) for _ in range(2))
+        sign = rng.choice("+-*/" if b else "+-*")
+        value = a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
+        values.append((value, f"({left}{sign}{right})"))
+    value, text = values[0]
+    return value, text[1:-1]
+
+
+def demonstration(problem, rng):
+    """A solution, without a thought that led to it."""
+    return f"<think>\n{problem.solution}={problem.target}\n</think>\n" \
+           f"<answer>{problem.solution}</answer>"
+
+
+def answer(completion):
+    """The expression in the last answer's tags; "" if there is none."""
+    return tagged(completion) or ""
+
+
+def steps(problem, completion):
+    """The lines of the completion, each true if every equation in it is."""
+    return lines_true(completion)
+
+
+def reward(problem, completion):
+    """1 for an expression of just the numbers that makes the target; a tenth for the tags."""
+    text = answer(completion)
+    used = tuple(sorted(map(int, re.findall("[0-9]{1,9}", text))))
+    whole = "." not in text                     # or 3, 4 and 25 would give 3.25*4
+    correct = whole and used == problem.numbers and evaluate(text) == problem.target
+    return {"correct": float(correct), "format": 0.1 * (tagged(completion) is not None)}

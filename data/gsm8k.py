@@ -1,0 +1,76 @@
+"""GSM8K, grade-school word problems, from JSONL files as published:
+
+    python grpo.py --task gsm8k --init FOLDER --train train.jsonl --test test.jsonl
+
+A line has a `question`, and an `answer`: the working, and `#### n` at its end.
+"""
+import json
+import re
+from typing import NamedTuple
+
+from data.answers import lines_true, one_number, tagged
+from data.run import Fault
+
+# For a model of 0.5 billion parameters on a card of 24 GB.
+DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
+                micro_tokens=4096, save_every=50, fit_prompts=512)
+
+PROMPT = ("{}\nThink step by step between <think> and </think>, then give the final number alone "
+          "between <answer> and </answer>.\n")
+
+
+class Problem(NamedTuple):
+    prompt: str
+    answer: str     # "1080"
+    solution: str   # the working as published, without the answer
+
+
+def problems(cfg):
+    """The problems of --train, and those of --test."""
+    return read(cfg.train, "train"), read(cfg.test, "test")
+
+
+def read(path, flag):
+    """The problems of a file; raises Fault for one that is not as published."""
+    if not path:
+        raise Fault(f"the task gsm8k needs --{flag} FILE, a JSONL of questions and answers")
+    found, n = [], 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for n, line in enumerate(file, 1):
+                row = json.loads(line)
+                solution, mark, answer = row["answer"].rpartition("####")
+                if not mark or one_number(answer) is None:
+                    raise ValueError("the answer does not end in '#### n'")
+                found.append(Problem(PROMPT.format(row["question"].strip()),
+                                     str(one_number(answer)), solution.strip()))
+    except OSError as e:
+        raise Fault(f"--{flag} {path}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Fault(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
+    if not found:
+        raise Fault(f"--{flag} {path} is empty")
+    return found
+
+
+def demonstration(problem, rng):
+    """The published working, without its calculator's marks, in tags."""
+    working = re.sub("<<.*?>>", "", problem.solution)
+    return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
+
+
+def answer(completion):
+    """The number in the last answer's tags as text, for counting votes; "" if there is not one."""
+    number = one_number(tagged(completion) or "")
+    return "" if number is None else str(number)
+
+
+def steps(problem, completion):
+    """The lines of the completion, each true if every equation in it is."""
+    return lines_true(completion)
+
+
+def reward(problem, completion):
+    """1 for the right number, and a tenth for an answer in its tags."""
+    return {"correct": float(answer(completion) == problem.answer),
+            "format": 0.1 * (tagged(completion) is not None)}

@@ -1,0 +1,338 @@
+"""Models and tokenizers beside those of Hugging Face's libraries; skipped where there are none."""
+import json
+import random
+import unicodedata
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
+from tokenizers import processors, trainers  # noqa: E402
+
+from data.run import Fault  # noqa: E402
+from data.start import encoding_of  # noqa: E402
+from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
+from grpo import sample  # noqa: E402
+import grpo  # noqa: E402
+from model import GPT, token_logps  # noqa: E402
+
+SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+             initializer_range=0.2, bos_token_id=None, eos_token_id=319)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=64)
+GPT2 = dict(vocab_size=320, n_embd=48, n_layer=3, n_head=4, n_positions=256, initializer_range=0.2,
+            bos_token_id=319, eos_token_id=319)
+FAMILIES = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2, not tied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama, tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama 3": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
+}
+
+
+def checkpoint(family, folder, seed=0, **how):
+    """A small random model of a family, saved by transformers. Biases and norms are random too."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    model.save_pretrained(folder, **how)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
+    theirs, ours = checkpoint(family, tmp_path), GPT.from_pretrained(tmp_path)
+    ids = torch.randint(0, 319, (2, 90))
+    with torch.no_grad():
+        want, have = theirs(ids).logits, ours.head(ours(ids))
+    assert want.std() > 0.3
+    torch.testing.assert_close(have, want, rtol=0, atol=1e-4)
+    prompts = [ids[0, :9].tolist(), ids[1, :30].tolist()]               # right padding, the cache
+    batch = sample(ours, prompts, 1, 64, 0, {10 ** 6})
+    for row, prompt in enumerate(prompts):
+        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)[0, len(prompt):]
+        assert batch.ids[row][batch.mask[row]].tolist() == out.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_we_save_is_what_transformers_reads(family, tmp_path):
+    theirs = checkpoint(family, tmp_path / "a")
+    GPT.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    a, b = (load_file(tmp_path / x / "model.safetensors") for x in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    ids = torch.randint(0, 319, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_samples_and_trains(family, tmp_path):
+    """The heads' norms of Qwen3 gave float32 to a bfloat16 cache."""
+    checkpoint(family, tmp_path)
+    model = GPT.from_pretrained(tmp_path)
+    model.amp = torch.bfloat16
+    batch = sample(model.frozen(), [[1, 2, 3]], 4, 20, 1.0, {319}, torch.rand(4, 20).double())
+    logp, _ = token_logps(model, batch.ids, batch.mask, 1.0)
+    assert (logp - batch.logp).abs().max() < grpo.MISMATCH["bfloat16"]
+    logp.sum().backward()
+
+
+def test_a_new_model_is_a_llama(tmp_path):
+    from conftest import tiny_model
+    ours = tiny_model()
+    ours.hf["eos_token_id"] = 256
+    ours.save_pretrained(tmp_path, byte_encoding().files)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.randint(0, 256, (1, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "47*58=\n47*50 é 漢 \x00\t"
+    assert tokenizer(text)["input_ids"] == byte_encoding().encode_ordinary(text)
+    assert tokenizer.decode(list(text.encode())) == text and tokenizer.eos_token_id == 256
+
+
+def test_a_checkpoint_in_parts_and_in_bfloat16(tmp_path):
+    theirs = checkpoint("qwen2", tmp_path / "whole")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "parts", max_shard_size="40KB")
+    assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
+    ours = GPT.from_pretrained(tmp_path / "parts")
+    for p, q in zip(ours.parameters(), GPT.from_pretrained(tmp_path / "whole").parameters()):
+        assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
+    ours.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(x.dtype == torch.bfloat16 for x in again.values())
+    (tmp_path / "parts" / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
+    for part in list((tmp_path / "parts").glob("model-*.safetensors"))[:1]:
+        part.unlink()
+    with pytest.raises(Fault, match="cannot read its tensors"):
+        GPT.from_pretrained(tmp_path / "parts")
+
+
+def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
+    theirs = checkpoint("gpt2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {n.removeprefix("transformer."): x for n, x in tensors.items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours, ids = GPT.from_pretrained(tmp_path), torch.randint(0, 319, (1, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_what_is_not_this_model_is_refused(tmp_path):
+    checkpoint("qwen2", tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    for change, why in ((dict(model_type="mamba"), "family 'mamba'"),
+                        (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
+                        (dict(use_sliding_window=True), "use_sliding_window"),
+                        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'"),
+                        (dict(quantization_config={"bits": 4}), "quantization_config"),
+                        (dict(hidden_size=None), "hidden_size"), (dict(dtype="float99"), "float99"),
+                        (dict(num_attention_heads=0), "less than 1"),
+                        (dict(num_key_value_heads=-1), "less than 1"),
+                        (dict(intermediate_size=96), "has the shape"),
+                        (dict(num_hidden_layers=2), "is none of this model's"),
+                        (dict(num_hidden_layers=4), "no tensor model.layers.3")):
+        (tmp_path / "config.json").write_text(json.dumps(whole | change))
+        with pytest.raises(Fault, match=why):
+            GPT.from_pretrained(tmp_path)
+
+
+# ------------------------------------------------------------------------------------ tokenizers
+
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+")
+STYLES = ("gpt2", "qwen2", "llama3", "smollm2")
+TEXTS = ["between <think> and </think>.\n", "Janet's ducks lay 16 eggs per day. She'll eat three, $2.50 each, 1,234 in all!\n#### 18",
+         "def f(x):\n    return x ** 2  # squares\n\n\n", "naïve café – “déjà vu”, 漢字 かな 한국어 🙂👍🏽",
+         "I'm you're we've it'd THEY'LL  two  spaces\t\ttabs \r\n windows"]
+
+
+def tokenizer(style, folder, **config):
+    """A byte-level BPE of a style, trained on a few texts and saved."""
+    tk = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style in ("gpt2", "smollm2"))
+    split = QWEN if style == "qwen2" else QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
+    before = {"gpt2": [], "smollm2": [pre_tokenizers.Digits(individual_digits=True)]}.get(
+        style, [pre_tokenizers.Split(Regex(split), "isolated")])
+    tk.pre_tokenizer = pre_tokenizers.Sequence([*before, level]) if before else level
+    if style == "qwen2":
+        tk.normalizer = normalizers.NFC()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    plain = [tokenizers.AddedToken("<think>"), tokenizers.AddedToken("</think>")]   # as Qwen3 has
+    if style == "llama3":
+        special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                   "<|end_header_id|>", "<|eot_id|>"]
+    tk.decoder = decoders.ByteLevel()
+    tk.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    if style == "qwen2":
+        tk.add_tokens(plain)
+    if style == "llama3":
+        begin = "<|begin_of_text|>"
+        tk.post_processor = processors.Sequence([
+            processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
+                single=f"{begin} $A", special_tokens=[(begin, tk.token_to_id(begin))])])
+    folder.mkdir(exist_ok=True, parents=True)
+    tk.save(str(folder / "tokenizer.json"))
+    about = {"eos_token": "<|end_of_text|>" if style == "llama3" else "<|endoftext|>"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text("{}")
+    return tk
+
+
+def random_texts(n, seed=0):
+    """Unicode of all kinds, letters, digits, blanks and marks more often."""
+    r = random.Random(seed)
+    plain = "abcdefgh XYZ  012 34\n\t\r'.,!?-_/*+=()<>#$%'s't're'LL"
+    def char():
+        if r.random() < 0.7:
+            return r.choice(plain)
+        while True:         # of Unicode 3.2: the libraries' tables are of different years
+            c = chr(r.choice([r.randrange(0x80, 0x3000), r.randrange(0x3000, 0x20000)]))
+            if unicodedata.ucd_3_2_0.category(c) not in ("Cs", "Cn", "Co"):
+                return c
+    return ["".join(char() for _ in range(r.randrange(1, 40))) for _ in range(n)]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ids_are_those_of_the_tokenizers_library(style, tmp_path):
+    theirs, ours = tokenizer(style, tmp_path), load_encoding(tmp_path)
+    for text in [*random_texts(2000), *TEXTS]:
+        want = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode_ordinary(text) == want, repr(text)
+        whole = unicodedata.normalize("NFC", text) if style == "qwen2" else text
+        assert decode(ours, want) == whole == theirs.decode(want)
+    assert ours.encode_prompt(TEXTS[0]) == theirs.encode(TEXTS[0]).ids     # with what opens a text
+
+
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
+    tokenizer("qwen2", tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    level = whole["pre_tokenizer"]["pretokenizers"][1]
+    turned = whole["model"] | {"merges": whole["model"]["merges"][::-1]}
+    for change, why in ((dict(model={"type": "Unigram", "vocab": []}), "not a byte-level BPE"),
+                        (dict(pre_tokenizer={"type": "Metaspace"}), "not a byte-level BPE"),
+                        (dict(pre_tokenizer=level | {"add_prefix_space": True}), "not a byte-level"),
+                        (dict(normalizer={"type": "Lowercase"}), "Lowercase"),
+                        (dict(model=turned), "order of its merges"),
+                        (dict(pre_tokenizer={"type": "Sequence", "pretokenizers": []}), "cannot read"),
+                        (dict(added_tokens=[dict(whole["added_tokens"][0], id=5)]), "of one id"),
+                        (dict(model={}), "cannot read its tokenizer")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole | change))
+        with pytest.raises(Fault, match=why):
+            load_encoding(tmp_path)
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LLAMA3_CHAT = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}"
+               "<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+               "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+               "{% endif %}")
+
+
+@pytest.mark.parametrize("style, template, end", [
+    ("qwen2", CHATML, "<|im_end|>"), ("llama3", LLAMA3_CHAT, "<|eot_id|>")])
+def test_chat_prompts_are_those_of_the_template(style, template, end, tmp_path):
+    tk = tokenizer(style, tmp_path, chat_template=template, bos_token="<|begin_of_text|>",
+                   tokenizer_class="PreTrainedTokenizerFast")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_encoding(tmp_path)
+    for text in [*TEXTS, " blank", "\n"]:
+        want = theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=True,
+                                          add_generation_prompt=True, return_dict=False)
+        assert ours.encode_prompt(text) == want
+    assert tk.token_to_id(end) in ours.stop
+    plain = load_encoding(tmp_path, "none")
+    assert plain.encode_prompt("a") == tk.encode("a").ids and tk.token_to_id(end) not in plain.stop
+    sly = f"{end} and <|im_start|>"                     # a text cannot end its own turn
+    assert tk.token_to_id(end) not in ours.encode_ordinary(sly)
+    assert decode(ours, ours.encode_ordinary(sly)) == sly
+    with pytest.raises(Fault, match="does not know"):
+        load_encoding(tmp_path, "llama3" if style == "qwen2" else "chatml")
+
+
+def test_every_file_may_name_a_stop_token(tmp_path):
+    """Base and instruct models differ: one name is not enough."""
+    tk = tokenizer("qwen2", tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 300}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [301, 302]}')
+    assert load_encoding(tmp_path).stop == {300, 301, 302, tk.token_to_id("<|endoftext|>")}
+
+
+def test_a_tokenizer_without_all_bytes_drops_their_characters(tmp_path):
+    """SmolLM2's has not all."""
+    tokenizer("qwen2", tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    gone = "\u00f0"                                      # the letter of byte 0xf0
+    vocab = {t: i for t, i in whole["model"]["vocab"].items() if gone not in t}
+    merges = [m for m in whole["model"]["merges"] if gone not in "".join(m)]
+    whole["model"] |= {"vocab": vocab, "merges": merges}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    ours = load_encoding(tmp_path)
+    assert ours.encode_prompt("a \U0001f642b") == ours.encode_prompt("a b")
+
+
+def test_a_run_keeps_the_format_of_its_prompts(tmp_path):
+    tokenizer("qwen2", tmp_path, chat_template=CHATML)
+    (tmp_path / "run.json").write_text('{"config": {"chat": "none"}}')
+    assert encoding_of(grpo.Config(), tmp_path).frame == "{}"
+    assert "<|im_start|>" in encoding_of(grpo.Config(chat="chatml"), tmp_path).frame
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+@pytest.mark.parametrize("family, style, task", [
+    ("qwen2", "qwen2", "countdown"), ("gpt2", "gpt2", "countdown"), ("llama 3", "llama3", "gsm8k"),
+    ("qwen3", "qwen2", "gsm8k")])
+def test_in_and_out_again(family, style, task, tmp_path, capsys):
+    tk = tokenizer(style, tmp_path / "model")
+    size = tk.get_vocab_size() + 5                      # padded, as Qwen's is
+    config = FAMILIES[family]()
+    config.vocab_size = size
+    setattr(config, "n_positions" if family == "gpt2" else "max_position_embeddings", 512)
+    config.eos_token_id = 1
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "How many?", "answer": "2+2 = 4\n#### 4"}) + "\n")
+    rows.write_text(rows.read_text() * 8)
+    files = ["--train", str(rows), "--test", str(rows)] if task == "gsm8k" else ["--difficulty", "2"]
+    flags = ["--task", task, "--init", str(tmp_path / "model"), *files, "--steps", "2", "--prompts",
+             "2", "--group", "4", "--max_new", "12", "--out", str(tmp_path / "x"), "--lr", "1e-3"]
+    monkey = pytest.MonkeyPatch()
+    if task == "countdown":                             # two problems are evaluation enough
+        import data.countdown as countdown
+        real = countdown.problems
+        monkey.setattr(countdown, "problems", lambda cfg: (real(cfg)[0], real(cfg)[1][:2]))
+    grpo.main(flags)
+    monkey.undo()
+    with pytest.raises(SystemExit):
+        grpo.main([*flags, "--out", str(tmp_path / "model")])
+    assert "--out is --init" in capsys.readouterr().err
+    out = tmp_path / "x"
+    ours = GPT.from_pretrained(out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    ids = torch.randint(0, size, (1, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [0, 1, 2] and all(m["mismatch"] < 1e-4 for m in lines[1:])
+    tokenizer_out = transformers.AutoTokenizer.from_pretrained(out)
+    want = tk.encode(TEXTS[0], add_special_tokens=False).ids
+    assert tokenizer_out(TEXTS[0], add_special_tokens=False)["input_ids"] == want
+    assert load_encoding(out).encode_ordinary(TEXTS[0]) == want

@@ -69,7 +69,7 @@ ALGOS = {
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
 }
 # The paper divides a learned reward by the group's std too. Once all completions of a group are
-# good, that std is the reward model's noise, and the policy follows it (README, over-optimisation).
+# good, that std is the noise of the reward model, and the policy would follow it.
 REWARDS = {"rule": {}, "model": dict(scale="none")}
 
 @dataclass(frozen=True)

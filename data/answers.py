@@ -28,11 +28,11 @@ def one_number(text):
     return -number if found[1] or found[2] else number
 
 
-def lines_true(text):
+def steps(problem, completion):
     """The reasoning steps of free text, (end, truth): each line with an equation that can be
     checked, `expression = number`, true if all these are; and the last line, whatever it says. A
     number with decimals may be rounded."""
-    found, end = [], 0
+    text, found, end = completion, [], 0
     for line in text.rstrip().split("\n"):
         end += len(line) + 1
         sides = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", line.translate(SIGNS)).split("=")

@@ -13,7 +13,7 @@ import data.gsm8k as gsm8k
 from data import load_task
 from data.arithmetic import Problem
 from data.run import Fault
-from data.answers import lines_true, one_number, tagged
+from data.answers import one_number, steps, tagged
 from reward import evaluate, score
 
 P = Problem("47*58=", "2726")
@@ -137,12 +137,20 @@ def test_hostile_text_is_none_and_quick(text):
 
 
 def test_agrees_with_python_on_random_expressions():
+    """The value is worked out beside the text: without brackets a product binds its last term."""
     rng = random.Random(0)
     for _ in range(500):
-        text = str(rng.randrange(100))
+        text, head, last = (str(n := rng.randrange(100)), 0, n)         # the value is head + last
         for _ in range(rng.randrange(6)):
-            text = rng.choice(("({}){}{}", "{}{}{}")).format(text, rng.choice("+-*"), rng.randrange(100))
-        assert evaluate(text) == eval(text)                 # our own text, not a model's
+            sign, n = rng.choice("+-*/"), rng.randrange(1, 100)
+            if rng.random() < 0.5:
+                text, head, last = f"({text})", 0, head + last
+            text += f"{sign}{n}"
+            if sign in "+-":
+                head, last = head + last, n if sign == "+" else -n
+            else:
+                last = last * n if sign == "*" else Fraction(last) / n
+        assert evaluate(text) == head + last, text
 
 
 # ------------------------------------------------------------------------------- the tokenizer
@@ -198,17 +206,17 @@ def test_lines_with_equations_are_steps():
     free = ["she had 3 left", "x = 5", "237 potatoes - 60 = 177 cucumbers", "Half of 48 = 24", "2/3 of 9 = 6",
             "20% of 50 = 10", "1=1", "", "3 times 4 = 12", "foo = bar"]
     for line in free:
-        assert lines_true(line + "\n1+1=2") == [(len(line) + 6, True)]
-    found = lines_true("\n".join(true + false))
+        assert steps(None, line + "\n1+1=2") == [(len(line) + 6, True)]
+    found = steps(None, "\n".join(true + false))
     assert [truth for _, truth in found] == [True] * len(true) + [False] * len(false)
-    assert lines_true("1+1=2\nb\n2+2=4\nd") == [(6, True), (14, True), (15, True)]
-    assert lines_true("a") == [(1, True)] and lines_true("1+1=3\n\n") == [(7, False)]
+    assert steps(None, "1+1=2\nb\n2+2=4\nd") == [(6, True), (14, True), (15, True)]
+    assert steps(None, "a") == [(1, True)] and steps(None, "1+1=3\n\n") == [(7, False)]
 
 
 def test_hostile_lines_are_quick():
     for text in ("-" * 16000 + "y", "1+" * 8000 + "=", "=" * 16000, "(" * 16000 + "=1", "<answer>" * 2000):
         began = time.perf_counter()
-        lines_true(text), tagged(text), one_number(text)
+        steps(None, text), tagged(text), one_number(text)
         assert time.perf_counter() - began < 0.5
 
 

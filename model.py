@@ -211,6 +211,7 @@ class GPT(nn.Module):
             return F.linear(x, table.weight).float()
 
     def autocast(self):
+        """The context in which products are done in `amp`."""
         return torch.autocast(self.norm.weight.device.type, self.amp, enabled=self.amp is not None)
 
     def new_cache(self, rows, slots):

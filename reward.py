@@ -31,23 +31,27 @@ def evaluate(text):
     at = 0
 
     def take():
+        """The next token, which is used up."""
         nonlocal at
         at += 1
         return tokens[at - 1]
 
     def sum_():
+        """A product, or several with + or - between them."""
         value = product()
         while tokens[at] in ("+", "-"):
             value = value + product() if take() == "+" else value - product()
         return value
 
     def product():
+        """An atom, or several with * or / between them."""
         value = atom()
         while tokens[at] in ("*", "/"):
             value = value * atom() if take() == "*" else value / atom()
         return value
 
     def atom():
+        """A number, a sum in parentheses, or minus an atom."""
         token = take()
         if token == "-":
             return -atom()

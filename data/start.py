@@ -19,6 +19,7 @@ def warm_start(model, task, problems, cfg, encoding):
     (rank, ranks), device, encode = world(), model.norm.weight.device, encoding.encode_ordinary
     pad = lambda rows: pad_sequence([torch.tensor(r, device=device) for r in rows], True)
     def losses(step):
+        """The terms of one optimizer step, those of this rank's rows."""
         source = rng(cfg, "warm start", step)
         rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
                 for p in source.choices(problems, k=cfg.warm_batch)]
@@ -49,7 +50,10 @@ def encoding_of(cfg, folder):
     """The tokenizer in a model's folder; bytes for a new model."""
     chat, about = cfg.chat, Path(folder or ".") / "run.json"
     if folder and chat == "auto" and about.exists():        # a run's prompts keep their format
-        chat = json.loads(about.read_text())["config"].get("chat", "auto")
+        try:
+            chat = json.loads(about.read_text())["config"].get("chat", "auto")
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
+            raise Fault(f"{about}: not a run's ({e.__class__.__name__}: {e})") from e
     here = folder and (Path(folder) / "tokenizer.json").exists()
     return load_encoding(folder, chat) if here or cfg.init else byte_encoding()
 

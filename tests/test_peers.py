@@ -292,6 +292,9 @@ def test_a_run_keeps_the_format_of_its_prompts(tmp_path):
     (tmp_path / "run.json").write_text('{"config": {"chat": "none"}}')
     assert encoding_of(grpo.Config(), tmp_path).frame == "{}"
     assert "<|im_start|>" in encoding_of(grpo.Config(chat="chatml"), tmp_path).frame
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(Fault, match="run.json"):
+        encoding_of(grpo.Config(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------- whole runs

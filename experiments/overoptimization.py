@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from algorithms import HERE, run
+from seeds import panels
 
 RUNS = {
     "divided by the group's std": "--reward model --scale group --steps 36",
@@ -21,13 +22,9 @@ PANELS = {"reward": "learned reward", "accuracy": "right answers", "kl": "KL to 
 
 
 def draw(curves):
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no figure: matplotlib is not installed")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    if not (made := panels()):
+        return
+    figure, axes = made
     for axis, (key, title) in zip(axes, PANELS.items()):
         for name, curve in curves.items():
             axis.plot(range(1, len(curve[key]) + 1), curve[key], label=name)

@@ -40,14 +40,21 @@ def rows(table):
         yield f"| {label} | {before} | {after} |"
 
 
-def draw(runs):
+def panels():
+    """A figure and its three axes, or None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         return print("no figure: matplotlib is not installed")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    return plt.subplots(1, 3, figsize=(11, 3))
+
+
+def draw(runs):
+    if not (made := panels()):
+        return
+    figure, axes = made
     titles = {"accuracy": "accuracy, sampled (dots: pass@1, held out)",
               "length": "tokens of a completion", "kl": "KL to the reference (k3)"}
     for axis, (name, title) in zip(axes, titles.items()):

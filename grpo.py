@@ -28,6 +28,7 @@ N most new tokens, V vocabulary, C channels. Column t of every (B, T) tensor bel
     weight     (B, T) float32  share of a token in the loss = (weight * per_token).sum()
 """
 import copy
+import shlex
 import signal
 import sys
 import time
@@ -43,10 +44,10 @@ import torch.distributed as dist
 
 from data import load_task
 from data.run import (ASKED, Fault, Stopped, all_reduce, by_parts, check_fields, check_sizes,
-                      last_tokens, leave, load_training_state, log, machine, micro_batches,
-                      new_optimizer, open_folder, optimizer_step, percent, prepare, read_flags,
-                      refuse_unfinished, resume, rng, row_lengths, save, say, show_group, show_step,
-                      start_ranks, stop_asked, training_state, world)
+                      compile_all, last_tokens, leave, load_training_state, log, machine,
+                      micro_batches, new_optimizer, open_folder, optimizer_step, percent, prepare,
+                      read_flags, refuse_unfinished, resume, rng, row_lengths, save, say,
+                      show_group, show_step, start_ranks, stop_asked, training_state, widest, world)
 from data.start import encoding_of, load_model, starting_model, warm_start
 from data.tokenizer import CHATS, decode
 from model import GPT, ScalarHead, token_logps
@@ -59,11 +60,11 @@ from reward import at_the_limit, join, learn, learned_rewards, rollout_labels, s
 UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
-    "reinforce": dict(baseline="none", scale="none", kl="none", **UNCLIPPED),
+    "reinforce": dict(baseline="none", scale="none", kl="none", mean="constant", **UNCLIPPED),
     "a2c": dict(baseline="value", scale="batch", kl="none", adam_eps=1e-5, **UNCLIPPED),
     "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1", adam_eps=1e-5),
     "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", estimator="k1",
-                 **UNCLIPPED),                                                      # 2402.14740
+                 mean="constant", **UNCLIPPED),                                     # 2402.14740
     "dr_grpo": dict(scale="none", kl="none", mean="constant"),                      # 2503.20783
     "dapo": dict(clip_high=0.28, kl="none", mean="token"),  # 2503.14476, but no dynamic sampling
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
@@ -95,7 +96,7 @@ class Config:
     # reward
     reward: Literal[*REWARDS] = "rule"                      # the task's own, or a learned one
     supervision: Literal["outcome", "process"] = "outcome"  # 4.1.2, or 4.1.3: each reasoning step
-    unfinished: float = 0.0     # reward of a completion that did not end
+    unfinished: float = 0.0     # most that a completion earns that did not end
     # advantage
     algo: Literal[*ALGOS] = "grpo"  # a row of ALGOS; its fields can be overridden one by one
     baseline: Literal["none", "group", "leave-one-out", "value", "group+value"] = "group"  # r - it
@@ -142,7 +143,7 @@ class Config:
     compile: Literal["auto", "on", "off"] = "auto"          # torch.compile; auto: on with cuda
 
     def __post_init__(self):
-        check_fields(self, LEAST)
+        check_fields(self, LEAST, MOST)
 
     @property
     def folder(self):
@@ -151,6 +152,7 @@ class Config:
 # Integers are at least 1, other numbers 0, but for these. A group of one has no spread: 0/0.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, eval_every=0, warm_steps=0,
              temperature=1e-3, grad_clip=1e-9, unfinished=-1e9)
+MOST = dict(gamma=1, lam=1, label_noise=1)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 # The largest gap between the sampler's and the trainer's log-probability of a token before the
 # first optimizer step. More is not rounding: the two disagree, and every ratio is wrong.
@@ -218,7 +220,7 @@ def sample(model, prompts, group, max_new, temperature, stop, u=None):
     mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(at, dtype=torch.bool)
     stop = torch.tensor(sorted(stop), device=device)
-    u = u if u is None else u.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    u = u if u is None else u.to(device, widest(device))
 
     # 2. A token a turn. `row` (b,): the rows in the decode batch, `live` while not finished; `at`:
     # the column that each samples next.
@@ -259,7 +261,7 @@ def relative(reward, ends, group, baseline, scale):
     The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
     No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
     """
-    r, on = (x.view(-1, group, x.size(1)) for x in (reward.double(), ends))             # (P, G, T)
+    r, on = (x.view(-1, group, x.size(1)) for x in (reward.to(widest(reward.device)), ends))
     r = torch.where(on, r, 0)
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
     centre = torch.where(on, r - total / n, 0)
@@ -285,7 +287,7 @@ def gae(reward, value, mask, gamma, lam):
 
 def whiten(x, mask):
     """(x - mean) / std over the columns in mask of all ranks, 0 elsewhere and if all are equal."""
-    x = torch.where(mask, x, 0).double()
+    x = torch.where(mask, x, 0).to(widest(x.device))
     mean = all_reduce(x.sum()) / (n := all_reduce(mask.sum()).clamp(min=1))
     centre = torch.where(mask, x - mean, 0)
     std = (all_reduce(centre.square().sum()) / n).sqrt()
@@ -325,8 +327,7 @@ def complete(agent, problems, group, source=None, begun=None):
     model = agent.model
     if agent.sampler is not None:
         (model := agent.sampler).load_state_dict(agent.model.state_dict())
-    batch = sample(model, begun, group, room, cfg.temperature if source else 0,
-                   encoding.stop, u)
+    batch = sample(model, begun, group, room, cfg.temperature if source else 0, encoding.stop, u)
     rows = [p for p in problems for _ in range(group)]
     spans = zip([len(p) for p in prompts for _ in range(group)], row_lengths(batch.mask).tolist())
     texts = [decode(encoding, row[a:b]) for row, (a, b) in zip(batch.ids.tolist(), spans)]
@@ -545,6 +546,7 @@ def train(cfg, task, run=None):
     problems, held_out = task.problems(cfg)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     check_sizes(cfg, len(problems))
+    cfg = replace(cfg, chat=encoding.chat)      # the folder now has a format of its own
     model, kept = starting_model(cfg, task, longest, encoding, config)
     if rank == 0:
         open_folder(cfg, run)
@@ -555,8 +557,8 @@ def train(cfg, task, run=None):
     if tensors:
         agent.history = load_training_state(tensors, cfg.folder, modules, agent.opt)
     device, dtype, compiled = machine(cfg)
-    for module in filter(None, (*modules.values(), agent.sampler) if compiled else ()):
-        module.compile(dynamic=True)
+    if compiled:
+        compile_all(*modules.values(), agent.sampler)
     millions = sum(p.numel() for p in agent.model.parameters()) / 1e6
     say(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
         f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
@@ -578,7 +580,7 @@ def train(cfg, task, run=None):
             say(f"step {step}  held out: {percent(results)}")
             stats |= results
         halt = stop_asked()
-        keep = last or halt or step % cfg.save_every == 0
+        keep = last or halt or step % cfg.save_every == 0 or step % cfg.steps == 0
         if rank == 0:
             log(cfg.folder, "metrics.jsonl", {"step": step, **stats})
             if keep and step > 0:
@@ -589,9 +591,8 @@ def train(cfg, task, run=None):
                 save(cfg.folder, step, agent.cfg, agent.model.hf, state)
         if halt and not last:
             raise Stopped(f"after step {step}")
-    question = held_out[0].prompt.splitlines()[0]
-    say(f"the model is in {cfg.folder}; ask it: python grpo.py --ask \"{question}\" "
-        f"--init {cfg.folder}")
+    say(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
+        f"--init {cfg.folder} --ask {shlex.quote(held_out[0].prompt)}")
 
 def ask(agent, question):
     """A question and its greedy completion."""

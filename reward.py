@@ -116,9 +116,10 @@ def step_rewards(task, problems, texts, parts, batch, cfg, encoding):
 
 
 def at_the_limit(batch, unfinished):
-    """The rewards (B, T), with `unfinished` at the last token of a row that did not end."""
+    """The rewards (B, T), at most `unfinished` at the last token of a row that did not end: a
+    learned reward may be lower."""
     cut = last_tokens(batch.mask) & ~batch.finished[:, None]
-    return torch.where(cut, unfinished, batch.reward)
+    return torch.where(cut, batch.reward.clamp(max=unfinished), batch.reward)
 
 
 # -------------------------------------------------------------------------------- learned rewards
@@ -139,7 +140,7 @@ def learned_rewards(scorer, batch, cfg):
 
 def choose(reward, noise, source):
     """The chance that each of K completions is people's choice, (n, K): they choose the best of
-    reward (n, K), any of several equals alike, and in a share `noise` of the choices a worse one."""
+    reward (n, K), any of several equals alike, but in a share `noise` of them a worse one."""
     best = reward == reward.amax(1, keepdim=True)
     chance = best / best.sum(1, keepdim=True)
     for row, good in zip(chance, best.tolist()):

@@ -17,7 +17,7 @@ def tagged(text):
 
 
 def one_number(text):
-    r"""The number that a text is, as a Fraction, or None: with a sign, commas, decimals, a currency,
+    r"""The number that a text is, a Fraction, or None: with a sign, commas, decimals, a currency,
     a unit, a period at the end, in \boxed{}. A text that holds other numbers too is none."""
     text = text.strip().replace("{,}", ",")
     boxed = re.fullmatch(r"\$?\\boxed\{([^{}]*)\}\.?\$?", text)

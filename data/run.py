@@ -97,6 +97,17 @@ def prepare():
         libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
 
+def widest(device):
+    """The widest floats of a device: mps has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+def compile_all(*modules):
+    """torch.compile of each module that is not None. They are of one class, so all their graphs
+    (prompts, one token, training; a batch of one row) count against one limit, by default 8."""
+    torch._dynamo.config.recompile_limit = 64
+    for module in filter(None, modules):
+        module.compile(dynamic=True)
+
 # -------------------------------------------------------------------------------------- the rows
 
 def row_lengths(mask):
@@ -158,7 +169,7 @@ def fit(name, module, losses, steps, lr, grad_clip):
         if stop_asked():
             raise Stopped(f"in the {name}, which will begin anew")
         opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
-        total = 0.0
+        total = torch.zeros((), device=opt.param_groups[0]["params"][0].device)
         for loss in losses(step):
             loss.backward()
             total += loss.detach()
@@ -268,9 +279,10 @@ def read_flags(config, modes, about, argv):
     parser.error = error
     return vars(parser.parse_args(argv))
 
-def check_fields(cfg, least):
-    """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite or
-    less than least[name]; without that an integer is at least 1, another number 0."""
+def check_fields(cfg, least, most):
+    """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
+    less than least[name] (without that an integer is at least 1, another number 0) or more than
+    most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         low = least.get(f.name, int(f.type is int))
@@ -278,6 +290,8 @@ def check_fields(cfg, least):
             raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
         if f.type in (int, float) and not (math.isfinite(value) and value >= low):
             raise Fault(f"--{f.name} is at least {low}, not {value}")
+        if f.name in most and value > most[f.name]:
+            raise Fault(f"--{f.name} is at most {most[f.name]}, not {value}")
 
 def check_sizes(cfg, problems):
     """Raise Fault if a step wants more than there are `problems`, or cannot deal them to the ranks

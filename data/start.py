@@ -11,8 +11,8 @@ from data.run import Fault, fit, machine, micro_batches, rng, row_lengths, say, 
 from data.tokenizer import byte_encoding, load_encoding
 from model import CHUNK, GPT, GPTConfig, token_logps
 
-WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
-        "warm_steps", "warm_batch", "warm_lr")                  # what a warm start depends on
+WARM = ("task", "difficulty", "train", "seed", "max_new", "n_layer", "n_head", "n_kv_head",
+        "n_embd", "warm_steps", "warm_batch", "warm_lr", "grad_clip")   # what it depends on
 
 def warm_start(model, task, problems, cfg, encoding):
     """Supervised fine-tuning on fresh demonstrations."""

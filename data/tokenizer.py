@@ -39,15 +39,16 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's, with what a checkpoint says of its use.
 
     stop: the ids that end a completion; frame: what stands around a prompt, special tokens by name,
-    "{}" for the prompt; hidden: ids that are no text; plain: names of special tokens that are found in
-    any text; files: by name, what belongs beside the weights.
+    "{}" for the prompt; chat: its name in CHATS, or "none"; hidden: ids that are no text; plain:
+    names of special tokens that are found in any text; files: by name, what belongs beside the
+    weights.
     """
 
     def __init__(self, name, split, ranks, special, hidden, stop, files, frame="{}", nfc=False,
-                 plain=()):
+                 plain=(), chat="none"):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.stop, self.files, self.frame, self.nfc = frozenset(stop), files, frame, nfc
-        self.special, self.known = special, {*ranks.values(), *special.values()}
+        self.stop, self.files, self.frame, self.chat = frozenset(stop), files, frame, chat
+        self.nfc, self.special, self.known = nfc, special, {*ranks.values(), *special.values()}
         self.text, self.plain = self.known - {*hidden, *stop}, plain
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
@@ -126,7 +127,7 @@ def load_encoding(folder, chat="auto"):
             raise Fault("its tokenizer has two tokens of one id")
         sorted(stop)                                        # TypeError if they are not numbers
         return Encoding(str(folder), split, ranks, special, hidden, stop, files,
-                        opening(hf) + frame, nfc, plain)
+                        opening(hf) + frame, nfc, plain, chat)
     except Fault as e:
         raise Fault(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:

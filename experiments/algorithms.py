@@ -32,8 +32,8 @@ ROWS = {
     "process supervision": "--supervision process",
     "learned reward": "--reward model",
     "learned reward of steps": "--reward model --supervision process",
-    "two iterations": "--iterations 2 --steps 17",
-    "learned reward, two iterations": "--reward model --iterations 2 --steps 17",
+    "two iterations": "--iterations 2",
+    "learned reward, two iterations": "--reward model --iterations 2",
 }
 
 
@@ -66,14 +66,18 @@ def summary(metrics, memory):
 
 def lines(results):
     """The README's table: median, least and most of pass@1, and the medians of the others."""
-    yield "| | pass@1 before | after | s a step | GiB |"
-    yield "|---|---|---|---|---|"
-    for name, runs in results.items():
-        of = lambda key: [r[key] for r in runs.values()]
-        spread = lambda x: f"{statistics.median(x):.1%} ({min(x):.1%} to {max(x):.1%})"
-        flags = f" `{ROWS[name]}`" if ROWS[name] else ""
-        yield (f"| {name}{flags} | {spread(of('before'))} | {spread(of('after'))} | "
-               f"{statistics.median(of('step')):.2f} | {statistics.median(of('memory')):.2f} |")
+    yield "| | pass@1 | s a step | GiB |"
+    yield "|---|---|---|---|"
+    table = {name: results[name] for name in ROWS if name in results}
+    first = next(iter(table.values()))                                  # all begin alike
+    before = {seed: {"after": run["before"]} for seed, run in first.items()}
+    for name, runs in ({"before RL": before} | table).items():
+        of = lambda key: [r[key] for r in runs.values() if key in r]
+        spread = "{:.1%} ({:.1%} to {:.1%})".format(
+            statistics.median(of("after")), min(of("after")), max(of("after")))
+        flags = f" `{ROWS[name]}`" if ROWS.get(name) else ""
+        cost = [f"{statistics.median(of(key)):.2f}" for key in ("step", "memory") if of(key)]
+        yield f"| {name}{flags} | {spread} | {' | '.join(cost or ['', ''])} |"
 
 
 def main():
@@ -92,7 +96,7 @@ def main():
                 results[name][str(seed)] = summary(*run(ROWS[name], seed, args.out, more))
                 file.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"seed {seed}  {name}  {results[name][str(seed)]}", flush=True)
-    print(*lines({name: results[name] for name in ROWS if results.get(name)}), sep="\n")
+    print(*lines(results), sep="\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,10 @@ MUTATIONS = [
     ("gradients are not cleared", "data/run.py", "    opt.zero_grad()\n", "", "loss"),
     ("0 / 0 for an empty row", "grpo.py", "mask.sum(1, keepdim=True).clamp(min=1)",
      "mask.sum(1, keepdim=True)", "loss"),
+    ("short rows count more in the expected reward", "grpo.py",
+     'kl="none", mean="constant", **UNCLIPPED', 'kl="none", **UNCLIPPED', "credit"),
+    ("float64 where there is none", "grpo.py", "torch.where(mask, x, 0).to(widest(x.device))",
+     "torch.where(mask, x, 0).double()", "loss -k float64"),
     # KL
     ("k3 cancels near 0", "grpo.py", "r.expm1() - r ", "r.exp() - 1 - r ", "loss"),
     ("k3 overflows", "grpo.py", "return x + (x.clamp(-20, 20) - x).detach()", "return x", "loss"),
@@ -119,6 +123,8 @@ MUTATIONS = [
      'found[-1][1] and parts["correct"][i] > 0', "found[-1][1]", "reward"),
     ("an unfinished completion is rewarded", "reward.py",
      "[float(part[name]) if done else 0.0", "[float(part[name])", "task"),
+    ("the limit is better than a bad score", "reward.py", "batch.reward.clamp(max=unfinished)",
+     "unfinished", "reward"),
     # reward models
     ("the score is read one token early", "reward.py", "return torch.where(batch.ends, score, 0)",
      "return torch.where(batch.ends, score.roll(1, 1), 0)", "reward"),

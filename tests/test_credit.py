@@ -5,7 +5,8 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import Config, advantages, gae, kl_terms, policy_loss, relative, value_loss, whiten
+from grpo import (ALGOS, Config, advantages, gae, kl_terms, policy_loss, relative, token_weights,
+                  value_loss, whiten)
 from data.run import last_tokens
 from model import ScalarHead, token_logps
 
@@ -204,6 +205,17 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_row():
 
 
 # ---------------------------------------------------------------------------------------- critic
+
+@pytest.mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
+def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
+    """That of E[r(o)]: r times the gradient of log pi(o), the sum over all tokens of a row."""
+    cfg = Config(**{**ALGOS[algo], "beta": 0.0})
+    logp = torch.where(MASK, -1.0, 0).requires_grad_()
+    weight = token_weights(MASK, cfg.mean, 4, int(MASK.sum()), 8)
+    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, cfg)
+    loss.backward()
+    assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
+
 
 def test_value_loss_by_hand():
     """The worse of two squared errors: the value's own, and that of the value kept near the old."""

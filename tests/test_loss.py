@@ -1,4 +1,5 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
+import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import torch
 from conftest import tiny_model
 
 import grpo
-from data.run import Fault, micro_batches, new_optimizer
+from data.run import Fault, compile_all, micro_batches, new_optimizer, widest
 from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
 from model import token_logps
 
@@ -357,6 +358,46 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
         assert T == length[rows].max() and 2 * length[rows].min() >= T
         assert len(rows) * T <= 60 or len(rows) == 1
     assert len(chunks) < 8 and list(micro_batches(length[:0], 60)) == []
+
+
+def test_no_float64_where_there_is_none(monkeypatch):
+    """mps has none: only `widest` may ask for it."""
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **kwargs or {})
+            assert getattr(out, "dtype", None) != torch.float64, f
+            return out
+    assert [widest(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
+    monkeypatch.setattr(grpo, "widest", lambda device: torch.float32)
+    model, cfg = tiny_model(), Config(prompts=2, group=4, max_new=12)
+    u = torch.rand(8, 12)
+    with Watch():
+        b = sample(model, [[1, 2, 3], [4]], 4, 12, 1.0, {256}, u)
+        reward = torch.zeros_like(b.logp).masked_scatter(b.mask, u.flatten())
+        ends = grpo.last_tokens(b.mask)
+        b.adv = grpo.advantages(reward, ends, b.mask, 0 * reward, 0 * reward,
+                                dataclasses.replace(cfg, scale="batch"))[0]
+        b.old_logp = b.logp
+        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0), 1e-4)
+
+
+@torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
+def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
+    """Policy, reference and sampler are of one class, and torch counts their graphs together."""
+    torch._dynamo.reset()
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile",
+                        lambda self, **how: real(self, backend="eager", **how))
+    models = [tiny_model() for _ in range(3)]
+    compile_all(*models, None)
+    for model in models:
+        for prompts in ([[1, 2], [3]], [[1]]):
+            sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
+        for grad in (True, False):
+            for rows, T in ((3, 9), (1, 12)):
+                ids = torch.randint(0, 256, (rows, T))
+                with torch.set_grad_enabled(grad):
+                    token_logps(model, ids, torch.ones(rows, T, dtype=torch.bool), 1.0)
 
 
 def test_compilations_do_not_grow_with_the_lengths():

@@ -303,7 +303,7 @@ def test_a_run_keeps_the_format_of_its_prompts(tmp_path):
     ("qwen2", "qwen2", "countdown"), ("gpt2", "gpt2", "countdown"), ("llama 3", "llama3", "gsm8k"),
     ("qwen3", "qwen2", "gsm8k")])
 def test_in_and_out_again(family, style, task, tmp_path, capsys):
-    tk = tokenizer(style, tmp_path / "model")
+    tk = tokenizer(style, tmp_path / "model", **({"chat_template": CHATML} if style == "qwen2" else {}))
     size = tk.get_vocab_size() + 5                      # padded, as Qwen's is
     config = FAMILIES[family]()
     config.vocab_size = size
@@ -315,19 +315,25 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     rows.write_text(json.dumps({"question": "How many?", "answer": "2+2 = 4\n#### 4"}) + "\n")
     rows.write_text(rows.read_text() * 8)
     files = ["--train", str(rows), "--test", str(rows)] if task == "gsm8k" else ["--difficulty", "2"]
-    flags = ["--task", task, "--init", str(tmp_path / "model"), *files, "--steps", "2", "--prompts",
-             "2", "--group", "4", "--max_new", "12", "--out", str(tmp_path / "x"), "--lr", "1e-3"]
+    flags = ["--task", task, "--init", str(tmp_path / "model"), *files, "--chat", "none",
+             "--steps", "2", "--prompts", "2", "--group", "4", "--max_new", "12",
+             "--lr", "1e-3", "--out", str(tmp_path / "x")]
     monkey = pytest.MonkeyPatch()
     if task == "countdown":                             # two problems are evaluation enough
         import data.countdown as countdown
         real = countdown.problems
         monkey.setattr(countdown, "problems", lambda cfg: (real(cfg)[0], real(cfg)[1][:2]))
     grpo.main(flags)
+    out = tmp_path / "x"
+    assert f"--task {task} --init {out} --ask '" in capsys.readouterr().out
+    grpo.main([*flags[:2], "--init", str(out), *files, "--steps", "0", "--max_new", "2",
+               "--prompts", "2", "--out", str(tmp_path / "y")])
+    assert encoding_of(grpo.Config(), tmp_path / "y").frame == encoding_of(grpo.Config(), out).frame
+    assert "<|im_start|>" not in encoding_of(grpo.Config(), tmp_path / "y").frame
     monkey.undo()
     with pytest.raises(SystemExit):
         grpo.main([*flags, "--out", str(tmp_path / "model")])
     assert "--out is --init" in capsys.readouterr().err
-    out = tmp_path / "x"
     ours = GPT.from_pretrained(out)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     ids = torch.randint(0, size, (1, 30))

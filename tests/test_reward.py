@@ -68,6 +68,8 @@ def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
 def test_the_reward_of_a_completion_that_did_not_end(supervision):
     (r, ends), batch = rewards_of([WORK], supervision, end=False, unfinished=-1.5)
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
+    batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
+    assert reward.at_the_limit(batch, -1.5)[0][ends[0]][-1] == -2
 
 
 def test_step_tokens_of_bytes_and_of_longer_tokens():

@@ -272,6 +272,24 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, s
     assert find_run(tmp_path, Config)[1]["step"] == int(re.search(r"step (\d+)", last)[1]) == metrics(tmp_path)[-1]["step"]
 
 
+def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
+    copy_warm_start(unbroken, tmp_path)
+    real = grpo.begin_iteration
+    def begin(agent, problems, iteration):
+        if iteration == 1:
+            raise grpo.Stopped("in the reward model")
+        return real(agent, problems, iteration)
+    monkeypatch.setattr(grpo, "begin_iteration", begin)
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--iterations", "2", "--steps", "3", "--save_every", "9", "--out", str(tmp_path)])
+    assert find_run(tmp_path, Config)[1]["step"] == 3
+
+
+def test_a_rank_without_rows_in_a_fit():
+    from data.run import fit
+    fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
+
+
 def test_ranks_divide_the_prompts_and_change_nothing(unbroken, tmp_path):
     """Two processes: different rows on each, together the samples and the update of one. With 16
     optimizer steps a rank has no row in some, and once added its statistics to others."""
@@ -396,6 +414,8 @@ def measured(monkeypatch, texts, finished):
     (["--group"], "--group: expected one argument"),
     (["--group", "1"], "--group is at least 2, not 1"),
     (["--lr", "nan"], "--lr is at least 0, not nan"),
+    (["--label_noise", "1.1"], "--label_noise is at most 1, not 1.1"),
+    (["--gamma", "1.01"], "--gamma is at most 1, not 1.01"),
     (["--temperature", "0"], "--temperature is at least"),
     (["--mean", "median"], "--mean is one of sequence, token, constant"),
     (["--minibatches", "9999"], "--minibatches 9999"),

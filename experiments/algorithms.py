@@ -33,7 +33,6 @@ ROWS = {
     "learned reward": "--reward model",
     "learned reward of steps": "--reward model --supervision process",
     "two iterations": "--iterations 2",
-    "learned reward, two iterations": "--reward model --iterations 2",
 }
 
 

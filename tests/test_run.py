@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -559,8 +560,24 @@ def test_the_map_points_at_its_lines():
 
 def test_readme_quotes_the_result_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import algorithms
     import seeds
     text = (ROOT / "README.md").read_text()
+    results = json.loads((ROOT / "experiments" / "algorithms.json").read_text())
+    assert results.keys() == algorithms.ROWS.keys()
+    assert all(line in text for line in algorithms.lines(results))
+    cost = lambda name: statistics.median(run["step"] for run in results[name].values())
+    for name in ("PPO", "PPO, critic of its own"):
+        assert f" {cost(name) / cost('GRPO'):.1f} times" in text
+    curves = json.loads((ROOT / "experiments" / "overoptimization.json").read_text()).values()
+    assert all(f"{curve['pass@1'][1]:.1%}" in text for curve in curves)
+    proxy, right = next(iter(curves))["reward"], next(iter(curves))["accuracy"]
+    assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in text and max(right) > right[-1] + 0.2
+    for name, runs in results.items():
+        for seed in "123":
+            after, rule = runs[seed]["after"], results["GRPO"][seed]["after"]
+            assert after - runs[seed]["before"] > 0.2
+            assert "learned" not in name or rule - after < 0.1
     for line in seeds.rows(json.loads((ROOT / "experiments" / "seeds.json").read_text())):
         assert line in text
     caught = (ROOT / "experiments" / "mutations.md").read_text().splitlines()[2:]

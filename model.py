@@ -385,6 +385,7 @@ def token_logps(model, ids, mask, temperature, critic=None):
     critic), both (B, T), 0 where mask is False. The shift by one lives here. More than CHUNK logits
     are made in parts, and again in the backward pass: there is no (B, T, V) tensor."""
     def of_chosen(h, chosen):
+        """log pi of the tokens `chosen` (n,) after the states h (n, C)."""
         logits = model.head(h) / temperature                                               # (n, V)
         return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
     h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1

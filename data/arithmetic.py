@@ -62,9 +62,11 @@ def demonstration(problem, rng):
     lines = []
 
     def write(n):
+        """A number as it gets written down."""
         return miswritten(n, rng) if rng.random() < SLIP else n
 
     def work(left, terms):                                  # 47*50 is 40*50 and 7*50
+        """Add the line that begins with `left` and adds up the terms; gives its result."""
         terms = [write(n) for n in terms]
         total = write(sum(terms)) if len(terms) > 1 else terms[0]
         middle = ["+".join(map(str, terms))] if len(terms) > 1 else []

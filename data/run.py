@@ -275,6 +275,7 @@ def read_flags(config, modes, about, argv):
     for name, options in modes.items():
         only_one.add_argument(f"--{name}", **options)
     def error(message):
+        """What argparse calls instead of exiting itself."""
         raise Fault(f"{message}; --help lists the flags")
     parser.error = error
     return vars(parser.parse_args(argv))
@@ -395,6 +396,7 @@ def show_step(step, total, done):
             "no completion ended")
 
 def on_one_line(text):
+    """A text with its line breaks shown."""
     return text.replace("\n", " ⏎ ")
 
 def coloured(encoding, ids, adv):

@@ -469,6 +469,13 @@ def test_nan_reward_stops_the_run(tmp_path, capsys, monkeypatch):
     assert "of the prompt" in fault(capsys, *SMALL, "--warm_steps", 0, "--steps", 1, "--out", tmp_path)
 
 
+def test_a_warm_start_depends_on_how_and_on_what_it_was_fitted():
+    from data.start import warm_note
+    cfg = Config()
+    for change in (dict(grad_clip=2.0), dict(train="rows.jsonl"), dict(warm_lr=1e-4)):
+        assert warm_note(dataclasses.replace(cfg, **change), arithmetic) != warm_note(cfg, arithmetic)
+
+
 def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     """The folder is opened, and its logs emptied, only after the settings have proved possible."""
     copy_warm_start(unbroken, tmp_path)
@@ -612,7 +619,7 @@ def test_nothing_evaluates_or_unpickles():
     files = [*ROOT.glob("*.py"), *(ROOT / "data").glob("*.py"), *(ROOT / "experiments").glob("*.py")]
     assert len(files) >= 15
     for path in files:
-        assert not re.search(r"(?<![\w.])eval\(|torch\.load|import pickle|exec\(", (ROOT / path).read_text())
+        assert not re.search(r"(?<![\w.])eval\(|torch\.load|pickle|exec\(|builtins|__import__", path.read_text())
 
 
 def readme_task(folder):

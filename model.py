@@ -1,6 +1,6 @@
 """One GPT for the families of Llama, Qwen2, Qwen3 and GPT-2: RoPE (half-split) or learned
 positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters
-carry Llama's names; checkpoints are read and written in the layout of Hugging Face.
+carry Llama's names; `run/pretrained.py` reads and writes checkpoints.
 
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels of a head, L
 layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all
@@ -8,19 +8,16 @@ that keeps real tokens from seeing padding; with a cache, the slot of a token is
 row.
 """
 import copy
-import json
 import math
-import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data.run import Fault, each_tensor, write_tensors, write_whole
+from data import Fault
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,6 @@ class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
         super().__init__()
         self.cfg = cfg
-        self.hf = new_config(cfg)
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activations in the backward pass, a layer at a time
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -181,28 +177,28 @@ class GPT(nn.Module):
             raise Fault(f"{ids.size(1)} tokens do not fit the model's context of "
                         f"{self.cfg.block_size}")
         with self.autocast():
-            return self.walk(ids, pos, cache)
-
-    def walk(self, ids, pos, cache):
-        T = ids.size(1)
-        x = self.embed_tokens(ids)                                           # (B, T, C)
-        where = slice(T) if pos is None else pos
-        learned = self.cfg.positions == "learned"
-        if learned:
-            x = x + self.embed_positions.weight[where]
-        rope = None if learned else (self.cos[where], self.sin[where])       # (B or none, T, 1, D)
-        bias = None
-        if cache is not None:
-            seen = torch.arange(cache.size(4), device=ids.device) <= pos[..., None]   # (B, T, S)
-            bias = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
-            bias = bias.masked_fill(~seen, float("-inf"))
-            bias = bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
-        for i, layer in enumerate(self.layers):
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rope, pos, None, None, use_reentrant=False)
+            T = ids.size(1)
+            x = self.embed_tokens(ids)                                       # (B, T, C)
+            where = slice(T) if pos is None else pos
+            if self.cfg.positions == "learned":
+                x, rope = x + self.embed_positions.weight[where], None
             else:
-                x = layer(x, rope, pos, None if cache is None else cache[i], bias)
-        return self.norm(x)
+                rope = self.cos[where], self.sin[where]                      # (B or none, T, 1, D)
+            bias = None if cache is None else self.cache_bias(cache, pos, x.dtype)
+            for i, layer in enumerate(self.layers):
+                if self.recompute and torch.is_grad_enabled():
+                    x = checkpoint(layer, x, rope, pos, None, None, use_reentrant=False)
+                else:
+                    x = layer(x, rope, pos, None if cache is None else cache[i], bias)
+            return self.norm(x)
+
+    def cache_bias(self, cache, pos, dtype):
+        """What attention adds to its scores, 0 for the slots up to the token's own and -inf for
+        those after it, (B, 1, H / K * T, S): once for each query head of a key head."""
+        seen = torch.arange(cache.size(4), device=pos.device) <= pos[..., None]          # (B, T, S)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=pos.device)
+        bias = bias.masked_fill(~seen, float("-inf"))
+        return bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
 
     def head(self, x):
         """Logits (..., V) in float32 of hidden states (..., C)."""
@@ -212,7 +208,11 @@ class GPT(nn.Module):
 
     def autocast(self):
         """The context in which products are done in `amp`."""
-        return torch.autocast(self.norm.weight.device.type, self.amp, enabled=self.amp is not None)
+        return torch.autocast(self.device.type, self.amp, enabled=self.amp is not None)
+
+    @property
+    def device(self):
+        return self.norm.weight.device
 
     def new_cache(self, rows, slots):
         """Empty KV cache (L, 2, rows, K, slots, D): keys at [:, 0], values at [:, 1]."""
@@ -229,136 +229,6 @@ class GPT(nn.Module):
                 layer.weight.data = layer.weight.data.to(self.amp)
         return copied
 
-    @classmethod
-    def from_pretrained(cls, folder):
-        """The model in `folder`; raises Fault if it is of another family, or not whole. Never are
-        there more than the model and one of the file's tensors in memory."""
-        return cls.outline(folder).read(folder)
-
-    @classmethod
-    def outline(cls, folder):
-        """The model in `folder`, without memory for it yet."""
-        try:
-            return cls.of(json.loads((Path(folder) / "config.json").read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise Fault(f"no model in {folder}: config.json: {e.__class__.__name__}: {e}") from e
-        except Fault as e:
-            raise Fault(f"{folder}: {e}") from e
-
-    @classmethod
-    def of(cls, hf):
-        """A model of a config.json's dict, without memory for it yet."""
-        with torch.device("meta"):
-            model = cls(read_config(hf))
-        model.hf = hf
-        return model
-
-    def allocate(self):
-        """Memory for an outline; the weights are still to be set."""
-        self.to_empty(device="cpu").set_angles()
-        return self
-
-    @torch.no_grad()
-    def read(self, folder):
-        """Fill an outline with the tensors of a folder."""
-        self.allocate()
-        held, seen = self.by_file_name(), set()
-        for name, tensor in each_tensor(folder):
-            name = name if name in held else f"transformer.{name}"      # as the first GPT-2 has it
-            if name in held:
-                parts = held[name]
-                tensor = tensor.T if TURNED.search(name) else tensor
-                want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
-                if tensor.shape != want:
-                    raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
-                for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
-                    p.copy_(part)
-                seen.add(name)
-            elif not CONSTANTS.search(name) and not (self.cfg.tied and "lm_head" in name):
-                raise Fault(f"{folder}: the tensor {name} is none of this model's")
-        if missing := sorted(held.keys() - seen):
-            raise Fault(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
-        return self
-
-    def save_pretrained(self, folder, files=()):
-        """Write config.json and model.safetensors as they came, in names, layout and dtype, and
-        `files` beside them, their bytes by name."""
-        dtype = getattr(torch, self.hf.get("dtype") or self.hf.get("torch_dtype") or "float32")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(folder) / "config.json", json.dumps(self.hf, indent=2))
-        for name, content in dict(files).items():
-            write_whole(Path(folder) / name, lambda path: path.write_bytes(content))
-        tensors = {}
-        for name, parts in self.by_file_name().items():
-            whole = torch.cat([p.detach() for p in parts]).to(dtype)
-            tensors[name] = whole.T if TURNED.search(name) else whole
-        write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
-
-    def by_file_name(self):
-        """Parameters by their name in a file: GPT-2's joins query, key and value."""
-        held = {}
-        for name, p in self.named_parameters():
-            if self.hf["model_type"] == "gpt2":
-                for ours, theirs in GPT2_PARTS.items():
-                    name = name.replace(ours, theirs)
-            if name != "lm_head.weight":
-                name = ("transformer." if self.hf["model_type"] == "gpt2" else "model.") + name
-            held.setdefault(name, []).append(p)
-        return held
-
-# ---------------------------------------------------------------------- Hugging Face's config.json
-
-FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
-            "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
-NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-             n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
-             head_size="head_dim", block_size="max_position_embeddings", norm_eps="rms_norm_eps",
-             tied="tie_word_embeddings")
-GPT2_NAMES = dict(vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_kv_head="n_head",
-                  n_embd="n_embd", n_inner="n_inner", block_size="n_positions",
-                  norm_eps="layer_norm_epsilon", tied="tie_word_embeddings")
-GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", "input_layernorm":
-              "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj",
-              "self_attn.q_proj": "attn.c_attn", "self_attn.k_proj": "attn.c_attn",
-              "self_attn.v_proj": "attn.c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
-              "norm.": "ln_f."}
-TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear layers: a file holds the transpose
-CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # in older files
-# What of a config.json would change the arithmetic, and the values with which it does not.
-ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
-            attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,),
-            scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
-            add_cross_attention=(False,), quantization_config=(),
-            **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
-
-def read_config(hf):
-    """The GPTConfig of a config.json's dict; raises Fault for what this model does not compute."""
-    if (family := hf["model_type"]) not in FAMILIES:
-        raise Fault(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
-    for key, values in ONLY.items():
-        if key in hf and hf[key] not in (None, *values):
-            raise Fault(f"{key} {hf[key]!r} is not supported")
-    rope = hf.get("rope_parameters") or {}                  # since transformers 5
-    scaling = hf.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise Fault(f"rope scaling {kind!r} is not supported")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    names = GPT2_NAMES if family == "gpt2" else NAMES
-    found = {ours: hf[theirs] for ours, theirs in names.items() if hf.get(theirs) is not None}
-    gpt2 = dict(n_inner=4 * found["n_embd"]) if family == "gpt2" else {}
-    found = dict(n_kv_head=found["n_head"], head_size=0, tied=family == "gpt2") | gpt2 | found
-    if missing := [theirs for ours, theirs in names.items() if ours not in found]:
-        raise KeyError(missing[0])
-    return GPTConfig(**found, **FAMILIES[family],
-                     rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-                     rope_scaling=tuple(scaling[k] for k in keys) if kind == "llama3" else ())
-
-def new_config(cfg):
-    """The config.json of a model that did not come from one: a Llama's."""
-    return {theirs: getattr(cfg, ours) for ours, theirs in NAMES.items()} | dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
-        rope_theta=cfg.rope_theta, dtype="float32")
 
 class ScalarHead(nn.Module):
     """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
@@ -376,25 +246,33 @@ class ScalarHead(nn.Module):
         h = h if self.trunk is None else self.trunk(ids)
         return self.head(h.float())[..., 0]
 
+
 # ------------------------------------------------------------------------------- log-probabilities
 
 CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
+
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
     critic), both (B, T), 0 where mask is False. The shift by one lives here. More than CHUNK logits
     are made in parts, and again in the backward pass: there is no (B, T, V) tensor."""
-    def of_chosen(h, chosen):
-        """log pi of the tokens `chosen` (n,) after the states h (n, C)."""
+    def logps_of(h, tokens):
+        """log pi of the `tokens` (n,) after the states h (n, C)."""
         logits = model.head(h) / temperature                                               # (n, V)
-        return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
+        return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+    def in_columns(x):
+        """The numbers x (n,) of the sampled tokens in their columns, (B, T)."""
+        return F.pad(x.new_zeros(sampled.shape).masked_scatter(sampled, x), (1, 0))
+
     h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1
-    on = mask[:, 1:]
-    parts = h[on], ids[:, 1:][on]                                                   # (n, C), (n,)
-    if (size := max(1, CHUNK // model.cfg.vocab_size)) < len(parts[0]):
-        logp = torch.cat([checkpoint(of_chosen, *part, use_reentrant=False)
-                          for part in zip(*(x.split(size) for x in parts))])
+    sampled = mask[:, 1:]
+    states, tokens = h[sampled], ids[:, 1:][sampled]                                # (n, C), (n,)
+    size = max(1, CHUNK // model.cfg.vocab_size)
+    if len(tokens) > size:
+        logp = torch.cat([checkpoint(logps_of, *part, use_reentrant=False)
+                          for part in zip(states.split(size), tokens.split(size))])
     else:
-        logp = of_chosen(*parts)
-    spread = lambda x: F.pad(x.new_zeros(on.shape).masked_scatter(on, x), (1, 0))          # (B, T)
-    return spread(logp), critic and spread(critic(ids[:, :-1], h)[on])
+        logp = logps_of(states, tokens)
+    value = None if critic is None else in_columns(critic(ids[:, :-1], h)[sampled])
+    return in_columns(logp), value

@@ -1,14 +1,59 @@
-"""What tasks in natural language share: answers in tags, numbers, equations in a text."""
+"""What tasks share: the safe evaluator, answers in tags, numbers, equations in a text.
+
+Text that a model wrote never reaches Python's `eval`.
+"""
+import ast
+import operator
 import re
 from fractions import Fraction
 
-from reward import LONGEST, evaluate
-
+LONGEST = 200       # characters of an expression: bounds the time, the depth and the result
+NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits alone
+APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # what is no one number
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv, ast.USub: operator.neg}
 NUMBER = re.compile(r"([-\u2212]?) *[$\u20ac\u00a3]? *([-\u2212]?)"
                     r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{0,15})(?:\.[0-9]{1,15})?)"
                     r"(?:%| *[A-Za-z][A-Za-z ]*)?\.?")
 SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
+# --------------------------------------------------------------------------------- the evaluator
+
+def evaluate(text):
+    """Exact value of an arithmetic expression as a Fraction, or None for anything else.
+
+    Takes integers and decimals of up to 15 digits, + - * /, unary minus, parentheses and spaces, in
+    at most 200 characters: no names, no powers, nothing that can run long.
+    """
+    if len(text) > LONGEST or APART.search(text):
+        return None
+    text, numbers = text.replace(" ", ""), []
+
+    def index(found):
+        """A numeral's place in `numbers`: Python would read 0.1 as a float, and refuse 007."""
+        numbers.append(Fraction(found[0]))
+        return str(len(numbers) - 1)
+    indexed = NUMERAL.sub(index, text)
+    if not re.fullmatch("[-+*/()0-9]+", indexed):
+        return None
+    try:
+        return value_of(ast.parse(indexed, mode="eval").body, numbers)
+    except (SyntaxError, ZeroDivisionError, KeyError):
+        return None
+
+
+def value_of(node, numbers):
+    """The value of a node of the syntax tree, whose constants are indices into `numbers`; raises
+    KeyError for a node that is no arithmetic."""
+    if isinstance(node, ast.Constant):
+        return numbers[node.value]
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](value_of(node.operand, numbers))
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](value_of(node.left, numbers), value_of(node.right, numbers))
+    raise KeyError(type(node).__name__)
+
+# -------------------------------------------------------------------------- answers in free text
 
 def tagged(text):
     """What stands between the last <answer> and </answer>, or None."""

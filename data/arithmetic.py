@@ -15,8 +15,8 @@ import random
 import re
 from typing import NamedTuple
 
-from data.run import Fault
-from reward import evaluate
+from data import Fault
+from data.answers import evaluate
 
 # What Config starts from for this task.
 DEFAULTS = dict(difficulty=2, steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,

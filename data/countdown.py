@@ -10,9 +10,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from data.answers import steps, tagged  # noqa: F401, steps is the task's
-from data.run import Fault
-from reward import evaluate
+from data import Fault
+from data.answers import evaluate, steps, tagged  # noqa: F401, steps is the task's
 
 # For a model of 0.5 billion parameters on a card of 24 GB.
 DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,

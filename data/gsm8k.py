@@ -8,8 +8,8 @@ import json
 import re
 from typing import NamedTuple
 
+from data import Fault
 from data.answers import one_number, steps, tagged  # noqa: F401, steps is the task's
-from data.run import Fault
 
 # For a model of 0.5 billion parameters on a card of 24 GB.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,

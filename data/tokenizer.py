@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tiktoken
 
-from data.run import Fault
+from data import Fault
 
 END = "<|endoftext|>"
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable ones

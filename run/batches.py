@@ -1,0 +1,135 @@
+"""Rows into micro-batches, the optimizer's step, supervised fits."""
+import math
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from data import Fault
+from model import token_logps
+from run import machine, show
+
+# --------------------------------------------------------------------------------------- the rows
+
+def row_lengths(mask):
+    """Tokens of each row without its padding, (B,)."""
+    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
+
+def last_tokens(mask):
+    """The last sampled token of each row, (B, T)."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+def by_16(n):
+    """n, up to the next multiple of 16: of sizes rounded so, few shapes are compiled."""
+    return -(-n // 16) * 16
+
+def minibatches(cfg, source, device):
+    """Deal the rows of a step, of all ranks, at random to the minibatches of each epoch. Yields of
+    each the rows that are on this rank, as indices into its batch, and the number on all ranks."""
+    rows = cfg.prompts * cfg.group
+    local = machine.deal(torch.arange(rows).view(-1, cfg.group)).flatten()
+    for _ in range(cfg.epochs):
+        permutation = torch.tensor(source.sample(range(rows), rows))
+        for part in permutation.tensor_split(cfg.minibatches):
+            yield torch.isin(local, part).nonzero()[:, 0].to(device), len(part)
+
+def micro_batches(length, budget):
+    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
+    rows go by length (B,), and none is padded to more than twice its own."""
+    order = length.argsort(descending=True, stable=True)
+    sizes = length[order].tolist()
+    i = 0
+    while i < len(sizes):
+        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
+                if 2 * sizes[j] >= sizes[i]]
+        yield order[i:fits[-1] + 1], sizes[i]
+        i = fits[-1] + 1
+
+@torch.no_grad()
+def by_parts(f, ids, mask, budget):
+    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
+    out = None
+    for rows, T in micro_batches(row_lengths(mask), budget):
+        parts = f(ids[rows, :T], mask[rows, :T])
+        out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
+        for whole, part in zip(out, parts):
+            if part is not None:
+                whole[rows, :T] = part.to(ids.device)
+    return out
+
+def logps(gpt, batch, cfg, critic=None):
+    """What `token_logps` gives of a batch, in micro-batches and without a graph."""
+    of = partial(token_logps, gpt, temperature=cfg.temperature, critic=critic)
+    return by_parts(of, batch.ids, batch.mask, cfg.micro_tokens)
+
+# ------------------------------------------------------------------------ sets of rows, as dicts
+
+def concatenate(*sets):
+    """Sets of rows, each a dict of (R, T) tensors, as one, padded to the longest."""
+    T = max(x["ids"].size(1) for x in sets)
+    return {name: torch.cat([F.pad(x[name], (0, T - x[name].size(1))) for x in sets])
+            for name in sets[0]}
+
+def of_all_ranks(rows, K):
+    """Rows of all ranks, on each of them: sets of K in the order of their problems, on the CPU."""
+    rows = {name: x.cpu() for name, x in rows.items()}
+    if not dist.is_initialized():
+        return rows
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, rows)
+    return {name: torch.stack(x.unflatten(0, (len(parts), -1, K)).unbind(0), 1).flatten(0, 2)
+            for name, x in concatenate(*parts).items()}
+
+# ----------------------------------------------------------------------------------- the training
+
+def new_optimizer(modules, lr, eps=1e-8):
+    """AdamW of the modules that are not None. Without weight decay: what holds the weights here is
+    the KL to the reference."""
+    params = [p for module in filter(None, modules) for p in module.parameters()]
+    return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
+
+def optimizer_step(opt, grad_clip):
+    """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping."""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = machine.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(params, grad_clip).item()
+    if not math.isfinite(norm):
+        raise Fault(f"the norm of the gradient is {norm}")
+    opt.step()
+    opt.zero_grad()
+    return norm
+
+# The largest gap between the sampler's and the trainer's log-probability of a token before the
+# first optimizer step; beyond it the two disagree, and every ratio is wrong. In bfloat16 a logit of
+# 32 has steps of 0.25 (and the ratios take the trainer's old_logp); a shifted token is nats away.
+MISMATCH = {None: 1e-4, torch.bfloat16: 2.0}
+
+def checked_gap(gap, dtype):
+    """The largest `gap` of all ranks between the sampler's and the trainer's log-probability of a
+    token; raises Fault if it is more than the rounding of products in `dtype`."""
+    gap = machine.all_reduce(gap, dist.ReduceOp.MAX).item()
+    if not gap <= MISMATCH[dtype]:
+        raise Fault(f"sampler and trainer disagree: their log-probabilities are {gap:.2g} apart, "
+                    f"more than the {MISMATCH[dtype]} of rounding")
+    return gap
+
+def fit(name, module, losses, steps, lr, grad_clip):
+    """Supervised training: `steps` optimizer steps, each on the sum of the terms that
+    `losses(step)` yields; the learning rate rises, then falls to 0."""
+    opt, began = new_optimizer([module], lr), time.time()
+    for step in range(steps):
+        if machine.stop_asked():
+            raise machine.Stopped(f"in the {name}, which will begin anew")
+        opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
+        total = torch.zeros((), device=opt.param_groups[0]["params"][0].device)
+        for loss in losses(step):
+            loss.backward()
+            total += loss.detach()
+        optimizer_step(opt, grad_clip)
+        if (step + 1) % max(1, steps // 10) == 0:
+            left = (time.time() - began) / (step + 1) * (steps - step - 1)
+            show.print0(f"{name} {step + 1}/{steps}  loss {machine.all_reduce(total).item():.3f}  "
+                        f"left {show.clock(left)}")

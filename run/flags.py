@@ -1,0 +1,66 @@
+"""A dataclass as a command line: a field is a flag, the comment behind it the flag's help."""
+import argparse
+import dataclasses
+import inspect
+import math
+import re
+from functools import partial
+from typing import get_args
+
+from data import Fault
+
+MODES = dict(resume=dict(action="store_true", help="Go on with the run in --out."),
+             eval_only=dict(action="store_true", help="Only evaluate --init's model, or --out's."),
+             ask=dict(metavar="QUESTION", help="Only let that model answer."))
+
+def read(config, algos, about, argv):
+    """A command line as two dicts: the flags that were given, and all of MODES, of which one at
+    most is set. The flags are the fields of the dataclass `config`, and --algo, one of `algos`; the
+    help is grouped as the dataclass is, by the comment lines between its fields."""
+    parser = argparse.ArgumentParser(
+        usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
+        epilog="In brackets: the default; a task sets some of its own.",
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
+                                max_help_position=36))
+    modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
+    for name, options in MODES.items():
+        modes.add_argument(f"--{name}", **options)
+    add(parser, "algo", str, algos, "grpo", "Take this algorithm; other flags override its fields.")
+    fields, group = {f.name: f for f in dataclasses.fields(config)}, parser
+    for title, name, text in re.findall(r"^    # (.+)$|^    (\w+): [^#]+?  # (.*)$",
+                                        inspect.getsource(config), re.M):
+        if title:
+            group = parser.add_argument_group(title)
+        else:
+            choices = get_args(fields[name].type)
+            kind = str if choices else fields[name].type
+            add(group, name, kind, choices, fields[name].default, text)
+
+    def error(message):
+        """What argparse calls instead of exiting itself."""
+        raise Fault(f"{message}; --help lists the flags")
+    parser.error = error
+    given = vars(parser.parse_args(argv))
+    if given.get("algo", "grpo") not in algos:
+        raise Fault(f"--algo is one of {', '.join(algos)}, not {given['algo']!r}")
+    return given, {name: given.pop(name) for name in MODES}
+
+def add(group, name, kind, choices, default, text):
+    """Add a flag to a group of the help, with its choices and its default."""
+    shown = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+    text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
+    group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
+
+def check(cfg, least, most):
+    """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
+    less than least[name] (without that an integer is at least 1, another number 0) or more than
+    most[name]."""
+    for f in dataclasses.fields(cfg):
+        value, choices = getattr(cfg, f.name), get_args(f.type)
+        low = least.get(f.name, int(f.type is int))
+        if choices and value not in choices:
+            raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
+        if f.type in (int, float) and not (math.isfinite(value) and value >= low):
+            raise Fault(f"--{f.name} is at least {low}, not {value}")
+        if f.name in most and value > most[f.name]:
+            raise Fault(f"--{f.name} is at most {most[f.name]}, not {value}")

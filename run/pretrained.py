@@ -1,0 +1,162 @@
+"""Hugging Face's layout, in and out: config.json and the tensors of Llama, Qwen2, Qwen3 and GPT-2.
+
+A model that was loaded carries its config.json as `model.hf`, to be written back as it came.
+"""
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from data import Fault
+from model import GPT, GPTConfig
+from run.files import write_tensors, write_whole
+
+FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
+            "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
+NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
+             n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
+             head_size="head_dim", block_size="max_position_embeddings", norm_eps="rms_norm_eps",
+             tied="tie_word_embeddings")
+GPT2_NAMES = dict(vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_kv_head="n_head",
+                  n_embd="n_embd", n_inner="n_inner", block_size="n_positions",
+                  norm_eps="layer_norm_epsilon", tied="tie_word_embeddings")
+GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", "input_layernorm":
+              "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj",
+              "self_attn.q_proj": "attn.c_attn", "self_attn.k_proj": "attn.c_attn",
+              "self_attn.v_proj": "attn.c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
+              "norm.": "ln_f."}
+TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear layers: a file holds the transpose
+CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # in older files
+# What of a config.json would change the arithmetic, and the values with which it does not.
+ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
+            attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,),
+            scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
+            add_cross_attention=(False,), quantization_config=(),
+            **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
+
+# ------------------------------------------------------------------------------------ config.json
+
+def read_config(hf):
+    """The GPTConfig of a config.json's dict; raises Fault for what this model does not compute."""
+    if (family := hf["model_type"]) not in FAMILIES:
+        raise Fault(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
+    for key, values in ONLY.items():
+        if key in hf and hf[key] not in (None, *values):
+            raise Fault(f"{key} {hf[key]!r} is not supported")
+    rope = hf.get("rope_parameters") or {}                  # since transformers 5
+    scaling = hf.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise Fault(f"rope scaling {kind!r} is not supported")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    names = GPT2_NAMES if family == "gpt2" else NAMES
+    found = {ours: hf[theirs] for ours, theirs in names.items() if hf.get(theirs) is not None}
+    gpt2 = dict(n_inner=4 * found["n_embd"]) if family == "gpt2" else {}
+    found = dict(n_kv_head=found["n_head"], head_size=0, tied=family == "gpt2") | gpt2 | found
+    if missing := [theirs for ours, theirs in names.items() if ours not in found]:
+        raise KeyError(missing[0])
+    return GPTConfig(**found, **FAMILIES[family],
+                     rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+                     rope_scaling=tuple(scaling[k] for k in keys) if kind == "llama3" else ())
+
+def config_json(model):
+    """The config.json of a model: the one that it came with, or, for a new one, a Llama's."""
+    if not hasattr(model, "hf"):
+        model.hf = {theirs: getattr(model.cfg, ours) for ours, theirs in NAMES.items()} | dict(
+            model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
+            rope_theta=model.cfg.rope_theta, dtype="float32")
+    return model.hf
+
+# ----------------------------------------------------------------------------------------- reading
+
+def load(folder):
+    """The model in `folder`; raises Fault if it is of another family, or not whole. Never are there
+    more than the model and one of the file's tensors in memory."""
+    return read_weights(without_memory(folder), folder)
+
+def without_memory(folder):
+    """The model in `folder`, on the meta device: its shape, and no memory for it yet."""
+    try:
+        return of_config(json.loads((Path(folder) / "config.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Fault(f"no model in {folder}: config.json: {e.__class__.__name__}: {e}") from e
+    except Fault as e:
+        raise Fault(f"{folder}: {e}") from e
+
+def of_config(hf):
+    """A model of a config.json's dict, on the meta device."""
+    with torch.device("meta"):
+        model = GPT(read_config(hf))
+    model.hf = hf
+    return model
+
+def allocate(model):
+    """Memory for a model on the meta device; its weights are still to be set."""
+    model.to_empty(device="cpu").set_angles()
+    return model
+
+@torch.no_grad()
+def read_weights(model, folder):
+    """Fill a model on the meta device with the tensors of a folder."""
+    held, seen = parameters_by_file_name(allocate(model)), set()
+    for name, tensor in each_tensor(folder):
+        name = name if name in held else f"transformer.{name}"      # as the first GPT-2 has it
+        if name in held:
+            parts = held[name]
+            tensor = tensor.T if TURNED.search(name) else tensor
+            want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
+            if tensor.shape != want:
+                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
+            for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
+                p.copy_(part)
+            seen.add(name)
+        elif not CONSTANTS.search(name) and not (model.cfg.tied and "lm_head" in name):
+            raise Fault(f"{folder}: the tensor {name} is none of this model's")
+    if missing := sorted(held.keys() - seen):
+        raise Fault(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
+    return model
+
+def each_tensor(folder):
+    """(name, tensor) of a checkpoint's model.safetensors, or of its parts, one after the other."""
+    folder = Path(folder)
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    try:
+        if index.exists() and not (folder / files[0]).exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for file in files:
+            with safe_open(folder / file, "pt") as f:
+                for name in f.keys():
+                    yield name, f.get_tensor(name)
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as e:
+        raise Fault(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
+
+def parameters_by_file_name(model):
+    """Lists of parameters by their name in a file: GPT-2's joins query, key and value."""
+    held, gpt2 = {}, config_json(model)["model_type"] == "gpt2"
+    for name, p in model.named_parameters():
+        if gpt2:
+            for ours, theirs in GPT2_PARTS.items():
+                name = name.replace(ours, theirs)
+        if name != "lm_head.weight":
+            name = ("transformer." if gpt2 else "model.") + name
+        held.setdefault(name, []).append(p)
+    return held
+
+# ----------------------------------------------------------------------------------------- writing
+
+def save(model, folder, files=()):
+    """Write config.json and model.safetensors as they came, in names, layout and dtype, and `files`
+    beside them, their bytes by name."""
+    folder, hf = Path(folder), config_json(model)
+    dtype = getattr(torch, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.json", json.dumps(hf, indent=2))
+    for name, content in dict(files).items():
+        write_whole(folder / name, lambda path: path.write_bytes(content))
+    tensors = {}
+    for name, parts in parameters_by_file_name(model).items():
+        whole = torch.cat([p.detach() for p in parts]).to(dtype)
+        tensors[name] = whole.T if TURNED.search(name) else whole
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})

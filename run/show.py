@@ -1,0 +1,71 @@
+"""What one sees in the terminal."""
+import os
+import shlex
+import statistics
+import sys
+
+from run import machine
+
+def print0(text):
+    """Print on the first rank."""
+    if machine.world()[0] == 0:
+        print(text, flush=True)
+
+def clock(seconds):
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+def percentages(results):
+    """Shares by name on one line."""
+    return "  ".join(f"{name} {x:.1%}" for name, x in results.items())
+
+def header(agent, problems, held_out):
+    """What a run works on, and with."""
+    cfg, (device, dtype, _) = agent.cfg, machine.resolve(agent.cfg)
+    millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
+    print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
+           f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
+
+def farewell(cfg, question):
+    """Where the model is, and how to ask it something."""
+    print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
+           f"--init {cfg.folder} --ask {shlex.quote(question)}")
+
+def step_line(step, total, done):
+    """One line for a step, by the statistics of the steps `done`, with the time left; and a warning
+    when three in a row taught nothing."""
+    stats, times = done[-1], [stats["seconds"] for stats in done]
+    shown = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
+    left = statistics.median(times[-9:]) * (total - step)
+    print0(f"step {step}/{total}  "
+           + "".join(f"{name} {stats[name]:.3f}  " for name in shown if name in stats)
+           + f"{times[-1]:.2f} s  left {clock(left)}")
+    idle = [stats["dead_groups"] == 1 or stats["finished"] == 0 for stats in done]
+    if idle[-3:] == [True] * 3 and idle[-4:] != [True] * 4:
+        print0("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
+               "or no completion ended")
+
+def on_one_line(text):
+    """A text with its line breaks shown."""
+    return text.replace("\n", " ⏎ ")
+
+def coloured(encoding, ids, adv):
+    """The text of tokens on one line. In a terminal green is to become likelier, red less likely,
+    and in grey there is nothing to learn."""
+    pieces = [encoding.decode([t]) if t in encoding.known else "" for t in ids]
+    pieces = [on_one_line(piece) for piece in pieces]
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
+        pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
+    return "".join(pieces)
+
+def group_record(step, batch, group, encoding):
+    """The first group of a rollout: four of it printed, the tokens coloured by advantage, and the
+    whole of it as a record for samples.jsonl."""
+    prompt, rewards = batch.problems[0].prompt, batch.reward[:group].sum(1).tolist()
+    adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
+    for ids, on, row, reward in list(zip(batch.ids, batch.mask, adv, rewards))[:4]:
+        text = coloured(encoding, ids[on].tolist(), row)
+        print0(f"    {on_one_line(prompt)}{text}   reward {reward:g}  advantage {row[0]:+.2f}")
+    return {"step": step, "prompt": prompt, "completions": batch.texts[:group],
+            "rewards": rewards, "advantages": [[round(a, 4) for a in row] for row in adv]}

@@ -1,0 +1,226 @@
+"""What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations."""
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import data
+from data import Fault, require
+from data.tokenizer import byte_encoding, load_encoding
+from model import CHUNK, GPT, GPTConfig, token_logps
+from run import batches, folder, machine, pretrained, show
+from run.files import write_whole
+
+# ------------------------------------------------------------------------------------ a run begins
+
+def begin(cfg, task, checkpoint):
+    """What a run begins with, new or from a Checkpoint: the Config, the tokenizer, the policy, the
+    problems to train on, and those held out."""
+    if checkpoint is None:
+        folder.refuse_unfinished(cfg.folder, type(cfg))
+    encoding = encoding_of(cfg, cfg.folder if checkpoint else cfg.init)
+    problems, held_out = task.problems(cfg)
+    check(cfg, task, problems, held_out)
+    longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
+    cfg = dataclasses.replace(cfg, chat=encoding.chat)  # the folder now has a format of its own
+    if checkpoint and checkpoint.tensors:
+        policy, cold = model_of(checkpoint.model, cfg, longest), False
+    else:
+        policy, cold = starting_model(cfg, task, longest, encoding)
+    if machine.world()[0] == 0:
+        folder.open_run(cfg, checkpoint)
+    if cold:
+        warm_start(policy, task, problems, cfg, encoding)
+    return cfg, encoding, policy, problems, held_out
+
+def encoding_of(cfg, where):
+    """The tokenizer in a model's folder; bytes for a new model."""
+    chat, about = cfg.chat, Path(where or ".") / "run.json"
+    if where and chat == "auto" and about.exists():        # a run's prompts keep their format
+        try:
+            chat = json.loads(about.read_text())["config"].get("chat", "auto")
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
+            raise Fault(f"{about}: not a run's ({e.__class__.__name__}: {e})") from e
+    own = where and (Path(where) / "tokenizer.json").exists()
+    return load_encoding(where, chat) if own or cfg.init else byte_encoding()
+
+def to_device(model, cfg):
+    """The model on its device, with the dtype of its products, as `machine.resolve` has them."""
+    device, dtype, _ = machine.resolve(cfg)
+    model.amp = torch.bfloat16 if dtype == "bfloat16" else None
+    model.recompute = cfg.recompute == "on"
+    return model.to(device)
+
+def load_model(where, cfg, encoding, longest=0):
+    """The model in a folder, on its device; raises Fault if the tokenizer is not its own, or if a
+    run with prompts of up to `longest` tokens would not fit."""
+    model = pretrained.without_memory(where)
+    if model.cfg.vocab_size < encoding.n_vocab:
+        raise Fault(f"{where}: a vocabulary of {model.cfg.vocab_size}, and the tokenizer has "
+                    f"{encoding.n_vocab}")
+    if longest:
+        check_room(model, cfg, longest)
+    return to_device(pretrained.read_weights(model, where), cfg)
+
+def trained_model(cfg):
+    """The tokenizer and the model of --init, or of the run's own folder, for use."""
+    where = cfg.init or cfg.folder
+    encoding = encoding_of(cfg, where)
+    return encoding, load_model(where, cfg, encoding)
+
+def model_of(config, cfg, longest):
+    """A model of a config.json's dict, into which a checkpoint will be loaded."""
+    model = pretrained.of_config(config)
+    check_room(model, cfg, longest)
+    return to_device(pretrained.allocate(model), cfg)
+
+def new_model(cfg, encoding, longest):
+    """A new model with random weights, its context a power of two that holds prompts of `longest`
+    tokens and their completions."""
+    context = 1 << (longest + cfg.max_new - 1).bit_length()
+    shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
+                      n_inner=4 * cfg.n_embd, block_size=context)
+    seed = machine.rng(cfg, "weights").getrandbits(63)
+    model = to_device(GPT(shape, torch.Generator().manual_seed(seed)), cfg)
+    pretrained.config_json(model)["eos_token_id"] = encoding.eot_token
+    check_room(model, cfg, longest)
+    return model
+
+def starting_model(cfg, task, longest, encoding):
+    """The policy before RL, and whether it still needs its warm start: --init's, or the kept one of
+    an earlier run, or a new one. `longest`: tokens of a prompt."""
+    where = cfg.folder / "warm_start"
+    note = where / "warm_start.json"
+    known = note.exists() and note.read_text() == warm_note(cfg, task)
+    if cfg.init or known:
+        show.print0(f"starting from {cfg.init or where}")
+        return load_model(cfg.init or where, cfg, encoding, longest), False
+    if note.exists():
+        show.print0(f"{where} was made with other settings or other code; it is made anew")
+    return new_model(cfg, encoding, longest), True
+
+# ------------------------------------------------------------------------------------ warm start
+
+WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
+        "warm_steps", "warm_batch", "warm_lr", "grad_clip", "micro_tokens", "recompute")
+
+def warm_start(model, task, problems, cfg, encoding):
+    """Supervised fine-tuning on fresh demonstrations, kept in the run's folder for the next run."""
+    device, encode = model.device, encoding.encode_ordinary
+
+    def losses(step):
+        """The terms of one optimizer step, those of this rank's rows."""
+        source = machine.rng(cfg, "warm start", step)
+        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
+                for p in source.choices(problems, k=cfg.warm_batch)]
+        tokens = sum(len(text) for _, text in rows)             # of all ranks
+        if (long := max(len(text) for _, text in rows)) > cfg.max_new:
+            raise Fault(f"a demonstration of {long} tokens is longer than --max_new {cfg.max_new}")
+        rows = machine.deal(rows)
+        ids = padded([prompt + text for prompt, text in rows], device)
+        mask = padded([[False] * len(prompt) + [True] * len(text) for prompt, text in rows], device)
+        for micro, T in batches.micro_batches(batches.row_lengths(mask), cfg.micro_tokens):
+            logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
+            yield -logp.sum() / tokens
+    batches.fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr, cfg.grad_clip)
+
+    if machine.world()[0] == 0:
+        where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
+        note.unlink(missing_ok=True)
+        pretrained.save(model, where, encoding.files)
+        write_whole(note, warm_note(cfg, task))                 # last: it says that all is there
+
+def padded(rows, device):
+    """Lists of unequal lengths as one tensor (B, T), padded on the right with 0 or False."""
+    return pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+
+def warm_note(cfg, task):
+    """All that a warm start depends on: settings, code, data, the machine."""
+    root = Path(data.__file__).parent.parent
+    sources = [root / "model.py", *sorted((root / "data").glob("*.py")),
+               *(root / "run" / f"{name}.py" for name in ("batches", "machine", "start"))]
+    sources += [Path(x) for x in (getattr(task, "__file__", None), cfg.train or None) if x]
+    sha256 = hashlib.sha256()
+    for path in sources:
+        sha256.update(path.read_bytes())
+    device, dtype, _ = machine.resolve(cfg)
+    return json.dumps({name: getattr(cfg, name) for name in WARM}
+                      | {"sha256 of code and data": sha256.hexdigest(), "torch": torch.__version__,
+                         "device": device.type, "dtype": dtype, "ranks": machine.world()[1]})
+
+# ------------------------------------------------------------------------------ whether it can run
+
+def check(cfg, task, problems, held_out):
+    """Raise Fault if the task lacks what the run needs, if a step wants more than there are
+    problems, or cannot deal them to the ranks alike; say where there are few."""
+    if cfg.supervision == "process":
+        require(task, "steps", "--supervision process rewards them")
+    if not cfg.init and cfg.warm_steps:
+        require(task, "demonstration", "a new model imitates them first; or give an --init")
+    if cfg.init and Path(cfg.init).resolve() == cfg.folder.resolve():
+        raise Fault(f"--out is --init: the model in {cfg.init} would be overwritten")
+    if cfg.minibatches > cfg.prompts * cfg.group:
+        raise Fault(f"--minibatches {cfg.minibatches}: a rollout has only "
+                    f"{cfg.prompts * cfg.group} rows")
+    if not held_out:
+        raise Fault("the task holds no problems out: there is nothing to evaluate on")
+    drawn, ranks = {"prompts": cfg.prompts}, machine.world()[1]         # problems at a time
+    if cfg.reward == "model":
+        drawn["fit_prompts"] = cfg.fit_prompts
+    for name, n in drawn.items():
+        if n > len(problems):
+            raise Fault(f"--{name} {n}: the task has only {len(problems)} problems to draw from")
+        if n % ranks:
+            raise Fault(f"--{name} {n} cannot be dealt to {ranks} ranks alike")
+    if cfg.warm_batch < ranks:
+        raise Fault(f"--warm_batch {cfg.warm_batch} is less than a row for each of {ranks} ranks")
+    if len(held_out) < 50:
+        show.print0(f"note: only {len(held_out)} problems are held out, so one more that is solved "
+                    f"moves a result by {1 / len(held_out):.0%}")
+
+def check_room(model, cfg, longest):
+    """Raise Fault, before there is memory for the model, if a run with it would not fit."""
+    if longest + cfg.max_new > model.cfg.block_size:
+        raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
+                    f"model's context of {model.cfg.block_size}")
+    need, free = memory(model, cfg, longest), free_memory(machine.resolve(cfg)[0])
+    if free is not None and sum(need.values()) > free:
+        parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
+        raise Fault(f"this needs about {sum(need.values()) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
+                    f"free ({parts}): lower --prompts, --group, --max_new or --micro_tokens")
+
+def free_memory(device):
+    """Bytes free on a device, or None where nothing says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", known.read_text()) if known.exists() else None
+    return 1024 * int(found[1]) if found and device.type == "cpu" else None
+
+def memory(model, cfg, longest):
+    """Bytes that a run needs, by what for. Of the rollout's and the update's own only the larger
+    count, for they take turns. Activations, what the backward pass needs of each layer, are an
+    estimate."""
+    c, half = model.cfg, machine.resolve(cfg)[1] == "bfloat16"
+    N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: of a product
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    frozen = 4 * N - (4 - b) * linear
+    rows, V = cfg.prompts * cfg.group // machine.world()[1], c.vocab_size
+    slots = longest + cfg.max_new
+    inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
+    layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # of a token
+    stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
+    trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
+    # The cache twice: when finished rows leave, what stays is copied.
+    rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
+               "logits of a token": 24 * rows * V}
+    update = {"gradients": 4 * N * trained, "activations": stored * cfg.micro_tokens * trained,
+              "logits": 12 * min(CHUNK, V * cfg.micro_tokens)}
+    return {"weights": 4 * N * trained, "Adam": 8 * N * trained,
+            "reference": frozen * cfg.needs_reference,
+            "sampler": frozen * half, "reward model": 16 * N * (cfg.reward == "model"),
+            **max(rollout, update, key=lambda x: sum(x.values()))}

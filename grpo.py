@@ -231,8 +231,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(column, dtype=torch.bool)
 
-    # 2. A token a turn. The decode batch: `rows` (b,), those of them still `active`, and the
-    # `column` that each samples next.
+    # 2. A token a turn, for the decode batch: its `rows`, which are `active`, their next `column`.
     rows, active = torch.arange(P * group, device=device), ~finished
     for n in range(max_new):
         token, token_logp = draw(policy.head(h), temperature, u[rows, n])                  # (b,)
@@ -570,7 +569,7 @@ def train(cfg, task=None, checkpoint=None):
             show.print0(f"step {step}  held out: {show.percentages(results)}")
             stats |= results
         halt = machine.stop_asked()
-        folder.log(cfg.folder, "metrics.jsonl", {"step": step, **stats})
+        folder.log_metrics(cfg.folder, step, stats)
         if last or halt or step % cfg.save_every == 0 or step % cfg.steps == 0:
             folder.save(agent, step, batch)
         if halt and not last:

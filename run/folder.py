@@ -21,11 +21,15 @@ from run.files import write_tensors, write_whole
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
-def log(folder, name, record):
-    """Add a line to metrics.jsonl or samples.jsonl, on the first rank."""
+def log_metrics(folder, step, stats):
+    """Add a line to metrics.jsonl, on the first rank."""
     if machine.world()[0] == 0:
-        with open(folder / name, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        append(folder / "metrics.jsonl", {"step": step, **stats})
+
+def append(path, record):
+    """Add a line to a file of JSON lines."""
+    with open(path, "a") as f:
+        f.write(json.dumps(record) + "\n")
 
 # ------------------------------------------------------------------------------ tensors by name
 
@@ -92,7 +96,7 @@ def save(agent, step, batch=None):
     folder = agent.cfg.folder
     if batch:
         record = show.group_record(step, batch, agent.cfg.group, agent.encoding)
-        log(folder, "samples.jsonl", record)
+        append(folder / "samples.jsonl", record)
     pretrained.save(agent.policy, folder, agent.encoding.files)
     write_checkpoint(agent.cfg, step, agent.beta, pretrained.config_json(agent.policy),
                      {name: os.path.getsize(folder / name) for name in LOGS}, training_state(agent))

@@ -5,10 +5,10 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import (ALGOS, Config, advantages, gae, kl_terms, policy_loss, relative, token_weights,
-                  value_loss, whiten)
-from data.run import last_tokens
+from grpo import (ALGOS, Config, advantages, gae, kl_estimate, outcome_scores, policy_loss,
+                  token_weights, value_loss, whiten)
 from model import ScalarHead, token_logps
+from run.batches import last_tokens
 
 G = torch.Generator().manual_seed(0)
 # Rows of 1, 3, 5 and 2 sampled tokens after prompts of 2, 1, 1 and 3.
@@ -160,9 +160,10 @@ def test_group_and_value_is_gae_on_the_groups_scores():
     reward, value = torch.where(LAST, torch.arange(4.0)[:, None], 0), random_values()
     cfg = Config(group=2, baseline="group+value", scale="group")
     adv, *_ = advantages(reward, LAST, MASK, ZERO, value, cfg)
-    scores, _ = relative(reward, LAST, 2, "group", "group")
-    assert scores[LAST].tolist() == pytest.approx([-1, 1, -1, 1])
-    torch.testing.assert_close(adv, slow_gae(scores, value, MASK, 1.0, 0.95))
+    scores, _ = outcome_scores(reward.sum(1), 2)
+    assert scores.tolist() == pytest.approx([-1, 1, -1, 1])
+    placed = torch.where(LAST, scores[:, None], 0)
+    torch.testing.assert_close(adv, slow_gae(placed, value, MASK, 1.0, 0.95))
 
 
 # ------------------------------------------------------------------------------------ KL, ratio
@@ -175,7 +176,7 @@ def test_gradients_of_the_estimators_by_enumeration(estimator, direction):
     ref = torch.randn(6, dtype=torch.float64, generator=G).log_softmax(-1)
     logp = x.log_softmax(-1)
     old = logp.detach()
-    mean = (old.exp() * kl_terms(logp, ref, (logp - old).exp(), estimator)).sum()
+    mean = (old.exp() * kl_estimate(logp, ref, (logp - old).exp(), estimator)).sum()
     got, = torch.autograd.grad(mean, x, retain_graph=True)
     exact = {"reverse": (logp.exp() * (logp - ref)).sum(), "forward": (ref.exp() * (ref - logp)).sum()}
     want = torch.zeros(6).double() if direction is None else torch.autograd.grad(exact[direction], x)[0]
@@ -187,8 +188,8 @@ def test_gradients_of_the_estimators_by_enumeration(estimator, direction):
 def test_kl_in_the_reward_or_nowhere_is_not_in_the_loss():
     logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old, ref, on = logp.detach(), torch.tensor([[-3.0, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
-    for kl, nothing in (("loss", False), ("reward", True), ("none", True)):
-        loss, stats = policy_loss(logp, old, ref, torch.zeros(1, 2), on, on / 2, Config(kl=kl))
+    for kl, nothing in (("loss", False), ("reward", True), ("watch", True), ("none", True)):
+        loss, stats = policy_loss(logp, old, ref, torch.zeros(1, 2), on, on / 2, Config(kl=kl), 0.04)
         grad, = torch.autograd.grad(loss, logp)
         assert bool((grad == 0).all()) is nothing
         assert stats["kl"] > 0.5                # but always logged
@@ -200,7 +201,7 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_row():
     on = torch.tensor([[False, True, True, True, False]])
     cfg = Config(ratio="sequence", clip_low=0.1, clip_high=0.1)
     for adv, want in ((1.0, min(math.exp(0.2), 1.1)), (-1.0, -math.exp(0.2))):
-        loss, stats = policy_loss(change, torch.zeros(1, 5), None, torch.full((1, 5), adv), on, on / 3, cfg)
+        loss, stats = policy_loss(change, torch.zeros(1, 5), None, torch.full((1, 5), adv), on, on / 3, cfg, 0.0)
         assert loss.item() == pytest.approx(-want) and stats["clip_share"] == pytest.approx(float(adv > 0))
 
 
@@ -212,7 +213,7 @@ def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     cfg = Config(**{**ALGOS[algo], "beta": 0.0})
     logp = torch.where(MASK, -1.0, 0).requires_grad_()
     weight = token_weights(MASK, cfg.mean, 4, int(MASK.sum()), 8)
-    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, cfg)
+    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, cfg, 0.0)
     loss.backward()
     assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
 

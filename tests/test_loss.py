@@ -9,9 +9,11 @@ import torch
 from conftest import tiny_model
 
 import grpo
-from data.run import Fault, compile_all, micro_batches, new_optimizer, widest
+from data import Fault
 from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
 from model import token_logps
+from run import machine
+from run.batches import last_tokens, micro_batches, new_optimizer
 
 CFG = Config()
 
@@ -21,7 +23,7 @@ def group_advantages(rewards, group, scale):
     B = len(rewards)
     mask = torch.arange(5).expand(B, -1) < 2 + torch.arange(B)[:, None] % 3
     mask[:, 0] = False
-    ends = grpo.last_tokens(mask)
+    ends = last_tokens(mask)
     reward, zero = torch.where(ends, rewards[:, None], 0), torch.zeros(B, 5)
     adv, returns, dead = grpo.advantages(reward, ends, mask, zero, None,
                                          Config(group=group, scale=scale))
@@ -33,8 +35,9 @@ def advantages(rewards, scale="group"):
     return group_advantages(torch.tensor(rewards), len(rewards), scale)[0].tolist()
 
 
-def update(model, opt, batch, cfg, source, bound):
-    return grpo.update(Agent(cfg, None, None, model, opt=opt), batch, source, bound)
+def update(model, opt, batch, cfg, source):
+    ref = None if batch.ref_logp is None else model
+    return grpo.update(Agent(cfg, None, None, model, ref, opt=opt, beta=cfg.beta), batch, source)
 
 
 # ---------------------------------------------------------------------------------- advantages
@@ -98,7 +101,7 @@ def test_nothing_sampled_is_no_loss(mean):
     none = torch.zeros(2, 4, dtype=torch.bool)
     w = token_weights(none, mean, 2, 0, 8)
     x = torch.zeros(2, 4, requires_grad=True)
-    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, CFG)
+    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, CFG, 0.04)
     loss.backward()
     assert loss.item() == 0 and x.grad.abs().sum() == 0
 
@@ -110,7 +113,7 @@ def one(ratio, adv, beta=0.0, ref=None):
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     full = lambda x: torch.full((1, 1), float(x), dtype=torch.float64)
     loss, stats = policy_loss(logp, full(0), None if ref is None else full(ref), full(adv),
-                              torch.ones(1, 1, dtype=torch.bool), full(1), Config(beta=beta))
+                              torch.ones(1, 1, dtype=torch.bool), full(1), CFG, beta)
     loss.backward()
     return loss.item(), logp.grad.item(), stats
 
@@ -132,7 +135,7 @@ def test_ratio_is_of_each_token():
     logp = torch.tensor([[0.5, -0.5, 0.0]]).log_softmax(-1)
     old = logp - torch.tensor([[math.log(1.1), math.log(0.9), 0.0]])
     mask, w = torch.ones(1, 3, dtype=torch.bool), torch.full((1, 3), 1 / 3)
-    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, CFG)
+    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, CFG, 0.0)
     assert loss.item() == pytest.approx(-(1.1 + 0.9 - 1.0) / 3)
 
 
@@ -148,14 +151,14 @@ def test_k3_equals_its_formula_and_loses_no_digits():
     one_ = torch.ones(1, 1, dtype=torch.bool)
     def k3(r):
         z = torch.zeros(1, 1)
-        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), CFG)[1]["kl"].item()
+        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), CFG, 0.04)[1]["kl"].item()
     for r in (-3.0, -0.5, 0.5, 3.0):
         assert k3(r) == pytest.approx(math.exp(r) - 1 - r, rel=1e-5)
     assert k3(1e-4) == pytest.approx(5e-9, rel=0.01) and k3(0.0) == 0
     r = torch.linspace(-1e-2, 1e-2, 20001)[None]
     z, m = torch.zeros_like(r), torch.ones_like(r, dtype=torch.bool)
     w = torch.eye(1)                                        # each alone: a sum could hide a negative
-    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, CFG)[1]["kl"] >= 0
+    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, CFG, 0.04)[1]["kl"] >= 0
                for i in range(0, 20001, 7))
 
 
@@ -167,7 +170,7 @@ def test_k3_gradient_is_that_of_the_forward_kl():
     logp = x.log_softmax(-1)[None]
     w = logp.detach().exp()                                 # the expectation over pi
     loss, stats = policy_loss(logp, logp.detach(), ref[None], torch.zeros_like(w),
-                              torch.ones_like(w, dtype=torch.bool), w, Config(beta=1.0))
+                              torch.ones_like(w, dtype=torch.bool), w, CFG, 1.0)
     got, = torch.autograd.grad(loss, x, retain_graph=True)
     forward, = torch.autograd.grad((ref.exp() * (ref - logp[0])).sum(), x, retain_graph=True)
     reverse, = torch.autograd.grad((logp[0].exp() * (logp[0] - ref)).sum(), x)
@@ -185,7 +188,7 @@ def test_huge_gaps_keep_the_gradient_finite(gap, adv):
         far = torch.zeros(1, 2)
         far[0, place] = gap
         mask = torch.tensor([[True, False]])
-        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), CFG)
+        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), CFG, 0.04)
         loss.backward()
         assert loss.isfinite() and logp.grad.isfinite().all() and logp.grad[0, 1] == 0
 
@@ -205,7 +208,7 @@ def test_garbage_outside_the_mask_changes_nothing(garbage):
     def run(dirty):
         logp, old, ref, adv = (torch.where(MASK, x, garbage) if dirty else x for x in tensors)
         logp = logp.clone().requires_grad_()
-        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, CFG)
+        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, CFG, 0.04)
         loss.backward()
         return [loss.detach(), logp.grad, *stats.values()]
     for clean, dirty in zip(run(False), run(True)):
@@ -232,7 +235,7 @@ def gradient(cfg, **changes):
     cfg = Config(**{**dict(prompts=2, group=4, max_new=12, grad_clip=1e9), **changes})
     before = [p.detach().clone() for p in model.parameters()]
     b = a_rollout(model, cfg)
-    stats = update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0), 1e-4)
+    stats = update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
     return torch.cat([(x - p.detach()).flatten() for x, p in zip(before, model.parameters())]), stats, b
 
 
@@ -273,7 +276,7 @@ def test_minibatches_are_halves_of_the_rollout():
         cfg = Config(prompts=2, group=4, max_new=12, minibatches=minibatches, grad_clip=1e9)
         before = [p.detach().clone() for p in model.parameters()]
         opt = torch.optim.SGD(model.parameters(), 1e-4)
-        update(model, opt, a_rollout(model, cfg), cfg, random.Random(0), 1e-4)
+        update(model, opt, a_rollout(model, cfg), cfg, random.Random(0))
         return torch.cat([(x - p.detach()).flatten() for x, p in zip(before, model.parameters())])
     whole, halves = change(1), change(2)
     assert (halves - 2 * whole).norm() < 0.05 * whole.norm()
@@ -288,9 +291,9 @@ def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, en
     import data.arithmetic as task
     cfg = dataclasses.replace(cfg, temperature=0.7)
     model = tiny_model()
-    agent = Agent(cfg, task, encoding, model, ref=copy.deepcopy(model))
+    agent = Agent(cfg, task, encoding, model, ref=copy.deepcopy(model), beta=cfg.beta)
     problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
-    batch, _, _ = grpo.rollout(agent, problems, random.Random(0))
+    batch, _ = grpo.rollout(agent, problems, random.Random(0))
     assert batch.mask.sum() > 20
     torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=2e-5)
 
@@ -302,10 +305,10 @@ def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
         seen.append((problem.prompt, text))
         return {"correct": 0.0}
     agent = Agent(cfg, SimpleNamespace(reward=reward), encoding, tiny_model())
-    batch, texts, _ = grpo.complete(agent, problems, 2, random.Random(0))
+    batch = grpo.generate(agent, problems, 2, random.Random(0))
     prompts = [bytes(ids[:on.nonzero()[0]].tolist()).decode() for ids, on in zip(batch.ids, batch.mask)]
     assert prompts == ["ab", "ab", "c", "c", "def", "def"]
-    assert seen == list(zip(prompts, texts)) and len(set(texts)) == 6
+    assert seen == list(zip(prompts, batch.texts)) and len(set(batch.texts)) == 6
 
 
 def test_second_epoch_is_off_policy_and_clips():
@@ -314,7 +317,7 @@ def test_second_epoch_is_off_policy_and_clips():
     cfg = Config(prompts=2, group=4, max_new=12, epochs=4, beta=0.0)
     b = a_rollout(model, cfg)
     old = b.old_logp.clone()
-    stats = update(model, new_optimizer([model], 1e-2), b, cfg, random.Random(0), 1e-4)
+    stats = update(model, new_optimizer([model], 1e-2), b, cfg, random.Random(0))
     assert stats["clip_share"] > 0.05 and torch.equal(b.old_logp, old)
 
 
@@ -324,7 +327,7 @@ def test_every_parameter_moves_and_the_batch_does_not():
     b = a_rollout(model, cfg)
     kept = {name: getattr(b, name).clone() for name in ("ids", "mask", "logp", "ref_logp", "adv")}
     before = [p.detach().clone() for p in model.parameters()]
-    update(model, new_optimizer([model], 1e-6), b, cfg, random.Random(0), 1e-4)
+    update(model, new_optimizer([model], 1e-6), b, cfg, random.Random(0))
     assert all((x != p).any() for x, p in zip(before, model.parameters()))
     assert all(torch.equal(x, getattr(b, name)) for name, x in kept.items())
 
@@ -336,7 +339,7 @@ def test_disagreement_of_sampler_and_trainer_stops_the_run():
     b = a_rollout(model, cfg)
     with pytest.raises(Fault, match="sampler and trainer disagree"):
         update(model, new_optimizer([model], 1e-3), b, Config(prompts=2, group=4, max_new=12),
-               random.Random(0), 1e-4)
+               random.Random(0))
 
 
 def test_nan_in_the_loss_stops_the_run():
@@ -346,7 +349,7 @@ def test_nan_in_the_loss_stops_the_run():
     b.adv[b.mask] = float("nan")
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(Fault, match="gradient"):
-        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0), 1e-4)
+        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
     assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
 
 
@@ -367,18 +370,18 @@ def test_no_float64_where_there_is_none(monkeypatch):
             out = f(*args, **kwargs or {})
             assert getattr(out, "dtype", None) != torch.float64, f
             return out
-    assert [widest(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
-    monkeypatch.setattr(grpo, "widest", lambda device: torch.float32)
+    assert [machine.double(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
+    monkeypatch.setattr(machine, "double", lambda device: torch.float32)
     model, cfg = tiny_model(), Config(prompts=2, group=4, max_new=12)
     u = torch.rand(8, 12)
     with Watch():
         b = sample(model, [[1, 2, 3], [4]], 4, 12, 1.0, {256}, u)
         reward = torch.zeros_like(b.logp).masked_scatter(b.mask, u.flatten())
-        ends = grpo.last_tokens(b.mask)
+        ends = last_tokens(b.mask)
         b.adv = grpo.advantages(reward, ends, b.mask, 0 * reward, 0 * reward,
                                 dataclasses.replace(cfg, scale="batch"))[0]
         b.old_logp = b.logp
-        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0), 1e-4)
+        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
 
 
 @torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
@@ -389,7 +392,7 @@ def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile",
                         lambda self, **how: real(self, backend="eager", **how))
     models = [tiny_model() for _ in range(3)]
-    compile_all(*models, None)
+    machine.compile_all(Config(compile="on"), *models, None)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))

@@ -9,11 +9,12 @@ from conftest import ROOT, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data.gsm8k as gsm8k
-import data.start as start
 import model as model_py
-from data.run import Fault, save_file
+from data import Fault
 from grpo import Config
 from model import GPT, GPTConfig, ScalarHead, token_logps
+from run import pretrained, start
+from run.files import save_file
 
 
 class Largest(TorchDispatchMode):
@@ -95,7 +96,7 @@ SHAPES = {"qwen2": GPTConfig(n_layer=4, n_embd=64, n_head=8, n_kv_head=2, n_inne
 @pytest.mark.parametrize("family", SHAPES)
 def test_the_estimate_of_activations_is_near(family, dtype):
     cfg = Config(dtype=dtype, micro_tokens=1024, device="cpu", prompts=1, group=2, max_new=8)
-    model = start.place(GPT(SHAPES[family]), cfg)
+    model = start.to_device(GPT(SHAPES[family]), cfg)
     own = {p.data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept = {}
     def pack(x):
@@ -111,8 +112,8 @@ def test_the_estimate_of_activations_is_near(family, dtype):
 
 
 def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path)
-    model = GPT.outline(tmp_path)
+    pretrained.save(tiny_model(), tmp_path)
+    model = pretrained.without_memory(tmp_path)
     assert all(p.is_meta for p in model.parameters())
     cfg = Config(prompts=4, group=4, max_new=16, device="cpu")
     need = start.memory(model, cfg, 9)
@@ -123,7 +124,7 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     wide = start.memory(model, dataclasses.replace(cfg, prompts=10 ** 6), 9)
     assert wide["cache"] == 2 * 2 * 4 * 2 * 2 * 8 * 4 * 10 ** 6 * 25    # twice K and V, L, heads, D, rows, slots
     monkeypatch.setattr(start, "free_memory", lambda device: sum(need.values()) - 1)
-    monkeypatch.setattr(GPT, "allocate", lambda self: pytest.fail("memory was taken"))
+    monkeypatch.setattr(GPT, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
     with pytest.raises(Fault, match=r"this needs about .* lower --prompts"):
         start.check_room(model, cfg, 9)
     monkeypatch.setattr(start, "free_memory", lambda device: sum(need.values()))
@@ -137,20 +138,21 @@ def test_loading_holds_one_copy(tmp_path):
     big = GPT(GPTConfig(vocab_size=256, n_layer=8, n_embd=640, n_head=8, n_kv_head=8, n_inner=1792))
     size = sum(p.numel() for p in big.parameters()) * 4
     assert 1.5e8 < size < 2e8
-    big.save_pretrained(tmp_path)
-    tensors = {n: p[0].detach().bfloat16() for n, p in big.by_file_name().items()}
+    pretrained.save(big, tmp_path)
+    named = pretrained.parameters_by_file_name(big)
+    tensors = {n: p[0].detach().bfloat16() for n, p in named.items()}
     code = f"""
 from pathlib import Path
-import model
+from run import pretrained
 lines = lambda: Path("/proc/self/status").read_text().splitlines()
 held = lambda: next(int(line.split()[1]) * 1024 for line in lines() if "RssAnon" in line)
-outline, real, seen = model.GPT.outline({str(tmp_path)!r}), model.each_tensor, []
+model, real, seen = pretrained.without_memory({str(tmp_path)!r}), pretrained.each_tensor, []
 def each_tensor(folder):
     for x in real(folder):
         yield x
         seen.append(held())
-model.each_tensor, before = each_tensor, held()
-outline.read({str(tmp_path)!r})
+pretrained.each_tensor, before = each_tensor, held()
+pretrained.read_weights(model, {str(tmp_path)!r})
 print(max(*seen, held()) - before)"""
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -160,7 +162,7 @@ print(max(*seen, held()) - before)"""
 
 def test_the_readmes_memory_of_half_a_billion():
     """Qwen2.5-0.5B's shape with the defaults of gsm8k and prompts of 300 tokens."""
-    model = GPT.of(dict(
+    model = pretrained.of_config(dict(
         model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, rms_norm_eps=1e-6,
         max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1e6, hidden_act="silu"))

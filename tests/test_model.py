@@ -6,8 +6,9 @@ import torch
 from conftest import tiny_model
 from safetensors.torch import load_file
 
-from data.run import Fault
-from model import GPT, GPTConfig, RMSNorm, rotate
+from data import Fault
+from model import GPTConfig, RMSNorm, rotate
+from run import pretrained
 
 
 def slow_forward(model, ids):
@@ -107,9 +108,9 @@ def test_a_token_moves_only_later_columns(model):
 
 
 def test_save_and_load(tmp_path, model):
-    model.hf["eos_token_id"] = 256
-    model.save_pretrained(tmp_path, {"some.json": b"{}"})
-    again = GPT.from_pretrained(tmp_path)
+    pretrained.config_json(model)["eos_token_id"] = 256
+    pretrained.save(model, tmp_path, {"some.json": b"{}"})
+    again = pretrained.load(tmp_path)
     for (n, p), (m, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert n == m and torch.equal(p, q)
     assert again.cfg == model.cfg and (tmp_path / "some.json").read_bytes() == b"{}"
@@ -122,13 +123,13 @@ def test_compiled_model_saves_plain_names(tmp_path, model):
     """A wrapper of torch.compile once put `_orig_mod.` before every name."""
     model.compile(backend="eager")
     model(torch.zeros(1, 3, dtype=torch.int64))
-    model.save_pretrained(tmp_path)
-    assert GPT.from_pretrained(tmp_path)
+    pretrained.save(model, tmp_path)
+    assert pretrained.load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no config", "foreign", "shape", "missing", "not json"])
 def test_damaged_checkpoints_are_refused(tmp_path, model, damage):
-    model.save_pretrained(tmp_path)
+    pretrained.save(model, tmp_path)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
@@ -143,7 +144,7 @@ def test_damaged_checkpoints_are_refused(tmp_path, model, damage):
     if damage == "not json":
         config.write_text("{")
     with pytest.raises(Fault) as e:
-        GPT.from_pretrained(tmp_path)
+        pretrained.load(tmp_path)
     assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 
 

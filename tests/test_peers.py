@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
 from tokenizers import processors, trainers  # noqa: E402
 
-from data.run import Fault  # noqa: E402
-from data.start import encoding_of  # noqa: E402
+import grpo  # noqa: E402
+from data import Fault  # noqa: E402
 from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
-import grpo  # noqa: E402
-from model import GPT, token_logps  # noqa: E402
+from model import token_logps  # noqa: E402
+from run import batches, pretrained  # noqa: E402
+from run.start import encoding_of  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -51,7 +52,7 @@ def checkpoint(family, folder, seed=0, **how):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
-    theirs, ours = checkpoint(family, tmp_path), GPT.from_pretrained(tmp_path)
+    theirs, ours = checkpoint(family, tmp_path), pretrained.load(tmp_path)
     ids = torch.randint(0, 319, (2, 90))
     with torch.no_grad():
         want, have = theirs(ids).logits, ours.head(ours(ids))
@@ -68,7 +69,7 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_we_save_is_what_transformers_reads(family, tmp_path):
     theirs = checkpoint(family, tmp_path / "a")
-    GPT.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    pretrained.save(pretrained.load(tmp_path / "a"), tmp_path / "b")
     a, b = (load_file(tmp_path / x / "model.safetensors") for x in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
@@ -81,19 +82,19 @@ def test_what_we_save_is_what_transformers_reads(family, tmp_path):
 def test_bfloat16_samples_and_trains(family, tmp_path):
     """The heads' norms of Qwen3 gave float32 to a bfloat16 cache."""
     checkpoint(family, tmp_path)
-    model = GPT.from_pretrained(tmp_path)
+    model = pretrained.load(tmp_path)
     model.amp = torch.bfloat16
     batch = sample(model.frozen(), [[1, 2, 3]], 4, 20, 1.0, {319}, torch.rand(4, 20).double())
     logp, _ = token_logps(model, batch.ids, batch.mask, 1.0)
-    assert (logp - batch.logp).abs().max() < grpo.MISMATCH["bfloat16"]
+    assert (logp - batch.logp).abs().max() < batches.MISMATCH[torch.bfloat16]
     logp.sum().backward()
 
 
 def test_a_new_model_is_a_llama(tmp_path):
     from conftest import tiny_model
     ours = tiny_model()
-    ours.hf["eos_token_id"] = 256
-    ours.save_pretrained(tmp_path, byte_encoding().files)
+    pretrained.config_json(ours)["eos_token_id"] = 256
+    pretrained.save(ours, tmp_path, byte_encoding().files)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.randint(0, 256, (1, 20))
     with torch.no_grad():
@@ -108,17 +109,17 @@ def test_a_checkpoint_in_parts_and_in_bfloat16(tmp_path):
     theirs = checkpoint("qwen2", tmp_path / "whole")
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "parts", max_shard_size="40KB")
     assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
-    ours = GPT.from_pretrained(tmp_path / "parts")
-    for p, q in zip(ours.parameters(), GPT.from_pretrained(tmp_path / "whole").parameters()):
+    ours = pretrained.load(tmp_path / "parts")
+    for p, q in zip(ours.parameters(), pretrained.load(tmp_path / "whole").parameters()):
         assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
-    ours.save_pretrained(tmp_path / "again")
+    pretrained.save(ours, tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(x.dtype == torch.bfloat16 for x in again.values())
     (tmp_path / "parts" / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
     for part in list((tmp_path / "parts").glob("model-*.safetensors"))[:1]:
         part.unlink()
     with pytest.raises(Fault, match="cannot read its tensors"):
-        GPT.from_pretrained(tmp_path / "parts")
+        pretrained.load(tmp_path / "parts")
 
 
 def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
@@ -127,7 +128,7 @@ def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
     tensors = {n.removeprefix("transformer."): x for n, x in tensors.items()}
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(tensors, tmp_path / "model.safetensors")
-    ours, ids = GPT.from_pretrained(tmp_path), torch.randint(0, 319, (1, 20))
+    ours, ids = pretrained.load(tmp_path), torch.randint(0, 319, (1, 20))
     with torch.no_grad():
         torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
 
@@ -148,7 +149,7 @@ def test_what_is_not_this_model_is_refused(tmp_path):
                         (dict(num_hidden_layers=4), "no tensor model.layers.3")):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
         with pytest.raises(Fault, match=why):
-            GPT.from_pretrained(tmp_path)
+            pretrained.load(tmp_path)
 
 
 # ------------------------------------------------------------------------------------ tokenizers
@@ -334,7 +335,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     with pytest.raises(SystemExit):
         grpo.main([*flags, "--out", str(tmp_path / "model")])
     assert "--out is --init" in capsys.readouterr().err
-    ours = GPT.from_pretrained(out)
+    ours = pretrained.load(out)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     ids = torch.randint(0, size, (1, 30))
     with torch.no_grad():

@@ -10,12 +10,11 @@ from conftest import tiny_model
 import data.arithmetic as task
 import grpo
 import reward
-from data.run import rng
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
-from reward import (choose, join, learn, learned_rewards, quality, reward_loss,
-                    rollout_labels, scores, step_rewards)
+from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
+from run import batches, machine
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -28,17 +27,16 @@ def batch_of(texts, prompt="47*58=", end=True):
     ids = torch.tensor([r + [0] * (T - len(r)) for r in rows])
     at = torch.arange(T)
     mask = torch.stack([(at >= len(prompt)) & (at < len(r)) for r in rows])
-    return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape))
+    start = torch.full((len(rows),), len(prompt))
+    return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
 
 
 def rewards_of(texts, supervision, end=True, unfinished=0.0):
     problem = task.Problem("47*58=", "2726")
-    batch = batch_of(texts, end=end)
-    parts = [task.reward(problem, t) for t in texts]
-    parts = {k: torch.tensor([p[k] * end for p in parts]) for k in ("correct", "working")}
-    cfg = Config(supervision=supervision, unfinished=unfinished)
-    batch.reward, batch.ends = step_rewards(task, [problem] * len(texts), texts, parts, batch, cfg,
-                                            byte_encoding())
+    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision, unfinished=unfinished)
+    reward.score(task, byte_encoding(), [problem], batch)
+    assert batch.texts == texts and batch.problems == [problem] * len(texts)
+    batch.reward, batch.ends = reward.of_steps(task, batch, cfg, byte_encoding())
     return (reward.at_the_limit(batch, cfg.unfinished), batch.ends), batch
 
 
@@ -156,8 +154,8 @@ def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own():
     s, batch = scorer_of(), batch_of(["~3000", "2726"])
     batch.finished = torch.tensor([True, False])
     for supervision in ("outcome", "process"):
-        batch.ends = reward.last_tokens(batch.mask)
-        batch.reward = learned_rewards(s, batch, Config(supervision=supervision))
+        batch.ends = batches.last_tokens(batch.mask)
+        batch.reward = learned(s, batch, Config(supervision=supervision))
         r = reward.at_the_limit(batch, -3.0)
         raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
         want = raw.sigmoid() if supervision == "process" else raw
@@ -170,12 +168,12 @@ def labelled(n, K, seed):
     r = random.Random(seed)
     texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
     batch = batch_of(texts, prompt="?")
-    batch.ends = reward.last_tokens(batch.mask)
+    batch.ends = batches.last_tokens(batch.mask)
     return batch, [t.count("a") for t in texts]
 
 
 def rows_of(batch):
-    """What `learn` takes of a batch: its reward is the truth."""
+    """What `refit` takes of a batch: its reward is the truth."""
     return {"ids": batch.ids, "mask": batch.mask, "ends": batch.ends, "label": batch.reward}
 
 
@@ -187,12 +185,12 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
     good = good if supervision == "outcome" else (good > 3).float()
     batch.reward = torch.where(batch.ends, good[:, None], 0)
     s = scorer_of()
-    history, measures = learn(s, rows_of(batch), {}, cfg, random.Random(0))
+    history, measures = refit(s, rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
     assert "reward model  held out: accuracy" in capsys.readouterr().out
     assert len(history["ids"]) == 800
     if supervision == "outcome":                            # normalised on what it was fitted to
-        r = learned_rewards(s, batch, cfg)[batch.ends]
+        r = learned(s, batch, cfg)[batch.ends]
         assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
 
 
@@ -200,7 +198,7 @@ def test_labels_that_are_all_noise_teach_nothing():
     cfg = Config(choices=2, fit_prompts=400, fit_lr=3e-3, label_noise=0.5)
     batch, a = labelled(400, 2, 0)
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-    _, measures = learn(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
+    _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] < 0.7
 
 
@@ -209,14 +207,14 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     def fit(name, module, losses, steps, lr, clip):
         for step in range(steps):
             list(losses(step))
-    monkeypatch.setattr(reward, "fit", fit)
+    monkeypatch.setattr(batches, "fit", fit)
     real = reward.replay
     monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
     history = {}
     for seed in (1, 2):
         batch, a = labelled(100, 4, seed)
         batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-        history, _ = learn(s := scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
+        history, _ = refit(s := scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
     raw = scores(s, history["ids"], history["mask"], cfg)[history["ends"]]
     assert s.norm.tolist() == pytest.approx([raw.mean().item(), raw.std().item()])  # of both batches
     assert seen == [(36, 4)] and len(history["ids"]) == 800     # a tenth of the 360 that are fitted
@@ -228,15 +226,15 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
 def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     """10 problems with 2 completions each, at most 4 problems at a time."""
     seen, sizes = [], []
-    monkeypatch.setattr(grpo, "learn", lambda scorer, rows, *_: seen.append(rows) or ({}, {}))
-    complete = grpo.complete
-    monkeypatch.setattr(grpo, "complete", lambda agent, problems, *more: (
-        sizes.append(len(problems)), complete(agent, problems, *more))[1])
+    monkeypatch.setattr(reward, "refit", lambda scorer, rows, *_: seen.append(rows) or ({}, {}))
+    generate = grpo.generate
+    monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
+        sizes.append(len(problems)), generate(agent, problems, *more))[1])
     cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
-    agent = grpo.Agent(cfg, task, byte_encoding(), tiny_model(), scorer=scorer_of())
+    agent = grpo.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(Config(difficulty=1))[0]
     grpo.begin_iteration(agent, problems, 0)
-    drawn = rng(cfg, "fit", 0).sample(problems, 10)
+    drawn = machine.rng(cfg, "fit", 0).sample(problems, 10)
     (rows,) = seen
     assert sizes == [4, 4, 2] and len(rows["ids"]) == 20
     for i, ids in enumerate(rows["ids"].tolist()):
@@ -244,9 +242,9 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
 
 
-def test_join_pads_on_the_right():
+def test_sets_are_padded_on_the_right():
     a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
-    c = join(a, b)
+    c = batches.concatenate(a, b)
     assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
     assert c["ends"].sum().item() == 16
 
@@ -255,11 +253,36 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, asked = r, ends, []
-    def complete(problems, tries, source, begun):
-        asked.extend(bytes(b).decode() for b in begun)
-        right = [float(k < bytes(b).count(b"=")) for b in begun for k in range(tries)]
-        return None, None, {"correct": torch.tensor(right)}
-    label = rollout_labels(complete, [SimpleNamespace()], batch, 2, None, tries=8)
+    def complete(prefixes, tries, u):
+        """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
+        assert u.shape == (2 * tries, min(64, 256 - len(prefixes[1]))) and (0 <= u).all() and (u < 1).all()
+        asked.extend(bytes(p).decode() for p in prefixes)
+        rows = [p + list(b"right" if k < bytes(p).count(b"=") else b"wrong") + [256]
+                for p in prefixes for k in range(tries)]
+        made = batch_of(["?"] * len(rows))
+        T = max(map(len, rows))
+        made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+        made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
+        made.mask[:, :6] = False
+        return made
+    toy = SimpleNamespace(reward=lambda p, text: {"correct": float(text.endswith("right"))})
+    policy = SimpleNamespace(cfg=SimpleNamespace(block_size=256))
+    agent = grpo.Agent(Config(max_new=64), toy, byte_encoding(), policy)
+    label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
     assert torch.equal(r, batch.reward)
+
+
+def test_the_text_of_a_continuation_has_what_was_there_before():
+    """It is the whole completion that is right or wrong: from the prompt's end, not the prefix's."""
+    batch = batch_of([WORK])
+    batch.mask[:, :20] = False
+    assert reward.score(task, byte_encoding(), [task.Problem("47*58=", "2726")], batch).texts == [WORK]
+
+
+def test_rollouts_without_a_place_to_go_on_from():
+    """Completions of one step each: all labels are their own."""
+    (r, ends), batch = rewards_of(["~3000", "~2726"], "process")
+    batch.reward, batch.ends = r, ends
+    assert torch.equal(rollout_labels(None, None, batch, None), r)

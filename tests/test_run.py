@@ -16,10 +16,11 @@ from conftest import ROOT
 
 import data.arithmetic as arithmetic
 import grpo
-from data.run import find_run, percent, rng
+from data import Fault
 from data.tokenizer import byte_encoding
-from grpo import Config, evaluate, main
+from grpo import Config, evaluate, main, make_config
 from model import GPT, GPTConfig
+from run import batches, folder, machine, pretrained, show, start
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
@@ -31,8 +32,8 @@ def run(*args, cwd=ROOT, **env):
                           capture_output=True, env={**os.environ, **env}, timeout=120)
 
 
-def metrics(folder, timed=False):
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+def metrics(where, timed=False):
+    lines = [json.loads(line) for line in (Path(where) / "metrics.jsonl").read_text().splitlines()]
     clocks = set() if timed else {"seconds", "rollout_tok_s", "update_tok_s"}
     return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
 
@@ -40,14 +41,18 @@ def metrics(folder, timed=False):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     """A run of 6 steps in this process, which the others are compared with."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    main([*SMALL, "--steps", "6", "--out", str(folder)])
-    assert all(m["grad_norm"] > 1e-3 and m["dead_groups"] < 1 for m in metrics(folder)[1:])
-    return folder
+    where = tmp_path_factory.mktemp("unbroken")
+    main([*SMALL, "--steps", "6", "--out", str(where)])
+    assert all(m["grad_norm"] > 1e-3 and m["dead_groups"] < 1 for m in metrics(where)[1:])
+    return where
 
 
-def weights(folder):
-    return (Path(folder) / "model.safetensors").read_bytes()
+def weights(where):
+    return (Path(where) / "model.safetensors").read_bytes()
+
+
+def checkpoint(where):
+    return folder.load(Path(where), Config)[1]
 
 
 def copy_warm_start(source, target):
@@ -88,7 +93,7 @@ def test_learns_nothing_from_shuffled_rewards(tmp_path):
     """The same settings, the rewards dealt at random: on the mean of three seeds no gain."""
     gains = []
     for seed in (1, 2, 3):
-        truth, r = [], rng(Config(seed=seed), "shuffled")
+        truth, r = [], machine.rng(Config(seed=seed), "shuffled")
         def reward(p, text):
             truth.append(only_b(text))
             return {"correct": float(r.random() < 0.5)}
@@ -141,26 +146,25 @@ def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, args):
     for name in ("whole", "half"):
         copy_warm_start(unbroken, tmp_path / name)
     main([*args, "--out", str(tmp_path / "whole")])
-    code = ("import data.run, grpo, os, signal, sys\nold, n = grpo.save, []\n"
-            "def save(*a):\n"
-            "    old(*a)\n"
-            "    n.append(a[1])\n"
-            "    if a[1] == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "grpo.save = save\ngrpo.main(sys.argv[1:])")
+    code = ("import grpo, os, signal, sys\nfrom run import folder\nold = folder.save\n"
+            "def save(agent, step, batch):\n"
+            "    old(agent, step, batch)\n"
+            "    if step == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "folder.save = save\ngrpo.main(sys.argv[1:])")
     killed = subprocess.run([sys.executable, "-c", code, *args, "--out", str(tmp_path / "half")],
                             cwd=ROOT, capture_output=True)
     assert killed.returncode == -signal.SIGKILL
     main(["--resume", "--out", str(tmp_path / "half")])
     assert weights(tmp_path / "half") == weights(tmp_path / "whole")
     assert metrics(tmp_path / "half") == metrics(tmp_path / "whole")
-    one, other = (find_run(tmp_path / name, Config)[1]["tensors"] for name in ("half", "whole"))
+    one, other = (checkpoint(tmp_path / name).tensors for name in ("half", "whole"))
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     if "iterations" in " ".join(args):
         assert metrics(tmp_path / "whole")[-1]["step"] == 6
         assert len(one["history.ids"]) == 2 * 20 * 4
         assert sum("rm_accuracy" in m for m in metrics(tmp_path / "whole")) == 2
-        start = GPT.from_pretrained(tmp_path / "whole" / "warm_start").embed_tokens.weight
-        assert not torch.equal(one["ref.embed_tokens.weight"], start)       # the reference moved on
+        begun = pretrained.load(tmp_path / "whole" / "warm_start").embed_tokens.weight
+        assert not torch.equal(one["ref.embed_tokens.weight"], begun)       # the reference moved on
 
 
 @pytest.mark.parametrize("algo", list(grpo.ALGOS))
@@ -171,16 +175,17 @@ def test_every_algorithm_runs_and_moves_the_policy(unbroken, tmp_path, algo):
     assert m[1]["grad_norm"] > 1e-3 and weights(tmp_path) != (
         tmp_path / "warm_start" / "model.safetensors").read_bytes()
     assert ("value_loss" in m[1] and "explained_variance" in m[1]) is (algo in ("a2c", "ppo"))
-    assert grpo.ALGOS[algo].items() <= vars(find_run(tmp_path, Config)[0]).items()
+    assert grpo.ALGOS[algo].items() <= vars(folder.load(tmp_path, Config)[0]).items()
+    assert ("kl" in m[1] and "beta" in m[1]) is (grpo.ALGOS[algo].get("kl") != "none")
 
 
 def test_an_algorithms_fields_can_be_overridden(tmp_path):
-    cfg = grpo.read_command(["--algo", "ppo", "--beta", "0", "--clip_high", "0.3"])[0]
+    cfg = grpo.read_command(["--algo", "ppo", "--beta", "0", "--clip_high", "0.3"])[1]
     assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
 
 
 def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
-    scale = lambda *flags: grpo.read_command([*flags, "--out", str(tmp_path / "none")])[0].scale
+    scale = lambda *flags: grpo.read_command([*flags, "--out", str(tmp_path / "none")])[1].scale
     assert scale() == "group" and scale("--reward", "model") == "none"
     assert scale("--reward", "model", "--scale", "group") == "group"
     assert scale("--reward", "model", "--algo", "ppo") == "batch"           # the algorithm decides
@@ -206,14 +211,14 @@ def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
 def test_ppo_has_an_epsilon_of_its_own(cfg, model):
     for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
         cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
-        assert grpo.new_agent(cfg, arithmetic, model, None).opt.defaults["eps"] == eps
+        assert grpo.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
 
 
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--reward", "model", "--fit_prompts", "20", "--out", str(tmp_path)])
     one, base = metrics(tmp_path)[1], metrics(unbroken)[1]
-    assert one["rule_reward"] == base["rule_reward"] == pytest.approx(base["reward"])
+    assert one["rule_reward"] == base["reward"] and "rule_reward" not in base
     assert one["reward"] != base["reward"] and one["kl"] > 0
 
 
@@ -222,8 +227,8 @@ def test_what_the_limit_costs_is_no_label(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--reward", "model", "--supervision", "process", "--fit_prompts",
           "20", "--unfinished", "-2", "--temperature", "3", "--out", str(tmp_path)])
-    rows = find_run(tmp_path, Config)[1]["tensors"]
-    last = grpo.last_tokens(rows["history.mask"])
+    rows = checkpoint(tmp_path).tensors
+    last = batches.last_tokens(rows["history.mask"])
     assert (rows["history.ids"][last] != 256).any() and metrics(tmp_path)[1]["finished"] < 1
     assert set(rows["history.label"][rows["history.ends"]].tolist()) <= {0.0, 1.0}
 
@@ -235,12 +240,12 @@ def test_killed_at_any_moment(unbroken, tmp_path):
     for stage in ("warm start", "step 1/6", "step 3/6", "write"):
         code = "import grpo, sys; grpo.main(sys.argv[1:])"
         if stage == "write":        # die with half of the second checkpoint written
-            code = ("import data.run, grpo, os, signal, sys\nold, n = data.run.save_file, []\n"
+            code = ("import grpo, os, signal, sys\nfrom run import files\nold, n = files.save_file, []\n"
                     "def save(tensors, path, metadata):\n"
                     "    old(tensors, path, metadata)\n"
                     "    n.append('checkpoint' in str(path))\n"
                     "    if sum(n) == 2: os.truncate(path, 999); os.kill(os.getpid(), signal.SIGKILL)\n"
-                    "data.run.save_file = save\n" + code)
+                    "files.save_file = save\n" + code)
         flags = args if stage == "warm start" else ["--resume", "--out", tmp_path]
         child = subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=ROOT, text=True,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -270,7 +275,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, s
     assert child.returncode == 128 + sig and err == ""
     last = out.splitlines()[-1]
     assert re.fullmatch(rf"stopped after step \d+; go on with: python grpo.py --resume --out {tmp_path}", last)
-    assert find_run(tmp_path, Config)[1]["step"] == int(re.search(r"step (\d+)", last)[1]) == metrics(tmp_path)[-1]["step"]
+    assert checkpoint(tmp_path).step == int(re.search(r"step (\d+)", last)[1]) == metrics(tmp_path)[-1]["step"]
 
 
 def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
@@ -278,17 +283,16 @@ def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
     real = grpo.begin_iteration
     def begin(agent, problems, iteration):
         if iteration == 1:
-            raise grpo.Stopped("in the reward model")
+            raise machine.Stopped("in the reward model")
         return real(agent, problems, iteration)
     monkeypatch.setattr(grpo, "begin_iteration", begin)
     with pytest.raises(SystemExit):
         main([*SMALL, "--iterations", "2", "--steps", "3", "--save_every", "9", "--out", str(tmp_path)])
-    assert find_run(tmp_path, Config)[1]["step"] == 3
+    assert checkpoint(tmp_path).step == 3
 
 
 def test_a_rank_without_rows_in_a_fit():
-    from data.run import fit
-    fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
+    batches.fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
 
 
 def test_ranks_divide_the_prompts_and_change_nothing(unbroken, tmp_path):
@@ -315,8 +319,7 @@ def test_the_run_folder(unbroken):
         "samples.jsonl", "warm_start", "tokenizer.json", "tokenizer_config.json"}
     lines = metrics(unbroken, timed=True)
     assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
-                                "grad_norm dead_groups finished rollout_tok_s update_tok_s loss correct "
-                                "working rule_reward".split())
+                                "grad_norm dead_groups finished rollout_tok_s update_tok_s loss working".split())
     measured = {"greedy", "pass@1", "pass@8", "maj@8"}
     assert set(lines[0]) == {"step"} | measured and measured < set(lines[-1])
     record = json.loads((unbroken / "samples.jsonl").read_text().splitlines()[0])
@@ -326,11 +329,11 @@ def test_the_run_folder(unbroken):
 
 def test_reference_stays_what_it_was(unbroken):
     """Frozen, outside the graph, and in the checkpoint: it is the warm-started policy."""
-    run = find_run(unbroken, Config)[1]
-    step, tensors = run["step"], run["tensors"]
-    warm = dict(GPT.from_pretrained(unbroken / "warm_start").named_parameters())
-    assert step == 6 and all(torch.equal(tensors[f"ref.{n}"], p) for n, p in warm.items())
-    assert all(not torch.equal(tensors[f"model.{n}"], p) for n, p in warm.items())
+    tensors = checkpoint(unbroken).tensors
+    warm = dict(pretrained.load(unbroken / "warm_start").named_parameters())
+    assert checkpoint(unbroken).step == 6
+    assert all(torch.equal(tensors[f"ref.{n}"], p) for n, p in warm.items())
+    assert all(not torch.equal(tensors[f"policy.{n}"], p) for n, p in warm.items())
 
 
 def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
@@ -353,7 +356,8 @@ def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
 def test_beta_0_needs_no_reference(tmp_path, unbroken):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--beta", "0", "--out", str(tmp_path)])
-    assert not [n for n in find_run(tmp_path, Config)[1]["tensors"] if n.startswith("ref.")]
+    assert not [n for n in checkpoint(tmp_path).tensors if n.startswith("ref.")]
+    assert "kl" not in metrics(tmp_path)[1] and "beta" not in metrics(tmp_path)[1]
 
 
 def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
@@ -361,8 +365,8 @@ def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "2", "--minibatches", "1", "--dtype", "bfloat16", "--out", str(tmp_path)])
     m = metrics(tmp_path)[1]
-    assert 1e-4 < m["mismatch"] < grpo.MISMATCH["bfloat16"] and m["clip_share"] == 0
-    tensors = find_run(tmp_path, Config)[1]["tensors"]
+    assert 1e-4 < m["mismatch"] < batches.MISMATCH[torch.bfloat16] and m["clip_share"] == 0
+    tensors = checkpoint(tmp_path).tensors
     assert {t.dtype for n, t in tensors.items() if n[:4] != "ref."} == {torch.float32}  # master weights
     ref = {n for n, t in tensors.items() if n[:4] == "ref." and t.dtype == torch.bfloat16}
     assert ref == {n for n in tensors if n[:4] == "ref." and "_proj." in n}
@@ -373,7 +377,7 @@ def test_ask_and_eval_only(unbroken, capsys):
     assert capsys.readouterr().out.startswith("3*4=")
     main(["--eval_only", *SMALL, "--init", str(unbroken)])
     out = capsys.readouterr().out
-    assert out.strip() == percent({k: v for k, v in metrics(unbroken)[-1].items()
+    assert out.strip() == show.percentages({k: v for k, v in metrics(unbroken)[-1].items()
                                         if k in ("greedy", "pass@1", "pass@8", "maj@8")})
 
 
@@ -394,16 +398,16 @@ def test_an_unfinished_completion_has_no_vote(monkeypatch):
 def measured(monkeypatch, texts, finished):
     problems = [arithmetic.Problem("x", "c"), arithmetic.Problem("y", "a")]
     task = SimpleNamespace(answer=lambda t: t)
-    def complete(agent, chunk, group, source=None):
+    def generate(agent, chunk, group, source=None):
         rows = [t for p in chunk for t in (texts[p.prompt] if source else ["a"])]
         ended = finished if source else [True] * 2
         right = [float(t == p.answer and f)
                  for p, t, f in zip([p for p in chunk for _ in range(group)], rows, ended)]
-        batch = SimpleNamespace(finished=torch.tensor(ended))
-        return batch, rows, {"correct": torch.tensor(right)}
-    monkeypatch.setattr(grpo, "complete", complete)
-    model = SimpleNamespace(norm=SimpleNamespace(weight=torch.zeros(1)))
-    return evaluate(grpo.Agent(Config(), task, None, model), problems)
+        return SimpleNamespace(finished=torch.tensor(ended), texts=rows,
+                               parts={"correct": torch.tensor(right)})
+    monkeypatch.setattr(grpo, "generate", generate)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    return evaluate(grpo.Agent(Config(), task, None, policy), problems)
 
 
 # ---------------------------------------------------------------------------------------- faults
@@ -420,14 +424,17 @@ def measured(monkeypatch, texts, finished):
     (["--temperature", "0"], "--temperature is at least"),
     (["--mean", "median"], "--mean is one of sequence, token, constant"),
     (["--minibatches", "9999"], "--minibatches 9999"),
-    (["--prompts", "8000"], "only 7600 problems"),
-    (["--task", "chess"], "unknown task 'chess'"),
+    (["--prompts", "8000"], "--prompts 8000: the task has only 7600 problems"),
+    (["--target_kl", "0.1", "--kl", "watch"], "--target_kl steers --beta"),
+    (["--target_kl", "0.1", "--algo", "dapo"], "--target_kl steers --beta"),
+    (["--task", "chess"], "no task 'chess': there are"),
+    (["--task", "./mine.py"], "no task './mine.py'"),
     (["--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--resume"], "not allowed with argument"),
     (["--difficulty", "4"], "arithmetic has 1 to 3"),
     (["--algo", "trpo"], "--algo is one of grpo, reinforce"),
-    (["--difficulty", "1", "--reward", "model"], "2048 prompts at a time: the task has only 59"),
+    (["--difficulty", "1", "--reward", "model"], "--fit_prompts 2048: the task has only 59"),
     (["--fit_prompts", "9"], "--fit_prompts is at least 10"),
     (["--resume", "--out", "nowhere"], "no run in nowhere"),
     (["--out", "file/in"], "cannot write in file/in"),
@@ -469,11 +476,17 @@ def test_nan_reward_stops_the_run(tmp_path, capsys, monkeypatch):
     assert "of the prompt" in fault(capsys, *SMALL, "--warm_steps", 0, "--steps", 1, "--out", tmp_path)
 
 
-def test_a_warm_start_depends_on_how_and_on_what_it_was_fitted():
-    from data.start import warm_note
-    cfg = Config()
-    for change in (dict(grad_clip=2.0), dict(train="rows.jsonl"), dict(warm_lr=1e-4)):
-        assert warm_note(dataclasses.replace(cfg, **change), arithmetic) != warm_note(cfg, arithmetic)
+def test_a_warm_start_depends_on_how_and_on_what_it_was_fitted(tmp_path):
+    def note(**changes):
+        return start.warm_note(dataclasses.replace(Config(), **changes), arithmetic)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("1")
+    kept = note(train=str(rows))
+    assert kept == note(train=str(rows)) == note(train=str(rows), lr=1.0, group=2, beta=0.0)
+    for change in (dict(grad_clip=2.0), dict(warm_lr=1e-4), dict(dtype="bfloat16"), dict(seed=2)):
+        assert note(train=str(rows), **change) != kept
+    rows.write_text("2")                                    # another content behind the same name
+    assert note(train=str(rows)) != kept
 
 
 def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
@@ -514,7 +527,7 @@ def test_demonstrations_must_fit(tmp_path, capsys):
 
 def test_a_foreign_vocabulary(tmp_path, capsys):
     model = GPT(GPTConfig(vocab_size=200, block_size=64))
-    model.save_pretrained(tmp_path / "m", byte_encoding().files)
+    pretrained.save(model, tmp_path / "m", byte_encoding().files)
     assert "a vocabulary of 200, and the tokenizer has 257" in fault(capsys, "--ask", "1*1=", "--init", tmp_path / "m")
 
 
@@ -543,104 +556,173 @@ def test_damaged_checkpoint(unbroken, tmp_path, capsys, damage):
     assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", tmp_path)
 
 
-# --------------------------------------------------------------------------- README and sources
+# ------------------------------------------------------------------- settings, in a notebook too
 
-def test_readme_is_true():
-    text = (ROOT / "README.md").read_text()
-    flags = set(re.findall(r"(?<![\w-])--(\w+)", text))
-    known = {f.name for f in dataclasses.fields(Config)} | {*grpo.MODES, "help"}
-    assert flags <= known | {"nproc_per_node"}, flags - known
-    for name, lines in re.findall(r"`(\w+\.py)` \| (\d+)", text):
-        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 10, name
-    assert "pip install -r requirements.txt && python grpo.py --task arithmetic" in text
-    assert "pip install -r requirements.txt && python -m pytest" in text
-
-
-def test_the_map_points_at_its_lines():
-    rows = re.findall(r"\[([\w/.]+):(\d+)\]\(([\w/.]+)#L(\d+)\) `(.+?)` \|", (ROOT / "README.md").read_text())
-    assert len(rows) >= 25
-    for file, line, link, anchor, text in rows:
-        text = text.replace("&#124;", "|")
-        found = [n for n, x in enumerate((ROOT / file).read_text().splitlines(), 1) if text in x]
-        assert found == [int(line)] and (link, anchor) == (file, line), f"{text}: now at {file}:{found}"
+def test_one_way_to_a_config():
+    """The task's defaults, then the reward's, then the algorithm's, then what is asked for."""
+    assert make_config(algo="dapo").clip_high == 0.28
+    cfg = make_config(algo="ppo", beta=0.1)
+    assert (cfg.baseline, cfg.beta, cfg.lr) == ("value", 0.1, arithmetic.DEFAULTS["lr"])
+    assert make_config(task="countdown").max_new == 384
+    for flags in ([], ["--algo", "gspo"], ["--reward", "model", "--algo", "rloo", "--lr", "0.5"]):
+        given = dict(zip([f[2:] for f in flags[::2]], flags[1::2]))
+        given |= {"lr": float(given["lr"])} if "lr" in given else {}
+        assert grpo.read_command(flags)[1] == make_config(**given)
+    with pytest.raises(TypeError):          # it once trained GRPO in silence
+        Config(algo="dapo")
+    with pytest.raises(Fault, match="--algo is one of grpo, reinforce"):
+        make_config(algo="trpo")
 
 
-def test_readme_quotes_the_result_files(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    import algorithms
-    import seeds
-    text = (ROOT / "README.md").read_text()
-    results = json.loads((ROOT / "experiments" / "algorithms.json").read_text())
-    assert results.keys() == algorithms.ROWS.keys()
-    assert all(line in text for line in algorithms.lines(results))
-    cost = lambda name: statistics.median(run["step"] for run in results[name].values())
-    for name in ("PPO", "PPO, critic of its own"):
-        assert f" {cost(name) / cost('GRPO'):.1f} times" in text
-    curves = json.loads((ROOT / "experiments" / "overoptimization.json").read_text()).values()
-    assert all(f"{curve['pass@1'][1]:.1%}" in text for curve in curves)
-    proxy, right = next(iter(curves))["reward"], next(iter(curves))["accuracy"]
-    assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in text and max(right) > right[-1] + 0.2
-    for name, runs in results.items():
-        for seed in "123":
-            after, rule = runs[seed]["after"], results["GRPO"][seed]["after"]
-            assert after - runs[seed]["before"] > 0.2
-            assert "learned" not in name or rule - after < 0.1
-    for line in seeds.rows(json.loads((ROOT / "experiments" / "seeds.json").read_text())):
-        assert line in text
-    caught = (ROOT / "experiments" / "mutations.md").read_text().splitlines()[2:]
-    assert f"[{len(caught)} put in by script]" in text and not any("**none**" in x for x in caught)
-    memory = json.loads((ROOT / "experiments" / "memory.json").read_text())
-    assert f"{memory['parts'] / 1e9:.1f} GB instead of {memory['whole'] / 1e9:.1f} " in text
-    assert memory["share"] < 1 / 3
-    floor = json.loads((ROOT / "experiments" / "floor.json").read_text())
-    assert f"{floor['ratio']:.2f} times its floating-point floor" in text
-    assert (f"{floor['seconds']:.2f} s against {floor['floor']:.2f} s at "
-            f"{floor['gflops']:.0f} GFLOP/s") in text.replace("\n", " ")
+def test_a_task_may_choose_an_algorithm(monkeypatch):
+    monkeypatch.setitem(arithmetic.DEFAULTS, "algo", "ppo")
+    assert make_config().baseline == "value" and make_config(algo="grpo").baseline == "group"
 
 
-def test_every_flag_has_its_help(capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["--help"])
-    assert e.value.code == 0
-    out = capsys.readouterr().out
-    assert all(f"--{f.name} " in out for f in dataclasses.fields(Config))
+def test_a_kl_can_be_watched_without_being_applied(unbroken, tmp_path):
+    """The policy goes the way of a run without a reference, and the KL to it is logged."""
+    for name, flags in (("watch", ["--kl", "watch"]), ("none", ["--kl", "none"])):
+        copy_warm_start(unbroken, tmp_path / name)
+        main([*SMALL, "--steps", "2", *flags, "--out", str(tmp_path / name)])
+    watched, blind = metrics(tmp_path / "watch"), metrics(tmp_path / "none")
+    assert weights(tmp_path / "watch") == weights(tmp_path / "none")
+    assert watched[2]["kl"] > 1e-4 and "kl" not in blind[2]
+    assert [{k: v for k, v in m.items() if k != "kl"} for m in watched] == blind
 
 
-def test_run_time_packages_are_the_five():
-    allowed = {"torch", "tiktoken", "numpy", "safetensors", "data", "model", "reward", "grpo"}
-    for path in [ROOT / "grpo.py", ROOT / "model.py", ROOT / "reward.py", *(ROOT / "data").glob("*.py")]:
-        for name in re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.M):
-            assert name in allowed | set(sys.stdlib_module_names), (path.name, name)
-        if path.parent.name == "data" and path.name not in ("run.py", "start.py"):
-            assert "import torch" not in path.read_text()
+def test_a_steered_beta_is_state_and_no_setting(unbroken, tmp_path):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--target_kl", "1e-9", "--steps", "2", "--out", str(tmp_path)])
+    cfg, state = folder.load(tmp_path, Config)
+    assert cfg.beta == 0.005 and state.beta == pytest.approx(0.005 * 1.02 ** 2)
 
 
-def test_nothing_evaluates_or_unpickles():
-    files = [*ROOT.glob("*.py"), *(ROOT / "data").glob("*.py"), *(ROOT / "experiments").glob("*.py")]
-    assert len(files) >= 15
-    for path in files:
-        assert not re.search(r"(?<![\w.])eval\(|torch\.load|pickle|exec\(|builtins|__import__", path.read_text())
+def test_main_works_in_a_notebook(unbroken, monkeypatch, capsys):
+    """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards."""
+    import io
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    main(["--resume", "--steps", "6", "--out", str(unbroken)])
+    assert "the model is in" in out.getvalue() and signal.getsignal(signal.SIGINT) is before
 
 
-def readme_task(folder):
-    """The README's task as a module, from its text."""
-    import importlib.util
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    (folder / "reverse.py").write_text(code)
-    spec = importlib.util.spec_from_file_location("reverse", folder / "reverse.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_train_takes_a_config_alone(unbroken, tmp_path):
+    copy_warm_start(unbroken, tmp_path)
+    flags = dict(zip((f[2:] for f in SMALL[::2]), SMALL[1::2]))
+    kinds = {f.name: f.type for f in dataclasses.fields(Config)}
+    cfg = make_config(**{name: kinds[name](x) for name, x in flags.items()}, steps=6, out=str(tmp_path))
+    grpo.train(cfg)
+    assert weights(tmp_path) == weights(unbroken)
 
 
-def test_the_readmes_own_task_learns(tmp_path, monkeypatch):
-    import data
-    task = readme_task(tmp_path)
-    assert all(callable(getattr(task, f)) for f in data.FUNCTIONS)
-    problem = task.problems(Config())[0][0]
-    assert task.reward(problem, problem.answer) == {"correct": 1.0}
-    monkeypatch.setattr(grpo, "load_task", lambda name: task)
-    main(["--n_layer", "2", "--n_embd", "96", "--n_head", "4", "--lr", "5e-4", "--difficulty", "1",
-          "--warm_lr", "3e-3", "--steps", "20", "--out", str(tmp_path / "out")])
-    before, after = metrics(tmp_path / "out")[0], metrics(tmp_path / "out")[-1]
-    assert after["pass@1"] > before["pass@1"] + 0.2, (before, after)
+def test_a_finished_run_is_kept_aside(unbroken, tmp_path, capsys):
+    copy_warm_start(unbroken, tmp_path)
+    for seed in ("1", "2"):
+        main([*SMALL, "--steps", "1", "--seed", seed, "--out", str(tmp_path)])
+        first = weights(tmp_path) if seed == "1" else first
+    assert f"is now in {tmp_path / 'previous'}" in capsys.readouterr().out
+    assert weights(tmp_path / "previous") == first != weights(tmp_path)
+    assert checkpoint(tmp_path / "previous").step == 1 and len(metrics(tmp_path / "previous")) == 2
+    main(["--ask", "3*4=", "--init", str(tmp_path / "previous"), "--max_new", "12"])
+
+
+def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path):
+    """The settings name the folder that it was copied from, which was once overwritten."""
+    import shutil
+    before = weights(unbroken)
+    shutil.copytree(unbroken, tmp_path / "copy")
+    main(["--resume", "--steps", "7", "--out", str(tmp_path / "copy")])
+    assert checkpoint(tmp_path / "copy").step == 7 and checkpoint(unbroken).step == 6
+    assert weights(unbroken) == before
+    about = json.loads((tmp_path / "copy" / "run.json").read_text())
+    assert about["config"]["out"] == str(tmp_path / "copy")
+
+
+def test_resume_with_the_algorithm_of_the_run_or_another(unbroken, capsys):
+    main(["--resume", "--algo", "grpo", "--out", str(unbroken)])
+    assert "has --clip_high 0.2, not 0.28" in fault(capsys, "--resume", "--algo", "dapo", "--kl", "loss",
+                                                    "--mean", "sequence", "--out", unbroken)
+    assert "--algo is one of" in fault(capsys, "--resume", "--algo", "trpo", "--out", unbroken)
+
+
+@pytest.mark.parametrize("name", ["reward", "kl", "length", "step", "greedy", "mismatch"])
+def test_a_component_with_the_name_of_a_statistic_is_refused(name, tmp_path):
+    with pytest.raises(Fault, match=f"called '{name}', as a statistic is"):
+        trained(tmp_path, lambda p, text: {"correct": 0.0, name: 1.0}, steps=1, warm_steps=0)
+
+
+def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken):
+    copy_warm_start(unbroken, tmp_path)
+    main([*SMALL, "--steps", "1", "--algo", "ppo", "--reward", "model", "--fit_prompts", "20", "--out",
+          str(tmp_path)])
+    import reward
+    names = set().union(*metrics(tmp_path, timed=True)) - {"pass@1", "pass@8", "maj@8"}
+    assert names - {"working"} == reward.STATISTICS
+
+
+def without(*functions):
+    task = toy(lambda p, text: {"correct": 0.0})
+    for name in functions:
+        delattr(task, name)
+    return task
+
+
+def test_what_a_task_need_not_have(tmp_path):
+    """`steps` serves process supervision alone, `demonstration` the warm start."""
+    small = dict(n_layer=1, n_embd=32, n_head=4, warm_steps=2, prompts=4, group=2, max_new=8, steps=1)
+    grpo.train(Config(out=str(tmp_path / "a"), **small), without("steps"))
+    grpo.train(Config(out=str(tmp_path / "b"), init=str(tmp_path / "a"), **small), without("demonstration"))
+    for name, change in (("steps", dict(supervision="process")), ("demonstration", {})):
+        with pytest.raises(Fault, match=f"has no function {name}"):
+            grpo.train(Config(out=str(tmp_path / "c"), **small, **change), without(name))
+    assert not (tmp_path / "c").exists()
+
+
+def test_few_held_out_problems_are_said(tmp_path, capsys):
+    trained(tmp_path, lambda p, text: {"correct": 0.0}, steps=0, warm_steps=0)
+    assert "note: only 2 problems are held out, so one more that is solved moves a result by 50%" in (
+        capsys.readouterr().out)
+    task = toy(None)
+    task.problems = lambda cfg: (toy(None).problems(cfg)[0], [])
+    with pytest.raises(Fault, match="nothing to evaluate on"):
+        grpo.train(Config(out=str(tmp_path / "x"), prompts=8), task)
+
+
+def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
+    """Its run is in out/<name>; the same warm start is taken up until the file changes."""
+    path = tmp_path / "letters.py"
+    path.write_text(
+        "from typing import NamedTuple\n"
+        "DEFAULTS = dict(n_layer=1, n_embd=32, n_head=4, warm_steps=3, prompts=4, group=2, max_new=4,\n"
+        "                steps=1)\n"
+        "class Problem(NamedTuple):\n    prompt: str\n"
+        "def problems(cfg): return [Problem(c) for c in 'abcd'], [Problem('e')]\n"
+        "def demonstration(problem, rng): return problem.prompt\n"
+        "def reward(problem, text): return {'correct': float(text == problem.prompt)}\n"
+        "def answer(text): return text\n")
+    monkeypatch.chdir(tmp_path)
+    for again, says in ((False, "warm start 3/3"), (True, "starting from"), (True, "starting from")):
+        main(["--task", "./letters.py"])
+        assert says in capsys.readouterr().out
+    assert (tmp_path / "out" / "letters" / "model.safetensors").exists()
+    path.write_text(path.read_text() + "# changed\n")
+    main(["--task", "./letters.py"])
+    assert "made with other settings or other code" in capsys.readouterr().out
+
+
+def test_ranks_evaluate_as_one_process(unbroken, tmp_path):
+    """The same samples whatever their number, also where a rank has no problem in the last part."""
+    code = ("import sys; sys.argv = ['grpo.py']; import grpo, torch; from run import machine, start\n"
+            "machine.start_ranks(torch.device('cpu'))\n"
+            f"cfg = grpo.make_config(difficulty=1, prompts=4, group=2, max_new=12, init={str(unbroken)!r})\n"
+            "task = grpo.data.load_task('arithmetic')\n"
+            "agent = grpo.Agent(cfg, task, *start.trained_model(cfg))\n"
+            "result = grpo.evaluate(agent, task.problems(cfg)[0][:33], k=4)\n"
+            "if machine.world()[0] == 0: print(result)\n"
+            "machine.exit_with(0)\n")
+    (tmp_path / "code.py").write_text(code)
+    outs = [subprocess.run([sys.executable, *how, str(tmp_path / "code.py")], text=True, timeout=120,
+                           stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1",
+                                                        "PYTHONPATH": str(ROOT)}).stdout
+            for how in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])]
+    assert outs[0] == outs[1] and "pass@4" in outs[0]

@@ -3,8 +3,8 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from data import Fault
 from data.tokenizer import byte_encoding
-from data.run import Fault
 from grpo import sample
 from model import token_logps
 
@@ -118,6 +118,20 @@ def test_only_the_sampled_column_and_later_ones_move():
     ids[0, 5] += 1
     moved = token_logps(model, b.ids, b.mask, 1.0)[0] != token_logps(model, ids, b.mask, 1.0)[0]
     assert moved[0].tolist() == [False] * 5 + [True] * 4
+
+
+def test_without_numbers_to_draw_with_they_are_random():
+    """The default once crashed."""
+    b, c = (sample(tiny_model(), PROMPTS, 4, 12, 1.0, STOP) for _ in range(2))
+    assert b.ids.shape == c.ids.shape and not torch.equal(b.ids, c.ids)
+    logp, _ = token_logps(tiny_model(), b.ids, b.mask, 1.0)
+    torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
+
+
+def test_the_completion_begins_at_start():
+    b = sample(tiny_model(), PROMPTS, 2, 5, 1.0, STOP, uniform(6, 5))
+    assert b.start.tolist() == [3, 3, 1, 1, 6, 6]
+    assert [int(on.nonzero()[0]) for on in b.mask] == b.start.tolist()
 
 
 def test_a_prompt_that_does_not_fit():

@@ -6,15 +6,15 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import data.arithmetic as task
 import data.countdown as countdown
 import data.gsm8k as gsm8k
-from data import load_task
+import reward
+from data import Fault, load_task
+from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.run import Fault
-from data.answers import one_number, steps, tagged
-from reward import evaluate, score
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -78,12 +78,19 @@ def test_answer():
         "221", "221", "2726", "3", "", "", "", ""]
 
 
+def score(task, problems, texts, finished):
+    """The components of the rule reward as lists."""
+    batch = SimpleNamespace(ids=torch.zeros(len(texts), 1), problems=problems, texts=texts,
+                            finished=torch.tensor(finished))
+    return {name: x.tolist() for name, x in reward.parts(task, batch).items()}
+
+
 def test_score_pairs_each_completion_with_its_prompt():
     """Elsewhere the completions of one prompt were scored against another's answer."""
-    toy = SimpleNamespace(reward=lambda p, text: {"correct": float(p.answer == text), "index": float(p.answer)})
+    toy = SimpleNamespace(reward=lambda p, text: {"correct": float(p.answer == text), "place": float(p.answer)})
     rows = [Problem(str(i), str(i)) for i in range(4) for _ in range(2)]
     parts = score(toy, rows, [str(i // 2) for i in range(8)], [True] * 8)
-    assert parts == {"correct": [1.0] * 8, "index": [0, 0, 1, 1, 2, 2, 3, 3]}
+    assert parts == {"correct": [1.0] * 8, "place": [0, 0, 1, 1, 2, 2, 3, 3]}
 
 
 @pytest.mark.parametrize("parts", [{"correct": 1.0, "more": 1.0}, {"right": 1.0}, {}])
@@ -106,14 +113,23 @@ def test_a_reward_that_is_no_number_names_its_prompt(bad):
 
 
 def test_tasks_that_are_none(monkeypatch):
-    with pytest.raises(Fault, match="unknown task 'chess'; there are: arithmetic"):
+    with pytest.raises(Fault, match="no task 'chess': there are arithmetic, countdown, gsm8k, or"):
         load_task("chess")
-    for name in ("tokenizer", "__init__", "../grpo"):
+    for name in ("tokenizer", "__init__", "answers", "../grpo", "nowhere/mine.py", "."):
         with pytest.raises(Fault):
             load_task(name)
-    monkeypatch.delattr(task, "steps")
-    with pytest.raises(Fault, match="no steps"):
+    monkeypatch.delattr(task, "reward")
+    with pytest.raises(Fault, match="arithmetic.py has no function reward"):
         load_task("arithmetic")
+
+
+def test_a_task_may_lie_anywhere(tmp_path):
+    for folder, answer in (("a", "1"), ("b", "2")):         # two files of one name are two tasks
+        path = tmp_path / folder / "mine.py"
+        path.parent.mkdir()
+        path.write_text("DEFAULTS = {}\ndef problems(cfg): return [], []\ndef reward(p, text): return {}\n"
+                        f"def answer(text): return {answer!r}\n")
+        assert load_task(str(path)).answer("") == answer
 
 
 # ------------------------------------------------------------------------- the safe evaluator

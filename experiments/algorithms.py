@@ -1,11 +1,12 @@
-"""Every algorithm on the arithmetic task, from the same warm starts: the README's table.
+"""Every algorithm on the arithmetic task, from the same warm starts.
 
-    python experiments/algorithms.py --seeds 1 2 3 --out out/algorithms      # hours on 2 cores
-    python experiments/algorithms.py --rows grpo ppo --seeds 1               # some of it
+    python experiments/algorithms.py --rows GRPO PPO --seeds 1          # some of it
+    python experiments/algorithms.py --readme                           # the table of the docs
 
-A row is a line of ROWS; other flags go on to every run, and the results then to --out. Writes
-algorithms.json after every run, and goes on with what is missing. pass@1 is on the held-out
-problems, before and after RL; seconds are those of a step, memory is the peak of the whole run.
+A row is a line of ROWS; other flags go on to every run. Writes algorithms.json into --out, or with
+--readme where the docs take it from, after every run, and goes on with what is missing. pass@1 is
+on the held-out problems, before and after RL; seconds are those of a step, memory is the peak of
+the whole run. All takes about 2 hours on 2 cores.
 """
 import argparse
 import json
@@ -59,12 +60,12 @@ def run(flags, seed, out, more=()):
 def summary(metrics, memory):
     """What the table needs of a run."""
     return {"before": metrics[0]["pass@1"], "after": metrics[-1]["pass@1"],
-            "kl": metrics[-1]["kl"], "length": metrics[-1]["length"],
+            "kl": metrics[-1].get("kl"), "length": metrics[-1]["length"],
             "step": statistics.median(m["seconds"] for m in metrics[1:]), "memory": memory}
 
 
 def lines(results):
-    """The README's table: median, least and most of pass@1, and the medians of the others."""
+    """The table of the docs: median, least and most of pass@1, and the medians of the others."""
     yield "| | pass@1 | s a step | GiB |"
     yield "|---|---|---|---|"
     table = {name: results[name] for name in ROWS if name in results}
@@ -85,8 +86,11 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--out", type=Path, default=Path("out/algorithms"))
+    parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
     args, more = parser.parse_known_args()
-    file = args.out / "algorithms.json" if more else HERE / "algorithms.json"
+    if args.readme and more:
+        parser.error(f"--readme is of the task's own settings, without {' '.join(more)}")
+    file = (HERE if args.readme else args.out) / "algorithms.json"
     args.out.mkdir(parents=True, exist_ok=True)
     results = json.loads(file.read_text()) if file.exists() else {}
     for seed in args.seeds:

@@ -1,12 +1,13 @@
 """What a step costs, over what its floating-point operations alone must cost on the same cores.
 
-    python experiments/floor.py --init out/arithmetic/warm_start --steps 9
+    python experiments/floor.py --init out/arithmetic/warm_start --steps 9 [--readme]
 
 Floor: (6 N tokens trained + 2 N tokens read or decoded + 2 N tokens of the reference) / the rate of
 a float32 matrix product, N the parameters in matrix products (the embedding counts once, as the
 head). Tokens are those of the rows without their padding. The rate is the median of 2048 x 2048 x
 2048 products, measured before and after each step. Attention, norms, softmax, sampling and the
-optimizer are no part of the floor. Takes the flags of grpo.py.
+optimizer are no part of the floor. Takes the flags of grpo.py; with --readme the result replaces
+floor.json, which the docs quote.
 """
 import json
 import resource
@@ -19,6 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo  # noqa: E402
+from data import load_task  # noqa: E402
+from run import batches, machine, start  # noqa: E402
 
 
 def rate(n=2048, times=5):
@@ -32,21 +35,21 @@ def rate(n=2048, times=5):
 
 
 def main():
-    grpo.prepare()
-    cfg, task, _, _ = grpo.read_command(sys.argv[1:])
-    encoding = grpo.encoding_of(cfg, cfg.init)
+    machine.prepare()
+    _, cfg, _ = grpo.read_command([flag for flag in sys.argv[1:] if flag != "--readme"])
+    task = load_task(cfg.task)
     problems, _ = task.problems(cfg)
-    model = grpo.load_model(cfg.init, cfg, encoding)
-    agent = grpo.new_agent(cfg, task, model, encoding)
-    N, rows = sum(p.numel() for p in model.parameters()), []
+    encoding, policy = start.trained_model(cfg)
+    agent = grpo.new_agent(cfg, task, encoding, policy)
+    N, rows = sum(p.numel() for p in policy.parameters()), []
     for step in range(1, cfg.steps + 1):
         before, began = rate(), time.perf_counter()
-        chosen = grpo.rng(cfg, "problems", step).sample(problems, cfg.prompts)
-        batch, *_ = grpo.rollout(agent, chosen, grpo.rng(cfg, "rollout", step))
-        grpo.update(agent, batch, grpo.rng(cfg, "update", step), 1e-4)
+        chosen = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+        batch, _ = grpo.rollout(agent, chosen, machine.rng(cfg, "rollout", step))
+        grpo.update(agent, batch, machine.rng(cfg, "update", step))
         seconds = time.perf_counter() - began
         flops_s = (before + rate()) / 2
-        new, tokens = int(batch.mask.sum()), int(grpo.row_lengths(batch.mask).sum())
+        new, tokens = int(batch.mask.sum()), int(batches.row_lengths(batch.mask).sum())
         read = sum(len(encoding.encode_ordinary(p.prompt)) for p in chosen)
         floor = N * (6 * cfg.epochs * tokens + 2 * (read + new) + 2 * tokens) / flops_s
         rows.append({"seconds": seconds, "floor": floor, "ratio": seconds / floor,
@@ -54,10 +57,11 @@ def main():
         print("  ".join(f"{k} {x:.4g}" for k, x in rows[-1].items()), flush=True)
     median = {k: statistics.median(r[k] for r in rows[1:]) for k in rows[0]}    # the first warms up
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
-    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor "
-          f"{median['floor']:.2f} s at {median['gflops']:.0f} GFLOP/s, ratio {median['ratio']:.2f}; "
-          f"peak memory {peak:.2f} GiB")
-    (Path(__file__).parent / "floor.json").write_text(json.dumps(median, indent=1) + "\n")
+    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor {median['floor']:.2f} s "
+          f"at {median['gflops']:.0f} GFLOP/s, ratio {median['ratio']:.2f}; peak memory {peak:.2f} GiB")
+    if "--readme" in sys.argv:
+        file = Path(__file__).parent / "floor.json"
+        file.write_text(json.dumps(median, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A reward model goads its policy to where it is wrong: the README's figure, and what helps.
+"""A reward model goads its policy to where it is wrong, and what helps.
 
-    python experiments/overoptimization.py --seed 1 --out out/algorithms     # ten minutes on 2 cores
+    python experiments/overoptimization.py --seed 2                     # ten minutes on 2 cores
+    python experiments/overoptimization.py --readme                     # the figure of the docs
 
-Writes overoptimization.json and, where matplotlib is installed, overoptimization.png beside this
-file. The learned reward, the true one and the KL are those of the rollouts, step by step.
+Writes overoptimization.json and, where matplotlib is installed, overoptimization.png into --out, or
+with --readme where the docs take them from. The learned reward, the true one and the KL are those
+of the rollouts, step by step.
 """
 import argparse
 import json
@@ -21,7 +23,8 @@ RUNS = {
 PANELS = {"reward": "learned reward", "accuracy": "right answers", "kl": "KL to the reference"}
 
 
-def draw(curves):
+def draw(curves, file):
+    """Learned reward, right answers and KL of each run over its steps."""
     if not (made := panels()):
         return
     figure, axes = made
@@ -33,7 +36,7 @@ def draw(curves):
     axes[1].set_ylim(0, 1)
     axes[0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(HERE / "overoptimization.png", dpi=110)
+    figure.savefig(file, dpi=110)
 
 
 def main():
@@ -41,8 +44,10 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/algorithms"))
+    parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    out = HERE if args.readme else args.out
     curves = {}
     for name, flags in RUNS.items():
         metrics, _ = run(flags, args.seed, args.out)
@@ -50,8 +55,8 @@ def main():
         curves[name]["pass@1"] = [metrics[0]["pass@1"], metrics[-1]["pass@1"]]
         print(f"{name}: pass@1 {metrics[-1]['pass@1']:.1%}, learned reward "
               f"{metrics[1]['reward']:.2f} -> {metrics[-1]['reward']:.2f}", flush=True)
-        (HERE / "overoptimization.json").write_text(json.dumps(curves, indent=1) + "\n")
-    draw(curves)
+        (out / "overoptimization.json").write_text(json.dumps(curves, indent=1) + "\n")
+    draw(curves, out / "overoptimization.png")
 
 
 if __name__ == "__main__":

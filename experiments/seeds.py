@@ -1,13 +1,14 @@
-"""The README's table and figure, from the folders of several runs.
+"""A table and a figure of several runs, before and after RL, from their folders.
 
     for s in 1 2 3 4 5; do python grpo.py --task arithmetic --seed $s --out out/s$s; done
     python experiments/seeds.py out/s1 out/s2 out/s3 out/s4 out/s5
 
-Writes seeds.json and, where matplotlib is installed, seeds.png beside this file.
+Writes seeds.json and, where matplotlib is installed, seeds.png into --out; with --readme, where the
+README takes them from.
 """
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -51,7 +52,8 @@ def panels():
     return plt.subplots(1, 3, figsize=(11, 3))
 
 
-def draw(runs):
+def draw(runs, file):
+    """Accuracy, length and KL of each run over its steps."""
     if not (made := panels()):
         return
     figure, axes = made
@@ -59,7 +61,8 @@ def draw(runs):
               "length": "tokens of a completion", "kl": "KL to the reference (k3)"}
     for axis, (name, title) in zip(axes, titles.items()):
         for run in runs:
-            axis.plot([r["step"] for r in run[1:]], [r[name] for r in run[1:]], alpha=0.7)
+            line = [(r["step"], r[name]) for r in run[1:] if name in r]
+            axis.plot([step for step, _ in line], [x for _, x in line], alpha=0.7)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
     for end in (0, -1):
@@ -67,16 +70,25 @@ def draw(runs):
     for axis in axes:
         axis.set_ylim(bottom=0)
     figure.tight_layout()
-    figure.savefig(HERE / "seeds.png", dpi=110)
+    figure.savefig(file, dpi=110)
 
 
-def main(folders):
-    runs = [[json.loads(line) for line in open(Path(f) / "metrics.jsonl")] for f in folders]
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--readme", action="store_true", help="replace what the README quotes")
+    args = parser.parse_args()
+    out = HERE if args.readme else args.out
+    runs = [[json.loads(line) for line in open(run / "metrics.jsonl")] for run in args.runs]
     table = summary(runs)
-    (HERE / "seeds.json").write_text(json.dumps(table, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "seeds.json").write_text(json.dumps(table, indent=1) + "\n")
     print("| held out | before RL | after RL |\n|---|---|---|", *rows(table), sep="\n")
-    draw(runs)
+    draw(runs, out / "seeds.png")
+    print(f"written: {out / 'seeds.json'}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -72,8 +72,9 @@ def test_rooms_hold_only_what_they_say():
     assert not re.search(r"(?<![\w.])print\(", printed)
 
 
-@pytest.mark.parametrize("name, most", [("grpo", 620), ("model", 280), ("reward", 230)])
+@pytest.mark.parametrize("name, most", [("grpo", 650), ("model", 300), ("reward", 250)])
 def test_files_stay_short(name, most):
+    """They have 620, 280 and 210 lines: a fork may add a few before something has to move out."""
     assert len(SOURCES[name].read_text().splitlines()) <= most
 
 

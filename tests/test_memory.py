@@ -160,7 +160,7 @@ print(max(*seen, held()) - before)"""
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
 
 
-def test_the_readmes_memory_of_half_a_billion():
+def test_the_memory_of_half_a_billion():
     """Qwen2.5-0.5B's shape with the defaults of gsm8k and prompts of 300 tokens."""
     model = pretrained.of_config(dict(
         model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14,
@@ -168,7 +168,7 @@ def test_the_readmes_memory_of_half_a_billion():
         max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1e6, hidden_act="silu"))
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
     need = start.memory(model, Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu"), 300)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "measurements.md").read_text()
     for name, size in need.items():
         assert not size or f"| {name} | {size / 1e9:.1f} |" in text, (name, size)
     assert f"| together | {sum(need.values()) / 1e9:.1f} |" in text and sum(need.values()) < 20e9

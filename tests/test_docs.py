@@ -1,0 +1,203 @@
+"""The README and the docs: what they quote is there, what they claim was measured."""
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import grpo
+from run import flags
+
+README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+MEASURED = DOCS["measurements.md"]
+FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*flags.MODES, "algo", "help"}
+
+
+def test_the_readme_is_short_and_has_its_two_commands():
+    assert len(README.splitlines()) <= 130
+    assert "\npip install -r requirements.txt && python grpo.py --task arithmetic\n" in README
+    assert "\npip install -r requirements.txt && python -m pytest\n" in README
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_flag_exists(name):
+    scripts = {"readme", "nproc_per_node", "seeds", "rows"}        # of experiments/ and of torchrun
+    if name == "changing.md":                                       # and those that recipes add
+        scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
+    assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_link_leads_somewhere(name):
+    where = (ROOT if name == "README.md" else ROOT / "docs")
+    for link in re.findall(r"\]\(([^)]+)\)", DOCS[name]):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            text = (where / file).read_bytes() if file else DOCS[name].encode()
+            titles = re.findall(r"^#+ (.*)$", text.decode(errors="ignore"), re.M)
+            assert not anchor or anchor in [t.lower().replace(" ", "-") for t in titles], link
+
+
+def commands(name):
+    """The commands of a page's plain blocks that start a script of the project."""
+    for block in re.findall(r"^```\n(.*?)^```", DOCS[name], re.M | re.S):
+        for line in block.splitlines():
+            line = re.sub(r"^\$ |^pip install .* && |^for .*; do ", "", line.split("  #")[0])
+            if line.startswith("python ") and "-m pytest" not in line:
+                yield line.split("; done")[0].replace("$s", "1")
+
+
+def test_every_command_is_understood(tmp_path, monkeypatch):
+    """Its flags are read, and give a Config; nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reverse.py").write_text(own_task())
+    found = [shlex.split(line) for name in DOCS for line in commands(name)]
+    assert len(found) >= 11
+    for _, script, *args in found:
+        if script == "grpo.py":
+            given, mode = flags.read(grpo.Config, grpo.ALGOS, "", args)
+            given.pop("init", None) if mode["ask"] else None
+            grpo.make_config(**given)
+        else:
+            assert (ROOT / script).exists()
+
+
+def test_line_counts():
+    sources = [ROOT / f"{name}.py" for name in ("grpo", "reward", "model")] + [
+        *(ROOT / "run").glob("*.py"), *(ROOT / "data" / f"{n}.py" for n in ("__init__", "answers", "tokenizer"))]
+    lines = [len(path.read_text().splitlines()) for path in sources]     # a fork may add a few
+    one, all_of_it = re.search(r"\| (\d+) \(([\d,]+) with all it uses\)", README).groups()
+    assert abs(lines[0] - int(one)) <= 15 and f"one\nfile of {one} lines" in README
+    assert abs(sum(lines) - int(all_of_it.replace(",", ""))) <= 60
+
+
+def test_the_map_quotes_each_function():
+    """By function, not by line number: two lines more at the top of a file change nothing."""
+    rows = re.findall(r"^\| .*? \| `(\w+)\.(\w+)` \| `(.+?)` \|", DOCS["map.md"], re.M)
+    assert len(rows) >= 28 and len(rows) == DOCS["map.md"].count("\n|") - 2
+    for module, function, line in rows:
+        source = inspect.getsource(getattr(importlib.import_module(module), function))
+        assert line.replace("\\|", "|") in source, f"{module}.{function}: {line}"
+
+
+def test_messages_that_troubleshooting_quotes():
+    text = DOCS["troubleshooting.md"]
+    sources = "".join(path.read_text() for path in (ROOT / "run").glob("*.py"))
+    for message in re.findall(r'^## "(.+)"$', text, re.M):
+        assert message in sources
+    for name in re.findall(r"`(dead_groups|grad_norm|kl|accuracy|finished|mismatch|clip_share|entropy)`", text):
+        assert name in grpo.reward.STATISTICS
+
+
+# ---------------------------------------------------------------------------- the result files
+
+@pytest.fixture
+def results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    return lambda name: json.loads((ROOT / "experiments" / f"{name}.json").read_text())
+
+
+def test_the_five_seeds(results):
+    import seeds
+    table = results("seeds")
+    assert table["seeds"] == 5 and all(line in README for line in seeds.rows(table))
+    assert table["pass@1"]["before"]["most"] < 0.5 and table["pass@1"]["after"]["least"] > 0.95
+    assert f"was {table['mismatch']:.1e}".replace("e-0", "e-") in MEASURED.replace("\n", " ")
+
+
+def test_the_table_of_algorithms(results):
+    import algorithms
+    table = results("algorithms")
+    assert table.keys() == algorithms.ROWS.keys()
+    assert all(line in MEASURED for line in algorithms.lines(table))
+    cost = lambda name: statistics.median(run["step"] for run in table[name].values())
+    for name in ("PPO", "PPO, critic of its own"):
+        assert f" {cost(name) / cost('GRPO'):.1f} times" in MEASURED
+    assert f"{statistics.median(run['after'] for run in table['PPO'].values()):.0%}".replace("%", " %") in README
+    for name, runs in table.items():
+        for seed in "123":
+            after, rule = runs[seed]["after"], table["GRPO"][seed]["after"]
+            assert after - runs[seed]["before"] > 0.2
+            assert "learned" not in name or rule - after < 0.1
+
+
+def test_the_curves_of_overoptimization(results):
+    curves = results("overoptimization").values()
+    assert all(f"{curve['pass@1'][1]:.1%}" in MEASURED for curve in curves)
+    proxy, right = next(iter(curves))["reward"], next(iter(curves))["accuracy"]
+    assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in MEASURED and max(right) > right[-1] + 0.2
+
+
+def test_floor_and_memory(results):
+    memory, floor = results("memory"), results("floor")
+    text = MEASURED.replace("\n", " ")
+    assert f"peaks at {memory['parts'] / 1e9:.1f} GB instead of {memory['whole'] / 1e9:.1f} " in text
+    assert memory["share"] < 1 / 3
+    assert f"{floor['ratio']:.2f} times its floating-point floor" in text
+    assert (f"{floor['seconds']:.2f} s against {floor['floor']:.2f} s at "
+            f"{floor['gflops']:.0f} GFLOP/s") in text
+
+
+def test_all_bugs_put_in_were_caught(results):
+    import mutations
+    rows = (ROOT / "experiments" / "mutations.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0][2:] for row in rows] == [m[0] for m in mutations.MUTATIONS]
+    assert not any("**none**" in row for row in rows)
+    for name, file, text, *_ in mutations.MUTATIONS:
+        assert text in (ROOT / file).read_text(), f"{name}: the text is no longer in {file}"
+
+
+def test_scripts_leave_the_readmes_results_alone(results, tmp_path):
+    """Without --readme a study of one's own runs is written where one says."""
+    before = {path: path.read_bytes() for path in (ROOT / "experiments").iterdir() if path.is_file()}
+    measured = {"greedy": 0.5, "pass@1": 0.4, "pass@8": 0.9, "maj@8": 0.5}
+    run = [{"step": 0, **measured}, {"step": 1, "length": 3.0, "seconds": 1.0, "mismatch": 0.0, **measured}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
+    subprocess.run([sys.executable, ROOT / "experiments" / "seeds.py", tmp_path, "--out", tmp_path / "x"],
+                   check=True, capture_output=True)
+    assert json.loads((tmp_path / "x" / "seeds.json").read_text())["seeds"] == 1
+    after = {path: path.read_bytes() for path in (ROOT / "experiments").iterdir() if path.is_file()}
+    assert before == after
+
+
+# --------------------------------------------------------------------------- the help, the task
+
+def test_the_help_is_grouped_and_whole(capsys):
+    with pytest.raises(SystemExit) as e:
+        grpo.main(["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    groups = [line[:-1] for line in out.splitlines() if re.fullmatch(r"\S.*:", line)]
+    assert groups[0] == "options" and groups[1] == "instead of a new run"
+    assert [g.split(":")[0].split(",")[0] for g in groups[2:]] == [
+        "the task and the run", "rollout", "reward", "advantage", "loss", "update", "a new model",
+        "a learned reward", "machine"]
+    entries = dict(re.findall(r"^  --(\w+) (.*?)(?=^  -|^\S|\Z)", out, re.M | re.S))
+    for f in dataclasses.fields(grpo.Config):
+        text = " ".join(entries[f.name].split())
+        assert f.default == "" or text.endswith(f"[{f.default}]"), text         # the default
+        assert re.search(r"[A-Z].*\.( \[|$)", text), text                       # a sentence
+        for choice in getattr(f.type, "__args__", ()):
+            assert choice in text
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def own_task():
+    return re.search(r"```python\n(.*?)```", README, re.S)[1]
+
+
+def test_the_readmes_own_task_learns(tmp_path):
+    (tmp_path / "reverse.py").write_text(own_task())
+    grpo.main(["--task", str(tmp_path / "reverse.py"), "--n_layer", "2", "--n_embd", "96", "--n_head",
+               "4", "--lr", "5e-4", "--difficulty", "1", "--warm_lr", "3e-3", "--steps", "20", "--out",
+               str(tmp_path / "out")])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.2

@@ -195,8 +195,7 @@ def draw(logits, temperature, u):
     """A token for each row of logits (b, V), and its log-probability at that temperature, (b,).
     It is where the row's cumulative distribution passes u (b,), uniform in [0, 1): a row's tokens
     follow from its own u alone, whichever rows are beside it and however many ranks there are.
-    Temperature 0 takes the likeliest token.
-    """
+    Temperature 0 takes the likeliest token."""
     logps = (logits / temperature if temperature else logits).log_softmax(-1)               # (b, V)
     if temperature:
         cdf = logps.to(u.dtype).exp().cumsum(-1)
@@ -209,8 +208,7 @@ def draw(logits, temperature, u):
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     """`group` completions of each prompt (a list of ids): a Batch with ids, mask, finished, logp.
-    `stop`: the ids that end a row. `u` (B, max_new): the numbers to draw with; by default random.
-    """
+    `stop`: the ids that end a row; `u` (B, max_new): the numbers to draw with, random by default."""
     device, P, longest = policy.device, len(prompts), max(map(len, prompts))
     T = longest + max_new
     if T > policy.cfg.block_size:
@@ -277,8 +275,9 @@ def generate(agent, problems, group, source=None):
 
 # ---------------------------------------------------------------- advantages: rewards to credit
 def outcome_scores(reward, group, baseline="group", scale="group"):
-    """Outcome supervision (DeepSeekMath 4.1.2): rewards (B,) against those of their group, (B,),
+    """Outcome supervision (DeepSeekMath 4.1.2): rewards (B,) against those of their group, (B,);
     and which groups are dead, (P,).
+
     The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
     No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
     """
@@ -291,7 +290,8 @@ def outcome_scores(reward, group, baseline="group", scale="group"):
 def process_scores(reward, ends, group, baseline="group", scale="group"):
     """Process supervision (4.1.3): the same of rewards (B, T) of steps, in the columns `ends`
     (B, T), over all the steps of a group."""
-    r, on = (x.view(-1, group, x.size(1)) for x in (reward.to(machine.double(reward.device)), ends))
+    r = torch.where(ends, reward, 0).to(machine.double(reward.device))
+    r, on = (x.view(-1, group, x.size(1)) for x in (r, ends))                           # (P, G, T)
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
     mean = total / n
     std = torch.where(on, r - mean, 0).square().sum((1, 2), True).div(n).sqrt()         # (P, 1, 1)
@@ -487,6 +487,7 @@ def begin_iteration(agent, problems, iteration):
         rows.append(dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward))
     agent.history, measures = reward.refit(agent.reward_model, batches.concatenate(*rows),
                                            agent.history, cfg, source)
+    show.fit(measures)
     return measures
 
 # ------------------------------------------------------------------------------------ evaluation

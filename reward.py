@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from data import Fault
 from data.tokenizer import decode, step_tokens
-from run import batches, machine, show
+from run import batches, machine
 
 # ------------------------------------------------------------------------------- the rule's reward
 
@@ -60,9 +60,9 @@ def of_steps(task, batch, cfg, encoding):
         ids, found = batch.ids[i, columns].tolist(), task.steps(problem, text) or [(0, False)]
         tokens = step_tokens(encoding, ids, [end for end, _ in found])
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
-        true = [t for _, t in found[:-1]] + [found[-1][1] and correct[i] > 0]
-        for column, t in sorted(zip(at, true), key=lambda x: not x[1]):     # the worst counts
-            ends[i, column], reward[i, column] = True, float(t)
+        good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]
+        ends[i, at], reward[i, at] = True, 1.0
+        reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0   # also if shared
     return reward, ends
 
 def at_the_limit(batch, unfinished):
@@ -161,7 +161,6 @@ def refit(reward_model, rows, history, cfg, source):
     if K > 1:       # mean 0, std 1 of what the references wrote: the last one's alone are too alike
         score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
         reward_model.norm.copy_(torch.stack([score.mean(), score.std()]))
-    show.print0(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
     return history, {"rm_accuracy": accuracy, "rm_error": error}
 
 def fit(reward_model, data, K, cfg, source):

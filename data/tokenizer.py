@@ -100,7 +100,11 @@ def load_encoding(folder, chat="auto"):
     name of CHATS, "none", or "auto" for what the folder's template says."""
     folder = Path(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    read = lambda name: json.loads(files.get(name, b"{}"))
+
+    def read(name):
+        """A file's JSON; nothing for one that is not there."""
+        return json.loads(files.get(name, b"{}"))
+
     if "tokenizer.json" not in files:
         raise Fault(f"no model in {folder}: there is no tokenizer.json")
     try:

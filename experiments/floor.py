@@ -57,8 +57,9 @@ def main():
         print("  ".join(f"{k} {x:.4g}" for k, x in rows[-1].items()), flush=True)
     median = {k: statistics.median(r[k] for r in rows[1:]) for k in rows[0]}    # the first warms up
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
-    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor {median['floor']:.2f} s "
-          f"at {median['gflops']:.0f} GFLOP/s, ratio {median['ratio']:.2f}; peak memory {peak:.2f} GiB")
+    print(f"median of {len(rows) - 1} steps: {median['seconds']:.2f} s, floor "
+          f"{median['floor']:.2f} s at {median['gflops']:.0f} GFLOP/s, ratio "
+          f"{median['ratio']:.2f}; peak memory {peak:.2f} GiB")
     if "--readme" in sys.argv:
         file = Path(__file__).parent / "floor.json"
         file.write_text(json.dumps(median, indent=1) + "\n")

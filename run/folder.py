@@ -95,11 +95,18 @@ def save(agent, step, batch=None):
         return
     folder = agent.cfg.folder
     if batch:
-        record = show.group_record(step, batch, agent.cfg.group, agent.encoding)
-        append(folder / "samples.jsonl", record)
+        show.group(batch, agent.cfg.group, agent.encoding)
+        append(folder / "samples.jsonl", group_record(step, batch, agent.cfg.group))
     pretrained.save(agent.policy, folder, agent.encoding.files)
     write_checkpoint(agent.cfg, step, agent.beta, pretrained.config_json(agent.policy),
                      {name: os.path.getsize(folder / name) for name in LOGS}, training_state(agent))
+
+def group_record(step, batch, size):
+    """The first group of a rollout, `size` rows, in full."""
+    return {"step": step, "prompt": batch.problems[0].prompt, "completions": batch.texts[:size],
+            "rewards": batch.reward[:size].sum(1).tolist(),
+            "advantages": [[round(a, 4) for a in adv[on].tolist()]
+                           for adv, on in zip(batch.adv[:size], batch.mask)]}
 
 def write_checkpoint(cfg, step, beta, model, sizes, tensors):
     """Write checkpoint.safetensors: the settings, and the fields of Checkpoint."""

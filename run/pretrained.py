@@ -154,7 +154,7 @@ def save(model, folder, files=()):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(hf, indent=2))
     for name, content in dict(files).items():
-        write_whole(folder / name, lambda path: path.write_bytes(content))
+        write_whole(folder / name, content)
     tensors = {}
     for name, parts in parameters_by_file_name(model).items():
         whole = torch.cat([p.detach() for p in parts]).to(dtype)

@@ -1,4 +1,5 @@
 """What one sees in the terminal."""
+import itertools
 import os
 import shlex
 import statistics
@@ -45,6 +46,11 @@ def step_line(step, total, done):
         print0("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
                "or no completion ended")
 
+def fit(measures):
+    """How good a fitted reward model is on problems that were kept from it."""
+    print0("reward model  held out: accuracy {rm_accuracy:.1%}  calibration error {rm_error:.3f}"
+           .format(**measures))
+
 def on_one_line(text):
     """A text with its line breaks shown."""
     return text.replace("\n", " ⏎ ")
@@ -59,13 +65,11 @@ def coloured(encoding, ids, adv):
         pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
     return "".join(pieces)
 
-def group_record(step, batch, group, encoding):
-    """The first group of a rollout: four of it printed, the tokens coloured by advantage, and the
-    whole of it as a record for samples.jsonl."""
-    prompt, rewards = batch.problems[0].prompt, batch.reward[:group].sum(1).tolist()
-    adv = [row[on].tolist() for row, on in zip(batch.adv[:group], batch.mask)]
-    for ids, on, row, reward in list(zip(batch.ids, batch.mask, adv, rewards))[:4]:
-        text = coloured(encoding, ids[on].tolist(), row)
-        print0(f"    {on_one_line(prompt)}{text}   reward {reward:g}  advantage {row[0]:+.2f}")
-    return {"step": step, "prompt": prompt, "completions": batch.texts[:group],
-            "rewards": rewards, "advantages": [[round(a, 4) for a in row] for row in adv]}
+def group(batch, size, encoding):
+    """Four completions of the first group of a rollout, the tokens coloured by advantage."""
+    prompt = on_one_line(batch.problems[0].prompt)
+    rows = zip(batch.ids, batch.mask, batch.adv, batch.reward.sum(1).tolist())
+    for ids, on, adv, reward in itertools.islice(rows, min(4, size)):
+        adv = adv[on].tolist()
+        text = coloured(encoding, ids[on].tolist(), adv)
+        print0(f"    {prompt}{text}   reward {reward:g}  advantage {adv[0]:+.2f}")

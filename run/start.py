@@ -223,4 +223,4 @@ def memory(model, cfg, longest):
     return {"weights": 4 * N * trained, "Adam": 8 * N * trained,
             "reference": frozen * cfg.needs_reference,
             "sampler": frozen * half, "reward model": 16 * N * (cfg.reward == "model"),
-            **max(rollout, update, key=lambda x: sum(x.values()))}
+            **(rollout if sum(rollout.values()) > sum(update.values()) else update)}

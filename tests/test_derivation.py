@@ -1,5 +1,5 @@
-"""docs/derivation.md: every number on the page is what this code computes, every quoted line of code
-stands in the function named beside it, every flag is one.
+"""docs/derivation.md: every number on the page is what this code computes, every quoted line of
+code stands in the function named beside it, every flag is one.
 
 The page's first table is the example; its rewards and all that follows are computed from it. For
 each section a function below yields the section's numbers in the order of its text, tables row by
@@ -43,17 +43,17 @@ def numbers(text):
 
 
 def agrees(shown, value):
-    """Four decimals are rounded, fewer are exact."""
+    """Four decimals are rounded, all others exact, but for the rounding of float32."""
     rounding = 0.5e-4 if len(shown.partition(".")[2]) == 4 else 0
-    return abs(float(shown) - value) <= rounding + 2e-6
+    return abs(float(shown) - value) <= rounding + 1e-6
 
 
 def flags_of(section):
-    """The command lines that a section names."""
-    return re.findall(r"^- flag: `(.+?)`", section, re.M)
+    """The command lines that a section names as its own."""
+    return in_code(" ".join(re.findall(r"^- flag: .+", section, re.M)))
 
 
-# ------------------------------------------------------------------- the example, off the first table
+# ----------------------------------------------------------- the example, read off the first table
 
 EXAMPLE = next(iter(SECTIONS))
 TABLE = [row.strip("|").split("|") for row in SECTIONS[EXAMPLE].splitlines() if row[:5] == "| $o_"]
@@ -113,25 +113,34 @@ def config(flag, **given):
     return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen | given)
 
 
+def weights(cfg):
+    """What each token counts."""
+    return grpo.token_weights(MASK, cfg.mean, 4, LENGTH.sum(), cfg.max_new)
+
+
 def loss_of(cfg, batch, probability, weight=None):
     """The loss once the policy gives the tokens this probability, its gradient by their
     log-probabilities (4, 4), and the statistics."""
-    logp = probability.log().requires_grad_()
-    if weight is None:
-        weight = grpo.token_weights(MASK, cfg.mean, 4, LENGTH.sum(), cfg.max_new)
+    logp, weight = probability.log().requires_grad_(), weights(cfg) if weight is None else weight
     loss, stats = grpo.policy_loss(logp, batch.old_logp, batch.ref_logp, batch.adv, MASK, weight,
                                    cfg, cfg.beta)
     return loss.item(), torch.autograd.grad(loss, logp)[0], stats
 
 
-def surrogate(cfg, batch):
-    """min(ratio A, clip(ratio) A), (4, 4): less the loss of each token alone, without the KL."""
-    out = torch.zeros(4, 4)
-    for at in MASK.nonzero().tolist():
-        alone = torch.zeros(4, 4)
-        alone[tuple(at)] = 1
-        out[tuple(at)] = -loss_of(replace(cfg, kl="watch"), batch, NEW, alone)[0]
-    return out
+def surrogate(cfg, batch, adv=None):
+    """min(ratio A, clip(ratio) A) of each token, (4, 4): less its loss alone, without the KL; with
+    `adv`, that advantage for all."""
+    batch, out = batch if adv is None else replace(batch, adv=torch.full((4, 4), adv)), []
+    for alone in torch.eye(16).view(16, 4, 4):
+        out.append(-loss_of(replace(cfg, kl="watch"), batch, NEW, alone)[0])
+    return torch.tensor(out).view(4, 4)
+
+
+def mean_and_std(x, score):
+    """Those that make x its standard score, both (n,)."""
+    high, low = x.argmax(), x.argmin()
+    std = (x[high] - x[low]) / (score[high] - score[low])
+    return [(x[low] - std * score[low]).item(), std.item()]
 
 
 def by_row(*tensors):
@@ -142,40 +151,247 @@ def by_row(*tensors):
             yield from x[i][MASK[i]].tolist() if x.dim() == 2 else [x[i].item()]
 
 
-# -------------------------------------------------------------------------- the numbers, by section
+# ------------------------------------------------------------------ the numbers, section by section
 
-def example(rollout):
-    """The group."""
+def example(section, rollout):
+    """The group; what the task gives for three answers; the settings."""
+    for answer in (TEXTS[0], "~221", TEXTS[1]):
+        yield sum(arithmetic.reward(PROBLEM, answer).values())
+    yield from by_row(LENGTH, rollout(config("--algo grpo")).reward.sum(1), OLD, NEW, REF, VALUE)
     cfg = grpo.Config()
-    reward = rollout(config("--algo grpo")).reward.sum(1)
-    yield from by_row(LENGTH, reward, OLD, NEW, REF, VALUE)
     yield from [cfg.clip_low, cfg.beta, cfg.gamma, cfg.lam]
+    assert cfg.clip_low == cfg.clip_high
 
 
-def raw_reward(rollout, flag):
-    """REINFORCE."""
-    cfg = config(flag)
+def raw_reward(section, rollout):
+    """REINFORCE, and with 1 more for every completion."""
+    cfg = config(*flags_of(section))
     batch = rollout(cfg)
     loss, gradient, _ = loss_of(cfg, batch, OLD)
-    yield from [4, cfg.max_new, 1 / 16]
-    yield from by_row(batch.adv, gradient)
-    yield loss
-    batch.adv = grpo.advantages(batch.reward + batch.ends, batch.ends, MASK, torch.zeros(4, 4), None,
-                                cfg)[0]
-    _, gradient, _ = loss_of(cfg, batch, OLD)
-    yield from [1, gradient[1, 0].item(), gradient[0, 0].item()]
+    for x in batch.adv, gradient:                       # one number for a row, alike in two and two
+        assert all((row[on] == row[0]).all() for row, on in zip(x, MASK))
+        assert torch.equal(x[0, 0], x[3, 0]) and torch.equal(x[1, 0], x[2, 0])
+    yield from [batch.adv[0, 0], batch.adv[1, 0], 4, cfg.max_new, weights(cfg)[0, 0]]
+    yield from [loss, gradient[0, 0], gradient[1, 0], batch.reward[1].sum(), 1]
+    more = batch.reward + batch.ends
+    batch.adv = grpo.advantages(more, batch.ends, MASK, torch.zeros(4, 4), None, cfg)[0]
+    gradient = loss_of(cfg, batch, OLD)[1]
+    yield from [gradient[0, 0], gradient[1, 0]]
 
 
-def critic(rollout, flag):
-    """TD error, GAE, whitening, the critic's loss."""
-    cfg = config(flag)
+def critic(section, rollout):
+    """The TD error is GAE with lambda 0, the reward less the value is that with lambda 1."""
+    cfg = config(*flags_of(section))
     batch = rollout(cfg)
     delta, adv, plain = (grpo.gae(batch.reward, VALUE, MASK, cfg.gamma, lam)
                          for lam in (0, cfg.lam, 1))
     assert torch.allclose((batch.returns - VALUE)[MASK], adv[MASK], atol=1e-6)
-    assert torch.equal(batch.adv, grpo.whiten(adv, MASK))
     yield from by_row(delta, adv, batch.adv)
-    yield from [adv[0, 2].item(), cfg.gamma * cfg.lam, adv[0, 1].item(), adv[0, 0].item()]
+
+    yield 0                                             # the value after the last token: of padding
+    yield from [batch.reward[0, 2], VALUE[0, 2], adv[0, 2]]
+    yield from [delta[0, 1], cfg.gamma * cfg.lam, adv[0, 2], adv[0, 1]]
+    yield from [delta[0, 0], cfg.gamma * cfg.lam, adv[0, 1], adv[0, 0]]
+    yield from [adv[0, 0], adv[2, 0], 0, delta[0, 0], 1, plain[0, 0], plain[2, 0]]
+    assert delta[0, 0] == delta[2, 0] and plain[0, 0] == batch.reward[0].sum() - VALUE[0, 0]
+    yield from [LENGTH.sum(), *mean_and_std(adv[MASK], batch.adv[MASK])]
+    yield from [adv[3, 3], batch.adv[3, 3], *batch.returns[0, :3]]
+    yield grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg), cfg.value_clip)
+    yield cfg.value_coef
 
 
-SKETCH = dict(example=example, raw_reward=raw_reward, critic=critic)
+def clip(section, rollout):
+    """The ratio is the unclipped product with the advantage 1."""
+    cfg = config(*flags_of(section))
+    unclipped = replace(cfg, **grpo.UNCLIPPED)
+    batch = rollout(cfg)
+    ratio = surrogate(unclipped, batch, 1.0)
+    loss, gradient, stats = loss_of(cfg, batch, NEW)
+    yield from by_row(ratio, surrogate(cfg, batch), gradient)
+
+    yield from [OLD[0, 1], NEW[0, 1], NEW[0, 1], OLD[0, 1], ratio[0, 1]]
+    yield surrogate(cfg, batch, 1.0)[0, 1]
+    yield from [NEW[2, 1], OLD[2, 1], ratio[2, 1], -surrogate(cfg, batch, -1.0)[2, 1]]
+    assert (gradient[MASK] == 0).sum() == 3
+    yield from [stats["clip_share"], ratio[2, 0], gradient[2, 0]]
+    yield from [loss, loss_of(unclipped, batch, NEW)[0], cfg.clip_low]
+
+
+def reference(section, rollout):
+    """The KL in PPO's rewards; the estimators over all first tokens, and their mean gradients."""
+    ppo, in_loss = map(config, flags_of(section))
+    batch = rollout(ppo)
+    k1 = grpo.kl_estimate(OLD.log(), REF.log(), None, "k1")
+    of_token = rollout(replace(ppo, gamma=0.0)).returns             # without a future
+    yield from by_row(k1, of_token, batch.returns - VALUE)
+
+    p, ref = (torch.tensor([*x[[0, 1, 3], 0], 1 - x[[0, 1, 3], 0].sum()]) for x in (NEW, REF))
+    logits = p.log().requires_grad_()
+    k, slope = {}, {}
+    for name in ("k1", "k2", "k3"):
+        estimate = grpo.kl_estimate(logits.log_softmax(0), ref.log(), None, name)
+        slope[name] = torch.autograd.grad((p * estimate).sum(), logits)[0]
+        k[name] = estimate.detach()
+    for i in range(4):
+        yield from [p[i], ref[i], *(k[name][i] for name in k), slope["k2"][i], slope["k3"][i]]
+    yield from [(p * k[name]).sum() for name in k]
+
+    policy = logits.softmax(0)
+    exact = {"k2": (policy * (policy / ref).log()).sum(), "k3": (ref * (ref / policy).log()).sum()}
+    for name, kl in exact.items():
+        gradient = torch.autograd.grad(kl, logits, retain_graph=True)[0]
+        torch.testing.assert_close(slope[name], gradient, atol=1e-6, rtol=0)
+    torch.testing.assert_close(slope["k3"], p - ref, atol=1e-6, rtol=0)
+    yield from [exact["k2"].item(), slope["k1"].abs().max()]
+
+    batch = rollout(in_loss)
+    loss, _, stats = loss_of(in_loss, batch, NEW)
+    yield from [stats["kl"], in_loss.beta, stats["kl"], in_loss.beta * stats["kl"], loss]
+    without = loss_of(replace(in_loss, kl="watch"), batch, NEW)[0]
+    assert loss - without == pytest.approx(in_loss.beta * stats["kl"].item(), abs=1e-6)
+
+
+def group(section, rollout):
+    """GRPO with the policy of step 3, and what is ours where the paper is silent."""
+    cfg = config(*flags_of(section))
+    batch = rollout(cfg)
+    loss, gradient, _ = loss_of(cfg, batch, NEW)
+    k3 = grpo.kl_estimate(NEW.log(), REF.log(), None, cfg.estimator)
+    rows = [loss_of(cfg, batch, NEW, weights(cfg) * row[:, None])[0] for row in torch.eye(4)]
+    yield from by_row(batch.adv, surrogate(cfg, batch), k3, torch.tensor(rows), gradient)
+
+    reward = batch.reward.sum(1)
+    yield from [*reward, *mean_and_std(reward, batch.adv[:, 0]), loss, gradient[0, 0]]
+    assert gradient[0, 0] == gradient[0, 1] and loss == pytest.approx(sum(rows))
+    yield grpo.outcome_scores(torch.tensor([1.0, 5, 2, 2, 0]), 5)[0].square().mean()
+    yield from [reward.std(), batch.adv[0, 0] / reward.std(), batch.adv[1, 0] / reward.std()]
+    yield from [*(10 * reward), *grpo.outcome_scores(10 * reward, 4)[0]]
+    yield grpo.outcome_scores(torch.full((4,), 0.1), 4)[0].abs().max()
+    yield from [weights(cfg)[3, 0], weights(cfg)[1, 0]]
+
+
+def process(section, rollout):
+    """Rewards of steps; their mean and std are what undoes the standardising."""
+    cfg = config(*flags_of(section))
+    batch = rollout(cfg)
+    score = grpo.process_scores(batch.reward, batch.ends, 4)[0]
+    for i, ends in enumerate(batch.ends):
+        yield from [*ends.nonzero()[:, 0] + 1, *batch.reward[i, ends], *score[i, ends],
+                    *batch.adv[i, MASK[i]]]
+    steps = batch.reward[batch.ends]
+    yield from [steps.max(), len(steps), *mean_and_std(steps, score[batch.ends])]
+    yield from [batch.adv[2, 0], batch.adv[2, 1], batch.adv[3, 0], batch.adv[0, 0]]
+    assert batch.adv[2, 1] == batch.adv[1, 0]
+
+
+def iterations(section, rollout, monkeypatch):
+    """The real `begin_iteration`, twice, of models that do nothing."""
+    cfg, fitted, loaded = config(*flags_of(section)), [], []
+
+    def generate(agent, problems, group, source):
+        """Completions of one token."""
+        n = len(problems) * group
+        return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None,
+                          None)
+    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(rewards, "of_steps", lambda task, b, *_: (torch.rand(b.ids.shape), b.mask))
+    monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
+    monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
+    agent = grpo.Agent(cfg, arithmetic, ENCODING, SimpleNamespace(state_dict=lambda: "the policy"),
+                       ref=SimpleNamespace(load_state_dict=loaded.append),
+                       reward_model=SimpleNamespace(norm=torch.zeros(2)))
+    for iteration in range(cfg.iterations):
+        grpo.begin_iteration(agent, range(1000), iteration)
+    labelled = len(agent.history["ids"]) // 2
+    learned, replayed = fitted[0], fitted[1] - fitted[0]
+    apart = labelled - learned
+    assert loaded == ["the policy"] * 2
+    yield from [cfg.fit_prompts, cfg.choices, labelled, apart, apart / cfg.choices]
+    yield from [learned, replayed]
+    yield round(100 * replayed / learned)
+
+
+def first_update(section, rollout):
+    """Eq. 21, and the loss of the first update with other settings."""
+    cfg = config("--algo grpo")
+    batch = rollout(cfg)
+    loss, gradient, stats = loss_of(cfg, batch, OLD)
+    bracket = -gradient / torch.where(MASK, weights(cfg), 1)
+    eq_21 = batch.adv + cfg.beta * (REF / OLD - 1)
+    torch.testing.assert_close(bracket[MASK], eq_21[MASK], atol=1e-6, rtol=0)
+    at_reference = loss_of(cfg, replace(batch, ref_logp=OLD.log()), OLD)[0]
+    assert stats["clip_share"] == 0
+
+    yield at_reference                                  # in the title
+    yield from [surrogate(cfg, replace(batch, old_logp=NEW.log()), 1.0)[0, 0],
+                (weights(cfg) * batch.adv).sum()]
+    yield from [cfg.beta, stats["kl"], loss, 0]
+    yield from [OLD[0, 0], REF[0, 0]]
+    yield from [batch.adv[0, 0], cfg.beta, REF[0, 0], OLD[0, 0], 1, bracket[0, 0], gradient[0, 0]]
+    yield from [bracket[2, 0], gradient[2, 0]]
+    yield from [batch.adv[1, 0], cfg.beta, REF[1, 0], OLD[1, 0], 1, bracket[1, 0], gradient[1, 0]]
+    yield 0
+    for flag in [span for span in in_code(section) if span[:2] == "--"]:
+        cfg = config(flag)
+        yield loss_of(cfg, rollout(cfg), OLD)[0]
+
+
+# ------------------------------------------------------------------------------------- the page
+
+STEPS = [example, raw_reward, critic, clip, reference, group, process, iterations, first_update]
+
+
+@pytest.mark.parametrize("title, computed", list(zip(SECTIONS, STEPS, strict=True)), ids=SECTIONS)
+def test_numbers_of_a_section(title, computed, rollout, monkeypatch):
+    """All of them, in their order."""
+    more = [monkeypatch] if computed is iterations else []
+    computed = [float(x) for x in computed(SECTIONS[title], rollout, *more)]
+    shown = numbers(re.sub(r"^\d\. ", "", title) + "\n" + SECTIONS[title])
+    wrong = [pair for pair in zip(shown, computed) if not agrees(*pair)]
+    assert not wrong, f"shown and computed, first of {len(wrong)} that differ: {wrong[0]}"
+    assert len(shown) == len(computed)
+
+
+def test_no_number_escapes():
+    """Outside the sections there is none but the paper's, and none of the example in a formula."""
+    head = PAGE[:PAGE.index("\n## ")]
+    formulas = re.findall(r"\$\$.*?\$\$|\$.*?\$", PAGE, re.S)
+    assert numbers(head) == [] and not re.search(r"\d\.\d|\d\d", "".join(formulas))
+
+
+def function(name):
+    """The function of this code with that name, or None."""
+    found = [getattr(module, name, None) for module in (grpo, rewards)]
+    return next(filter(inspect.isfunction, found), None)
+
+
+QUOTED = re.findall(r"^- in `(.+?)`: `(.+)`$", PAGE, re.M)
+
+
+@pytest.mark.parametrize("name, line", QUOTED)
+def test_quoted_line_stands_in_its_function(name, line):
+    """Whole, but for its comment."""
+    source = inspect.getsource(function(name)).splitlines()
+    assert line in [re.split("  +#", code)[0].strip() for code in source]
+
+
+def test_all_code_on_the_page_is_known():
+    """A command line that is accepted, a setting, a function, a quoted line, or the task's text."""
+    settings = {f"--{f.name}" for f in fields(grpo.Config)}
+    known = {PROBLEM.prompt, *sum(LINES, []), *(line for _, line in QUOTED)} | settings
+    for code in in_code(PAGE):
+        if code.startswith("--") and code not in settings:
+            assert config(code)
+        else:
+            assert code in known or function(code), code
+
+
+def test_every_step_quotes_its_code_and_names_its_flag():
+    steps = [title for title in SECTIONS if title[0].isdigit()]
+    assert [int(title[0]) for title in steps] == [1, 2, 3, 4, 5, 6]
+    for title in steps:
+        assert flags_of(SECTIONS[title]) and "\n- in `" in SECTIONS[title], title
+
+
+def test_tables_have_the_completions_in_order():
+    assert re.fullmatch("(1234)+", "".join(re.findall(r"^\| \$o_(\d)\$ \|", PAGE, re.M)))

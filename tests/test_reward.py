@@ -14,7 +14,7 @@ from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
 from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import batches, machine
+from run import batches, machine, show
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -187,7 +187,8 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
     s = scorer_of()
     history, measures = refit(s, rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
-    assert "reward model  held out: accuracy" in capsys.readouterr().out
+    show.fit(measures)
+    assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in capsys.readouterr().out
     assert len(history["ids"]) == 800
     if supervision == "outcome":                            # normalised on what it was fitted to
         r = learned(s, batch, cfg)[batch.ends]
@@ -226,7 +227,8 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
 def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     """10 problems with 2 completions each, at most 4 problems at a time."""
     seen, sizes = [], []
-    monkeypatch.setattr(reward, "refit", lambda scorer, rows, *_: seen.append(rows) or ({}, {}))
+    monkeypatch.setattr(reward, "refit", lambda scorer, rows, *_: seen.append(rows) or (
+        {}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
     generate = grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])

@@ -208,7 +208,7 @@ def draw(logits, temperature, u):
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     """`group` completions of each prompt (a list of ids): a Batch with ids, mask, finished, logp.
-    `stop`: the ids that end a row; `u` (B, max_new): the numbers to draw with, random by default."""
+    `stop`: the ids that end a row; `u` (B, max_new): numbers to draw with, random by default."""
     device, P, longest = policy.device, len(prompts), max(map(len, prompts))
     T = longest + max_new
     if T > policy.cfg.block_size:

@@ -135,9 +135,9 @@ class Config:
     def needs_reference(self):
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
-# Integers are at least 1, other numbers 0, but for these. A group of one has no spread: 0/0.
-LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, eval_every=0, warm_steps=0,
-             temperature=1e-3, grad_clip=1e-9, unfinished=-1e9)
+# An integer is at least 1, if its default is not 0, another number 0. A group of one has no spread.
+LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
+             grad_clip=1e-9, unfinished=-1e9)
 MOST = dict(gamma=1, lam=1, label_noise=1)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 

@@ -53,11 +53,11 @@ def add(group, name, kind, choices, default, text):
 
 def check(cfg, least, most):
     """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
-    less than least[name] (without that an integer is at least 1, another number 0) or more than
-    most[name]."""
+    less than least[name] (without that an integer is at least 1, if its default is not 0, and
+    another number 0) or more than most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
-        low = least.get(f.name, int(f.type is int))
+        low = least.get(f.name, int(f.type is int and f.default != 0))
         if choices and value not in choices:
             raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
         if f.type in (int, float) and not (math.isfinite(value) and value >= low):

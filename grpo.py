@@ -406,7 +406,7 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg, beta):
     """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4): the loss and its statistics.
-    All (B, T). In the first update of a rollout the ratio is 1 and the loss about 0, but by logp
+    All (B, T). In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
     its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21.
     """
     def kept(x):                                # elsewhere even NaN stays out of the gradient

@@ -107,10 +107,10 @@ def rollout(monkeypatch):
     return run
 
 
-def config(flag, **given):
+def config(flag):
     """The Config of a command line, for this group."""
     chosen, _ = flags.read(grpo.Config, grpo.ALGOS, "", flag.split())
-    return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen | given)
+    return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen)
 
 
 def weights(cfg):

@@ -137,8 +137,8 @@ class Config:
 
 # An integer is at least 1, if its default is not 0, another number 0. A group of one has no spread.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, unfinished=-1e9)
-MOST = dict(gamma=1, lam=1, label_noise=1)
+             grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)
+MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 
 def make_config(**given):
@@ -526,7 +526,7 @@ def new_agent(cfg, task, encoding, policy, checkpoint=None):
         agent.reward_model.to(policy.device)
     agent.sampler = policy.frozen() if policy.amp else None
     agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
-    if checkpoint and checkpoint.tensors:
+    if checkpoint and checkpoint.model:
         folder.restore(agent, checkpoint)
     machine.compile_all(cfg, policy, agent.ref, agent.critic, agent.reward_model, agent.sampler)
     return agent
@@ -606,7 +606,7 @@ def main(argv=None):
             show.print0(show.percentages(evaluate(agent, agent.task.problems(cfg)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
-            with machine.stoppable():
+            with machine.stoppable(), folder.alone():
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: python grpo.py --resume --out {cfg.folder}")

@@ -52,15 +52,19 @@ def add(group, name, kind, choices, default, text):
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
 def check(cfg, least, most):
-    """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
-    less than least[name] (without that an integer is at least 1, if its default is not 0, and
-    another number 0) or more than most[name]."""
+    """Raise Fault for a field of a dataclass that is none of its choices, of another type, or a
+    number not finite, less than least[name] (without that an integer is at least 1, if its default
+    is not 0, and another number 0) or more than most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         low = least.get(f.name, int(f.type is int and f.default != 0))
         if choices and value not in choices:
             raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
-        if f.type in (int, float) and not (math.isfinite(value) and value >= low):
+        kinds = (int, float) if f.type is float else f.type
+        if not choices and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise Fault(f"--{f.name} is of the type {f.type.__name__}, not {value!r}")
+        if f.type in (int, float) and not (low <= value and value != math.inf):
             raise Fault(f"--{f.name} is at least {low}, not {value}")
-        if f.name in most and value > most[f.name]:
-            raise Fault(f"--{f.name} is at most {most[f.name]}, not {value}")
+        high = most.get(f.name, 2 ** 63 if f.type is int else math.inf)
+        if f.type in (int, float) and value > high:
+            raise Fault(f"--{f.name} is at most {high}, not {value}")

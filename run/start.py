@@ -20,14 +20,13 @@ from run.files import write_whole
 def begin(cfg, task, checkpoint):
     """What a run begins with, new or from a Checkpoint: the Config, the tokenizer, the policy, the
     problems to train on, and those held out."""
-    if checkpoint is None:
-        folder.refuse_unfinished(cfg.folder, type(cfg))
+    folder.claim(cfg, checkpoint)
     encoding = encoding_of(cfg, cfg.folder if checkpoint else cfg.init)
     problems, held_out = task.problems(cfg)
     check(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     cfg = dataclasses.replace(cfg, chat=encoding.chat)  # the folder now has a format of its own
-    if checkpoint and checkpoint.tensors:
+    if checkpoint and checkpoint.model:
         policy, cold = model_of(checkpoint.model, cfg, longest), False
     else:
         policy, cold = starting_model(cfg, task, longest, encoding)

@@ -12,7 +12,6 @@ iteration (Algorithm 1). Beside it PPO. Where the paper is silent, the reason st
     torchrun --nproc_per_node 2 grpo.py                   # the prompts dealt to 2 processes
 """
 import copy
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -611,8 +610,8 @@ def main(argv=None):
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: python grpo.py --resume --out {cfg.folder}")
         code = 128 + max(machine.ASKED, default=0)
-    except data.Fault as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (data.Fault, OSError) as e:      # an OSError: a disk that is full, a path too long
+        show.error(e)
         code = 2
     machine.exit_with(code)
 

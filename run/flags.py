@@ -8,6 +8,7 @@ from functools import partial
 from typing import get_args
 
 from data import Fault
+from run import show
 
 MODES = dict(resume=dict(action="store_true", help="Go on with the run in --out."),
              eval_only=dict(action="store_true", help="Only evaluate --init's model, or --out's."),
@@ -40,6 +41,7 @@ def read(config, algos, about, argv):
         """What argparse calls instead of exiting itself."""
         raise Fault(f"{message}; --help lists the flags")
     parser.error = error
+    parser.print_help = lambda: show.print0(parser.format_help())       # also into a closed pipe
     given = vars(parser.parse_args(argv))
     if given.get("algo", "grpo") not in algos:
         raise Fault(f"--algo is one of {', '.join(algos)}, not {given['algo']!r}")

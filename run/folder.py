@@ -33,8 +33,11 @@ def log_metrics(folder, step, stats):
 
 def append(path, record):
     """Add a line to a file of JSON lines."""
-    with open(path, "a") as f:
-        f.write(json.dumps(record) + "\n")
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+    except OSError as e:
+        raise Fault(f"cannot write {path}: {e.strerror}") from e
 
 # ---------------------------------------------------------------------------------- the checkpoint
 

@@ -123,7 +123,7 @@ def load_encoding(folder, chat="auto"):
         stop = stop_tokens(about, others, special, end)
         encoding = Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc,
                             plain, chat)
-        if not encoding.missing and decode(encoding, encoding.encode_ordinary(PROBE)) != PROBE:
+        if not encoding.missing and encoding.decode(encoding.encode_ordinary(PROBE)) != PROBE:
             raise Fault("its tokenizer splits a text in a way that loses some of it")
         return encoding
     except Fault as e:

@@ -1,21 +1,23 @@
 """Files that are damaged, hostile or too large, folders that are shared or full: a line, and nothing
 lost."""
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import grpo
 from data import Fault
+from data.tokenizer import load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
 from run import files, folder, pretrained, start, tensors
@@ -225,3 +227,165 @@ def test_theta_may_stand_in_rope_scaling(model_folder):
         rewrite(model_folder / "config.json", **{"rope_scaling": None, key: LLAMA3 | {"rope_theta": 5e5}})
         shape = pretrained.without_memory(model_folder).cfg
         assert (shape.rope_theta, shape.rope_scaling) == (5e5, (8.0, 1.0, 4.0, 64.0))
+
+
+# -------------------------------------------------------------------------------------- tokenizers
+
+LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+TOKEN = dict(id=257, content="<a>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
+
+
+def single(*parts):
+    return dict(type="TemplateProcessing", single=[
+        {"Sequence": {"id": "A"}} if x is None else {"SpecialToken": {"id": x}} for x in parts])
+
+
+def split(pattern, **more):
+    return dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False) | more, LEVEL])
+
+
+@pytest.mark.parametrize("says, change", [
+    ("invert", lambda t: t | dict(pre_tokenizer=split("a", invert=True))),
+    ("loses", lambda t: t | dict(pre_tokenizer=split("a*"))),
+    *((key, lambda t, key=key: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {key: True}]))
+      for key in ("lstrip", "rstrip", "single_word")),
+    *((key, lambda t, key=key, x=x: t | dict(model=t["model"] | {key: x}))
+      for key, x in (("dropout", 0.1), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "#"))),
+    ("after a text", lambda t: t | dict(post_processor=single(None, "<|endoftext|>"))),
+    ("does not know", lambda t: t | dict(post_processor=single("<none>", None))),
+    ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
+    ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
+    ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
+    ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[]))])
+def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_folder):
+    path = model_folder / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(Fault, match=says):
+        load_encoding(model_folder)
+
+
+# ------------------------------------------------------------------- folders that are shared or full
+
+def test_two_runs_in_one_folder(again, capsys):
+    """Another process holds the lock: a line, and after its end the run goes on."""
+    code = f"import sys; from pathlib import Path; from run import files; files.lock(Path({str(again / 'lock')!r}))"
+    other = subprocess.Popen([sys.executable, "-c", code + "; print('held', flush=True); sys.stdin.read()"],
+                             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other.stdout.readline()
+    for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
+        assert "another run is at work in" in fault(capsys, *args, "--out", again)
+    other.kill()
+    other.communicate()
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    main(["--resume", "--steps", "4", "--out", str(again)])     # this process let go of it
+
+
+def test_a_run_that_went_on_meanwhile(again, capsys):
+    cfg, checkpoint = folder.resume(again, Config, {"steps": 3}, {"steps"})
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    with pytest.raises(Fault, match="gone on in"):
+        grpo.train(cfg, checkpoint=checkpoint)
+    files.unlock()
+
+
+def test_what_killed_saves_left_is_cleared(again):
+    left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp"]
+    own = again / "notes.tmp"
+    for path in (*left, own):
+        path.write_bytes(b"x")
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    assert own.exists() and not any(path.exists() for path in left)
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):
+    order, real_sync, real_save = [], os.fsync, files.save_file
+    def name(fd):
+        return os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append(name(fd)) or real_sync(fd))
+    monkeypatch.setattr(files, "save_file", lambda t, path, metadata: order.append(path.name) or
+                        real_save(t, path, metadata))
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    last = len(order) - 1 - order[::-1].index("checkpoint.safetensors.tmp")
+    assert {"metrics.jsonl", "samples.jsonl"} <= set(order[:last])
+
+
+@pytest.mark.parametrize("what", ["checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "run.json"])
+def test_a_full_disk_is_a_line_and_loses_nothing(what, again, capsys, monkeypatch):
+    """Half of a file, then no more room: as safetensors says it, and as Python does."""
+    before, real_save, real_open = (again / "checkpoint.safetensors").read_bytes(), files.save_file, open
+    full = OSError(errno.ENOSPC, "No space left on device")
+    def save(named, path, metadata):
+        real_save(named, path, metadata=metadata)
+        if what in path.name:
+            os.truncate(path, 100)
+            raise SafetensorError(f"I/O error: {full}")
+    monkeypatch.setattr(files, "save_file", save)
+    real_fsync, real_dumps = os.fsync, json.dumps
+    if what == "metrics.jsonl":
+        def dumps(x, **how):
+            if "reward" in x:
+                raise full
+            return real_dumps(x, **how)
+        monkeypatch.setattr(json, "dumps", dumps)
+    if what == "run.json":
+        def fsync(fd):
+            raise full
+        monkeypatch.setattr(os, "fsync", fsync)
+    line = fault(capsys, "--resume", "--steps", 3, "--out", again)
+    assert "cannot write" in line and what in line and "No space left" in line
+    assert (again / "checkpoint.safetensors").read_bytes() == before and not [*again.glob("*.tmp")]
+    monkeypatch.undo()
+    main(["--resume", "--steps", "3", "--out", str(again)])
+
+
+@pytest.mark.parametrize("how", ["| true", "| head -1", ">&-", "> /dev/full", "2>&- >&-"])
+def test_nobody_reads(how, again):
+    """A closed terminal or pipe: the run goes on to its end without a word."""
+    script = f"{sys.executable} grpo.py --resume --steps 3 --out {again} {how}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and folder.load(again, Config)[1].step == 3
+
+
+# ----------------------------------------------------------------------- settings that cannot be
+
+def test_scores_that_are_all_equal(tmp_path, capsys, monkeypatch):
+    import reward
+    real = reward.scores
+    monkeypatch.setattr(reward, "scores", lambda *args: torch.ones_like(real(*args)))
+    assert "the same score" in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1,
+                                     "--out", tmp_path)
+
+
+def test_adam_without_an_epsilon(capsys):
+    assert "--adam_eps is at least" in fault(capsys, "--adam_eps", 0)
+
+
+@pytest.mark.parametrize("env, says", [({"RANK": "0"}, "WORLD_SIZE"),
+                                       ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR")])
+def test_a_rank_alone(env, says, capsys, monkeypatch):
+    for name, x in env.items():
+        monkeypatch.setenv(name, x)
+    assert f"RANK is set and {says} is not" in fault(capsys, *TINY, "--steps", 1)
+
+
+def test_other_problems_on_resume(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "How many?", "answer": "#### 4"}) + "\n")
+    args = [*TINY[2:], "--task", "gsm8k", "--max_new", "90", "--train", str(rows), "--test", str(rows), "--prompts", "1"]
+    main([*args, "--steps", "0", "--out", str(tmp_path / "x")])
+    rows.write_text(rows.read_text() * 2)
+    assert "--train" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+    rows.unlink()
+    fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+
+
+def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
+    named = load_file(model_folder / "model.safetensors")
+    save_file({n: x.bfloat16() for n, x in named.items()}, model_folder / "model.safetensors")
+    rewrite(model_folder / "config.json", dtype="bfloat16")
+    main([*TINY, "--steps", "1", "--lr", "1e-6", "--init", str(model_folder), "--out", str(tmp_path / "x")])
+    assert "its weights are bfloat16; they are trained, and saved, in float32" in capsys.readouterr().out
+    after = load_file(tmp_path / "x" / "model.safetensors")
+    assert all((x != named[n].bfloat16()).float().mean() > 0.3 for n, x in after.items() if x.dim() == 2)
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "float32"

@@ -247,6 +247,18 @@ def test_ids_are_those_of_the_tokenizers_library(style, tmp_path):
     assert ours.encode_prompt(TEXTS[0]) == theirs.encode(TEXTS[0]).ids     # with what opens a text
 
 
+@pytest.mark.parametrize("pattern", [r"\p{L}+", r"[0-9]+|\s+(?!\S)", r"(?i:'s|'t)"])
+def test_what_a_split_leaves_out_is_a_piece_too(pattern, tmp_path):
+    """What lay between the matches was once lost."""
+    theirs = tokenizer("qwen2", tmp_path)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_encoding(tmp_path)
+    for text in [*random_texts(200), *TEXTS]:
+        assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids, repr(text)
+
+
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
     tokenizer("qwen2", tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -406,3 +407,13 @@ def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
     for n, x in after.items():          # every tensor has moved, and in bfloat16 hardly one would have
         assert (x != named[n].bfloat16()).any() and (x.bfloat16() == named[n].bfloat16()).float().mean() > 0.9
     assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "float32"
+
+
+# ----------------------------------------------------------------------------------- at random
+
+def test_a_few_hostile_files_and_flags(monkeypatch, capsys):
+    """The others are in the script, to be run by hand."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import hostile_files as hostile
+    times = ((hostile.bit_flips, 20), (hostile.files, 30), (hostile.flags, 12))
+    assert hostile.main(times=times) == 0, capsys.readouterr().out

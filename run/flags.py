@@ -1,6 +1,7 @@
 """A dataclass as a command line: a field is a flag, the comment behind it the flag's help."""
 import argparse
 import dataclasses
+import difflib
 import inspect
 import math
 import re
@@ -41,8 +42,7 @@ def read(config, algos, about, argv):
         raise Fault(f"{message}; --help lists the flags")
     parser.error = error
     given = vars(parser.parse_args(argv))
-    if given.get("algo", "grpo") not in algos:
-        raise Fault(f"--algo is one of {', '.join(algos)}, not {given['algo']!r}")
+    choose("algo", given.get("algo", "grpo"), algos)
     return given, {name: given.pop(name) for name in MODES}
 
 def add(group, name, kind, choices, default, text):
@@ -51,15 +51,33 @@ def add(group, name, kind, choices, default, text):
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
+def build(config, given):
+    """A dataclass `config` of the fields that were `given`; raises Fault for a name that is none of
+    its own, with the nearest one."""
+    names = [f.name for f in dataclasses.fields(config)]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise Fault(f"there is no setting {name!r}" + "".join(f"; is it {x!r}?" for x in near))
+    return config(**given)
+
+def choose(name, value, choices):
+    """The value of a setting; raises Fault if it is none of its choices."""
+    if value not in choices:
+        raise Fault(f"--{name} is one of {', '.join(choices)}, not {value!r}")
+    return value
+
 def check(cfg, least, most):
     """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
     less than least[name] (without that an integer is at least 1, if its default is not 0, and
     another number 0) or more than most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
+        if not choices and not isinstance(value, (int, float) if f.type is float else f.type):
+            raise Fault(f"--{f.name} is {value!r}, and should be of type {f.type.__name__}")
         low = least.get(f.name, int(f.type is int and f.default != 0))
-        if choices and value not in choices:
-            raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
+        if choices:
+            choose(f.name, value, choices)
         if f.type in (int, float) and not (math.isfinite(value) and value >= low):
             raise Fault(f"--{f.name} is at least {low}, not {value}")
         if f.name in most and value > most[f.name]:

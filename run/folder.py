@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -129,6 +130,17 @@ def load(folder, config, whole=True):
         raise Fault(f"{path}: not a whole safetensors file: {e}") from e
     except (KeyError, TypeError, ValueError) as e:
         raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
+
+def settings(folder):
+    """The settings of the run in a folder, but not where it was; nothing for what is no run."""
+    path = Path(folder) / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())["config"]
+        return {name: x for name, x in found.items() if name not in ("out", "init")}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
+        raise Fault(f"{path}: not a run's ({e.__class__.__name__}: {e})") from e
 
 def resume(folder, config, flags, may_change):
     """The `config` and the Checkpoint to go on with, of which `flags` may change only some. A run's

@@ -93,11 +93,13 @@ def test_score_pairs_each_completion_with_its_prompt():
     assert parts == {"correct": [1.0] * 8, "place": [0, 0, 1, 1, 2, 2, 3, 3]}
 
 
-@pytest.mark.parametrize("parts", [{"correct": 1.0, "more": 1.0}, {"right": 1.0}, {}])
-def test_components_are_always_the_same(parts):
+@pytest.mark.parametrize("parts, why", [
+    ({"correct": 1.0, "more": 1.0}, "always be the same"), ({"right": 1.0}, "with 'correct' in it"),
+    ({}, "with 'correct' in it"), (1.0, "must be a dict"), (None, "must be a dict")])
+def test_components_are_always_the_same(parts, why):
     """Of rows with other components than the first's, some were once dropped in silence."""
     toy = SimpleNamespace(reward=lambda p, text: parts if text == "b" else {"correct": 1.0})
-    with pytest.raises(Fault, match="always be the same"):
+    with pytest.raises(Fault, match=why):
         score(toy, [P, P], ["a", "b"], [True, True])
 
 
@@ -121,6 +123,12 @@ def test_tasks_that_are_none(monkeypatch):
     monkeypatch.delattr(task, "reward")
     with pytest.raises(Fault, match="arithmetic.py has no function reward"):
         load_task("arithmetic")
+
+
+def test_a_task_that_python_cannot_read(tmp_path):
+    (tmp_path / "mine.py").write_text("DEFAULTS = {}\ndef problems(cfg:\n")
+    with pytest.raises(Fault, match="mine.py, line 2: "):
+        load_task(str(tmp_path / "mine.py"))
 
 
 def test_a_task_may_lie_anywhere(tmp_path):

@@ -71,8 +71,8 @@ def learned(reward_model, batch, cfg):
     """The learned reward (B, T) where steps end: under outcome supervision the normalised score,
     under process supervision the chance that the step is good."""
     raw, (mean, std) = scores(reward_model, batch.ids, batch.mask, cfg), reward_model.norm
-    return torch.where(
-        batch.ends, raw.sigmoid() if cfg.supervision == "process" else (raw - mean) / std, 0)
+    reward = raw.sigmoid() if cfg.supervision == "process" else (raw - mean) / std
+    return torch.where(batch.ends, reward, 0)
 
 def reward_loss(score, label, K):
     """Negative log-likelihood of the labels, summed; score and label (n,).

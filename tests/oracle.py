@@ -235,7 +235,7 @@ class Oracle:
         """One optimizer step, and its statistics: the losses as they are weighed, the others means
         over all tokens."""
         cfg, lengths = self.cfg, [len(d["adv"]) for d in rows]
-        loss = errors = torch.zeros(())
+        loss = errors = torch.zeros((), requires_grad=True)         # all may be clipped
         clipped, entropy, kls = 0, [], []
         for d in rows:
             logp, n = logps(self.policy, d["row"], cfg.temperature), len(d["adv"])

@@ -20,8 +20,8 @@ STOP = {len(TEXTS), len(TEXTS) + 1}         # two tokens that end a completion
 PROBLEMS = [SimpleNamespace(prompt=text) for text in ("abc", "g", "defgab", "cc", "eg")]
 ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".index(x) for x in text],
                            token_bytes=lambda i: b"" if i in STOP else TEXTS[i])
-SMALL = dict(prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=14, lr=0.015,
-             grad_clip=1.0, steps=3, dtype="float32", device="cpu", compile="off")
+SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=14,
+             lr=0.015, grad_clip=1.0, steps=3, dtype="float32", device="cpu", compile="off")
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 BASELINES = ("none", "group", "leave-one-out", "value", "group+value")
 
@@ -154,11 +154,12 @@ def check_minibatches(chosen, cfg):
         assert sorted(sum(epoch, [])) == list(range(B))
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
     dealt = {tuple(map(tuple, map(sorted, epoch))) for epoch in epochs}
-    assert len(epochs) == 3 * cfg.epochs and (n == 1 or len(dealt) > len(epochs) - 2)
+    assert len(epochs) == 3 * cfg.epochs and (n == 1 or len(dealt) > len(epochs) / 2)
 
 
 def compare(cfg, monkeypatch, ranks=1):
-    """Three steps of both; gives the oracle, its statistics and the rows of all steps."""
+    """Three steps of both; gives the oracle, its statistics and the rows of all steps. Of several
+    ranks the explained variance is logged as the mean of each one's own."""
     agents, all_chosen = [new_agent(cfg) for _ in range(ranks)], []
     rm, G = agents[0].reward_model, cfg.group
     oracle = Oracle(cfg, *copy.deepcopy([agents[0].policy, agents[0].ref, agents[0].critic]),
@@ -178,15 +179,15 @@ def compare(cfg, monkeypatch, ranks=1):
         want = oracle.step(rows, chosen)
         for _, stats in done:
             assert {*stats} - TIMES == {*want} and all(stats[name] > 0 for name in TIMES)
-            for name in want:
-                assert stats[name] == pytest.approx(want[name], rel=1e-9, abs=1e-11), (step, name)
+            for name in want.keys() - ({"explained_variance"} if ranks > 1 else set()):
+                assert stats[name] == pytest.approx(want[name], rel=1e-7, abs=1e-9), (step, name)
         seen, logged, all_chosen = seen + rows, logged + [want], all_chosen + chosen
     check_minibatches(all_chosen, cfg)
     for agent in agents:
         tested = [p for model in (agent.policy, agent.critic) if model is not None
                   for p in model.parameters() if p.requires_grad]
         for p, q, first in zip(tested, oracle.params, before, strict=True):
-            torch.testing.assert_close(p - first, q - first, rtol=1e-8, atol=1e-11)
+            torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
     return oracle, logged, seen
 
 
@@ -198,21 +199,22 @@ CASES = [
     *(dict(supervision="process", baseline=baseline) for baseline in BASELINES),
     *(dict(algo=algo, supervision="process") for algo in ("ppo", "rloo", "reinforce")),
     *(dict(baseline=baseline, scale=scale) for baseline in BASELINES
-      for scale in ("none", "group", "batch") if (baseline, scale) != ("group", "group")),
+      for scale in ("none", "group", "batch")),
     *(dict(algo=algo, critic="separate") for algo in ("ppo", "a2c")),
     *(dict(baseline="group+value", critic=critic, gamma=0.9, lam=0.7, value_clip=0.02, value_coef=1)
       for critic in ("shared", "separate")),
     # the KL
-    *(dict(kl=kl, estimator=estimator, beta=0.3) for kl in ("loss", "reward", "watch")
+    *(dict(kl=kl, estimator=estimator, beta=0.3) for kl in ("loss", "reward")
       for estimator in ("k1", "k2", "k3", "ratio*k3")),
+    dict(kl="watch", beta=0.3),
     dict(kl="reward", supervision="process", beta=0.3),
     dict(kl="loss", algo="ppo", beta=0.3),
     dict(beta=0.0),
     *(dict(algo=algo, target_kl=target) for algo in ("grpo", "ppo") for target in (0.1, 9)),
     # the loss
-    *(dict(ratio=ratio, mean=mean) for ratio in ("token", "sequence")
+    *(dict(mean=mean) for mean in ("token", "constant")),
+    *(dict(algo=algo, ratio="sequence", mean=mean) for algo in ("grpo", "ppo")
       for mean in ("sequence", "token", "constant")),
-    *(dict(algo="ppo", ratio="sequence", mean=mean) for mean in ("token", "constant")),
     dict(clip_low=0.05, clip_high=0.4),
     # the reward
     dict(unfinished=-1.0), dict(unfinished=-1.0, supervision="process"),
@@ -233,9 +235,25 @@ def name(given):
 
 @pytest.mark.parametrize("given", CASES, ids=name)
 def test_three_steps(given, monkeypatch):
+    """In each there is something to learn, rows end and are cut, and tokens are clipped at both
+    sides; without a baseline few advantages are negative."""
     cfg = grpo.make_config(**SMALL | given)
     oracle, logged, rows = compare(cfg, monkeypatch)
-    print("SEEN", name(given), oracle.high, oracle.low, [m["grad_norm"] for m in logged], [m["dead_groups"] for m in logged], {row.finished for row in rows})
+    assert {row.finished for row in rows} == {True, False}
+    assert logged[0]["dead_groups"] < 1 and logged[0]["grad_norm"] > 0.1
+    if cfg.clip_high < 1 and cfg.epochs > 1:
+        assert oracle.high > 0 and (oracle.low > 0 or cfg.baseline == "none")
+    if cfg.clip_high > 1:
+        assert oracle.high == oracle.low == 0
+    if cfg.target_kl:
+        assert (logged[2]["beta"] > cfg.beta) is (logged[0]["kl"] > cfg.target_kl)
+
+
+def test_the_cases_hold_what_is_rare(monkeypatch):
+    """A dead group beside a live one; gradients that are scaled down and such that are not."""
+    _, logged, _ = compare(grpo.make_config(**SMALL), monkeypatch)
+    assert 0.5 in [m["dead_groups"] for m in logged]
+    assert min(m["grad_norm"] for m in logged) < 1 < max(m["grad_norm"] for m in logged)
 
 
 @pytest.mark.parametrize("given", [dict(algo="grpo"), dict(algo="ppo", scale="batch"),

@@ -393,8 +393,7 @@ def bounded(x):
 def kl_estimate(logp, ref_logp, ratio, estimator):
     """An estimate of the KL to the reference, token by token (B, T), from samples of the policy.
     As a loss its gradient is, on-policy and in the mean, 0 for k1, that of KL(pi || ref) for k2 and
-    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4.
-    """
+    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4."""
     log_ratio = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_ratio
@@ -403,9 +402,10 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     k3 = log_ratio.expm1() - log_ratio          # exp(r) - 1 - r would lose its digits near 0
     return ratio * k3 if estimator == "ratio*k3" else k3
 
-def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg, beta):
-    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4): the loss and its statistics.
-    All (B, T). In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
+def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
+    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4), all (B, T): the loss, and
+    its statistics, means over all `tokens` of the optimizer step, whatever the loss averages over.
+    In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
     its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21."""
     def kept(x):                                # elsewhere even NaN stays out of the gradient
         return torch.where(mask, x, 0)
@@ -419,10 +419,10 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg, beta):
     clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
     # The mean of -log pi estimates the entropy, to be looked at. As a bonus in the loss it would do
     # nothing: its gradient is 0 in the mean over samples of the policy.
-    stats = {"entropy": -(weight * logp).sum(), "clip_share": (weight * clipped).sum()}
+    stats = {"entropy": -logp.sum() / tokens, "clip_share": clipped.sum() / tokens}
     if ref_logp is not None:
         kl = kl_estimate(logp, kept(ref_logp), ratio, cfg.estimator)
-        stats["kl"] = (weight * kl).sum()
+        stats["kl"] = kl.sum() / tokens
         if cfg.kl == "loss":
             per_token = per_token + beta * kl
     loss = (weight * per_token).sum()
@@ -444,13 +444,14 @@ def update(agent, batch, source):
     cfg, total, norm, mismatch = agent.cfg, {}, 0.0, None
     for rows, size in batches.minibatches(cfg, source, batch.ids.device):
         mask, gap = batch.mask[rows], batch.logp.new_zeros(())
-        weight = token_weights(mask, cfg.mean, size, machine.all_reduce(mask.sum()), cfg.max_new)
+        tokens = machine.all_reduce(mask.sum()).clamp(min=1)
+        weight = token_weights(mask, cfg.mean, size, tokens, cfg.max_new)
         for micro, T in batches.micro_batches(batches.row_lengths(mask), cfg.micro_tokens):
             b, w = batch.select(rows[micro], T), weight[micro, :T]
             logp, value = model.token_logps(agent.policy, b.ids, b.mask, cfg.temperature,
                                             agent.critic)
-            loss, stats = policy_loss(logp, b.old_logp, b.ref_logp, b.adv, b.mask, w, cfg,
-                                      agent.beta)
+            loss, stats = policy_loss(logp, b.old_logp, b.ref_logp, b.adv, b.mask, w, tokens,
+                                      cfg, agent.beta)
             if value is not None:
                 error = value_loss(value, b.value, b.returns, b.mask, w, cfg.value_clip)
                 loss, stats["value_loss"] = loss + cfg.value_coef * error, error.detach()

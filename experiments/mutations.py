@@ -84,7 +84,7 @@ MUTATIONS = [
     ("a group of one is let in", "grpo.py",
      "LEAST = dict(group=2", "LEAST = dict(group=1", "loss -k group_of_one"),
     ("a mean over each micro-batch", "grpo.py",
-     "b.adv, b.mask, w, cfg,", "b.adv, b.mask, w / w.sum(), cfg,", "loss"),
+     "b.adv, b.mask, w, tokens,", "b.adv, b.mask, w / w.sum(), tokens,", "loss"),
     ("the last micro-batch is logged", "grpo.py",
      "{name: total.get(name, 0.0) + x for", "{name: x for", "loss"),
     ("minibatches are divided by the whole rollout", "grpo.py",

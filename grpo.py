@@ -12,7 +12,6 @@ iteration (Algorithm 1). Beside it PPO. Where the paper is silent, the reason st
     torchrun --nproc_per_node 2 grpo.py                   # the prompts dealt to 2 processes
 """
 import copy
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -137,8 +136,8 @@ class Config:
 
 # The least of a number is 0, of an integer 1 (or its default, 0), but for these.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, unfinished=-1e9)               # a group of one has no spread: 0 / 0
-MOST = dict(gamma=1, lam=1, label_noise=1)
+             grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of one has no spread: 0 / 0
+MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 
 def make_config(**given):
@@ -523,7 +522,7 @@ def new_agent(cfg, task, encoding, policy, checkpoint=None):
                                               generator=generator).to(policy.device)
     agent.sampler = policy.frozen() if policy.amp else None
     agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
-    if checkpoint and checkpoint.tensors:
+    if checkpoint and checkpoint.model:
         folder.restore(agent, checkpoint)
     machine.compile_all(cfg, policy, agent.ref, agent.critic, agent.reward_model, agent.sampler)
     return agent
@@ -607,13 +606,13 @@ def main(argv=None):
             show.print0(show.percentages(evaluate(agent, agent.task.problems(cfg)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
-            with machine.stoppable():
+            with machine.stoppable(), folder.alone():
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: python grpo.py --resume --out {cfg.folder}")
         code = 128 + max(machine.ASKED, default=0)
-    except data.Fault as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (data.Fault, OSError) as e:      # an OSError: a disk that is full, a path too long
+        show.error(e)
         code = 2
     machine.exit_with(code)
 

@@ -42,8 +42,10 @@ class GPTConfig:
     tied: bool = True           # the head is the embedding
 
     def __post_init__(self):
-        if min(x for n, x in vars(self).items() if type(x) is int and n != "head_size") < 1:
-            raise Fault(f"a size is less than 1: {self}")
+        for name, x in vars(self).items():      # bounds: before anything is built, or multiplied
+            most = 1000 if name == "n_layer" else 2 ** 20
+            if type(x) is int and not (name != "head_size") <= x <= most:
+                raise Fault(f"{name} {x} is less than 1 or more than {most}")
         if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
             raise Fault(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
                         f"and that of n_kv_head {self.n_kv_head}")
@@ -156,7 +158,7 @@ class GPT(nn.Module):
         """The tables of RoPE, cos and sin (block_size, 1, D) of each position's angles. Llama 3's
         scaling slows the turns that are slow against its first context (arXiv 2407.21783)."""
         c = self.cfg
-        turn = c.rope_theta ** (-torch.arange(0, c.head_size, 2) / c.head_size)
+        turn = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)  # as elsewhere
         if c.rope_scaling:
             factor, low, high, first = c.rope_scaling
             kept = (first * turn / (2 * math.pi) - low) / (high - low)

@@ -147,6 +147,9 @@ def refit(reward_model, rows, history, cfg, source):
     history = batches.concatenate(history, rows) if history else rows
     if K > 1:       # mean 0, std 1 of what the references wrote: the last one's alone are too alike
         score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
+        if not score.std() > 1e-6 * score.mean().abs():
+            raise Fault("the reward model gives every completion the same score, or none that is a "
+                        "number: there is nothing to learn from; try another --fit_lr")
         reward_model.norm.copy_(torch.stack([score.mean(), score.std()]))
     return history, {"rm_accuracy": accuracy, "rm_error": error}
 

@@ -1,6 +1,7 @@
 """The ground floor: a file for each task, what tasks share (`answers`) and tokenizers. No torch."""
 import importlib
 import importlib.util
+import json
 import math
 import numbers
 import sys
@@ -9,6 +10,18 @@ from pathlib import Path
 
 class Fault(Exception):
     """Something the user can mend: `grpo.py` prints it as one line and exits with code 2."""
+
+
+def read_json(text, source):
+    """The dict that a text, or bytes, of JSON holds; raises Fault, which names the source, for any
+    other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as e:       # RecursionError: a thousand brackets
+        raise Fault(f"{source} is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise Fault(f"{source} holds no JSON object, but a {type(found).__name__}")
+    return found
 
 
 def load_task(name):

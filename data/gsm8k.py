@@ -46,7 +46,7 @@ def read(path, flag):
                                      str(one_number(answer)), solution.strip()))
     except OSError as e:
         raise Fault(f"--{flag} {path}: {e.strerror}") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise Fault(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
     if not found:
         raise Fault(f"--{flag} {path} is empty")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tiktoken
 
-from data import Fault
+from data import Fault, read_json
 
 END = "<|endoftext|>"
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable ones
@@ -18,6 +18,7 @@ LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2
 BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+PROBE = "".join(map(chr, range(9, 768))) + " \n\n a1 23,'s \u6f22\u5b57 \U0001f642"    # a text
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 # How a prompt is framed for a model that was tuned to chat: by the token that marks this format in
@@ -100,15 +101,11 @@ def load_encoding(folder, chat="auto"):
     name of CHATS, "none", or "auto" for what the folder's template says."""
     folder = Path(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-
-    def read(name):
-        """A file's JSON; nothing for one that is not there."""
-        return json.loads(files.get(name, b"{}"))
-
     if "tokenizer.json" not in files:
         raise Fault(f"no model in {folder}: there is no tokenizer.json")
     try:
-        hf, about = read("tokenizer.json"), read("tokenizer_config.json")
+        hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
+        others.append(read_json((folder / "config.json").read_bytes(), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
         ranks, split, nfc = byte_pairs(hf, special)
         template = str(about.get("chat_template")) + str(files.get("chat_template.jinja"))
@@ -117,25 +114,36 @@ def load_encoding(folder, chat="auto"):
         mark, frame, end = CHATS.get(chat, (None, "{}", None))
         if mark and not special.keys() >= {mark, end}:
             raise Fault(f"--chat {chat}: the tokenizer does not know {mark} and {end}")
-        said = about.get("eos_token")
-        stop = {special.get(said["content"] if isinstance(said, dict) else said), special.get(end)}
-        config = json.loads((folder / "config.json").read_text())
-        for where in (read("generation_config.json"), config):
-            ends = where.get("eos_token_id")
-            stop |= set(ends) if isinstance(ends, list) else {ends}
-        if not (stop := stop - {None}):
-            raise Fault("no file names a token that ends a completion")
+        frame = opening(hf, special) + frame
         hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
         plain = [t["content"] for t in hf["added_tokens"] if not t["special"]]
-        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
-            raise Fault("its tokenizer has two tokens of one id")
-        sorted(stop)                                        # TypeError if they are not numbers
-        return Encoding(str(folder), split, ranks, special, hidden, stop, files,
-                        opening(hf) + frame, nfc, plain, chat)
+        for t in hf["added_tokens"]:
+            if t["content"] in plain or t["content"] in frame:
+                refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
+        stop = stop_tokens(about, others, special, end)
+        encoding = Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc,
+                            plain, chat)
+        if not encoding.missing and encoding.decode(encoding.encode_ordinary(PROBE)) != PROBE:
+            raise Fault("its tokenizer splits a text in a way that loses some of it")
+        return encoding
     except Fault as e:
         raise Fault(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         raise Fault(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
+
+
+def stop_tokens(about, others, special, end):
+    """The ids that end a completion: what a tokenizer_config.json and others say, and the end of a
+    chat's turn."""
+    said = about.get("eos_token")
+    stop = {special.get(said["content"] if isinstance(said, dict) else said), special.get(end)}
+    for ends in (other.get("eos_token_id") for other in others):
+        stop |= set(ends) if isinstance(ends, list) else {ends}
+    if wrong := [x for x in stop if x is not None and (type(x) is not int or x < 0)]:
+        raise Fault(f"eos_token_id {wrong[0]!r} is no token")
+    if not (stop := stop - {None}):
+        raise Fault("no file names a token that ends a completion")
+    return stop
 
 
 def byte_pairs(hf, special):
@@ -152,28 +160,48 @@ def byte_pairs(hf, special):
     elif kinds == ["Digits", "ByteLevel"] and regex and parts[0]["individual_digits"]:
         split = DIGITS_SPLIT
     elif kinds == ["Split", "ByteLevel"] and not regex and parts[0]["behavior"] == "Isolated":
-        split = parts[0]["pattern"]["Regex"]
+        split = parts[0]["pattern"]["Regex"]        # what lies between its matches is a piece too
+        split = rf"(?:{split})|(?:(?!{split})[\s\S])+"
     else:
         raise Fault(f"its tokenizer splits a text in a way that is not supported: {kinds}")
     if normalizer is not None and normalizer["type"] != "NFC":
         raise Fault(f"its tokenizer has a normalizer that is not supported: {normalizer['type']}")
+    refuse(model, ("dropout", "end_of_word_suffix", "continuing_subword_prefix"), "its tokenizer")
+    refuse(parts[0], ("invert",), "its tokenizer's Split")
     vocab = model["vocab"]
     merged = [vocab["".join(m.split(" ") if isinstance(m, str) else m)] for m in model["merges"]]
     if merged != sorted(merged):
         raise Fault("the ids of its tokenizer are not in the order of its merges")
     ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in vocab.items()
              if token not in special}
+    ids = {*ranks.values(), *special.values()}
+    if not all(type(i) is int and 0 <= i < 2 ** 31 for i in ids):
+        raise Fault("the ids of its tokenizer are not all integers of 0 or more")
+    if len(ids) < len(ranks) + len(special):
+        raise Fault("its tokenizer has two tokens of one id")
     return ranks, split, normalizer is not None
 
 
-def opening(hf):
+def refuse(about, keys, whose):
+    """Raise Fault if one of these settings, which would change the ids of a text, is not off."""
+    for key in keys:
+        if about.get(key):
+            raise Fault(f"{whose} has {key} {about[key]!r}, which is not supported")
+
+
+def opening(hf, special):
     """The special tokens that a tokenizer.json puts before every text, by name."""
-    post = hf.get("post_processor") or {}
+    post, opened = hf.get("post_processor") or {"type": "ByteLevel"}, ""
     for part in post.get("processors", [post]):
-        if part.get("type") == "TemplateProcessing":
-            before = itertools.takewhile(lambda x: "SpecialToken" in x, part["single"])
-            return "".join(x["SpecialToken"]["id"] for x in before)
-    return ""
+        if part["type"] == "TemplateProcessing":
+            before = [*itertools.takewhile(lambda x: "SpecialToken" in x, part["single"])]
+            names = [x["SpecialToken"]["id"] for x in before]
+            if len(part["single"]) > len(names) + 1 or not special.keys() >= {*names}:
+                raise Fault("its post_processor puts a token after a text, or one it does not know")
+            opened += "".join(names)
+        elif part["type"] != "ByteLevel":
+            raise Fault(f"its post_processor {part['type']} is not supported")
+    return opened
 
 
 def decode(encoding, ids):

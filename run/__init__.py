@@ -4,7 +4,9 @@
     show        what one sees in the terminal
     flags       a dataclass as a command line
     batches     rows into micro-batches, the optimizer's step, supervised fits
-    folder      the folder of a run: checkpoint, logs, resume
+    files       written whole or not at all, and held by one process
+    tensors     the tensors of a run by name, checked
     pretrained  Hugging Face's layout, in and out
+    folder      the folder of a run: checkpoint, logs, resume
     start       the model that a run starts from, its warm start, the memory it takes
 """

@@ -9,6 +9,7 @@ from functools import partial
 from typing import get_args
 
 from data import Fault
+from run import show
 
 MODES = dict(resume=dict(action="store_true", help="Go on with the run in --out."),
              eval_only=dict(action="store_true", help="Only evaluate --init's model, or --out's."),
@@ -41,6 +42,10 @@ def read(config, algos, about, argv):
         """What argparse calls instead of exiting itself."""
         raise Fault(f"{message}; --help lists the flags")
     parser.error = error
+    def print_help():
+        """The same for --help, which may go into a closed pipe."""
+        show.print0(parser.format_help())
+    parser.print_help = print_help
     given = vars(parser.parse_args(argv))
     choose("algo", given.get("algo", "grpo"), algos)
     return given, {name: given.pop(name) for name in MODES}
@@ -68,17 +73,19 @@ def choose(name, value, choices):
     return value
 
 def check(cfg, least, most):
-    """Raise Fault for a field of a dataclass that is none of its choices, or a number not finite,
-    less than least[name] (without that an integer is at least 1, if its default is not 0, and
-    another number 0) or more than most[name]."""
+    """Raise Fault for a field of a dataclass that is none of its choices, of another type, or a
+    number not finite, less than least[name] (without that an integer is at least 1, if its default
+    is not 0, and another number 0) or more than most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
-        if not choices and not isinstance(value, (int, float) if f.type is float else f.type):
-            raise Fault(f"--{f.name} is {value!r}, and should be of type {f.type.__name__}")
         low = least.get(f.name, int(f.type is int and f.default != 0))
+        kinds = (int, float) if f.type is float else f.type
         if choices:
             choose(f.name, value, choices)
-        if f.type in (int, float) and not (math.isfinite(value) and value >= low):
+        elif not isinstance(value, kinds) or isinstance(value, bool):
+            raise Fault(f"--{f.name} is of the type {f.type.__name__}, not {value!r}")
+        if f.type in (int, float) and not (low <= value and value != math.inf):
             raise Fault(f"--{f.name} is at least {low}, not {value}")
-        if f.name in most and value > most[f.name]:
-            raise Fault(f"--{f.name} is at most {most[f.name]}, not {value}")
+        high = most.get(f.name, 2 ** 63 if f.type is int else math.inf)
+        if f.type in (int, float) and value > high:
+            raise Fault(f"--{f.name} is at most {high}, not {value}")

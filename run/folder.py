@@ -5,9 +5,13 @@
     run.json                          the settings, the versions, the command
     metrics.jsonl, samples.jsonl      a line a step; a group in full at every checkpoint
     warm_start/, previous/            the kept warm start; the finished run that was here before
+    lock                              held by the run that is at work here
 """
+import contextlib
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -16,9 +20,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import Fault
-from run import machine, pretrained, show
-from run.files import write_tensors, write_whole
+from data import Fault, read_json
+from run import files, machine, pretrained, show
+from run.tensors import MOMENTS, check, load_tensors, modules, sha256_of, training_state
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
@@ -29,53 +33,11 @@ def log_metrics(folder, step, stats):
 
 def append(path, record):
     """Add a line to a file of JSON lines."""
-    with open(path, "a") as f:
-        f.write(json.dumps(record) + "\n")
-
-# ------------------------------------------------------------------------------ tensors by name
-
-ROLES = ("policy", "ref", "critic", "reward_model")
-
-def modules(agent):
-    """The modules of a run by role, those that it has."""
-    return {role: getattr(agent, role) for role in ROLES if getattr(agent, role) is not None}
-
-def training_state(agent):
-    """Every tensor of a run by name: parameters of the modules by role, state of the optimizer,
-    and of the labelled rows in the history."""
-    named = {f"{role}.{n}": p for role, module in modules(agent).items()
-             for n, p in module.named_parameters()}
-    moments = {f"opt.{key}.{n}": x for n, p in named.items()
-               for key, x in agent.opt.state.get(p, {}).items()}
-    rows = {f"history.{n}": x for n, x in agent.history.items()}
-    return {n: p.detach() for n, p in named.items()} | moments | rows
-
-def restore(agent, checkpoint):
-    """Put what `save` wrote back in its places."""
-    def under(prefix):
-        """The tensors whose name begins so, by the rest of their name."""
-        return {n.removeprefix(prefix): x for n, x in checkpoint.tensors.items()
-                if n.startswith(prefix)}
-    for role, module in modules(agent).items():
-        load_tensors(module, under(f"{role}."), agent.cfg.folder)
-        for n, p in module.named_parameters():          # no moments before the first optimizer step
-            moments = {key: under(f"opt.{key}.").get(f"{role}.{n}")
-                       for key in ("step", "exp_avg", "exp_avg_sq")}
-            if all(x is not None for x in moments.values()):
-                agent.opt.state[p] = {key: x.to(p.device) for key, x in moments.items()}
-    agent.history, agent.beta = under("history."), checkpoint.beta
-
-def load_tensors(module, tensors, source):
-    """Copy in every parameter by name; raises Fault where names or shapes differ."""
-    own = dict(module.named_parameters())
-    wrong = sorted(own.keys() ^ tensors.keys())
-    wrong += [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-    if wrong:
-        raise Fault(f"{source}: tensors missing, superfluous or of another shape: {wrong[0]}"
-                    + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(tensors[name])
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+    except OSError as e:
+        raise Fault(f"cannot write {path}: {e.strerror}") from e
 
 # ---------------------------------------------------------------------------------- the checkpoint
 
@@ -85,9 +47,18 @@ class Checkpoint:
     follow from the seed and the step, so they are not in it."""
     step: int           # the last one that was made; -1 before there is a model
     beta: float         # the weight of the KL, which --target_kl steers
-    model: dict         # the policy's config.json
+    model: dict         # the policy's config.json; empty before there is a model
     sizes: dict         # bytes of the logs at this step
+    data: dict          # SHA-256 of the files of --train and --test, when the run began
     tensors: dict       # of `training_state`; empty where only the header was read
+
+    def __post_init__(self):
+        kinds = {f.name: (int, float) if f.type is float else f.type for f in
+                 dataclasses.fields(self)}
+        wrong = [n for n, x in vars(self).items() if not isinstance(x, kinds[n])]
+        if wrong or not math.isfinite(self.beta) or self.sizes.keys() != set(LOGS) or not all(
+                type(x) is int and x >= 0 for x in self.sizes.values()):
+            raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} of a wrong type or value")
 
 def save(agent, step, batch=None):
     """Write the policy, for use, and the checkpoint after `step`, on the first rank; show and log a
@@ -99,8 +70,16 @@ def save(agent, step, batch=None):
         show.group(batch, agent.cfg.group, agent.encoding)
         append(folder / "samples.jsonl", group_record(step, batch, agent.cfg.group))
     pretrained.save(agent.policy, folder, agent.encoding.files)
-    write_checkpoint(agent.cfg, step, agent.beta, pretrained.config_json(agent.policy),
-                     {name: os.path.getsize(folder / name) for name in LOGS}, training_state(agent))
+    state = dict(step=step, beta=agent.beta, model=pretrained.config_json(agent.policy),
+                 sizes={name: size_on_disk(folder / name) for name in LOGS},
+                 data=load(folder, type(agent.cfg), whole=False)[1].data)
+    write_checkpoint(agent.cfg, Checkpoint(**state, tensors=training_state(agent)))
+
+def size_on_disk(path):
+    """Bytes of a file, all of them on the disk: a checkpoint counts on its logs."""
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+        return os.path.getsize(path)
 
 def group_record(step, batch, size):
     """The first group of a rollout, `size` rows, in full."""
@@ -109,11 +88,14 @@ def group_record(step, batch, size):
             "advantages": [[round(a, 4) for a in adv[on].tolist()]
                            for adv, on in zip(batch.adv[:size], batch.mask)]}
 
-def write_checkpoint(cfg, step, beta, model, sizes, tensors):
-    """Write checkpoint.safetensors: the settings, and the fields of Checkpoint."""
-    state = {"step": step, "config": dataclasses.asdict(cfg), "beta": beta, "model": model,
-             "sizes": sizes}
-    write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
+def write_checkpoint(cfg, checkpoint):
+    """Write checkpoint.safetensors: the settings and a Checkpoint, and the SHA-256 of both parts,
+    by which `load` finds any bit that has changed since."""
+    tensors = {n: x.cpu().contiguous() for n, x in checkpoint.tensors.items()}
+    state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
+    text = json.dumps(state | {"tensors": sha256_of(tensors)})
+    files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors,
+                        {"grpo": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"})
 
 def load(folder, config, whole=True):
     """What `save` left in `folder`: the `config` (a dataclass) and the Checkpoint, of which without
@@ -123,9 +105,14 @@ def load(folder, config, whole=True):
         raise Fault(f"no run in {folder}")
     try:
         with safe_open(path, "pt") as f:
+            sha256, _, text = (f.metadata() or {})["grpo"].partition(" ")
             tensors = {n: f.get_tensor(n) for n in f.keys()} if whole else {}
-            state = json.loads((f.metadata() or {})["grpo"])
-        return config(**state.pop("config")), Checkpoint(**state, tensors=tensors)
+        if hashlib.sha256(text.encode()).hexdigest() != sha256:
+            raise Fault(f"{path} is damaged: its header is not what was written")
+        state = read_json(text, path)
+        if state["tensors"] != sha256_of(tensors) and whole:
+            raise Fault(f"{path} is damaged: its tensors are not what was written")
+        return config(**state.pop("config")), Checkpoint(**state | {"tensors": tensors})
     except (OSError, SafetensorError) as e:
         raise Fault(f"{path}: not a whole safetensors file: {e}") from e
     except (KeyError, TypeError, ValueError) as e:
@@ -137,15 +124,33 @@ def settings(folder):
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())["config"]
+        found = read_json(path.read_bytes(), path)["config"]
         return {name: x for name, x in found.items() if name not in ("out", "init")}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
+    except (OSError, LookupError, AttributeError, TypeError) as e:
         raise Fault(f"{path}: not a run's ({e.__class__.__name__}: {e})") from e
+
+def restore(agent, checkpoint):
+    """Put what `save` wrote back in its places, and let go of the file; raises Fault for a tensor
+    that is not as this run has it."""
+    def under(prefix):
+        """The tensors whose name begins so, by the rest of their name."""
+        return {n.removeprefix(prefix): x for n, x in checkpoint.tensors.items()
+                if n.startswith(prefix)}
+    check(agent, checkpoint)
+    for role, module in modules(agent).items():
+        load_tensors(module, under(f"{role}."))
+        for n, p in module.named_parameters():          # no moments before the first optimizer step
+            moments = {key: under(f"opt.{key}.").get(f"{role}.{n}") for key in MOMENTS}
+            if moments["step"] is not None:
+                agent.opt.state[p] = {key: x.to(p.device, copy=True) for key, x in moments.items()}
+    agent.history, agent.beta = under("history."), checkpoint.beta
+    agent.history = {n: x.clone() for n, x in agent.history.items()}
+    checkpoint.tensors.clear()          # they are a map of the file, which they would keep open
 
 def resume(folder, config, flags, may_change):
     """The `config` and the Checkpoint to go on with, of which `flags` may change only some. A run's
     folder is where it was found, whatever its settings say."""
-    cfg, checkpoint = load(folder, config)
+    cfg, checkpoint = load(folder, config, whole=False)
     if cfg.iterations > 1:                  # an iteration begins after every `steps`
         may_change = may_change - {"steps"}
     for name in flags.keys() - may_change:
@@ -156,26 +161,55 @@ def resume(folder, config, flags, may_change):
     cfg = dataclasses.replace(cfg, **changed | {"out": str(folder)})
     if cfg.steps * cfg.iterations < checkpoint.step:
         raise Fault(f"the run in {folder} is at step {checkpoint.step} already")
-    return cfg, checkpoint
+    for name, sha256 in data_of(cfg).items():
+        if checkpoint.data.get(name) != sha256:
+            raise Fault(f"--{name} {getattr(cfg, name)} is not the file that the run in {folder} "
+                        f"began with")
+    return cfg, load(folder, config)[1]
+
+def data_of(cfg):
+    """SHA-256 of the files of problems, by the flag that names them."""
+    return {name: hashlib.sha256(Path(getattr(cfg, name)).read_bytes()).hexdigest()
+            for name in ("train", "test") if getattr(cfg, name)}
 
 # ----------------------------------------------------------------------------------- a run begins
 
-def refuse_unfinished(folder, config):
-    """Raise Fault if a new run in `folder` would overwrite one that is not at its end."""
-    if (folder / "checkpoint.safetensors").exists():
-        cfg, checkpoint = load(folder, config, whole=False)
-        if 0 <= checkpoint.step < cfg.steps * cfg.iterations:
-            raise Fault(f"{folder} holds a run stopped at step {checkpoint.step}: go on with "
-                        f"--resume, or choose another --out")
+@contextlib.contextmanager
+def alone():
+    """In this context a run that begins keeps others out of its folder; after it they may come."""
+    try:
+        yield
+    finally:
+        files.unlock()
+
+def claim(cfg, checkpoint):
+    """Lock the folder of a run; raises Fault if another one is at work in it, or has gone on since
+    the checkpoint was read, or is not at its end and would be overwritten."""
+    folder = cfg.folder
+    if machine.world()[0] == 0 and folder.exists():
+        files.lock(folder / "lock")
+    if checkpoint or (folder / "checkpoint.safetensors").exists():
+        old, found = load(folder, type(cfg), whole=False)
+        if checkpoint and found.step != checkpoint.step:
+            raise Fault(f"another run has gone on in {folder} in the meantime")
+        if not checkpoint and 0 <= found.step < old.steps * old.iterations:
+            raise Fault(f"{folder} holds a run stopped at step {found.step}: go on with --resume, "
+                        f"or choose another --out")
 
 def keep_previous(folder):
     """Move the finished run in `folder`, and whatever files are beside it, to previous/."""
     previous = folder / "previous"
     previous.mkdir(exist_ok=True)
     for path in [*folder.iterdir()]:
-        if path.is_file():
+        if path.is_file() and path.name != "lock":
             os.replace(path, previous / path.name)
     show.print0(f"the finished run that was in {folder} is now in {previous}")
+
+def clear_up(folder):
+    """Remove what saves that were killed have left: files as large as the model."""
+    for place in (folder, folder / "warm_start"):
+        for path in [*place.glob("*.json.tmp"), *place.glob("*.safetensors.tmp")]:
+            path.unlink()
 
 def open_run(cfg, checkpoint=None):
     """Make the folder of a new run, or cut the logs of a resumed one back to its checkpoint: what
@@ -184,6 +218,8 @@ def open_run(cfg, checkpoint=None):
              "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
     try:
         cfg.folder.mkdir(parents=True, exist_ok=True)
+        claim(cfg, checkpoint)
+        clear_up(cfg.folder)
         for name, size in (checkpoint.sizes if checkpoint else {}).items():
             path = cfg.folder / name
             if size > (os.path.getsize(path) if path.exists() else 0):
@@ -191,8 +227,9 @@ def open_run(cfg, checkpoint=None):
         if checkpoint is None:
             if (cfg.folder / "model.safetensors").exists():
                 keep_previous(cfg.folder)
-            write_checkpoint(cfg, -1, cfg.beta, None, dict.fromkeys(LOGS, 0), {})
-        write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
+            write_checkpoint(cfg, Checkpoint(-1, cfg.beta, {}, dict.fromkeys(LOGS, 0),
+                                             data_of(cfg), {}))
+        files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
         for name in LOGS:
             with open(cfg.folder / name, "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)

@@ -53,9 +53,15 @@ def prepare():
 def start_ranks(device):
     """Join the other processes, if torchrun started this one."""
     if "RANK" in os.environ and not dist.is_initialized():
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise Fault(f"RANK is set and {name} is not: let torchrun start ranks, or unset it")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except (ValueError, RuntimeError) as e:
+            raise Fault(f"cannot join the other ranks: {str(e).splitlines()[0]}") from e
 
 def world():
     """(rank, number of ranks) under torchrun; (0, 1) without."""
@@ -88,8 +94,7 @@ def exit_with(code):
     """End the process, if there is something to tell or there are ranks."""
     if dist.is_initialized() and code != 2:     # gloo's threads can abort an orderly exit
         dist.barrier()
-        sys.stdout.flush()
-        os._exit(code)
+        os._exit(code)          # what was printed is flushed
     if code:
         sys.exit(code)
 

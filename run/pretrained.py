@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import Fault
+from data import Fault, read_json
 from model import GPT, GPTConfig
 from run.files import write_tensors, write_whole
+from run.tensors import finite
 
 FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
@@ -32,34 +33,65 @@ CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # 
 # What of a config.json would change the arithmetic, and the values with which it does not.
 ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
             attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,),
+            is_causal=(True,), partial_rotary_factor=(1,),
             scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
             add_cross_attention=(False,), quantization_config=(),
             **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
+
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+KINDS = {int: "integer", bool: "true or false", float: "positive number", list: "list",
+         dict: "object"}
 
 # ------------------------------------------------------------------------------------ config.json
 
 def read_config(hf):
     """The GPTConfig of a config.json's dict; raises Fault for what this model does not compute."""
-    if (family := hf["model_type"]) not in FAMILIES:
+    if (family := hf.get("model_type")) not in tuple(FAMILIES):
         raise Fault(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
-    for key, values in ONLY.items():
-        if key in hf and hf[key] not in (None, *values):
-            raise Fault(f"{key} {hf[key]!r} is not supported")
-    rope = hf.get("rope_parameters") or {}                  # since transformers 5
-    scaling = hf.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    refuse(hf, ONLY)
+    for kind in typed(hf, "layer_types", list, []):
+        if kind != "full_attention":
+            raise Fault(f"layer_types {kind!r} is not supported")
+    names = GPT2_NAMES if family == "gpt2" else NAMES
+    kinds = GPTConfig.__annotations__
+    found = {ours: typed(hf, theirs, kinds[ours]) for ours, theirs in names.items()}
+    given = {ours: x for ours, x in found.items() if x is not None}
+    gpt2 = dict(n_inner=4 * given.get("n_embd", 0)) if family == "gpt2" else {}
+    given = dict(n_kv_head=given.get("n_head"), head_size=0, tied=family == "gpt2") | gpt2 | given
+    if missing := [theirs for ours, theirs in names.items() if given.get(ours) is None]:
+        raise Fault(f"{missing[0]} is missing")
+    return GPTConfig(**given, **FAMILIES[family], **read_rope(hf))
+
+def read_rope(hf):
+    """The fields of GPTConfig that say how positions turn. As transformers has it, `rope_scaling`
+    counts before `rope_parameters`, and a rope_theta in there before one outside."""
+    rope = typed(hf, "rope_scaling", dict) or typed(hf, "rope_parameters", dict, {})
+    if unknown := rope.keys() - {"rope_type", "type", "rope_theta", *ONLY, *LLAMA3}:
+        raise Fault(f"rope scaling with {min(unknown)} is not supported")
+    refuse(rope, ONLY)
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise Fault(f"rope scaling {kind!r} is not supported")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    names = GPT2_NAMES if family == "gpt2" else NAMES
-    found = {ours: hf[theirs] for ours, theirs in names.items() if hf.get(theirs) is not None}
-    gpt2 = dict(n_inner=4 * found["n_embd"]) if family == "gpt2" else {}
-    found = dict(n_kv_head=found["n_head"], head_size=0, tied=family == "gpt2") | gpt2 | found
-    if missing := [theirs for ours, theirs in names.items() if ours not in found]:
-        raise KeyError(missing[0])
-    return GPTConfig(**found, **FAMILIES[family],
-                     rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-                     rope_scaling=tuple(scaling[k] for k in keys) if kind == "llama3" else ())
+    scaling = [typed(rope, key, float) for key in LLAMA3 if kind == "llama3"]
+    if None in scaling or scaling and scaling[1] >= scaling[2]:
+        raise Fault(f"rope scaling needs {', '.join(LLAMA3)}, the second less than the third")
+    theta = typed(hf, "rope_theta", float, 10000.0)
+    return dict(rope_theta=typed(rope, "rope_theta", float, theta), rope_scaling=tuple(scaling))
+
+def refuse(hf, only):
+    """Raise Fault for a key whose value is none of those it may have, or nothing."""
+    for key, values in only.items():
+        if hf.get(key) is not None and hf[key] not in values:
+            raise Fault(f"{key} {hf[key]!r} is not supported")
+
+def typed(hf, key, kind, default=None):
+    """The value of a key, of its kind; of floats, the positive. Raises Fault for any other."""
+    x = default if hf.get(key) is None else hf[key]
+    if x is None or type(x) is kind and kind is not float:
+        return x
+    if kind is float and type(x) in (int, float) and 0 < x < 1e300:
+        return float(x)
+    raise Fault(f"{key} is {x!r}, which is no {KINDS[kind]}")
 
 def config_json(model):
     """The config.json of a model: the one that it came with, or, for a new one, a Llama's."""
@@ -78,17 +110,21 @@ def load(folder):
 
 def without_memory(folder):
     """The model in `folder`, on the meta device: its shape, and no memory for it yet."""
+    path = Path(folder) / "config.json"
     try:
-        return of_config(json.loads((Path(folder) / "config.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        text = path.read_bytes()
+    except (OSError, ValueError) as e:
         raise Fault(f"no model in {folder}: config.json: {e.__class__.__name__}: {e}") from e
-    except Fault as e:
-        raise Fault(f"{folder}: {e}") from e
+    return of_config(read_json(text, path), path)
 
-def of_config(hf):
-    """A model of a config.json's dict, on the meta device."""
+def of_config(hf, source="config.json"):
+    """A model of a config.json's dict, on the meta device; raises Fault, which names the source."""
+    try:
+        shape = read_config(hf)
+    except Fault as e:
+        raise Fault(f"{source}: {e}") from e
     with torch.device("meta"):
-        model = GPT(read_config(hf))
+        model = GPT(shape)
     model.hf = hf
     return model
 
@@ -100,22 +136,30 @@ def allocate(model):
 @torch.no_grad()
 def read_weights(model, folder):
     """Fill a model on the meta device with the tensors of a folder."""
-    held, seen = parameters_by_file_name(allocate(model)), set()
+    held, seen, head = parameters_by_file_name(allocate(model)), set(), None
     for name, tensor in each_tensor(folder):
         name = name if name in held else f"transformer.{name}"      # as the first GPT-2 has it
         if name in held:
             parts = held[name]
             tensor = tensor.T if TURNED.search(name) else tensor
             want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
-            if tensor.shape != want:
-                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
+            if tensor.shape != want or not tensor.is_floating_point():
+                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}, or "
+                            f"the dtype {tensor.dtype}, which is not of floats")
             for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
                 p.copy_(part)
+                if not finite(p):
+                    raise Fault(f"{folder}: {name} has numbers that are not finite")
             seen.add(name)
-        elif not CONSTANTS.search(name) and not (model.cfg.tied and "lm_head" in name):
+        elif model.cfg.tied and name == "transformer.lm_head.weight":
+            head = tensor
+        elif not CONSTANTS.search(name):
             raise Fault(f"{folder}: the tensor {name} is none of this model's")
     if missing := sorted(held.keys() - seen):
         raise Fault(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
+    if head is not None and not torch.equal(head.float(), model.embed_tokens.weight):
+        raise Fault(f"{folder}: tie_word_embeddings is true, and lm_head.weight is not the "
+                    f"embedding: set it to false, or leave the tensor out")
     return model
 
 def each_tensor(folder):
@@ -124,12 +168,15 @@ def each_tensor(folder):
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     try:
         if index.exists() and not (folder / files[0]).exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            parts = typed(read_json(index.read_bytes(), index), "weight_map", dict, {}).values()
+            if not all(type(part) is str and Path(part).name == part for part in parts):
+                raise Fault(f"{index}: weight_map names what is no file beside it")
+            files = sorted(set(parts))
         for file in files:
             with safe_open(folder / file, "pt") as f:
                 for name in f.keys():
                     yield name, f.get_tensor(name)
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as e:
+    except (OSError, SafetensorError) as e:
         raise Fault(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
 
 def parameters_by_file_name(model):
@@ -147,16 +194,17 @@ def parameters_by_file_name(model):
 # ----------------------------------------------------------------------------------------- writing
 
 def save(model, folder, files=()):
-    """Write config.json and model.safetensors as they came, in names, layout and dtype, and `files`
-    beside them, their bytes by name."""
+    """Write config.json and model.safetensors as they came, in names and layout, and `files` beside
+    them, their bytes by name. The dtype is that of training, whatever it came in: at small rates
+    most weights move by less than half a step of bfloat16, and would be what they were."""
     folder, hf = Path(folder), config_json(model)
-    dtype = getattr(torch, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(hf, indent=2))
     for name, content in dict(files).items():
         write_whole(folder / name, content)
     tensors = {}
     for name, parts in parameters_by_file_name(model).items():
-        whole = torch.cat([p.detach() for p in parts]).to(dtype)
+        whole = torch.cat([p.detach() for p in parts])
         tensors[name] = whole.T if TURNED.search(name) else whole
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})

@@ -8,9 +8,22 @@ import sys
 from run import machine
 
 def print0(text):
-    """Print on the first rank."""
+    """Print on the first rank; where nobody reads any more, a run goes on without a word."""
     if machine.world()[0] == 0:
-        print(text, flush=True)
+        say(text, sys.stdout)
+
+def error(e):
+    """Print what went wrong, on stderr, as one line."""
+    say("error: " + on_one_line(str(e)), sys.stderr)
+
+def say(text, stream):
+    """Print to a stream, which may be closed, or the pipe to a `head` that has ended."""
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:             # what is left in its buffer goes nowhere too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 def clock(seconds):
     """Minutes and seconds."""
@@ -60,7 +73,7 @@ def coloured(encoding, ids, adv):
     and in grey there is nothing to learn."""
     pieces = [encoding.decode([t]) if t in encoding.known else "" for t in ids]
     pieces = [on_one_line(piece) for piece in pieces]
-    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+    if sys.stdout and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
         pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
     return "".join(pieces)

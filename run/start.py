@@ -21,16 +21,15 @@ from run.files import write_whole
 def begin(cfg, task, checkpoint):
     """What a run begins with, new or from a Checkpoint: the Config, the tokenizer, the policy, the
     problems to train on, and those held out."""
-    if checkpoint is None:
-        folder.refuse_unfinished(cfg.folder, type(cfg))
-    elif checkpoint.step == cfg.steps * cfg.iterations:
+    folder.claim(cfg, checkpoint)
+    if checkpoint and checkpoint.step == cfg.steps * cfg.iterations:
         show.print0(f"the run in {cfg.folder} is at its end; --steps can make it longer")
     encoding = encoding_of(cfg, cfg.folder if checkpoint else cfg.init)
     problems, held_out = problems_of(cfg, task)
     check(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     cfg = dataclasses.replace(cfg, chat=encoding.chat)  # the folder now has a format of its own
-    if checkpoint and checkpoint.tensors:
+    if checkpoint and checkpoint.model:
         policy, cold = model_of(checkpoint.model, cfg, longest), False
     else:
         policy, cold = starting_model(cfg, task, longest, encoding)
@@ -69,13 +68,15 @@ def to_device(model, cfg):
 
 def load_model(where, cfg, encoding, longest=0):
     """The model in a folder, on its device; raises Fault if the tokenizer is not its own, or if a
-    run with prompts of up to `longest` tokens would not fit."""
+    run with prompts of up to `longest` tokens would not fit; 0: no run, only answers."""
     model = pretrained.without_memory(where)
     if model.cfg.vocab_size < encoding.n_vocab:
         raise Fault(f"{where}: a vocabulary of {model.cfg.vocab_size}, and the tokenizer has "
                     f"{encoding.n_vocab}")
-    if longest:
-        check_room(model, cfg, longest)
+    if not 0 <= min(encoding.stop) <= max(encoding.stop) < model.cfg.vocab_size:
+        raise Fault(f"{where}: eos_token_id {sorted(encoding.stop)} goes beyond the vocabulary of "
+                    f"{model.cfg.vocab_size}")
+    check_room(model, cfg, longest)
     return to_device(pretrained.read_weights(model, where), cfg)
 
 def trained_model(cfg):
@@ -96,10 +97,11 @@ def new_model(cfg, encoding, longest):
     context = 1 << (longest + cfg.max_new - 1).bit_length()
     shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
                       n_inner=4 * cfg.n_embd, block_size=context)
+    with torch.device("meta"):
+        check_room(GPT(shape), cfg, longest)
     seed = machine.rng(cfg, "weights").getrandbits(63)
     model = to_device(GPT(shape, torch.Generator().manual_seed(seed)), cfg)
     pretrained.config_json(model)["eos_token_id"] = encoding.eot_token
-    check_room(model, cfg, longest)
     return model
 
 def starting_model(cfg, task, longest, encoding):
@@ -110,7 +112,10 @@ def starting_model(cfg, task, longest, encoding):
     known = note.exists() and note.read_text() == warm_note(cfg, task)
     if cfg.init or known:
         show.print0(f"starting from {cfg.init or where}")
-        return load_model(cfg.init or where, cfg, encoding, longest), False
+        model = load_model(cfg.init or where, cfg, encoding, longest)
+        if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
+            show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
+        return model, False
     if note.exists():
         show.print0(f"{where} was made with other settings or other code; it is made anew")
     return new_model(cfg, encoding, longest), True
@@ -197,11 +202,15 @@ def check(cfg, task, problems, held_out):
                     f"moves a result by {1 / len(held_out):.0%}")
 
 def check_room(model, cfg, longest):
-    """Raise Fault, before there is memory for the model, if a run with it would not fit."""
-    if longest + cfg.max_new > model.cfg.block_size:
+    """Raise Fault, before there is memory for the model, if a run with prompts of up to `longest`
+    tokens would not fit; 0: if the model alone would not."""
+    if longest and longest + cfg.max_new > model.cfg.block_size:
         raise Fault(f"{longest} tokens of a prompt and --max_new {cfg.max_new} do not fit the "
                     f"model's context of {model.cfg.block_size}")
     need, free = memory(model, cfg, longest), free_memory(machine.resolve(cfg)[0])
+    if not longest:
+        need = {"weights": 4 * sum(p.numel() for p in model.parameters()),
+                "RoPE's tables": rope_tables(model.cfg)}
     if free is not None and sum(need.values()) > free:
         parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
         raise Fault(f"this needs about {sum(need.values()) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
@@ -215,6 +224,10 @@ def free_memory(device):
     found = re.search(r"MemAvailable: *(\d+) kB", known.read_text()) if known.exists() else None
     return 1024 * int(found[1]) if found and device.type == "cpu" else None
 
+def rope_tables(shape):
+    """Bytes of the cosines and sines in a model."""
+    return 8 * shape.block_size * shape.head_size
+
 def memory(model, cfg, longest):
     """Bytes that a run needs, by what for. Of the rollout's and the update's own only the larger
     count, for they take turns. Activations, what the backward pass needs of each layer, are an
@@ -223,8 +236,9 @@ def memory(model, cfg, longest):
     N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: of a product
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     frozen = 4 * N - (4 - b) * linear
-    rows, V = cfg.prompts * cfg.group // machine.world()[1], c.vocab_size
-    slots = longest + cfg.max_new
+    learned, slots, V = cfg.reward == "model", longest + cfg.max_new, c.vocab_size
+    rows = cfg.prompts * max(cfg.group, cfg.choices * learned) // machine.world()[1]
+    tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least a row
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # of a token
     stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
@@ -232,9 +246,11 @@ def memory(model, cfg, longest):
     # The cache twice: when finished rows leave, what stays is copied.
     rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
                "logits of a token": 24 * rows * V}
-    update = {"gradients": 4 * N * trained, "activations": stored * cfg.micro_tokens * trained,
-              "logits": 12 * min(CHUNK, V * cfg.micro_tokens)}
+    update = {"gradients": 4 * N * trained, "activations": stored * tokens * trained,
+              "logits": 12 * min(CHUNK, V * tokens)}
+    models = trained + cfg.needs_reference + half + learned
     return {"weights": 4 * N * trained, "Adam": 8 * N * trained,
             "reference": frozen * cfg.needs_reference,
-            "sampler": frozen * half, "reward model": 16 * N * (cfg.reward == "model"),
+            "sampler": frozen * half, "reward model": 16 * N * learned,
+            "RoPE's tables": rope_tables(c) * models,
             **(rollout if sum(rollout.values()) > sum(update.values()) else update)}

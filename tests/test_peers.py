@@ -66,6 +66,30 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
         assert batch.ids[row][batch.mask[row]].tolist() == out.tolist()
 
 
+@pytest.mark.parametrize("family", ["llama", "llama 3"])
+def test_positions_far_out_are_those_of_transformers(family, tmp_path):
+    """theta ** (-i / D) is not 1 / theta ** (i / D) in float32: at 8,192 positions the angles were
+    1e-3 apart, and so were the logits."""
+    config = FAMILIES[family]()
+    config.max_position_embeddings = 8192
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = pretrained.load(tmp_path)
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(8192)[None])
+    torch.testing.assert_close(ours.cos[:, 0], cos[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.sin[:, 0, 6:], sin[0, :, 6:], rtol=0, atol=1e-6)
+    ids, pos = torch.randint(0, 319, (1, 64)), torch.arange(8128, 8192)[None]
+    with torch.no_grad():
+        far = theirs(ids, position_ids=pos).logits
+        cache = ours.new_cache(1, 8192)
+        mask = torch.full((1, 1, 64, 8192), float("-inf"))
+        mask[..., 8128:] = torch.full((64, 64), float("-inf")).triu(1)
+        ours.cache_bias = lambda *_: mask.repeat(1, 1, 2, 1)
+        torch.testing.assert_close(ours.head(ours(ids, pos, cache)), far, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_we_save_is_what_transformers_reads(family, tmp_path):
     theirs = checkpoint(family, tmp_path / "a")
@@ -113,8 +137,10 @@ def test_a_checkpoint_in_parts_and_in_bfloat16(tmp_path):
     for p, q in zip(ours.parameters(), pretrained.load(tmp_path / "whole").parameters()):
         assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
     pretrained.save(ours, tmp_path / "again")
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(x.dtype == torch.bfloat16 for x in again.values())
+    again = load_file(tmp_path / "again" / "model.safetensors")         # as it was trained
+    assert all(x.dtype == torch.float32 for x in again.values())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    assert theirs.dtype == torch.float32
     (tmp_path / "parts" / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
     for part in list((tmp_path / "parts").glob("model-*.safetensors"))[:1]:
         part.unlink()
@@ -219,6 +245,18 @@ def test_ids_are_those_of_the_tokenizers_library(style, tmp_path):
         whole = unicodedata.normalize("NFC", text) if style == "qwen2" else text
         assert decode(ours, want) == whole == theirs.decode(want)
     assert ours.encode_prompt(TEXTS[0]) == theirs.encode(TEXTS[0]).ids     # with what opens a text
+
+
+@pytest.mark.parametrize("pattern", [r"\p{L}+", r"[0-9]+|\s+(?!\S)", r"(?i:'s|'t)"])
+def test_what_a_split_leaves_out_is_a_piece_too(pattern, tmp_path):
+    """What lay between the matches was once lost."""
+    theirs = tokenizer("qwen2", tmp_path)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_encoding(tmp_path)
+    for text in [*random_texts(200), *TEXTS]:
+        assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path):

@@ -317,7 +317,7 @@ def test_ranks_divide_the_prompts_and_change_nothing(unbroken, tmp_path):
 def test_the_run_folder(unbroken):
     assert {p.name for p in unbroken.iterdir()} == {
         "model.safetensors", "config.json", "checkpoint.safetensors", "run.json", "metrics.jsonl",
-        "samples.jsonl", "warm_start", "tokenizer.json", "tokenizer_config.json"}
+        "samples.jsonl", "warm_start", "tokenizer.json", "tokenizer_config.json", "lock"}
     lines = metrics(unbroken, timed=True)
     assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
                                 "grad_norm dead_groups finished rollout_tok_s update_tok_s loss working".split())
@@ -544,7 +544,8 @@ def test_an_unfinished_run_is_not_overwritten(unbroken, tmp_path, capsys):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "2", "--out", str(tmp_path)])
     path = tmp_path / "checkpoint.safetensors"
-    path.write_bytes(path.read_bytes().replace(rb'\"steps\": 2', rb'\"steps\": 4'))
+    cfg, state = folder.load(tmp_path, Config)
+    folder.write_checkpoint(dataclasses.replace(cfg, steps=4), state)
     before = path.read_bytes()
     capsys.readouterr()
     assert "stopped at step 2:" in fault(capsys, *SMALL, "--out", tmp_path)

@@ -1,0 +1,78 @@
+"""The tensors of a run by name: which there are, which there must be, whether they can be."""
+import hashlib
+
+import torch
+
+from data import Fault
+
+ROLES = ("policy", "ref", "critic", "reward_model")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # of each parameter, in Adam
+ROWS = dict(ids=torch.int64, mask=torch.bool, ends=torch.bool, label=torch.float32)
+
+def modules(agent):
+    """The modules of a run by role, those that it has."""
+    return {role: getattr(agent, role) for role in ROLES if getattr(agent, role) is not None}
+
+def training_state(agent):
+    """Every tensor of a run by name: parameters of the modules by role, state of the optimizer,
+    and of the labelled rows in the history."""
+    named = {f"{role}.{n}": p for role, module in modules(agent).items()
+             for n, p in module.named_parameters()}
+    moments = {f"opt.{key}.{n}": x for n, p in named.items()
+               for key, x in agent.opt.state.get(p, {}).items()}
+    rows = {f"history.{n}": x for n, x in agent.history.items()}
+    return {n: p.detach() for n, p in named.items()} | moments | rows
+
+def wanted(agent, checkpoint):
+    """The tensors that a Checkpoint must have: by name, one of the same shape and dtype."""
+    want = {f"{role}.{n}": p for role, module in modules(agent).items()
+            for n, p in module.named_parameters()}
+    if checkpoint.step > 0:                         # all moments after a step, none before
+        trained = {p for group in agent.opt.param_groups for p in group["params"]}
+        want |= {f"opt.{key}.{n}": torch.zeros(()) if key == "step" else p
+                 for n, p in want.items() if p in trained for key in MOMENTS}
+    if checkpoint.step > 0 and agent.reward_model is not None:
+        shape = checkpoint.tensors.get("history.ids", torch.zeros(0, 0)).shape
+        want |= {f"history.{n}": torch.empty(shape, dtype=dtype, device="meta")
+                 for n, dtype in ROWS.items()}
+    return want
+
+def check(agent, checkpoint):
+    """Raise Fault unless a Checkpoint has just the tensors that are wanted, of numbers that can be.
+    Given moments smaller than their parameter, the fused optimizer would write beyond them."""
+    want, have = wanted(agent, checkpoint), checkpoint.tensors
+    wrong = sorted(want.keys() ^ have.keys())
+    wrong += [n for n in want.keys() & have.keys() if have[n].shape != want[n].shape
+              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # a GPU's is rounded
+    if wrong:
+        raise Fault(f"{agent.cfg.folder}: tensors missing, superfluous, or of another shape or "
+                    f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
+    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
+             or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
+    steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
+    if len(steps) > 1 or min(steps, default=1) < 1:         # a count for each parameter, all alike
+        wrong += steps.values()
+    ids = have.get("history.ids", torch.zeros(0, 1))
+    if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
+            0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):
+        wrong.append("history.ids")
+    if wrong:
+        raise Fault(f"{agent.cfg.folder}: numbers that cannot be in the tensor {wrong[0]}")
+
+@torch.no_grad()
+def load_tensors(module, tensors):
+    """Copy in every parameter by name."""
+    for name, p in module.named_parameters():
+        p.copy_(tensors[name])
+
+def sha256_of(tensors):
+    """SHA-256 of tensors on the CPU by name: names, dtypes, shapes, bytes. 2 GB take seconds."""
+    sha256 = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        sha256.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        sha256.update(x.contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()
+
+def finite(tensor):
+    """Whether all numbers of a tensor are finite, found without another one of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -1,0 +1,391 @@
+"""Files that are damaged, hostile or too large, folders that are shared or full: a line, and nothing
+lost."""
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import grpo
+from data import Fault
+from data.tokenizer import load_encoding
+from grpo import Config, main
+from model import GPT, GPTConfig
+from run import files, folder, pretrained, start, tensors
+
+TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
+        "--max_new 12 --save_every 1").split()
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of 2 steps, with a reward model, so that its checkpoint has all kinds of tensors."""
+    where = tmp_path_factory.mktemp("done")
+    main([*TINY, "--reward", "model", "--fit_prompts", "10", "--steps", "2", "--out", str(where)])
+    return where
+
+
+@pytest.fixture
+def again(done, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def fault(capsys, *args):
+    """The line with which a command ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        main(list(map(str, args)))
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+# --------------------------------------------------------------------------------- the checkpoint
+
+P = "policy.layers.0.mlp.up_proj.weight"
+WRONG = {
+    "a moment of another shape": (lambda t: t | {f"opt.exp_avg.{P}": torch.zeros(2, 3)}, "exp_avg"),
+    "a moment of another dtype": (lambda t: t | {f"opt.exp_avg.{P}": t[P].double()}, "exp_avg"),
+    "a moment that is missing": (lambda t: {n: x for n, x in t.items() if n != f"opt.step.{P}"}, "opt.step"),
+    "no moments at all": (lambda t: {n: x for n, x in t.items() if n[:4] != "opt."}, "missing"),
+    "a weight of another dtype": (lambda t: t | {P: t[P].bfloat16()}, P),
+    "a tensor of no one": (lambda t: t | {"critic.head.bias": torch.zeros(1)}, "critic.head.bias"),
+    "steps that differ": (lambda t: t | {f"opt.step.{P}": torch.tensor(7.0)}, "opt.step"),
+    "a weight that is no number": (lambda t: t | {P: t[P] * float("nan")}, P),
+    "a mean of squares below 0": (lambda t: t | {f"opt.exp_avg_sq.{P}": -torch.ones_like(t[P])}, P),
+    "a token that is none": (lambda t: t | {"history.ids": t["history.ids"] + 257}, "history.ids"),
+    "rows that make no sets": (lambda t: t | {n: x[1:] for n, x in t.items() if n[:7] == "history"},
+                               "history.ids"),
+    "rows of other lengths": (lambda t: t | {"history.mask": t["history.mask"][1:]}, "history.mask")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
+    """Signed as it should be, but not what the run needs: Adam's fused kernel once wrote beyond a
+    moment smaller than its parameter."""
+    change, says = WRONG[name]
+    cfg, checkpoint = folder.load(again, Config)
+    folder.write_checkpoint(dataclasses.replace(cfg, out=str(again)),
+                            dataclasses.replace(checkpoint, tensors=change(checkpoint.tensors)))
+    assert says in fault(capsys, "--resume", "--steps", 3, "--out", again)
+
+
+def test_a_flipped_bit_is_found(again):
+    path = again / "checkpoint.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*range(0, 8 * header, 8 * header // 40), *range(8 * header, 8 * len(whole), len(whole) // 5)]
+    for bit in places:
+        bad = bytearray(whole)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        with pytest.raises(Fault, match="checkpoint.safetensors"):
+            folder.load(again, Config)
+
+
+def test_a_look_at_the_step_reads_no_tensors(again, monkeypatch):
+    monkeypatch.setattr(folder, "sha256_of", lambda tensors: pytest.fail("read") if tensors else "")
+    with pytest.raises(Fault, match="at step 2 already"):
+        folder.resume(again, Config, {"steps": 1}, {"steps"})
+
+
+def test_a_resumed_run_lets_go_of_the_file(again):
+    cfg, checkpoint = folder.resume(again, Config, {"steps": 3}, {"steps"})
+    kept = {x.untyped_storage().data_ptr() for x in checkpoint.tensors.values()}
+    _, encoding, policy, *_ = grpo.start.begin(cfg, grpo.data.load_task(cfg.task), checkpoint)
+    agent = grpo.new_agent(cfg, None, encoding, policy, checkpoint)
+    state = tensors.training_state(agent)
+    assert not checkpoint.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}
+    files.unlock()
+
+
+# ---------------------------------------------------------------------------------- a model's files
+
+@pytest.fixture
+def model_folder(done, tmp_path):
+    """A model alone, as one that is given to --init."""
+    where = tmp_path / "model"
+    where.mkdir()
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(done / name, where)
+    return where
+
+
+def rewrite(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)
+CONFIGS = {
+    "num_hidden_layers": 10 ** 9, "max_position_embeddings": 10 ** 9, "hidden_size": 10 ** 30,
+    "vocab_size": "320", "head_dim": -4, "rope_theta": -1, "rms_norm_eps": float("inf"),
+    "tie_word_embeddings": "no", "is_causal": False, "layer_types": ["sliding_attention"],
+    "rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}, "rope_parameters": [1], "model_type": [],
+    "eos_token_id": -1, "hidden_act": {"a": 1}, "partial_rotary_factor": 0.5}
+OURS = {"num_hidden_layers": "n_layer", "max_position_embeddings": "block_size", "hidden_size": "n_embd",
+        "rope_scaling": "low_freq_factor", "model_type": "family", "head_dim": "head_size"}
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_a_config_that_cannot_be_is_named(key, model_folder, capsys):
+    """Before anything is built: 10^9 layers once took all the memory there is."""
+    rewrite(model_folder / "config.json", **{key: CONFIGS[key]})
+    line = fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    assert OURS.get(key, key) in line and str(model_folder) in line
+
+
+def test_eos_beyond_the_vocabulary(model_folder, capsys):
+    rewrite(model_folder / "config.json", eos_token_id=257)
+    assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+
+
+@pytest.mark.parametrize("args", ["--n_embd 200000 --n_head 2", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
+                                  "--n_embd 1048576 --n_head 2", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
+                                  "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
+                                  "--reward model --fit_prompts 10 --choices 1000000000"])
+def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
+    fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_model_too_large_to_ask(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(start, "free_memory", lambda device: 10 ** 4)
+    monkeypatch.setattr(pretrained, "allocate", lambda model: pytest.fail("memory was taken"))
+    for mode in (["--ask", "1*1="], ["--eval_only", "--difficulty", 1]):
+        assert "this needs about" in fault(capsys, *mode, "--init", model_folder)
+
+
+def test_memory_counts_the_tables_and_a_row_longer_than_micro_tokens():
+    shape = GPTConfig(n_embd=32, n_head=2, block_size=4096, n_inner=64)
+    model, cfg = GPT(shape), Config(prompts=1, group=2, max_new=4000, micro_tokens=16, device="cpu")
+    need = start.memory(model, cfg, 96)
+    assert need["RoPE's tables"] == 2 * (model.cos.nbytes + model.sin.nbytes)       # and the reference's
+    assert need["activations"] == start.memory(model, dataclasses.replace(cfg, micro_tokens=4096), 96)["activations"]
+
+
+DEEP = "[" * 100000
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "{", "\xff", '{"a": 1' + "0" * 5000 + "}"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "run.json",
+                                  "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_is_none_names_its_file(name, text, model_folder, capsys):
+    if name.endswith("index.json"):
+        (model_folder / "model.safetensors").unlink()
+    (model_folder / name).write_bytes(text.encode("latin-1"))
+    assert name in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+
+
+def test_a_header_that_is_no_run(again, capsys):
+    for text in (DEEP, "[]", "{}", json.dumps({"tensors": "", "config": DEEP})):
+        signed = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
+        files.write_tensors(again / "checkpoint.safetensors", {}, {"grpo": signed})
+        assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", again)
+
+
+@pytest.mark.parametrize("parts", ["../model.safetensors", "a" * 5000, 3, "\0"])
+def test_parts_are_files_beside_their_index(parts, model_folder, capsys):
+    os.replace(model_folder / "model.safetensors", model_folder.parent / "model.safetensors")
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": parts}}))
+    assert "model" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+
+
+@pytest.mark.parametrize("flag", ["--init", "--out", "--task", "--train"])
+def test_paths_that_cannot_be(flag, tmp_path, capsys):
+    for path in ("a" * 5000, "a/" * 3000):
+        fault(capsys, *TINY, "--task", "gsm8k", "--test", "x", flag, path)
+
+
+def test_tensors_that_are_no_weights(model_folder, capsys):
+    tensors = load_file(model_folder / "model.safetensors")
+    name = "model.norm.weight"
+    for x, says in ((tensors[name] / 0, "finite"), (tensors[name].long(), "dtype")):
+        save_file(tensors | {name: x}, model_folder / "model.safetensors")
+        assert says in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    head = tensors["model.embed_tokens.weight"].clone()
+    for head, fails in ((head, False), (head + 1, True)):           # the same head, and another
+        save_file(tensors | {"lm_head.weight": head}, model_folder / "model.safetensors")
+        if fails:
+            assert "tie_word_embeddings" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+        else:
+            main(["--ask", "1*1=", "--init", str(model_folder), "--max_new", "2"])
+
+
+def test_theta_may_stand_in_rope_scaling(model_folder):
+    for key in ("rope_scaling", "rope_parameters"):
+        rewrite(model_folder / "config.json", **{"rope_scaling": None, key: LLAMA3 | {"rope_theta": 5e5}})
+        shape = pretrained.without_memory(model_folder).cfg
+        assert (shape.rope_theta, shape.rope_scaling) == (5e5, (8.0, 1.0, 4.0, 64.0))
+
+
+# -------------------------------------------------------------------------------------- tokenizers
+
+LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+TOKEN = dict(id=257, content="<a>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
+
+
+def single(*parts):
+    return dict(type="TemplateProcessing", single=[
+        {"Sequence": {"id": "A"}} if x is None else {"SpecialToken": {"id": x}} for x in parts])
+
+
+def split(pattern, **more):
+    return dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False) | more, LEVEL])
+
+
+@pytest.mark.parametrize("says, change", [
+    ("invert", lambda t: t | dict(pre_tokenizer=split("a", invert=True))),
+    ("loses", lambda t: t | dict(pre_tokenizer=split("a*"))),
+    *((key, lambda t, key=key: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {key: True}]))
+      for key in ("lstrip", "rstrip", "single_word")),
+    *((key, lambda t, key=key, x=x: t | dict(model=t["model"] | {key: x}))
+      for key, x in (("dropout", 0.1), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "#"))),
+    ("after a text", lambda t: t | dict(post_processor=single(None, "<|endoftext|>"))),
+    ("does not know", lambda t: t | dict(post_processor=single("<none>", None))),
+    ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
+    ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
+    ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
+    ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[]))])
+def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_folder):
+    path = model_folder / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(Fault, match=says):
+        load_encoding(model_folder)
+
+
+# ------------------------------------------------------------------- folders that are shared or full
+
+def test_two_runs_in_one_folder(again, capsys):
+    """Another process holds the lock: a line, and after its end the run goes on."""
+    code = f"import sys; from pathlib import Path; from run import files; files.lock(Path({str(again / 'lock')!r}))"
+    other = subprocess.Popen([sys.executable, "-c", code + "; print('held', flush=True); sys.stdin.read()"],
+                             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other.stdout.readline()
+    for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
+        assert "another run is at work in" in fault(capsys, *args, "--out", again)
+    other.kill()
+    other.communicate()
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    main(["--resume", "--steps", "4", "--out", str(again)])     # this process let go of it
+
+
+def test_a_run_that_went_on_meanwhile(again, capsys):
+    cfg, checkpoint = folder.resume(again, Config, {"steps": 3}, {"steps"})
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    with pytest.raises(Fault, match="gone on in"):
+        grpo.train(cfg, checkpoint=checkpoint)
+    files.unlock()
+
+
+def test_what_killed_saves_left_is_cleared(again):
+    left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp"]
+    own = again / "notes.tmp"
+    for path in (*left, own):
+        path.write_bytes(b"x")
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    assert own.exists() and not any(path.exists() for path in left)
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):
+    order, real_sync, real_save = [], os.fsync, files.save_file
+    def name(fd):
+        return os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append(name(fd)) or real_sync(fd))
+    monkeypatch.setattr(files, "save_file", lambda t, path, metadata: order.append(path.name) or
+                        real_save(t, path, metadata))
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    last = len(order) - 1 - order[::-1].index("checkpoint.safetensors.tmp")
+    assert {"metrics.jsonl", "samples.jsonl"} <= set(order[:last])
+
+
+@pytest.mark.parametrize("what", ["checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "run.json"])
+def test_a_full_disk_is_a_line_and_loses_nothing(what, again, capsys, monkeypatch):
+    """Half of a file, then no more room: as safetensors says it, and as Python does."""
+    before, real_save, real_open = (again / "checkpoint.safetensors").read_bytes(), files.save_file, open
+    full = OSError(errno.ENOSPC, "No space left on device")
+    def save(named, path, metadata):
+        real_save(named, path, metadata=metadata)
+        if what in path.name:
+            os.truncate(path, 100)
+            raise SafetensorError(f"I/O error: {full}")
+    monkeypatch.setattr(files, "save_file", save)
+    real_fsync, real_dumps = os.fsync, json.dumps
+    if what == "metrics.jsonl":
+        def dumps(x, **how):
+            if "reward" in x:
+                raise full
+            return real_dumps(x, **how)
+        monkeypatch.setattr(json, "dumps", dumps)
+    if what == "run.json":
+        def fsync(fd):
+            raise full
+        monkeypatch.setattr(os, "fsync", fsync)
+    line = fault(capsys, "--resume", "--steps", 3, "--out", again)
+    assert "cannot write" in line and what in line and "No space left" in line
+    assert (again / "checkpoint.safetensors").read_bytes() == before and not [*again.glob("*.tmp")]
+    monkeypatch.undo()
+    main(["--resume", "--steps", "3", "--out", str(again)])
+
+
+@pytest.mark.parametrize("how", ["| true", "| head -1", ">&-", "> /dev/full", "2>&- >&-"])
+def test_nobody_reads(how, again):
+    """A closed terminal or pipe: the run goes on to its end without a word."""
+    script = f"{sys.executable} grpo.py --resume --steps 3 --out {again} {how}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and folder.load(again, Config)[1].step == 3
+
+
+# ----------------------------------------------------------------------- settings that cannot be
+
+def test_scores_that_are_all_equal(tmp_path, capsys, monkeypatch):
+    import reward
+    real = reward.scores
+    monkeypatch.setattr(reward, "scores", lambda *args: torch.ones_like(real(*args)))
+    assert "the same score" in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1,
+                                     "--out", tmp_path)
+
+
+def test_adam_without_an_epsilon(capsys):
+    assert "--adam_eps is at least" in fault(capsys, "--adam_eps", 0)
+
+
+@pytest.mark.parametrize("env, says", [({"RANK": "0"}, "WORLD_SIZE"),
+                                       ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR")])
+def test_a_rank_alone(env, says, capsys, monkeypatch):
+    for name, x in env.items():
+        monkeypatch.setenv(name, x)
+    assert f"RANK is set and {says} is not" in fault(capsys, *TINY, "--steps", 1)
+
+
+def test_other_problems_on_resume(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "How many?", "answer": "#### 4"}) + "\n")
+    args = [*TINY[2:], "--task", "gsm8k", "--max_new", "90", "--train", str(rows), "--test", str(rows), "--prompts", "1"]
+    main([*args, "--steps", "0", "--out", str(tmp_path / "x")])
+    rows.write_text(rows.read_text() * 2)
+    assert "--train" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+    rows.unlink()
+    fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+
+
+def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
+    named = load_file(model_folder / "model.safetensors")
+    save_file({n: x.bfloat16() for n, x in named.items()}, model_folder / "model.safetensors")
+    rewrite(model_folder / "config.json", dtype="bfloat16")
+    main([*TINY, "--steps", "1", "--lr", "1e-6", "--init", str(model_folder), "--out", str(tmp_path / "x")])
+    assert "its weights are bfloat16; they are trained, and saved, in float32" in capsys.readouterr().out
+    after = load_file(tmp_path / "x" / "model.safetensors")
+    assert all((x != named[n].bfloat16()).float().mean() > 0.3 for n, x in after.items() if x.dim() == 2)
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "float32"

@@ -580,8 +580,8 @@ def test_one_way_to_a_config():
 
 
 @pytest.mark.parametrize("given, why", [
-    (dict(clip_hi=3), "there is no setting 'clip_hi'; is it 'clip_high'?"), (dict(group="8"), "of type int"),
-    (dict(lr="1e-4"), "of type float"), (dict(seed=1.5), "of type int"), (dict(out=3), "of type str"),
+    (dict(clip_hi=3), "there is no setting 'clip_hi'; is it 'clip_high'?"), (dict(group="8"), "of the type int"),
+    (dict(lr="1e-4"), "of the type float"), (dict(seed=1.5), "of the type int"), (dict(out=3), "of the type str"),
     (dict(xyz=1), "there is no setting 'xyz'$"), (dict(reward="modl"), "--reward is one of rule, model")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(Fault, match=why):

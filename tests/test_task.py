@@ -287,6 +287,13 @@ def test_an_equation_is_read_whole():
     assert steps(None, "1+1=2" + "0" * 300 + "\nso") == [(308, True)]
 
 
+def test_no_more_is_read_of_a_text_than_a_working_has():
+    sums = [f"{n}+1={n + 1}" for n in range(5000)]
+    assert len(steps(None, "\n".join(sums))) == 201 and len(steps(None, " ".join(sums))) == 1
+    found = task.steps(P, "\n" + "\n".join(f"{'7+' * n}7={7 * n + 7}" for n in range(1, 251)))
+    assert [truth for _, truth in found] == [True] * 200 + [False] * 50
+
+
 CASES = [(task, P), (countdown, countdown.Problem("", (3, 7, 25), 46, "")), (gsm8k, gsm8k.Problem("", "5", ""))]
 RUNS = ["<answer>-" + " " * 9990 + "!</answer>", "<answer>$" + " " * 9990 + "!</answer>", "<answer>" * 1250, "=" * 10000,
         "1+=" * 3333, "1=1\n" * 2500, "1+1=2\n" * 1666, "(" * 9999 + "=1", "1=" + ("1+" * 99 + "1=") * 50, "x\n" * 5000,

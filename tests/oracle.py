@@ -40,24 +40,21 @@ def equal(x):
 # ----------------------------------------------------------------------------- what the models say
 
 def states(gpt, row):
-    """The hidden state after each token of a row."""
-    return gpt(torch.tensor([row.prompt + row.completion]))[0]
+    """The hidden state before each token of the completion, which is that after the token before."""
+    h = gpt(torch.tensor([row.prompt + row.completion]))[0]
+    return [h[len(row.prompt) + t - 1] for t in range(len(row.completion))]
 
 
 def logps(gpt, row, temperature):
-    """log pi of each token of the completion, each from the state after the token before it."""
-    h, out = states(gpt, row), []
-    for t, token in enumerate(row.completion):
-        logits = gpt.embed_tokens.weight @ h[len(row.prompt) + t - 1] / temperature
-        out.append(logits[token] - logits.exp().sum().log())
-    return out
+    """log pi of each token of the completion."""
+    logits = [gpt.embed_tokens.weight @ h / temperature for h in states(gpt, row)]
+    return [x[token] - x.exp().sum().log() for x, token in zip(logits, row.completion)]
 
 
 def values(policy, critic, row):
     """The critic's value of the state before each token."""
-    h = states(critic.trunk or policy, row)
-    return [(critic.head.weight[0] * h[len(row.prompt) + t - 1]).sum() + critic.head.bias[0]
-            for t in range(len(row.completion))]
+    return [critic.head.weight[0] @ h + critic.head.bias[0]
+            for h in states(critic.trunk or policy, row)]
 
 
 def numbers(tensors):

@@ -143,13 +143,15 @@ def refit(reward_model, rows, history, cfg, source):
     fit(reward_model, data, K, cfg, source)
 
     score = scores(reward_model, test["ids"], test["mask"], cfg)[test["ends"]]
+    if not score.isfinite().all():
+        raise Fault("the reward model's scores are no finite numbers: lower --fit_lr")
     accuracy, error = quality(score, test["label"][test["ends"]], K)
     history = batches.concatenate(history, rows) if history else rows
     if K > 1:       # mean 0, std 1 of what the references wrote: the last one's alone are too alike
         score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
         if not score.std() > 1e-6 * score.mean().abs():
-            raise Fault("the reward model gives every completion the same score, or none that is a "
-                        "number: there is nothing to learn from; try another --fit_lr")
+            raise Fault("the reward model gives every completion the same score: there is nothing "
+                        "to learn from")
         reward_model.norm.copy_(torch.stack([score.mean(), score.std()]))
     return history, {"rm_accuracy": accuracy, "rm_error": error}
 

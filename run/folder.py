@@ -53,8 +53,7 @@ class Checkpoint:
     tensors: dict       # of `training_state`; empty where only the header was read
 
     def __post_init__(self):
-        kinds = {f.name: (int, float) if f.type is float else f.type for f in
-                 dataclasses.fields(self)}
+        kinds = type(self).__annotations__ | {"beta": (int, float)}
         wrong = [n for n, x in vars(self).items() if not isinstance(x, kinds[n])]
         if wrong or not math.isfinite(self.beta) or self.sizes.keys() != set(LOGS) or not all(
                 type(x) is int and x >= 0 for x in self.sizes.values()):
@@ -89,13 +88,18 @@ def group_record(step, batch, size):
                            for adv, on in zip(batch.adv[:size], batch.mask)]}
 
 def write_checkpoint(cfg, checkpoint):
-    """Write checkpoint.safetensors: the settings and a Checkpoint, and the SHA-256 of both parts,
-    by which `load` finds any bit that has changed since."""
-    tensors = {n: x.cpu().contiguous() for n, x in checkpoint.tensors.items()}
-    state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
+    """Write checkpoint.safetensors: the settings and a Checkpoint."""
+    state = {n: x for n, x in vars(checkpoint).items() if n != "tensors"}
+    write_state(cfg.folder / "checkpoint.safetensors", state | {"config": dataclasses.asdict(cfg)},
+                checkpoint.tensors)
+
+def write_state(path, state, tensors):
+    """Write a dict and tensors, with the SHA-256 of both, by which `load` finds any bit that has
+    changed since."""
+    tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
     text = json.dumps(state | {"tensors": sha256_of(tensors)})
-    files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors,
-                        {"grpo": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"})
+    text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
+    files.write_tensors(path, tensors, {"grpo": text})
 
 def load(folder, config, whole=True):
     """What `save` left in `folder`: the `config` (a dataclass) and the Checkpoint, of which without

@@ -134,21 +134,20 @@ class Config:
     def needs_reference(self):
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
-# An integer is at least 1, if its default is not 0, another number 0. A group of one has no spread.
+# The least of a number is 0, of an integer 1 (or its default, 0), but for these.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)
+             grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of 1 has no spread: 0/0
 MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
 
 def make_config(**given):
-    """The Config of a command line or a notebook: `given` over the row of ALGOS named `algo`, over
-    what REWARDS sets, over the task's own DEFAULTS. Raises Fault for what cannot be."""
+    """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
+    of REWARDS, the row of ALGOS named `algo`, `given`. Raises Fault for what cannot be."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
-    if chosen["algo"] not in ALGOS:
-        raise data.Fault(f"--algo is one of {', '.join(ALGOS)}, not {chosen['algo']!r}")
-    fields = defaults | REWARDS.get(chosen["reward"], {}) | ALGOS[chosen["algo"]] | given
-    return Config(**{name: x for name, x in fields.items() if name != "algo"})
+    row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
+    fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row | given
+    return flags.build(Config, {name: x for name, x in fields.items() if name != "algo"})
 
 # ------------------------------------------------------------------- sampling: prompts to a group
 @dataclass
@@ -220,7 +219,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
     length = torch.tensor([len(p) for p in prompts], device=device)                        # (P,)
     pos = torch.arange(longest, device=device).expand(P, -1)
-    cache = policy.new_cache(P, batches.by_16(T))
+    cache = policy.new_cache(P, batches.by_16(T))                            # (L, 2, P, K, S, D)
     h = policy(ids[:, :longest], pos, cache[..., :batches.by_16(longest), :])           # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1]                                      # (P, C)
     h, ids, begin = (x.repeat_interleave(group, 0) for x in (h, ids, length))
@@ -302,7 +301,7 @@ def relative(r, mean, std, others, baseline, scale):
     """Rewards less their baseline, and over the group's std if that is the scale; and which groups
     are dead. The baseline: the group's mean, or that of the `others` in it (RLOO), or nothing."""
     dead = std <= 1e-6 * mean.abs()
-    if "group" in baseline:
+    if "group" in baseline:             # "group+value" too; under "value" the critic comes later
         r = torch.where(dead, 0, r - mean)
     elif baseline == "leave-one-out":
         r = r - others
@@ -331,8 +330,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages and returns (B, T), dead groups (P,), of step rewards (B, T) at `ends` (B, T).
     `penalty` (B, T): what the KL takes from the reward of each token. Without a value baseline a
     row is one action: its penalties count at its end, and a token's advantage is the sum over the
-    steps that end at or after it. `value` (B, T) or None.
-    """
+    steps that end at or after it. `value` (B, T) or None."""
     choices = cfg.group, cfg.baseline, cfg.scale
     if value is None:
         reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
@@ -354,8 +352,8 @@ def rollout(agent, problems, source):
     cfg = agent.cfg
     batch = generate(agent, problems, cfg.group, source)
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
-    stats = batch.parts | {"accuracy": batch.parts["correct"]}
-    del stats["correct"]
+    stats = dict(batch.parts)
+    stats["accuracy"] = stats.pop("correct")                # its name in the log
     if agent.reward_model is not None:
         stats["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
@@ -373,7 +371,8 @@ def rollout(agent, problems, source):
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished}
     if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
-        left, own = ((batch.returns - v)[batch.mask].var(correction=0) for v in (batch.value, 0))
+        error = batch.returns - batch.value
+        left, own = (x[batch.mask].var(correction=0) for x in (error, batch.returns))
         stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
     return batch, machine.means(stats)
 
@@ -393,8 +392,7 @@ def bounded(x):
 def kl_estimate(logp, ref_logp, ratio, estimator):
     """An estimate of the KL to the reference, token by token (B, T), from samples of the policy.
     As a loss its gradient is, on-policy and in the mean, 0 for k1, that of KL(pi || ref) for k2 and
-    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4.
-    """
+    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4."""
     log_ratio = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_ratio
@@ -403,11 +401,11 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     k3 = log_ratio.expm1() - log_ratio          # exp(r) - 1 - r would lose its digits near 0
     return ratio * k3 if estimator == "ratio*k3" else k3
 
-def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg, beta):
-    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4): the loss and its statistics.
-    All (B, T). In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
-    its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21.
-    """
+def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
+    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4), all (B, T): the loss, and
+    its statistics, means over all `tokens` of the optimizer step, whatever the loss averages over.
+    In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
+    its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21."""
     def kept(x):                                # elsewhere even NaN stays out of the gradient
         return torch.where(mask, x, 0)
     logp, adv = kept(logp), kept(adv)
@@ -420,10 +418,10 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, cfg, beta):
     clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
     # The mean of -log pi estimates the entropy, to be looked at. As a bonus in the loss it would do
     # nothing: its gradient is 0 in the mean over samples of the policy.
-    stats = {"entropy": -(weight * logp).sum(), "clip_share": (weight * clipped).sum()}
+    stats = {"entropy": -logp.sum() / tokens, "clip_share": clipped.sum() / tokens}
     if ref_logp is not None:
         kl = kl_estimate(logp, kept(ref_logp), ratio, cfg.estimator)
-        stats["kl"] = (weight * kl).sum()
+        stats["kl"] = kl.sum() / tokens
         if cfg.kl == "loss":
             per_token = per_token + beta * kl
     loss = (weight * per_token).sum()
@@ -445,13 +443,14 @@ def update(agent, batch, source):
     cfg, total, norm, mismatch = agent.cfg, {}, 0.0, None
     for rows, size in batches.minibatches(cfg, source, batch.ids.device):
         mask, gap = batch.mask[rows], batch.logp.new_zeros(())
-        weight = token_weights(mask, cfg.mean, size, machine.all_reduce(mask.sum()), cfg.max_new)
+        tokens = machine.all_reduce(mask.sum()).clamp(min=1)
+        weight = token_weights(mask, cfg.mean, size, tokens, cfg.max_new)
         for micro, T in batches.micro_batches(batches.row_lengths(mask), cfg.micro_tokens):
             b, w = batch.select(rows[micro], T), weight[micro, :T]
             logp, value = model.token_logps(agent.policy, b.ids, b.mask, cfg.temperature,
                                             agent.critic)
-            loss, stats = policy_loss(logp, b.old_logp, b.ref_logp, b.adv, b.mask, w, cfg,
-                                      agent.beta)
+            loss, stats = policy_loss(logp, b.old_logp, b.ref_logp, b.adv, b.mask, w, tokens,
+                                      cfg, agent.beta)
             if value is not None:
                 error = value_loss(value, b.value, b.returns, b.mask, w, cfg.value_clip)
                 loss, stats["value_loss"] = loss + cfg.value_coef * error, error.detach()
@@ -460,7 +459,7 @@ def update(agent, batch, source):
             gap = torch.maximum(gap, (logp.detach() - b.logp).abs().max())
         if mismatch is None:
             mismatch = batches.checked_gap(gap, agent.policy.amp)
-        norm += batches.optimizer_step(agent.opt, cfg.grad_clip)
+        norm += batches.optimizer_step(agent.opt, cfg.grad_clip)    # reduce, clip, step, zero_grad
     steps = cfg.epochs * cfg.minibatches
     means = (machine.all_reduce(torch.stack([*total.values()])) / steps).tolist()
     return dict(zip(total, means)) | {"grad_norm": norm / steps, "mismatch": mismatch}
@@ -478,7 +477,7 @@ def begin_iteration(agent, problems, iteration):
     labels = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
     drawn, rows = source.sample(problems, cfg.fit_prompts), []
     size = max(1, cfg.group // cfg.choices) * cfg.prompts       # problems at a time, all ranks'
-    for part in (drawn[i:i + size] for i in range(0, len(drawn), size)):
+    for part in machine.parts(drawn, size):
         batch = generate(agent, part, cfg.choices, source)
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
         if cfg.labels == "rollouts":
@@ -495,9 +494,7 @@ def evaluate(agent, problems, k=8):
     cfg, source = agent.cfg, machine.rng(agent.cfg, "evaluate")
     size = max(machine.world()[1], cfg.prompts * cfg.group // k)    # at a time: rows as in training
     total = torch.zeros(5, device=agent.policy.device)
-    for part in (problems[i:i + size] for i in range(0, len(problems), size)):
-        if not machine.deal(part):
-            continue
+    for part in machine.parts(problems, size):
         greedy, sampled = generate(agent, part, 1), generate(agent, part, k, source)
         answers = [agent.task.answer(text) if ended else ""
                    for text, ended in zip(sampled.texts, sampled.finished.tolist())]
@@ -520,9 +517,9 @@ def new_agent(cfg, task, encoding, policy, checkpoint=None):
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = model.ScalarHead(C, trunk).to(policy.device)
     if cfg.reward == "model":
-        seed = torch.Generator().manual_seed(machine.rng(cfg, "scorer").getrandbits(63))
-        agent.reward_model = model.ScalarHead(C, copy.deepcopy(policy), (C + 1) ** -0.5, seed)
-        agent.reward_model.to(policy.device)
+        generator = torch.Generator().manual_seed(machine.rng(cfg, "scorer").getrandbits(63))
+        agent.reward_model = model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+                                              generator=generator).to(policy.device)
     agent.sampler = policy.frozen() if policy.amp else None
     agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
     if checkpoint and checkpoint.model:
@@ -575,6 +572,7 @@ def train(cfg, task=None, checkpoint=None):
         if halt and not last:
             raise machine.Stopped(f"after step {step}")
     show.farewell(cfg, held_out[0].prompt)
+    return agent
 
 def ask(agent, question):
     """A question and its greedy completion."""
@@ -588,10 +586,13 @@ def ask(agent, question):
 def read_command(argv):
     """A command line as (mode flags, Config, the Checkpoint if it is to resume)."""
     given, mode = flags.read(Config, ALGOS, __doc__, argv)
-    if not mode["resume"]:
-        return mode, make_config(**given), None
-    where, row = make_config(**given).folder, ALGOS[given.pop("algo", "grpo")]
-    return mode, *folder.resume(where, Config, row | given, MAY_CHANGE)
+    where = make_config(**given).folder
+    if mode["resume"]:
+        row = ALGOS[given.pop("algo", "grpo")]
+        return mode, *folder.resume(where, Config, row | given, MAY_CHANGE)
+    if mode["ask"] is not None or mode["eval_only"]:        # of a run: with its settings
+        given = folder.settings(given.get("init", where)) | given
+    return mode, make_config(**given), None
 
 def main(argv=None):
     """The command line; a Fault is one line on stderr and exit code 2."""
@@ -600,7 +601,7 @@ def main(argv=None):
     try:
         mode, cfg, checkpoint = read_command(argv)
         machine.start_ranks(machine.resolve(cfg)[0])
-        if mode["ask"] is not None or mode["eval_only"]:        # of --init's model, or the run's
+        if mode["ask"] is not None or mode["eval_only"]:
             agent = Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, agent.task.problems(cfg)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))

@@ -1,21 +1,13 @@
-"""Rewards of steps, by rule or learned: reward models, their labels, their fit and its replay."""
-import math
-import numbers
-
+"""Rewards of completions and of their steps, by rule or learned: reward models, their labels, their
+fit and its replay."""
 import torch
 import torch.nn.functional as F
 
-from data import Fault
+from data import Fault, check_parts
 from data.tokenizer import decode, step_tokens
 from run import batches, machine
 
 # ------------------------------------------------------------------------------- the rule's reward
-
-# Names in metrics.jsonl that no component of a reward may bear.
-STATISTICS = frozenset(
-    "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
-    "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
-    "rm_accuracy rm_error greedy".split())
 
 def score(task, encoding, problems, batch):
     """Put in a batch the problem of each row, its text, and the components of its rule reward."""
@@ -31,15 +23,10 @@ def parts(task, batch):
     did not finish gave no answer: 0. Raises Fault for what is not a number."""
     rows = [task.reward(problem, text) for problem, text in zip(batch.problems, batch.texts)]
     for problem, row in zip(batch.problems, rows):
-        if row.keys() != rows[0].keys() or "correct" not in row:
+        check_parts(problem, row)
+        if row.keys() != rows[0].keys():
             raise Fault(f"the reward of the prompt {problem.prompt!r} has the components "
-                        f"{', '.join(row)}: they must always be the same, among them 'correct'")
-        for name, x in row.items():
-            if name in STATISTICS:
-                raise Fault(f"a component of the reward is called {name!r}, as a statistic is")
-            if not isinstance(x, numbers.Real) or not math.isfinite(x):
-                raise Fault(f"the reward {name!r} of the prompt {problem.prompt!r} is {x!r}, not a "
-                            f"finite number")
+                        f"{', '.join(row)}: they must always be the same")
     return {name: torch.tensor([float(row[name]) for row in rows], device=batch.ids.device)
             * batch.finished for name in rows[0]}
 
@@ -75,17 +62,17 @@ def at_the_limit(batch, unfinished):
 
 def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
-    def score(ids, mask):
-        """Of some rows."""
+    def of_rows(ids, mask):
+        """Of some rows, as `by_parts` wants it."""
         return [reward_model(ids.to(reward_model.head.weight.device))]
-    return batches.by_parts(score, ids, mask, cfg.micro_tokens)[0]
+    return batches.by_parts(of_rows, ids, mask, cfg.micro_tokens)[0]
 
 def learned(reward_model, batch, cfg):
     """The learned reward (B, T) where steps end: under outcome supervision the normalised score,
     under process supervision the chance that the step is good."""
-    score, (mean, std) = scores(reward_model, batch.ids, batch.mask, cfg), reward_model.norm
-    score = score.sigmoid() if cfg.supervision == "process" else (score - mean) / std
-    return torch.where(batch.ends, score, 0)
+    raw, (mean, std) = scores(reward_model, batch.ids, batch.mask, cfg), reward_model.norm
+    reward = raw.sigmoid() if cfg.supervision == "process" else (raw - mean) / std
+    return torch.where(batch.ends, reward, 0)
 
 def reward_loss(score, label, K):
     """Negative log-likelihood of the labels, summed; score and label (n,).

@@ -2,6 +2,8 @@
 import importlib
 import importlib.util
 import json
+import math
+import numbers
 import sys
 from pathlib import Path
 
@@ -36,12 +38,36 @@ def load_task(name):
     else:
         spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
         task = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(task)
+        try:
+            spec.loader.exec_module(task)
+        except SyntaxError as e:
+            raise Fault(f"{path}, line {e.lineno}: {e.msg}") from e
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise Fault(f"{path} is not a task: it has no DEFAULTS, a dict")
     for function in ("problems", "reward", "answer"):
         require(task, function, "every task has one")
     return task
+
+
+# Names in metrics.jsonl that no component of a reward may bear.
+STATISTICS = frozenset(
+    "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
+    "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
+    "rm_accuracy rm_error greedy".split())
+
+
+def check_parts(problem, parts):
+    """Raise Fault unless the components of a reward are finite numbers by name, among them
+    `correct`, and none with the name of a statistic."""
+    where = f"the reward of the prompt {problem.prompt!r}"
+    if not isinstance(parts, dict) or "correct" not in parts:
+        raise Fault(f"{where} is {parts!r}: it must be a dict with 'correct' in it")
+    for name, x in parts.items():
+        if name in STATISTICS:
+            raise Fault(f"a component of the reward is called {name!r}, as a statistic is")
+        if not isinstance(x, numbers.Real) or not math.isfinite(x):
+            raise Fault(f"the reward {name!r} of the prompt {problem.prompt!r} is {x!r}, not a "
+                        f"finite number")
 
 
 def require(task, function, why):

@@ -1,20 +1,27 @@
 """What tasks share: the safe evaluator, answers in tags, numbers, equations in a text.
 
-Text that a model wrote never reaches Python's `eval`.
+Text that a model wrote never reaches Python's `eval`, and nothing here takes more than linear time.
 """
-import ast
-import operator
 import re
 from fractions import Fraction
 
 LONGEST = 200       # characters of an expression: bounds the time, the depth and the result
+EQUATIONS = 200     # signs `=` of a text that are looked at: bounds the time of its steps
 NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits alone
 APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # what is no one number
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv, ast.USub: operator.neg}
-NUMBER = re.compile(r"([-\u2212]?) *[$\u20ac\u00a3]? *([-\u2212]?)"
-                    r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{0,15})(?:\.[0-9]{1,15})?)"
-                    r"(?:%| *[A-Za-z][A-Za-z ]*)?\.?")
+TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
+BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # how tightly
+ARITHMETIC = "-0123456789.()*/+ "                       # what expressions are made of
+# Possessive (`*+`): two optional runs of spaces that try every split would take cubic time.
+NUMBER = re.compile(r"([-\u2212]?) *+[$\u20ac\u00a3]? *+([-\u2212]?)(?=\.?[0-9])"
+                    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]{0,15}+)(?:\.[0-9]{1,15}+)?+)"
+                    r"(?:%| *+([A-Za-z][A-Za-z ]*+))?+\.?")
+# In a unit's place, words that make another number of it: `5 million`, `5k`, `5 minus one`.
+NO_UNIT = re.compile(r"\b(?:[kKMB]|(?i:bn|mn|(?:m|b|tr|quadr)illions?|thousands?|hundreds?|"
+                     r"dozens?|half|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths|"
+                     r"pi|minus|plus|divided|multiplied|squared|cubed|doubled|tripled|halved|twice|"
+                     r"zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|"
+                     r"forty|(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|and an?))\b")
 SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # --------------------------------------------------------------------------------- the evaluator
@@ -27,38 +34,52 @@ def evaluate(text):
     """
     if len(text) > LONGEST or APART.search(text):
         return None
-    text, numbers = text.replace(" ", ""), []
-
-    def index(found):
-        """A numeral's place in `numbers`: Python would read 0.1 as a float, and refuse 007."""
-        numbers.append(Fraction(found[0]))
-        return str(len(numbers) - 1)
-    indexed = NUMERAL.sub(index, text)
-    if not re.fullmatch("[-+*/()0-9]+", indexed):
+    tokens = TOKEN.findall(text)
+    if "".join(tokens) != text.replace(" ", ""):
         return None
+    tokens = ["", *reversed(tokens)]                    # the next is the last, "" is the end
     try:
-        return value_of(ast.parse(indexed, mode="eval").body, numbers)
-    except (SyntaxError, ZeroDivisionError, KeyError):
+        n, d = take(tokens)
+    except (ValueError, ZeroDivisionError):
         return None
+    return Fraction(n, d) if tokens == [""] else None
 
 
-def value_of(node, numbers):
-    """The value of a node of the syntax tree, whose constants are indices into `numbers`; raises
-    KeyError for a node that is no arithmetic."""
-    if isinstance(node, ast.Constant):
-        return numbers[node.value]
-    if isinstance(node, ast.UnaryOp):
-        return OPERATORS[type(node.op)](value_of(node.operand, numbers))
-    if isinstance(node, ast.BinOp):
-        return OPERATORS[type(node.op)](value_of(node.left, numbers), value_of(node.right, numbers))
-    raise KeyError(type(node).__name__)
+def take(tokens, least=0):
+    """Take an expression off the tokens, up to an operator that binds no tighter than `least`:
+    numerator and denominator, as they come (Fractions are reduced at each step, and slow)."""
+    token, minus = tokens.pop(), 1
+    while token == "-":
+        token, minus = tokens.pop(), -minus
+    if token == "(":
+        n, d = take(tokens)
+        if tokens.pop() != ")":
+            raise ValueError("an open parenthesis")
+    else:
+        whole, _, decimals = token.partition(".")
+        n, d = int(whole + decimals), 10 ** len(decimals)       # ValueError if it is no numeral
+    n = minus * n
+    while BINDING.get(tokens[-1], 0) > least:
+        sign = tokens.pop()
+        m, e = take(tokens, BINDING[sign])
+        if sign == "/" and m == 0:
+            raise ZeroDivisionError
+        if sign == "/":
+            m, e = e, m
+        elif sign == "-":
+            m = -m
+        n, d = n * m if sign in "*/" else n * e + m * d, d * e
+    return n, d
 
 # -------------------------------------------------------------------------- answers in free text
 
 def tagged(text):
     """What stands between the last <answer> and </answer>, or None."""
-    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.S)
-    return found[-1].strip() if found else None
+    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    if start < 0:
+        return None
+    start += len("<answer>")
+    return text[start:text.find("</answer>", start)].strip()
 
 
 def one_number(text):
@@ -67,35 +88,42 @@ def one_number(text):
     text = text.strip().replace("{,}", ",")
     boxed = re.fullmatch(r"\$?\\boxed\{([^{}]*)\}\.?\$?", text)
     found = NUMBER.fullmatch(boxed[1].strip() if boxed else text)
-    if not found or not found[3] or found[1] and found[2]:
+    if not found or len(text) > LONGEST or found[1] and found[2] or NO_UNIT.search(found[4] or ""):
         return None
-    number = Fraction(found[3].replace(",", "").removesuffix("."))
+    number = Fraction(found[3].replace(",", ""))
     return -number if found[1] or found[2] else number
 
 
 def steps(problem, completion):
     """The reasoning steps of free text, (end, truth): each line with an equation that can be
     checked, `expression = number`, true if all these are; and the last line, whatever it says. A
-    number with decimals may be rounded."""
-    text, found, end = completion, [], 0
-    for line in text.rstrip().split("\n"):
-        end += len(line) + 1
-        sides = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", line.translate(SIGNS)).split("=")
-        truths = [equal(left[-LONGEST:], right[:LONGEST]) for left, right in zip(sides, sides[1:])]
-        if checked := [x for x in truths if x is not None]:
-            found.append((min(end, len(text)), all(checked)))
-    if not found or found[-1][0] < len(text.rstrip()):
-        found.append((len(text), True))
-    return found[:-1] + [(len(text), found[-1][1])]
+    number with decimals may be rounded. A true line that was there before is no step."""
+    text, found, end, said = completion.rstrip(), [], 0, set()
+    plain = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", text.translate(SIGNS))
+    plain = "=".join(plain.split("=")[:EQUATIONS + 1])
+    for line, written in zip(plain.split("\n"), text.split("\n")):
+        end += len(written) + 1
+        if "=" not in line:
+            continue
+        sides, words = line.split("="), line.replace(" ", "")
+        truths = {equal(left, right) for left, right in zip(sides, sides[1:])} - {None}
+        if truths and (False in truths or words not in said):
+            found.append((end, False not in truths))
+            said.add(words)
+    if not found or found[-1][0] < len(text):
+        found.append((end, True))
+    return found[:-1] + [(len(completion), found[-1][1])]
 
 
 def equal(left, right):
     """Whether the expression that `left` ends with is the number that `right` begins with; None
     where this cannot be said."""
-    left = re.search("[-0-9.()*/+ ]*$", left)[0].strip()
-    right = re.match("[-0-9.()*/+ ]*", right)[0].rstrip(". ")
-    a, b = evaluate(left) if re.search("[0-9)] *[-+*/]", left) else None, evaluate(right)
-    if left.startswith("-") or a is None or b is None:
+    left = left[len(left.rstrip(ARITHMETIC)):].strip()
+    right = right[:len(right) - len(right.lstrip(ARITHMETIC))].strip().rstrip(". ")
+    if left.startswith("-") or not re.search("[0-9)] *[-+*/]", left):
         return None
-    decimals = len(right.partition(".")[2]) if re.fullmatch(r" *-?[0-9]*\.[0-9]+", right) else 0
+    a, b = evaluate(left), evaluate(right)
+    if a is None or b is None:
+        return None
+    decimals = len(right.partition(".")[2]) if re.fullmatch(r"-?[0-9]*\.[0-9]+", right) else 0
     return abs(a - b) <= Fraction(1, 2 * 10 ** decimals) if decimals else a == b

@@ -11,12 +11,12 @@ The answer is what follows the last `=`, or the guess. A task is one file withou
 asks it for DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and
 `steps`.
 """
+import math
 import random
 import re
 from typing import NamedTuple
 
 from data import Fault
-from data.answers import evaluate
 
 # What Config starts from for this task.
 DEFAULTS = dict(difficulty=2, steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2,
@@ -26,6 +26,10 @@ DEFAULTS = dict(difficulty=2, steps=34, prompts=32, group=16, max_new=64, lr=1e-
 GUESS = 0.53    # share who guess
 SLIP = 0.0005   # chance that a number of the working is written down wrong
 HELD_OUT = 500  # problems kept away from all training
+
+LINES = 200     # of a working, far more than one has; those after them are false unread
+SUM = "[0-9]{1,15}+(?:[+*][0-9]{1,15}+)*+"      # of products; a longer number is none
+EQUATION = re.compile(f"{SUM}(?:={SUM})++")
 
 
 class Problem(NamedTuple):
@@ -116,11 +120,11 @@ def steps(problem, completion):
 
     `end` counts the characters up to and with the newline that closes the step: ending a number is
     part of getting it right. A bare answer is one step, the problem's own equation. A step is true
-    if all its sides, of + and * alone, are equal and its first side has only numbers that the
-    problem or an earlier step gave, and no product harder than one digit times a number:
-    `13*17=221` shows no work.
+    if `equation` can read it and its first side has only numbers that the problem or an earlier
+    step gave. What only repeats, a true line again or one that begins with a single number, is no
+    step: a false one would cost the true lines before it, to whose advantages it adds.
     """
-    found, end = [], 0
+    found, end, said = [], 0, set()
     a, b = map(int, problem.prompt[:-1].split("*"))
     known = {a, b, *parts(a), *parts(b)}
     for i, line in enumerate(completion.split("\n")):
@@ -130,22 +134,33 @@ def steps(problem, completion):
         if i == 0:                                          # no newline: the answer itself
             found.append((end, answer(line) == problem.answer))
             continue
-        sides = line.split("=")
-        values = {evaluate(side) for side in sides}
-        numbers = [int(n) for n in re.findall("[0-9]+", sides[0])]
-        easy = all(sum(len(factor.rstrip("0")) > 1 for factor in term.split("*")) < 2
-                   for term in sides[0].split("+"))
-        plain = re.fullmatch("[0-9+*=]+", line) is not None
-        true = plain and easy and len(sides) > 1 and len(values) == 1 and None not in values
-        true = true and known.issuperset(numbers)
+        numbers, value = equation(line) if i <= LINES else ([], None)
+        true = value is not None and known.issuperset(numbers)
+        if true and (len(numbers) == 1 or (value, *numbers) in said):
+            continue
         if true:
-            known.add(numbers[0] if len(numbers) == 1 else int(values.pop()))
+            known.add(value)
+            said.add((value, *numbers))
         found.append((end, true))
     return [(min(end, len(completion)), truth) for end, truth in found]
+
+
+def equation(line):
+    """The numbers of a line's first side, sorted, and the value that all its sides have, of + and *
+    alone; the value is None if they differ, or if the first side has a product harder than one
+    digit times a number: `13*17=221` shows no work."""
+    if not EQUATION.fullmatch(line):
+        return [], None
+    sides = [[term.split("*") for term in side.split("+")] for side in line.split("=")]
+    easy = all(sum(len(factor.rstrip("0")) > 1 for factor in term) < 2 for term in sides[0])
+    values = {sum(math.prod(map(int, term)) for term in side) for side in sides}
+    numbers = sorted(int(factor) for term in sides[0] for factor in term)
+    return numbers, values.pop() if easy and len(values) == 1 else None
 
 
 def reward(problem, completion):
     """Components of the rule reward: 1 for the right answer, 1 more if valid working led to it."""
     correct = answer(completion) == problem.answer
-    valid = completion.startswith("\n") and all(truth for _, truth in steps(problem, completion))
-    return {"correct": float(correct), "working": float(correct and valid)}
+    shown = correct and completion.startswith("\n")
+    valid = shown and all(truth for _, truth in steps(problem, completion))
+    return {"correct": float(correct), "working": float(valid)}

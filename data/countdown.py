@@ -6,12 +6,11 @@ Problems are generated, and each has a solution. The reward is TinyZero's: a ten
 its tags, 1 for a right one.
 """
 import random
-import re
 from fractions import Fraction
 from typing import NamedTuple
 
 from data import Fault
-from data.answers import evaluate, steps, tagged  # noqa: F401, steps is the task's
+from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, steps is the task's
 
 # For a model of 0.5 billion parameters on a card of 24 GB.
 DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
@@ -73,7 +72,6 @@ def answer(completion):
 def reward(problem, completion):
     """1 for an expression of just the numbers that makes the target; a tenth for the tags."""
     text = answer(completion)
-    used = tuple(sorted(map(int, re.findall("[0-9]{1,9}", text))))
-    whole = "." not in text                     # or 3, 4 and 25 would give 3.25*4
-    correct = whole and used == problem.numbers and evaluate(text) == problem.target
+    used = sorted(NUMERAL.findall(text))        # as `evaluate` reads them: 034 is none, nor is 3.25
+    correct = used == sorted(map(str, problem.numbers)) and evaluate(text) == problem.target
     return {"correct": float(correct), "format": 0.1 * (tagged(completion) is not None)}

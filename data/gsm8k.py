@@ -36,26 +36,36 @@ def read(path, flag):
         raise Fault(f"the task gsm8k needs --{flag} FILE, a JSONL of questions and answers")
     found, n = [], 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                row = json.loads(line)
-                solution, mark, answer = row["answer"].rpartition("####")
-                if not mark or one_number(answer) is None:
-                    raise ValueError("the answer does not end in '#### n'")
-                found.append(Problem(PROMPT.format(row["question"].strip()),
-                                     str(one_number(answer)), solution.strip()))
+                found.append(problem_of(json.loads(line.decode("utf-8-sig"))))
     except OSError as e:
         raise Fault(f"--{flag} {path}: {e.strerror}") from e
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise Fault(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
     if not found:
         raise Fault(f"--{flag} {path} is empty")
     return found
 
 
+def problem_of(row):
+    """The problem that a line's JSON holds; raises ValueError if it is not as published."""
+    if not isinstance(row, dict):
+        raise ValueError("not an object with a question and an answer")
+    for name in ("question", "answer"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"there is no text {name!r}")
+        row[name].encode()                                  # a lone surrogate has no bytes
+    solution, mark, answer = row["answer"].rpartition("####")
+    number = one_number(answer)
+    if not mark or number is None:
+        raise ValueError("the answer does not end in '#### n'")
+    return Problem(PROMPT.format(row["question"].strip()), str(number), solution.strip())
+
+
 def demonstration(problem, rng):
     """The published working, without its calculator's marks, in tags."""
-    working = re.sub("<<.*?>>", "", problem.solution)
+    working = re.sub("<<[^<>\n]*>>", "", problem.solution)
     return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
 
 

@@ -35,6 +35,17 @@ def split_at(marks, text):
     return re.split(f"({pattern})", text) if marks else [text]
 
 
+def composed(text):
+    """A text's NFC. Its combining characters are put in their order beforehand: `normalize` alone
+    sorts them in quadratic time, 8 seconds for 100,000 of them."""
+    if unicodedata.is_normalized("NFC", text):
+        return text
+    apart = "".join(unicodedata.normalize("NFD", c) for c in text)
+    runs = (run for _, run in itertools.groupby(apart, lambda c: unicodedata.combining(c) > 0))
+    ordered = (sorted(run, key=unicodedata.combining) for run in runs)
+    return unicodedata.normalize("NFC", "".join(itertools.chain(*ordered)))
+
+
 class Encoding(tiktoken.Encoding):
     """tiktoken's, with what a checkpoint says of its use.
 
@@ -55,10 +66,11 @@ class Encoding(tiktoken.Encoding):
     def encode_ordinary(self, text):
         """Ids of a text, in which only `plain` tokens have a meaning of their own."""
         if self.missing:            # a tokenizer that lacks some bytes drops their characters
+            text = text.encode("utf-8", "replace").decode()     # a lone surrogate has no bytes
             text = "".join(c for c in text if self.missing.isdisjoint(c.encode()))
         ids = []
         for piece in split_at(self.plain, text):
-            piece = unicodedata.normalize("NFC", piece) if self.nfc else piece
+            piece = composed(piece) if self.nfc else piece
             known = piece in self.plain
             ids += [self.special[piece]] if known else super().encode_ordinary(piece)
         return ids

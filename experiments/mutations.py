@@ -7,11 +7,13 @@
 Prints what was changed, and the first test that failed. A bug that no test sees is a hole in the
 tests: the script ends with code 1.
 """
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -82,7 +84,7 @@ MUTATIONS = [
     ("a group of one is let in", "grpo.py",
      "LEAST = dict(group=2", "LEAST = dict(group=1", "loss -k group_of_one"),
     ("a mean over each micro-batch", "grpo.py",
-     "b.adv, b.mask, w, cfg,", "b.adv, b.mask, w / w.sum(), cfg,", "loss"),
+     "b.adv, b.mask, w, tokens,", "b.adv, b.mask, w / w.sum(), tokens,", "loss"),
     ("the last micro-batch is logged", "grpo.py",
      "{name: total.get(name, 0.0) + x for", "{name: x for", "loss"),
     ("minibatches are divided by the whole rollout", "grpo.py",
@@ -139,15 +141,15 @@ MUTATIONS = [
      "batch.reward.clamp(max=unfinished)", "unfinished", "reward"),
     # reward models
     ("the score is read one token early", "reward.py",
-     "return torch.where(batch.ends, score, 0)",
-     "return torch.where(batch.ends, score.roll(1, 1), 0)", "reward"),
+     "return torch.where(batch.ends, reward, 0)",
+     "return torch.where(batch.ends, reward.roll(1, 1), 0)", "reward"),
     ("people choose the worst", "reward.py",
      "best = reward == reward.amax(1, keepdim=True)",
      "best = reward == reward.amin(1, keepdim=True)", "reward"),
     ("label noise is forgotten", "reward.py",
      "if source.random() < noise and worse:", "if 0:", "reward"),
     ("the score is not normalised", "reward.py",
-     "else (score - mean) / std", "else score", "reward"),
+     "else (raw - mean) / std", "else raw", "reward"),
     ("equals are not alike to people", "reward.py",
      "chance = best / best.sum(1, keepdim=True)",
      "chance = F.one_hot(best.float().argmax(1), best.size(1)).float()", "reward"),
@@ -215,9 +217,9 @@ MUTATIONS = [
     ("a KL that is watched is applied", "grpo.py",
      'if cfg.kl == "loss":', 'if cfg.kl in ("loss", "watch"):', "run -k watched"),
     ("an algorithm's row is forgotten", "grpo.py",
-     '| ALGOS[chosen["algo"]] | given', "| given", "run -k one_way"),
+     "REWARDS)] | row | given", "REWARDS)] | given", "run -k one_way"),
     ("a row of ALGOS overrides what is asked for", "grpo.py",
-     '| ALGOS[chosen["algo"]] | given', '| given | ALGOS[chosen["algo"]]', "run -k overridden"),
+     "REWARDS)] | row | given", "REWARDS)] | given | row", "run -k overridden"),
     ("a warm start of other code is taken up", "run/start.py",
      "known = note.exists() and note.read_text() == warm_note(cfg, task)",
      "known = note.exists()", "run -k changed_task"),
@@ -236,28 +238,35 @@ MUTATIONS = [
 ]
 
 
+def try_out(mutation):
+    """Put one bug into a copy of the tree; the first test that then fails, or None."""
+    name, file, text, instead, tests = mutation
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__"))
+        source = (copy / file).read_text()
+        assert source.count(text) >= 1, f"{name}: the text is no longer in {file}"
+        (copy / file).write_text(source.replace(text, instead, 1))
+        files, _, only = tests.partition(" -k ")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
+                   *(f"tests/test_{f}.py" for f in files.split())]
+        command += ["-k", only] if only else []
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
+    return failed and failed[1]
+
+
 def main(words):
     readme = "--readme" in words
-    words, rows, missed = [w for w in words if w != "--readme"], [], 0
-    for name, file, text, instead, tests in MUTATIONS:
-        if words and not any(word in name for word in words):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy"
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__"))
-            source = (copy / file).read_text()
-            assert source.count(text) >= 1, f"{name}: the text is no longer in {file}"
-            (copy / file).write_text(source.replace(text, instead, 1))
-            files, _, only = tests.partition(" -k ")
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
-                       *(f"tests/test_{f}.py" for f in files.split())]
-            command += ["-k", only] if only else []
-            done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-            assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
-        failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
-        rows.append(f"| {name} | `{file}` | {f'`{failed[1]}`' if failed else '**none**'} |")
-        missed += failed is None
-        print(rows[-1], flush=True)
+    words = [word for word in words if word != "--readme"]
+    chosen = [m for m in MUTATIONS if not words or any(word in m[0] for word in words)]
+    rows, missed = [], 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (name, file, *_), failed in zip(chosen, pool.map(try_out, chosen)):
+            rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
+            missed += failed is None
+            print(rows[-1], flush=True)
     if readme and not words:
         head = "| what was changed | where | first test that fails |\n|---|---|---|\n"
         (HERE / "mutations.md").write_text(head + "\n".join(rows) + "\n")

@@ -1,6 +1,7 @@
 """A dataclass as a command line: a field is a flag, the comment behind it the flag's help."""
 import argparse
 import dataclasses
+import difflib
 import inspect
 import math
 import re
@@ -41,10 +42,12 @@ def read(config, algos, about, argv):
         """What argparse calls instead of exiting itself."""
         raise Fault(f"{message}; --help lists the flags")
     parser.error = error
-    parser.print_help = lambda: show.print0(parser.format_help())       # also into a closed pipe
+    def print_help():
+        """The same for --help, which may go into a closed pipe."""
+        show.print0(parser.format_help())
+    parser.print_help = print_help
     given = vars(parser.parse_args(argv))
-    if given.get("algo", "grpo") not in algos:
-        raise Fault(f"--algo is one of {', '.join(algos)}, not {given['algo']!r}")
+    choose("algo", given.get("algo", "grpo"), algos)
     return given, {name: given.pop(name) for name in MODES}
 
 def add(group, name, kind, choices, default, text):
@@ -53,6 +56,22 @@ def add(group, name, kind, choices, default, text):
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
+def build(config, given):
+    """A dataclass `config` of the fields that were `given`; raises Fault for a name that is none of
+    its own, with the nearest one."""
+    names = [f.name for f in dataclasses.fields(config)]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise Fault(f"there is no setting {name!r}" + "".join(f"; is it {x!r}?" for x in near))
+    return config(**given)
+
+def choose(name, value, choices):
+    """The value of a setting; raises Fault if it is none of its choices."""
+    if value not in choices:
+        raise Fault(f"--{name} is one of {', '.join(choices)}, not {value!r}")
+    return value
+
 def check(cfg, least, most):
     """Raise Fault for a field of a dataclass that is none of its choices, of another type, or a
     number not finite, less than least[name] (without that an integer is at least 1, if its default
@@ -60,10 +79,10 @@ def check(cfg, least, most):
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         low = least.get(f.name, int(f.type is int and f.default != 0))
-        if choices and value not in choices:
-            raise Fault(f"--{f.name} is one of {', '.join(choices)}, not {value!r}")
         kinds = (int, float) if f.type is float else f.type
-        if not choices and (not isinstance(value, kinds) or isinstance(value, bool)):
+        if choices:
+            choose(f.name, value, choices)
+        elif not isinstance(value, kinds) or isinstance(value, bool):
             raise Fault(f"--{f.name} is of the type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not (low <= value and value != math.inf):
             raise Fault(f"--{f.name} is at least {low}, not {value}")

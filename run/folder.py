@@ -122,6 +122,17 @@ def load(folder, config, whole=True):
     except (KeyError, TypeError, ValueError) as e:
         raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
 
+def settings(folder):
+    """The settings of the run in a folder, but not where it was; nothing for what is no run."""
+    path = Path(folder) / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        found = read_json(path.read_bytes(), path)["config"]
+        return {name: x for name, x in found.items() if name not in ("out", "init")}
+    except (OSError, LookupError, AttributeError, TypeError) as e:
+        raise Fault(f"{path}: not a run's ({e.__class__.__name__}: {e})") from e
+
 def restore(agent, checkpoint):
     """Put what `save` wrote back in its places, and let go of the file; raises Fault for a tensor
     that is not as this run has it."""

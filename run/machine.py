@@ -72,6 +72,12 @@ def deal(items):
     rank, ranks = world()
     return items[rank::ranks]
 
+def parts(items, size):
+    """The items, `size` at a time; without a part in which this rank has no share."""
+    for part in (items[i:i + size] for i in range(0, len(items), size)):
+        if deal(part):
+            yield part
+
 def all_reduce(x, op=dist.ReduceOp.SUM):
     """Sum (or `op`) of a tensor over all ranks."""
     if dist.is_initialized():

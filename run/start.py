@@ -1,4 +1,5 @@
-"""What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations."""
+"""What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations.
+And whether it can run: what the task has, the sizes, the memory it takes."""
 import dataclasses
 import hashlib
 import json
@@ -9,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
-from data import Fault, read_json, require
+from data import Fault, check_parts, require
 from data.tokenizer import byte_encoding, load_encoding
 from model import CHUNK, GPT, GPTConfig, token_logps
 from run import batches, folder, machine, pretrained, show
@@ -21,8 +22,10 @@ def begin(cfg, task, checkpoint):
     """What a run begins with, new or from a Checkpoint: the Config, the tokenizer, the policy, the
     problems to train on, and those held out."""
     folder.claim(cfg, checkpoint)
+    if checkpoint and checkpoint.step == cfg.steps * cfg.iterations:
+        show.print0(f"the run in {cfg.folder} is at its end; --steps can make it longer")
     encoding = encoding_of(cfg, cfg.folder if checkpoint else cfg.init)
-    problems, held_out = task.problems(cfg)
+    problems, held_out = problems_of(cfg, task)
     check(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     cfg = dataclasses.replace(cfg, chat=encoding.chat)  # the folder now has a format of its own
@@ -36,14 +39,23 @@ def begin(cfg, task, checkpoint):
         warm_start(policy, task, problems, cfg, encoding)
     return cfg, encoding, policy, problems, held_out
 
+def problems_of(cfg, task):
+    """The problems of a task to train on, and those held out; raises Fault if it has them not."""
+    found = task.problems(cfg)
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(have_prompts, found)):
+        raise Fault("the task's problems(cfg) must be two lists, to train on and held out, of what "
+                    "has a prompt, a text")
+    return found
+
+def have_prompts(problems):
+    """Whether each of some problems has a prompt."""
+    return all(isinstance(getattr(p, "prompt", None), str) for p in problems)
+
 def encoding_of(cfg, where):
     """The tokenizer in a model's folder; bytes for a new model."""
-    chat, about = cfg.chat, Path(where or ".") / "run.json"
-    if where and chat == "auto" and about.exists():        # a run's prompts keep their format
-        try:
-            chat = read_json(about.read_bytes(), about)["config"].get("chat", "auto")
-        except (OSError, LookupError, AttributeError, TypeError) as e:
-            raise Fault(f"{about}: not a run's ({e.__class__.__name__}: {e})") from e
+    chat = cfg.chat
+    if where and chat == "auto":            # a run's prompts keep their format
+        chat = folder.settings(where).get("chat", "auto")
     own = where and (Path(where) / "tokenizer.json").exists()
     return load_encoding(where, chat) if own or cfg.init else byte_encoding()
 
@@ -173,6 +185,8 @@ def check(cfg, task, problems, held_out):
                     f"{cfg.prompts * cfg.group} rows")
     if not held_out:
         raise Fault("the task holds no problems out: there is nothing to evaluate on")
+    for problem in problems[:1]:            # found now, and not after the warm start
+        check_parts(problem, task.reward(problem, ""))
     drawn, ranks = {"prompts": cfg.prompts}, machine.world()[1]         # problems at a time
     if cfg.reward == "model":
         drawn["fit_prompts"] = cfg.fit_prompts
@@ -200,7 +214,7 @@ def check_room(model, cfg, longest):
     if free is not None and sum(need.values()) > free:
         parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
         raise Fault(f"this needs about {sum(need.values()) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
-                    f"free ({parts}): lower --prompts, --group, --max_new or --micro_tokens")
+                    f"free ({parts}): lower --micro_tokens, --max_new, --group or --prompts")
 
 def free_memory(device):
     """Bytes free on a device, or None where nothing says."""

@@ -1,9 +1,15 @@
+import os
 import sys
 from pathlib import Path
 
-import pytest
-import torch
+# In this process and those that tests start: models this small gain nothing from a second thread,
+# and on a busy machine processes with two threads wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

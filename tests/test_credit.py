@@ -189,7 +189,8 @@ def test_kl_in_the_reward_or_nowhere_is_not_in_the_loss():
     logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old, ref, on = logp.detach(), torch.tensor([[-3.0, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
     for kl, nothing in (("loss", False), ("reward", True), ("watch", True), ("none", True)):
-        loss, stats = policy_loss(logp, old, ref, torch.zeros(1, 2), on, on / 2, Config(kl=kl), 0.04)
+        loss, stats = policy_loss(logp, old, ref, torch.zeros(1, 2), on, on / 2, 2, Config(kl=kl),
+                                  0.04)
         grad, = torch.autograd.grad(loss, logp)
         assert bool((grad == 0).all()) is nothing
         assert stats["kl"] > 0.5                # but always logged
@@ -201,7 +202,8 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_row():
     on = torch.tensor([[False, True, True, True, False]])
     cfg = Config(ratio="sequence", clip_low=0.1, clip_high=0.1)
     for adv, want in ((1.0, min(math.exp(0.2), 1.1)), (-1.0, -math.exp(0.2))):
-        loss, stats = policy_loss(change, torch.zeros(1, 5), None, torch.full((1, 5), adv), on, on / 3, cfg, 0.0)
+        loss, stats = policy_loss(change, torch.zeros(1, 5), None, torch.full((1, 5), adv), on, on / 3, 3,
+                                  cfg, 0.0)
         assert loss.item() == pytest.approx(-want) and stats["clip_share"] == pytest.approx(float(adv > 0))
 
 
@@ -213,7 +215,7 @@ def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     cfg = Config(**{**ALGOS[algo], "beta": 0.0})
     logp = torch.where(MASK, -1.0, 0).requires_grad_()
     weight = token_weights(MASK, cfg.mean, 4, int(MASK.sum()), 8)
-    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, cfg, 0.0)
+    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, 11, cfg, 0.0)
     loss.backward()
     assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
 

@@ -101,7 +101,7 @@ def test_nothing_sampled_is_no_loss(mean):
     none = torch.zeros(2, 4, dtype=torch.bool)
     w = token_weights(none, mean, 2, 0, 8)
     x = torch.zeros(2, 4, requires_grad=True)
-    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, CFG, 0.04)
+    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, 1, CFG, 0.04)
     loss.backward()
     assert loss.item() == 0 and x.grad.abs().sum() == 0
 
@@ -113,7 +113,7 @@ def one(ratio, adv, beta=0.0, ref=None):
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     full = lambda x: torch.full((1, 1), float(x), dtype=torch.float64)
     loss, stats = policy_loss(logp, full(0), None if ref is None else full(ref), full(adv),
-                              torch.ones(1, 1, dtype=torch.bool), full(1), CFG, beta)
+                              torch.ones(1, 1, dtype=torch.bool), full(1), 1, CFG, beta)
     loss.backward()
     return loss.item(), logp.grad.item(), stats
 
@@ -135,7 +135,8 @@ def test_ratio_is_of_each_token():
     logp = torch.tensor([[0.5, -0.5, 0.0]]).log_softmax(-1)
     old = logp - torch.tensor([[math.log(1.1), math.log(0.9), 0.0]])
     mask, w = torch.ones(1, 3, dtype=torch.bool), torch.full((1, 3), 1 / 3)
-    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, CFG, 0.0)
+    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, 3, CFG,
+                          0.0)
     assert loss.item() == pytest.approx(-(1.1 + 0.9 - 1.0) / 3)
 
 
@@ -151,14 +152,14 @@ def test_k3_equals_its_formula_and_loses_no_digits():
     one_ = torch.ones(1, 1, dtype=torch.bool)
     def k3(r):
         z = torch.zeros(1, 1)
-        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), CFG, 0.04)[1]["kl"].item()
+        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), 1, CFG, 0.04)[1]["kl"].item()
     for r in (-3.0, -0.5, 0.5, 3.0):
         assert k3(r) == pytest.approx(math.exp(r) - 1 - r, rel=1e-5)
     assert k3(1e-4) == pytest.approx(5e-9, rel=0.01) and k3(0.0) == 0
     r = torch.linspace(-1e-2, 1e-2, 20001)[None]
     z, m = torch.zeros_like(r), torch.ones_like(r, dtype=torch.bool)
     w = torch.eye(1)                                        # each alone: a sum could hide a negative
-    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, CFG, 0.04)[1]["kl"] >= 0
+    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, 1, CFG, 0.04)[1]["kl"] >= 0
                for i in range(0, 20001, 7))
 
 
@@ -169,14 +170,14 @@ def test_k3_gradient_is_that_of_the_forward_kl():
     ref = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1)
     logp = x.log_softmax(-1)[None]
     w = logp.detach().exp()                                 # the expectation over pi
-    loss, stats = policy_loss(logp, logp.detach(), ref[None], torch.zeros_like(w),
-                              torch.ones_like(w, dtype=torch.bool), w, CFG, 1.0)
+    loss, _ = policy_loss(logp, logp.detach(), ref[None], torch.zeros_like(w),
+                              torch.ones_like(w, dtype=torch.bool), w, 6, CFG, 1.0)
     got, = torch.autograd.grad(loss, x, retain_graph=True)
     forward, = torch.autograd.grad((ref.exp() * (ref - logp[0])).sum(), x, retain_graph=True)
     reverse, = torch.autograd.grad((logp[0].exp() * (logp[0] - ref)).sum(), x)
     torch.testing.assert_close(got, forward)
     assert not torch.allclose(got, reverse, atol=1e-2)
-    assert stats["kl"].item() == pytest.approx((w[0] * (logp[0] - ref)).sum().item())   # unbiased
+    assert loss.item() == pytest.approx((w[0] * (logp[0] - ref)).sum().item())          # unbiased
 
 
 @pytest.mark.parametrize("gap", [200.0, -200.0])
@@ -188,7 +189,8 @@ def test_huge_gaps_keep_the_gradient_finite(gap, adv):
         far = torch.zeros(1, 2)
         far[0, place] = gap
         mask = torch.tensor([[True, False]])
-        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), CFG, 0.04)
+        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), 1, CFG,
+                              0.04)
         loss.backward()
         assert loss.isfinite() and logp.grad.isfinite().all() and logp.grad[0, 1] == 0
 
@@ -208,7 +210,7 @@ def test_garbage_outside_the_mask_changes_nothing(garbage):
     def run(dirty):
         logp, old, ref, adv = (torch.where(MASK, x, garbage) if dirty else x for x in tensors)
         logp = logp.clone().requires_grad_()
-        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, CFG, 0.04)
+        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, 6, CFG, 0.04)
         loss.backward()
         return [loss.detach(), logp.grad, *stats.values()]
     for clean, dirty in zip(run(False), run(True)):
@@ -249,6 +251,20 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens
     torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
     assert {k: v for k, v in again.items() if k != "mismatch"} == pytest.approx(
         {k: v for k, v in stats.items() if k != "mismatch"}, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("mean", ["token", "constant"])
+def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
+    """Under the loss's weights the KL was a hundred times smaller with --mean constant, and beta
+    was steered by it."""
+    _, stats, b = gradient(None, mean=mean, micro_tokens=30)
+    _, other, _ = gradient(None, mean="sequence")
+    log_ratio = (b.ref_logp - b.logp)[b.mask].double()
+    assert stats["kl"] == pytest.approx((log_ratio.expm1() - log_ratio).mean().item(), rel=1e-3)
+    assert stats["entropy"] == pytest.approx(-b.logp[b.mask].mean().item(), rel=1e-4)
+    assert {n: stats[n] for n in ("kl", "entropy")} == pytest.approx(
+        {n: other[n] for n in ("kl", "entropy")}, rel=1e-5)
+    assert stats["loss"] != pytest.approx(other["loss"], rel=0.1)
 
 
 def test_update_is_the_gradient_of_the_paper():

@@ -125,7 +125,7 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     assert wide["cache"] == 2 * 2 * 4 * 2 * 2 * 8 * 4 * 10 ** 6 * 25    # twice K and V, L, heads, D, rows, slots
     monkeypatch.setattr(start, "free_memory", lambda device: sum(need.values()) - 1)
     monkeypatch.setattr(GPT, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
-    with pytest.raises(Fault, match=r"this needs about .* lower --prompts"):
+    with pytest.raises(Fault, match=r"this needs about .* lower --micro_tokens"):
         start.check_room(model, cfg, 9)
     monkeypatch.setattr(start, "free_memory", lambda device: sum(need.values()))
     start.check_room(model, cfg, 9)

@@ -57,6 +57,13 @@ def test_process_rewards_are_at_the_ends_of_the_steps():
     assert [r[i][ends[i]].tolist() for i in range(4)] == [[1, 1, 1], [1, 0, 0], [0], [0]]
 
 
+def test_repeats_earn_nothing():
+    """Thirty true steps were once paid for thirty times `47=47`; nor do they cost a true line."""
+    lines = "\n47*50=2350\n47*8=376\n2350+376=2726"
+    (r, ends), batch = rewards_of(["\n47=47" * 30, lines, lines.replace("\n2350", "\n47*8=376" * 9 + "\n2350")], "process")
+    assert [r[i][ends[i]].tolist() for i in range(3)] == [[0], [1, 1, 1], [1, 1, 1]]
+
+
 def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
     (r, ends), _ = rewards_of(["\n47*50=2350\n47*8=376"], "process")
     assert r[0][ends[0]].tolist() == [1, 0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import data
 import data.arithmetic as arithmetic
 import grpo
 from data import Fault
@@ -377,6 +378,9 @@ def test_ask_and_eval_only(unbroken, capsys):
     assert capsys.readouterr().out.startswith("3*4=")
     main(["--eval_only", *SMALL, "--init", str(unbroken)])
     out = capsys.readouterr().out
+    for where in ("--init", "--out"):       # with the settings of the run, which once had to be repeated
+        main(["--eval_only", where, str(unbroken)])
+        assert capsys.readouterr().out == out
     assert out.strip() == show.percentages({k: v for k, v in metrics(unbroken)[-1].items()
                                         if k in ("greedy", "pass@1", "pass@8", "maj@8")})
 
@@ -575,6 +579,21 @@ def test_one_way_to_a_config():
         make_config(algo="trpo")
 
 
+@pytest.mark.parametrize("given, why", [
+    (dict(clip_hi=3), "there is no setting 'clip_hi'; is it 'clip_high'?"), (dict(group="8"), "of the type int"),
+    (dict(lr="1e-4"), "of the type float"), (dict(seed=1.5), "of the type int"), (dict(out=3), "of the type str"),
+    (dict(xyz=1), "there is no setting 'xyz'$"), (dict(reward="modl"), "--reward is one of rule, model")])
+def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
+    with pytest.raises(Fault, match=why):
+        make_config(**given)
+
+
+def test_a_wrong_default_of_a_task_is_a_fault(monkeypatch):
+    monkeypatch.setitem(arithmetic.DEFAULTS, "step", 30)
+    with pytest.raises(Fault, match="no setting 'step'; is it 'steps'"):
+        make_config()
+
+
 def test_a_task_may_choose_an_algorithm(monkeypatch):
     monkeypatch.setitem(arithmetic.DEFAULTS, "algo", "ppo")
     assert make_config().baseline == "value" and make_config(algo="grpo").baseline == "group"
@@ -612,7 +631,8 @@ def test_train_takes_a_config_alone(unbroken, tmp_path):
     flags = dict(zip((f[2:] for f in SMALL[::2]), SMALL[1::2]))
     kinds = {f.name: f.type for f in dataclasses.fields(Config)}
     cfg = make_config(**{name: kinds[name](x) for name, x in flags.items()}, steps=6, out=str(tmp_path))
-    grpo.train(cfg)
+    agent = grpo.train(cfg)
+    assert torch.equal(agent.policy.embed_tokens.weight, pretrained.load(tmp_path).embed_tokens.weight)
     assert weights(tmp_path) == weights(unbroken)
 
 
@@ -656,9 +676,8 @@ def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--algo", "ppo", "--reward", "model", "--fit_prompts", "20", "--out",
           str(tmp_path)])
-    import reward
     names = set().union(*metrics(tmp_path, timed=True)) - {"pass@1", "pass@8", "maj@8"}
-    assert names - {"working"} == reward.STATISTICS
+    assert names - {"working"} == data.STATISTICS
 
 
 def without(*functions):
@@ -677,6 +696,18 @@ def test_what_a_task_need_not_have(tmp_path):
         with pytest.raises(Fault, match=f"has no function {name}"):
             grpo.train(Config(out=str(tmp_path / "c"), **small, **change), without(name))
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("wrong, why", [
+    (dict(problems=lambda cfg: [1, 2]), "must be two lists"),
+    (dict(problems=lambda cfg: (["a"], ["b"])), "has a prompt"),
+    (dict(reward=lambda p, text: 1.0), "must be a dict with 'correct'"),
+    (dict(reward=lambda p, text: {"right": 1.0}), "must be a dict with 'correct'")])
+def test_a_wrong_task_is_found_before_the_warm_start(tmp_path, wrong, why, capsys):
+    task = SimpleNamespace(**vars(toy(lambda p, text: {"correct": 0.0})) | wrong)
+    with pytest.raises(Fault, match=why):
+        grpo.train(Config(out=str(tmp_path), prompts=8, warm_steps=10), task)
+    assert capsys.readouterr().out == ""
 
 
 def test_few_held_out_problems_are_said(tmp_path, capsys):

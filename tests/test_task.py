@@ -2,11 +2,13 @@
 import json
 import random
 import time
+import unicodedata
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import data.arithmetic as task
 import data.countdown as countdown
@@ -15,6 +17,7 @@ import reward
 from data import Fault, load_task
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
+from data.tokenizer import GPT2_SPLIT, Encoding, composed, decode, step_tokens
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -73,6 +76,20 @@ def test_steps_end_with_the_token_that_closes_them():
     assert task.steps(P, "") == []
 
 
+def test_what_only_repeats_is_no_step():
+    """Thirty lines `13=13` once earned thirty rewards. What is false stays false, however often."""
+    p = Problem("13*12=", "156")
+    honest = "\n13*10=130\n13*2=26\n130+26=156"
+    assert task.steps(p, "\n13=13" * 30) == []
+    assert task.steps(p, "\n13=13=10+3\n13=9+4") == []         # a number taken apart, in any way
+    again = honest + "\n130+26=156" * 30 + "\n26+130=156\n26+0130=156=156\n156=156"
+    assert task.steps(p, again) == task.steps(p, honest)[:2] + [(len(honest) + 1, True)]
+    assert task.reward(p, again) == {"correct": 1, "working": 1}
+    assert [truth for _, truth in task.steps(p, "\n13=14" * 3)] == [False] * 3
+    assert [truth for _, truth in task.steps(p, honest)] == [True] * 3
+    assert task.steps(p, "\n13*2=26\n13*2=26\n13*10=130") == [(9, True), (26, True)]
+
+
 def test_answer():
     assert [task.answer(t) for t in ("221", "~221", WORK, "1=2=3", "", "x", "\n", "4*")] == [
         "221", "221", "2726", "3", "", "", "", ""]
@@ -93,11 +110,13 @@ def test_score_pairs_each_completion_with_its_prompt():
     assert parts == {"correct": [1.0] * 8, "place": [0, 0, 1, 1, 2, 2, 3, 3]}
 
 
-@pytest.mark.parametrize("parts", [{"correct": 1.0, "more": 1.0}, {"right": 1.0}, {}])
-def test_components_are_always_the_same(parts):
+@pytest.mark.parametrize("parts, why", [
+    ({"correct": 1.0, "more": 1.0}, "always be the same"), ({"right": 1.0}, "with 'correct' in it"),
+    ({}, "with 'correct' in it"), (1.0, "must be a dict"), (None, "must be a dict")])
+def test_components_are_always_the_same(parts, why):
     """Of rows with other components than the first's, some were once dropped in silence."""
     toy = SimpleNamespace(reward=lambda p, text: parts if text == "b" else {"correct": 1.0})
-    with pytest.raises(Fault, match="always be the same"):
+    with pytest.raises(Fault, match=why):
         score(toy, [P, P], ["a", "b"], [True, True])
 
 
@@ -121,6 +140,12 @@ def test_tasks_that_are_none(monkeypatch):
     monkeypatch.delattr(task, "reward")
     with pytest.raises(Fault, match="arithmetic.py has no function reward"):
         load_task("arithmetic")
+
+
+def test_a_task_that_python_cannot_read(tmp_path):
+    (tmp_path / "mine.py").write_text("DEFAULTS = {}\ndef problems(cfg:\n")
+    with pytest.raises(Fault, match="mine.py, line 2: "):
+        load_task(str(tmp_path / "mine.py"))
 
 
 def test_a_task_may_lie_anywhere(tmp_path):
@@ -182,6 +207,31 @@ def test_bytes_survive(encoding):
     assert encoding.eot_token == 256 and encoding.n_vocab == 257
 
 
+def encoding_of(ranks, nfc):
+    return Encoding("test", GPT2_SPLIT, ranks, {"<end>": 300}, [300], [300], {}, nfc=nfc)
+
+
+@pytest.mark.parametrize("piece", ["a", " ", "!", "\n ", "<", "\u00e9", "\u0301\u0316", "a\u0301\u0316", "\u0344\u0316", "\u0f73", "\ud800"])
+def test_tokenizers_take_linear_time(encoding, piece):
+    """NFC alone took 8 seconds for 100,000 accents in a row."""
+    text, ranks = piece * (40_000 // len(piece)), {bytes([i]): i for i in range(256)}
+    lacking = {b: i for b, i in ranks.items() if b != b"\xff"}
+    for tokenizer in (encoding, encoding_of(ranks, True), encoding_of(lacking, False)):
+        began = time.process_time()
+        ids = tokenizer.encode_ordinary(text)
+        said = decode(tokenizer, ids)
+        assert step_tokens(tokenizer, ids, [len(said)]) == [len(ids) - 1]
+        assert time.process_time() - began < 0.5
+
+
+def test_nfc_is_unicodes():
+    rng, letters = random.Random(0), [chr(c) for c in range(0x1200)] + [*"ao\uac00"] * 100
+    letters = [c for c in letters if c in "ao\uac00" or unicodedata.combining(c) or unicodedata.decomposition(c)]
+    for _ in range(5000):
+        text = "".join(rng.choices(letters, k=rng.randrange(12)))
+        assert composed(text) == unicodedata.normalize("NFC", text)
+
+
 def test_the_end_token_cannot_be_spelled(encoding):
     assert 256 not in encoding.encode_ordinary("1*1=<|endoftext|>")
 
@@ -195,16 +245,19 @@ def answered(x, thought=""):
 @pytest.mark.parametrize("text, number", [
     ("18", 18), ("$1,080.", 1080), ("-5", -5), ("\u22125", -5), ("1,234,567 dollars", 1234567),
     ("3.50", Fraction(7, 2)), (r"\boxed{42}", 42), (r"$\boxed{1{,}080}$", 1080), ("70%", 70), ("18.0", 18),
-    ("$-3", -3), ("-$3", -3), ("12 eggs.", 12), (".5", Fraction(1, 2)), ("$.50", Fraction(1, 2))])
+    ("$-3", -3), ("-$3", -3), ("12 eggs.", 12), (".5", Fraction(1, 2)), ("$.50", Fraction(1, 2)), ("007", 7),
+    ("5 quarters", 5), ("5 points", 5), ("5 m", 5), ("1 canteen", 1), ("5 millionaires", 5)])
 def test_one_number(text, number):
     assert one_number(text) == number
 
 
 @pytest.mark.parametrize("text", [
     "", "none", "10-3", "\u0663", "17 or 18", "1/2", r"\frac{1}{2}", "10^2", "1,2345", "1e3", "1 000", "3:18", "--5",
-    "3.3333333333333335", "12345678901234518", "3 x 4 = 12", ".", "$", "18 (rounded from 17.6)", "5\u201318"])
+    "3.3333333333333335", "12345678901234518", "3 x 4 = 12", ".", "$", "18 (rounded from 17.6)", "5\u201318",
+    "5 million", "5Million dollars", "5k", "5 M", "5 dozen eggs", "5 minus one", "5 plus", "5 and a half", "5 hundredths",
+    "5 squared", "5 miles in one hour", "5 thirty", "5\u0665", "\uff15", "5\u00b2", "0,005", "000,018", "5\n0", "5" + " a" * 100])
 def test_other_texts_are_no_number(text):
-    """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5`."""
+    """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5` and of `5 million`."""
     assert one_number(text) is None
 
 
@@ -229,11 +282,62 @@ def test_lines_with_equations_are_steps():
     assert steps(None, "a") == [(1, True)] and steps(None, "1+1=3\n\n") == [(7, False)]
 
 
-def test_hostile_lines_are_quick():
-    for text in ("-" * 16000 + "y", "1+" * 8000 + "=", "=" * 16000, "(" * 16000 + "=1", "<answer>" * 2000):
-        began = time.perf_counter()
-        steps(None, text), tagged(text), one_number(text)
-        assert time.perf_counter() - began < 0.5
+def test_a_line_that_was_there_is_no_step():
+    text = "1+1=2\n" * 30
+    assert steps(None, text + "done") == [(6, True), (len(text) + 4, True)]
+    assert [truth for _, truth in steps(None, "1+1=2\n1 + 1 = 2\n1+1=3\n1+1=3\n")] == [True, False, False]
+    assert len(steps(None, "Mon: 2*3=6\nTue: 2*3=6")) == 2                 # another line, another step
+
+
+def test_an_equation_is_read_whole():
+    """Of a long side the last 200 characters were once taken: 10+0+0... of 910+0+0..."""
+    assert steps(None, "910" + "+0" * 99 + "=11\nso") == [(207, True)]
+    assert steps(None, "1+1=2" + "0" * 300 + "\nso") == [(308, True)]
+
+
+def test_no_more_is_read_of_a_text_than_a_working_has():
+    sums = [f"{n}+1={n + 1}" for n in range(5000)]
+    assert len(steps(None, "\n".join(sums))) == 201 and len(steps(None, " ".join(sums))) == 1
+    found = task.steps(P, "\n" + "\n".join(f"{'7+' * n}7={7 * n + 7}" for n in range(1, 251)))
+    assert [truth for _, truth in found] == [True] * 200 + [False] * 50
+
+
+CASES = [(task, P), (countdown, countdown.Problem("", (3, 7, 25), 46, "")), (gsm8k, gsm8k.Problem("", "5", ""))]
+RUNS = ["<answer>-" + " " * 9990 + "!</answer>", "<answer>$" + " " * 9990 + "!</answer>", "<answer>" * 1250, "=" * 10000,
+        "1+=" * 3333, "1=1\n" * 2500, "1+1=2\n" * 1666, "(" * 9999 + "=1", "1=" + ("1+" * 99 + "1=") * 50, "x\n" * 5000,
+        "1=" + ("1" * 199 + "y=") * 50, "47=47\n" * 1666, "1" + ",000" * 2499, "-" * 9000 + "y", "$" * 10000]
+
+
+@pytest.mark.parametrize("text", RUNS, ids=range(len(RUNS)))
+def test_hostile_texts_take_little_time(text):
+    """`<answer>-`, 800 spaces and `!` took a second, cubic in the spaces."""
+    for module, problem in CASES:
+        for text in (text, "\n" + text, f"<answer>{text}</answer>"):
+            seconds = []
+            for _ in range(3):
+                began = time.process_time()
+                module.reward(problem, text), module.answer(text), module.steps(problem, text)
+                seconds.append(time.process_time() - began)
+                if seconds[-1] < 0.03:
+                    break
+            assert min(seconds) < 0.03
+
+
+def test_numbers_too_long_for_python():
+    """int() of more than 4,300 digits raises, and a sampled text must not end a run."""
+    for n in ("9" * 5000, "1" + ",000" * 1500, "1." + "0" * 5000, "." + "1" * 5000):
+        for text in (n, f"\n{n}=1", f"\n47*{n}={n}", f"\n1+1={n}=", answered(n), answered(f"3+{n}"), f"\n={n}"):
+            for module, problem in CASES:
+                assert module.reward(problem, text)["correct"] == 0 and module.steps(problem, text)
+                module.answer(text)
+
+
+def test_no_hostile_text_is_correct(monkeypatch):
+    """By the search of `experiments/`, in short."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import hostile_texts
+    correct, wrong, _ = hostile_texts.search(20_001, random.Random(1))
+    assert len(correct) > 4000 and [text for *_, text in wrong] == []
 
 
 def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):
@@ -271,6 +375,41 @@ def test_gsm8k_files_that_are_not_as_published(tmp_path, rows, why):
         gsm8k.problems(SimpleNamespace(train=str(tmp_path / "none"), test=""))
 
 
+GOOD = b'{"question": "q", "answer": "#### 1"}'
+
+
+@pytest.mark.parametrize("line, why", [
+    (b"[" * 100_000, "RecursionError"), (b'{"question": ' * 100_000, "RecursionError"),
+    (b"[]", "not an object"), (b"7", "not an object"), (b"", "JSONDecodeError"), (b'{"question": "q', "JSONDecodeError"),
+    (b'{"question": 1, "answer": "#### 1"}', "no text 'question'"), (b'{"question": "q", "answer": 1}', "no text 'answer'"),
+    (b'{"question": "q"}', "no text 'answer'"), (b'{"question": null, "answer": "#### 1"}', "no text 'question'"),
+    (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),
+    (b'{"question": "q", "answer": "#### ' + b"9" * 5000 + b'"}', "#### n"),
+    (b'{"question": "q", "answer": "#### 1' + b",000" * 1500 + b'"}', "#### n"),
+    (b'{"question": "\\ud800", "answer": "#### 1"}', "surrogates"), (b'{"question": "q", "answer": "\\udfff #### 1"}', "surrogates"),
+    (b'{"question": "\xff", "answer": "#### 1"}', "UnicodeDecodeError"),
+    (GOOD.decode().encode("utf-16"), "UnicodeDecodeError")], ids=range(17))
+def test_a_bad_line_of_a_file_is_named(tmp_path, line, why):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
+    with pytest.raises(Fault, match=rf"--train .*rows.jsonl, line 2: .*{why}") as fault:
+        gsm8k.problems(SimpleNamespace(train=str(path), test=""))
+    assert "\n" not in str(fault.value) and len(str(fault.value)) < 500
+
+
+def test_files_of_editors(tmp_path):
+    """With a byte order mark, with \\r\\n, without a newline at the end."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD)
+    assert [p.answer for p in gsm8k.problems(SimpleNamespace(train=str(path), test=str(path)))[0]] == ["1", "1"]
+
+
+def test_marks_are_taken_out_in_linear_time():
+    began = time.process_time()
+    shown = gsm8k.demonstration(gsm8k.Problem("", "4", "2+2 = <<2+2=4>>4" + "<<" * 20_000), random)
+    assert shown.startswith("<think>\n2+2 = 4<<<<") and time.process_time() - began < 0.1
+
+
 @pytest.mark.parametrize("difficulty", [2, 4])
 def test_countdown(difficulty):
     train, held_out = countdown.problems(SimpleNamespace(difficulty=difficulty))
@@ -291,3 +430,12 @@ def test_countdown_wants_each_number_once(text, correct):
     assert countdown.reward(dotted, answered("3.25*4"))["correct"] == 0
     p = countdown.Problem("", (3, 7, 25), 46, "")
     assert countdown.reward(p, answered(text)) == {"correct": correct, "format": 0.1}
+
+
+@pytest.mark.parametrize("numbers, target, text", [
+    ((3, 4, 25), 59, "0000000034+25"), ((3, 4, 25), 59, "34+25"), ((3, 4, 25), 37, "3*4+025"), ((3, 4, 25), 37, "03*4+25"),
+    ((3, 4, 25), 37, "3.0*4+25"), ((3, 5), 15, "3*5.0"), ((3, 5), 15, "\uff13*5"), ((3, 5), 15, "3*\u0665"),
+    ((3, 5), 15, "3*5 or 5*3"), ((3, 5), 15, "3*5</answer><answer>8"), ((1, 5, 15), 15, "15")])
+def test_countdown_reads_numbers_as_it_evaluates_them(numbers, target, text):
+    """`0000000034` was 3 and 4 to the check of the numbers, and 34 to the evaluator."""
+    assert countdown.reward(countdown.Problem("", numbers, target, ""), answered(text))["correct"] == 0

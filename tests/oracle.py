@@ -1,0 +1,277 @@
+"""A second GRPO and PPO to hold the first against, written from the papers and not from grpo.py.
+
+DeepSeekMath (2402.03300) 4.1 and eq. 21; PPO (1707.06347); GAE (1506.02438); Schulman's k1, k2, k3
+(joschu.net/blog/kl-approx.html); RLOO (2402.14740); Dr. GRPO (2503.20783); DAPO (2503.14476); GSPO
+(2507.18071); the steered coefficient of Ziegler et al. (1909.08593). Slow and plain: float64, no
+padding, a row and a token at a time. Of the network it takes the hidden states of a single row.
+"""
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass
+class Row:
+    """A completion, alone."""
+    prompt: list            # ids
+    completion: list        # ids, the one that ended it included
+    finished: bool          # by such a one, not by the limit
+    parts: dict             # components of the rule's reward
+    steps: list             # (index of the token that ends it, whether it is true), of each step
+    score: list = None      # the reward model's raw output after each token
+
+
+# ------------------------------------------------------------------------------------ small sums
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def variance(x):
+    return sum((a - mean(x)) ** 2 for a in x) / len(x)
+
+
+def equal(x):
+    """All the same, up to rounding."""
+    return math.sqrt(variance(x)) <= 1e-6 * abs(mean(x))
+
+
+# ----------------------------------------------------------------------------- what the models say
+
+def states(gpt, row):
+    """The hidden state before each token of the completion, which is that after the token before."""
+    h = gpt(torch.tensor([row.prompt + row.completion]))[0]
+    return [h[len(row.prompt) + t - 1] for t in range(len(row.completion))]
+
+
+def logps(gpt, row, temperature):
+    """log pi of each token of the completion."""
+    logits = [gpt.embed_tokens.weight @ h / temperature for h in states(gpt, row)]
+    return [x[token] - x.exp().sum().log() for x, token in zip(logits, row.completion)]
+
+
+def values(policy, critic, row):
+    """The critic's value of the state before each token."""
+    return [critic.head.weight[0] @ h + critic.head.bias[0]
+            for h in states(critic.trunk or policy, row)]
+
+
+def numbers(tensors):
+    return [x.item() for x in tensors]
+
+
+# ---------------------------------------------------------------------------------------- rewards
+
+def step_rewards(row, cfg, norm):
+    """[(index of a token, reward)], one for each step; under outcome supervision the completion is
+    one step. `norm`: mean and std of the reward model's scores."""
+    last = len(row.completion) - 1
+    correct = row.finished and row.parts["correct"] > 0
+    if cfg.supervision == "outcome":
+        found = {last: sum(row.parts.values()) if row.finished else 0.0}
+    else:               # the last step holds the end of the completion, and has to be its answer
+        found, steps = {}, row.steps or [(last, False)]
+        for index, true in [*steps[:-1], (last, steps[-1][1] and correct)]:
+            found[index] = min(found.get(index, 1.0), float(true))      # two may end in one token
+    if cfg.reward == "model":
+        for index in found:
+            score = row.score[index]
+            found[index] = ((score - norm[0]) / norm[1] if cfg.supervision == "outcome" else
+                            1 / (1 + math.exp(-score)))
+    if not row.finished:
+        found[last] = min(found[last], cfg.unfinished)
+    return sorted(found.items())
+
+
+def group_scores(rewards, cfg):
+    """The rewards of a group, a list for each row, less their baseline, over their std (4.1.2, and
+    4.1.3 where a row has several); and whether they are all equal. RLOO's baseline of a row is the
+    mean over the other rows."""
+    everything = [r for row in rewards for r in row]
+    centre, std, dead = mean(everything), math.sqrt(variance(everything)), equal(everything)
+    scores = []
+    for i, row in enumerate(rewards):
+        others = [r for j, other in enumerate(rewards) for r in other if j != i]
+        baseline = {"group": centre, "group+value": centre, "leave-one-out": mean(others)}
+        row = [r - baseline.get(cfg.baseline, 0.0) for r in row]
+        if dead and cfg.baseline.startswith("group"):
+            row = [0.0] * len(row)
+        if cfg.scale == "group" and not dead:
+            row = [r / std for r in row]
+        scores.append(row)
+    return scores, dead
+
+
+# ------------------------------------------------------------------------------------- advantages
+
+def gae(reward, value, gamma, lam):
+    """Eq. 16 of GAE as it is written; after the last token the value is 0."""
+    n, value = len(reward), [*value, 0.0]
+    delta = [reward[t] + gamma * value[t + 1] - value[t] for t in range(n)]
+    return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, n)) for t in range(n)]
+
+
+def credit(rows, rewards, penalties, value, cfg):
+    """The advantage of each token, the returns (None without a critic), and which groups are dead.
+    PPO takes the penalty (eq. 2 of DeepSeekMath) token by token; without a critic the completion is
+    one action, and its penalties come off its last reward."""
+    if value is None:
+        rewards = [[*found[:-1], (found[-1][0], found[-1][1] - sum(penalty))]
+                   for found, penalty in zip(rewards, penalties)]
+    scores, dead = [], []
+    for start in range(0, len(rows), cfg.group):
+        group = rewards[start:start + cfg.group]
+        of_rows, same = group_scores([[r for _, r in found] for found in group], cfg)
+        scores += [{index: x for (index, _), x in zip(found, row)}
+                   for found, row in zip(group, of_rows)]
+        dead.append(same)
+    adv, returns = [], None
+    for i, row in enumerate(rows):
+        n = len(row.completion)
+        if value is None:
+            adv.append([sum(x for end, x in scores[i].items() if end >= t) for t in range(n)])
+        else:
+            reward = [scores[i].get(t, 0.0) - penalties[i][t] for t in range(n)]
+            adv.append(gae(reward, value[i], cfg.gamma, cfg.lam))
+    if value is not None:
+        returns = [[a + v for a, v in zip(*both)] for both in zip(adv, value)]
+    if cfg.scale == "batch":
+        everything = [a for row in adv for a in row]
+        centre, std = mean(everything), math.sqrt(variance(everything))
+        adv = [[0.0 if equal(everything) else (a - centre) / std for a in row] for row in adv]
+    return adv, returns, dead
+
+
+# ----------------------------------------------------------------------------------------- losses
+
+def kl_of_token(logp, ref, ratio, estimator):
+    """Of KL(pi || ref), with x = pi_ref / pi: k1 = -log x, k2 = (log x)^2 / 2, k3 = x - 1 - log x,
+    and k3 under the importance weight."""
+    log_x = ref - logp
+    k3 = log_x.exp() - 1 - log_x
+    return {"k1": -log_x, "k2": log_x ** 2 / 2, "k3": k3, "ratio*k3": ratio * k3}[estimator]
+
+
+def weight_of_token(length, lengths, cfg):
+    """GRPO: the mean over a row, then over rows; DAPO: over all tokens; Dr. GRPO: over the most
+    tokens there could have been. `lengths`: of all rows of the optimizer step."""
+    return {"sequence": 1 / len(lengths) / length, "token": 1 / sum(lengths),
+            "constant": 1 / (len(lengths) * cfg.max_new)}[cfg.mean]
+
+
+def value_error(value, old, target, clip):
+    """Half the squared error, and no better than that of the value kept within `clip` of the old."""
+    moved = value.item() - old
+    kept = value if abs(moved) <= clip else old + math.copysign(clip, moved)
+    plain, clipped = (value - target) ** 2, (kept - target) ** 2
+    return (plain if plain >= clipped else clipped) / 2
+
+
+# --------------------------------------------------------------------------------------- training
+
+class Oracle:
+    """Models that it changes, in float64, and what lasts from step to step: Adam's moments, beta.
+    `high`, `low`: how many tokens were clipped at each side."""
+
+    def __init__(self, cfg, policy, ref, critic, norm):
+        self.cfg, self.policy, self.ref, self.critic, self.norm = cfg, policy, ref, critic, norm
+        self.params = [p for model in (policy, critic) if model is not None
+                       for p in model.parameters() if p.requires_grad]
+        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
+        self.updates, self.beta, self.high, self.low = 0, cfg.beta, 0, 0
+
+    def step(self, rows, minibatches):
+        """Train on a rollout; `minibatches`: indices of the rows of each optimizer step. Gives the
+        statistics of the step."""
+        cfg = self.cfg
+        old = [numbers(logps(self.policy, row, cfg.temperature)) for row in rows]
+        ref = value = None
+        if self.ref is not None:
+            ref = [numbers(logps(self.ref, row, cfg.temperature)) for row in rows]
+        if self.critic is not None:
+            value = [numbers(values(self.policy, self.critic, row)) for row in rows]
+        penalties = [[0.0] * len(row.completion) for row in rows]
+        if cfg.kl == "reward" and ref:
+            penalties = [[self.beta * (a - b) for a, b in zip(*both)] for both in zip(old, ref)]
+        rewards = [step_rewards(row, cfg, self.norm) for row in rows]
+        adv, returns, dead = credit(rows, rewards, penalties, value, cfg)
+
+        stats = self.measures(rows, rewards, dead)
+        if value is not None:
+            target, left = ([x for row in table for x in row] for table in (returns, [
+                [r - v for r, v in zip(*both)] for both in zip(returns, value)]))
+            stats["explained_variance"] = 1 - variance(left) / max(variance(target), 1e-8)
+        data = [dict(row=row, old=old[i], ref=ref and ref[i], value=value and value[i], adv=adv[i],
+                     returns=returns and returns[i]) for i, row in enumerate(rows)]
+        of_updates = [self.update([data[i] for i in chosen]) for chosen in minibatches]
+        stats |= {name: mean([x[name] for x in of_updates]) for name in of_updates[0]}
+        stats["mismatch"] = 0.0
+        if cfg.beta and cfg.kl in ("loss", "reward"):
+            stats["beta"] = self.beta
+        if cfg.target_kl:
+            error = (stats["kl"] - cfg.target_kl) / cfg.target_kl
+            self.beta *= 1 + 0.1 * max(-0.2, min(0.2, error))
+        return stats
+
+    def measures(self, rows, rewards, dead):
+        """What is logged of a rollout: means over rows; dead groups over groups."""
+        stats = {name: mean([row.parts[name] * row.finished for row in rows])
+                 for name in rows[0].parts}
+        stats["accuracy"] = stats.pop("correct")
+        if self.cfg.reward == "model":
+            by_rule = replace(self.cfg, reward="rule", unfinished=1e9)
+            stats["rule_reward"] = mean([sum(r for _, r in step_rewards(row, by_rule, None))
+                                         for row in rows])
+        return stats | {"reward": mean([sum(r for _, r in found) for found in rewards]),
+                        "length": mean([len(row.completion) for row in rows]),
+                        "finished": mean([row.finished for row in rows]),
+                        "dead_groups": mean(dead)}
+
+    def update(self, rows):
+        """One optimizer step, and its statistics: the losses as they are weighed, the others means
+        over all tokens."""
+        cfg, lengths = self.cfg, [len(d["adv"]) for d in rows]
+        loss = errors = torch.zeros((), requires_grad=True)         # all may be clipped
+        clipped, entropy, kls = 0, [], []
+        for d in rows:
+            logp, n = logps(self.policy, d["row"], cfg.temperature), len(d["adv"])
+            value = self.critic and values(self.policy, self.critic, d["row"])
+            weight = weight_of_token(n, lengths, cfg)
+            of_row = (sum(logp[t] - d["old"][t] for t in range(n)) / n).exp()           # GSPO's
+            for t, A in enumerate(d["adv"]):
+                ratio = of_row if cfg.ratio == "sequence" else (logp[t] - d["old"][t]).exp()
+                gain = ratio * A
+                if A > 0 and ratio > 1 + cfg.clip_high:
+                    gain, clipped, self.high = (1 + cfg.clip_high) * A, clipped + 1, self.high + 1
+                if A < 0 and ratio < 1 - cfg.clip_low:
+                    gain, clipped, self.low = (1 - cfg.clip_low) * A, clipped + 1, self.low + 1
+                entropy.append(-logp[t].item())
+                if d["ref"]:
+                    kl = kl_of_token(logp[t], d["ref"][t], ratio, cfg.estimator)
+                    kls.append(kl.item())
+                    if cfg.kl == "loss":
+                        gain = gain - self.beta * kl
+                loss = loss - weight * gain
+                if value:
+                    errors = errors + weight * value_error(value[t], d["value"][t],
+                                                           d["returns"][t], cfg.value_clip)
+        stats = {"loss": loss.item(), "clip_share": clipped / len(entropy),
+                 "entropy": mean(entropy)} | ({"kl": mean(kls)} if kls else {})
+        if self.critic is not None:
+            stats["value_loss"] = errors.item()
+        return stats | {"grad_norm": self.descend(loss + cfg.value_coef * errors)}
+
+    def descend(self, loss):
+        """Clip the gradient to a norm, all models together (torch adds 1e-6 to the denominator),
+        then Adam with betas 0.9 and 0.95. Gives the norm before."""
+        grads = torch.autograd.grad(loss, self.params, materialize_grads=True)
+        norm = math.sqrt(sum((g * g).sum().item() for g in grads))
+        self.updates += 1
+        for p, g, (m, v) in zip(self.params, grads, self.moments):
+            g = g * min(1.0, self.cfg.grad_clip / (norm + 1e-6))
+            m.copy_(0.9 * m + 0.1 * g)
+            v.copy_(0.95 * v + 0.05 * g * g)
+            first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
+            p.data -= self.cfg.lr * first / (second.sqrt() + self.cfg.adam_eps)
+        return norm

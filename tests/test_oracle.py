@@ -1,0 +1,273 @@
+"""Three whole training steps against tests/oracle.py, which was written from the papers: every
+weight and every number of metrics.jsonl, in float64, for every algorithm and choice."""
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import tiny_model
+from oracle import Oracle, Row
+
+import grpo
+from run import batches, machine
+
+TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
+STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
+PROBLEMS = [SimpleNamespace(prompt=text) for text in ("abc", "g", "defgab", "cc", "eg")]
+ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".index(x) for x in text],
+                           token_bytes=lambda i: b"" if i in STOP else TEXTS[i])
+SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=14,
+             lr=0.015, grad_clip=1.0, steps=3, dtype="float32", device="cpu", compile="off")
+TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+BASELINES = ("none", "group", "leave-one-out", "value", "group+value")
+
+
+# ------------------------------------------------------------------------------------- the task
+
+def steps(problem, text):
+    """A step ends at each a, b, c, and is true if the prompt has that letter; so does the text."""
+    ends = [i + 1 for i, x in enumerate(text) if x in "abc" or i + 1 == len(text)]
+    return [(end, text[end - 1] in problem.prompt) for end in ends]
+
+
+def rule(problem, text):
+    """Right or not, and a part that is rarely the same twice."""
+    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
+            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
+
+
+TASK = SimpleNamespace(reward=rule, steps=steps)
+
+
+# ----------------------------------------------------------------------- the tested side, recorded
+
+class Torch:
+    """torch, whose float32 has 64 bits."""
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch):
+    """The tested side too computes in float64, where two ways to the same number agree. The first
+    optimizer imports half of torch, which is not to see that."""
+    batches.new_optimizer([torch.nn.Linear(1, 1)], 1.0)
+    threads, single = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(grpo, "torch", Torch())
+    yield
+    torch.set_default_dtype(single)
+    torch.set_num_threads(threads)
+
+
+def shaken(module, by, seed):
+    """Its weights moved at random."""
+    source = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        if name != "norm":          # a reward model's mean and std
+            p.data += by * torch.randn(p.shape, generator=source)
+
+
+def new_agent(cfg):
+    """Models of one layer; the reference is not the policy, the critic has an opinion, and the
+    reward model a mean and std that are not 0 and 1."""
+    policy = tiny_model(cfg.seed, 3.0, vocab_size=len(TEXTS) + 2, n_layer=1, n_head=2, n_kv_head=1,
+                        n_embd=16, n_inner=24, block_size=16)
+    agent = grpo.new_agent(cfg, TASK, ENCODING, policy)
+    if agent.ref is not None:
+        shaken(agent.ref, 0.1, 1)
+    if agent.critic is not None:
+        shaken(agent.critic, 0.1, 2)
+    if agent.reward_model is not None:
+        agent.reward_model.norm.data = torch.tensor([0.3, 1.7])
+    return agent
+
+
+def rows_of(batch, agent):
+    """A rollout as rows of their own. Their problems are found by their prompts."""
+    rows = []
+    for ids, mask, start in zip(batch.ids.tolist(), batch.mask.tolist(), batch.start.tolist()):
+        n = sum(mask)
+        assert mask == [start <= t < start + n for t in range(len(mask))] and 1 <= n
+        prompt, completion = ids[:start], ids[start:start + n]
+        assert not STOP & set(completion[:-1])
+        finished = completion[-1] in STOP
+        assert n == SMALL["max_new"] or finished and n < SMALL["max_new"]
+        problem = next(p for p in PROBLEMS if ENCODING.encode_prompt(p.prompt) == prompt)
+        of_char = [i for i, x in enumerate(completion) for _ in ENCODING.token_bytes(x)]
+        text = b"".join(map(ENCODING.token_bytes, completion)).decode()
+        row = Row(prompt, completion, finished, rule(problem, text),
+                  [(of_char[end - 1], true) for end, true in steps(problem, text)])
+        if agent.reward_model is not None:
+            with torch.no_grad():
+                row.score = agent.reward_model(torch.tensor([ids[:start + n]]))[0, start:].tolist()
+        rows.append(row)
+    return rows
+
+
+def recorded(minibatches, chosen):
+    """`minibatches`; on the side the indices that it gives, in the order of the rows of all ranks:
+    each rank in turn takes a group."""
+    def record(cfg, *given):
+        rank, ranks = machine.world()
+        for rows, size in minibatches(cfg, *given):
+            groups = [divmod(i, cfg.group) for i in rows.tolist()]
+            chosen[rank].append([(g * ranks + rank) * cfg.group + i for g, i in groups])
+            yield rows, size
+    return record
+
+
+def on_ranks(ranks, work, monkeypatch):
+    """`work(rank)` of each rank, in threads that sum up as processes would."""
+    if ranks == 1:
+        return [work(0)]
+    own, barrier, handed = threading.local(), threading.Barrier(ranks, timeout=20), [None] * ranks
+
+    def all_reduce(x, op=dist.ReduceOp.SUM):
+        """Sum, or maximum."""
+        handed[own.rank] = x.detach().clone()
+        barrier.wait()
+        stacked = torch.stack(handed)
+        barrier.wait()
+        return stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0)
+
+    def of_rank(rank):
+        """What a rank does; if it fails, none waits for it."""
+        own.rank = rank
+        try:
+            return work(rank)
+        except Exception:
+            barrier.abort()
+            raise
+    with monkeypatch.context() as patch, ThreadPoolExecutor(ranks) as pool:
+        patch.setattr(machine, "world", lambda: (own.rank, ranks))
+        patch.setattr(machine, "all_reduce", all_reduce)
+        return list(pool.map(of_rank, range(ranks)))
+
+
+# -------------------------------------------------------------------------------- the comparison
+
+def check_minibatches(chosen, cfg):
+    """In every epoch each row once, in parts of a size that differs by 1 at most; dealt anew in each
+    epoch and step."""
+    n, B = cfg.minibatches, cfg.prompts * cfg.group
+    epochs = [chosen[i:i + n] for i in range(0, len(chosen), n)]
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == list(range(B))
+        assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
+    dealt = {tuple(map(tuple, map(sorted, epoch))) for epoch in epochs}
+    assert len(epochs) == 3 * cfg.epochs and (n == 1 or len(dealt) > len(epochs) / 2)
+
+
+def compare(cfg, monkeypatch, ranks=1):
+    """Three steps of both; gives the oracle, its statistics and the rows of all steps. Of several
+    ranks the explained variance is logged as the mean of each one's own."""
+    agents, all_chosen = [new_agent(cfg) for _ in range(ranks)], []
+    rm, G = agents[0].reward_model, cfg.group
+    oracle = Oracle(cfg, *copy.deepcopy([agents[0].policy, agents[0].ref, agents[0].critic]),
+                    None if rm is None else rm.norm.tolist())
+    before, logged, seen = copy.deepcopy(oracle.params), [], []
+    minibatches = batches.minibatches
+    for step in (1, 2, 3):
+        chosen = [[] for _ in agents]
+        monkeypatch.setattr(batches, "minibatches", recorded(minibatches, chosen))
+        done = on_ranks(ranks, lambda rank: grpo.train_step(agents[rank], PROBLEMS, step),
+                        monkeypatch)
+        rows = [rows_of(batch, agents[0]) for batch, _ in done]
+        rows = [row for p in range(cfg.prompts) for row in rows[p % ranks][p // ranks * G:][:G]]
+        assert len({tuple(row.prompt) for row in rows}) == cfg.prompts
+        assert all(row.prompt == rows[i // G * G].prompt for i, row in enumerate(rows))
+        chosen = [sum(parts, []) for parts in zip(*chosen, strict=True)]
+        want = oracle.step(rows, chosen)
+        for _, stats in done:
+            assert {*stats} - TIMES == {*want} and all(stats[name] > 0 for name in TIMES)
+            for name in [x for x in want if ranks == 1 or x != "explained_variance"]:
+                assert stats[name] == pytest.approx(want[name], rel=1e-7, abs=1e-9), (step, name)
+        seen, logged, all_chosen = seen + rows, logged + [want], all_chosen + chosen
+    check_minibatches(all_chosen, cfg)
+    for agent in agents:
+        tested = [p for model in (agent.policy, agent.critic) if model is not None
+                  for p in model.parameters() if p.requires_grad]
+        for p, q, first in zip(tested, oracle.params, before, strict=True):
+            torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
+    return oracle, logged, seen
+
+
+# ------------------------------------------------------------------------------------- the cases
+
+CASES = [
+    *(dict(algo=algo) for algo in grpo.ALGOS),
+    # whose credit it is
+    *(dict(supervision="process", baseline=baseline) for baseline in BASELINES),
+    *(dict(algo=algo, supervision="process") for algo in ("ppo", "rloo", "reinforce")),
+    *(dict(baseline=baseline, scale=scale) for baseline in BASELINES
+      for scale in ("none", "group", "batch")),
+    *(dict(algo=algo, critic="separate") for algo in ("ppo", "a2c")),
+    *(dict(baseline="group+value", critic=critic, gamma=0.9, lam=0.7, value_clip=0.02, value_coef=1)
+      for critic in ("shared", "separate")),
+    # the KL
+    *(dict(kl=kl, estimator=estimator, beta=0.3) for kl in ("loss", "reward")
+      for estimator in ("k1", "k2", "k3", "ratio*k3")),
+    dict(kl="watch", beta=0.3),
+    dict(kl="reward", supervision="process", beta=0.3),
+    dict(kl="loss", algo="ppo", beta=0.3),
+    dict(beta=0.0),
+    *(dict(algo=algo, target_kl=target) for algo in ("grpo", "ppo") for target in (0.1, 9)),
+    # the loss
+    *(dict(mean=mean) for mean in ("token", "constant")),
+    *(dict(algo=algo, ratio="sequence", mean=mean) for algo in ("grpo", "ppo")
+      for mean in ("sequence", "token", "constant")),
+    dict(clip_low=0.05, clip_high=0.4),
+    # the reward
+    dict(unfinished=-1.0), dict(unfinished=-1.0, supervision="process"),
+    *(dict(algo=algo, reward="model", supervision=supervision, unfinished=unfinished)
+      for algo in ("grpo", "ppo") for supervision, unfinished in
+      (("outcome", -1.0), ("outcome", 9.0), ("process", -1.0), ("process", 0.3))),
+    # the update
+    dict(temperature=0.7), dict(temperature=1.3, algo="ppo", critic="separate"),
+    dict(epochs=1, minibatches=1, micro_tokens=1), dict(epochs=1, minibatches=4, micro_tokens=1000),
+    dict(epochs=3, recompute="on"), dict(prompts=3, group=2, minibatches=3),
+    dict(grad_clip=0.01), dict(grad_clip=1e9, adam_eps=0.01),
+]
+
+
+def title(given):
+    return " ".join(f"{name}={x}" for name, x in given.items())
+
+
+@pytest.mark.parametrize("given", CASES, ids=title)
+def test_three_steps(given, monkeypatch):
+    """In each there is something to learn, rows end and are cut, and tokens are clipped at both
+    sides; without a baseline few advantages are negative."""
+    cfg = grpo.make_config(**SMALL | given)
+    oracle, logged, rows = compare(cfg, monkeypatch)
+    assert {row.finished for row in rows} == {True, False}
+    assert logged[0]["dead_groups"] < 1 and logged[0]["grad_norm"] > 0.1
+    if cfg.clip_high < 1 and cfg.epochs > 1:
+        assert oracle.high > 0 and (oracle.low > 0 or cfg.baseline == "none")
+    if cfg.clip_high > 1:
+        assert oracle.high == oracle.low == 0
+    if cfg.target_kl:
+        assert (logged[2]["beta"] > cfg.beta) is (logged[0]["kl"] > cfg.target_kl)
+
+
+def test_the_cases_hold_what_is_rare(monkeypatch):
+    """A dead group beside a live one; gradients that are scaled down and such that are not."""
+    _, logged, _ = compare(grpo.make_config(**SMALL), monkeypatch)
+    assert 0.5 in [m["dead_groups"] for m in logged]
+    assert min(m["grad_norm"] for m in logged) < 1 < max(m["grad_norm"] for m in logged)
+
+
+@pytest.mark.parametrize("given", [dict(algo="grpo"), dict(algo="ppo", scale="batch"),
+                                   dict(mean="token", kl="reward", target_kl=1)], ids=title)
+def test_two_ranks(given, monkeypatch):
+    """Sums over tokens and rows are those of both, of unequal length."""
+    cfg = grpo.make_config(**SMALL | dict(prompts=4) | given)
+    compare(cfg, monkeypatch, ranks=2)

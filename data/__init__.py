@@ -27,6 +27,8 @@ def read_json(text, source):
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises Fault if
     there is none, or if it lacks what every task has: DEFAULTS, problems, reward, answer."""
+    if not isinstance(name, str) or "\0" in name:
+        raise Fault(f"no task {name!r}: it is the name of one, or the path of a file")
     here, path = Path(__file__).parent, Path(name)
     if path.suffix != ".py":
         path = here / f"{name}.py"

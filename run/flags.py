@@ -68,7 +68,7 @@ def build(config, given):
 
 def choose(name, value, choices):
     """The value of a setting; raises Fault if it is none of its choices."""
-    if value not in choices:
+    if value not in tuple(choices):         # a file's may be a list, which no dict can look up
         raise Fault(f"--{name} is one of {', '.join(choices)}, not {value!r}")
     return value
 
@@ -82,7 +82,7 @@ def check(cfg, least, most):
         kinds = (int, float) if f.type is float else f.type
         if choices:
             choose(f.name, value, choices)
-        elif not isinstance(value, kinds) or isinstance(value, bool):
+        elif not isinstance(value, kinds) or isinstance(value, bool) or "\0" in str(value):
             raise Fault(f"--{f.name} is of the type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not (low <= value and value != math.inf):
             raise Fault(f"--{f.name} is at least {low}, not {value}")

@@ -2,6 +2,7 @@
 lost."""
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -194,6 +195,16 @@ def test_a_header_that_is_no_run(again, capsys):
         assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", again)
 
 
+@pytest.mark.parametrize("change", [{"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}}, {"train": "\0"}, {"x": 1}])
+def test_settings_of_a_folder_that_cannot_be(change, again, capsys):
+    rewrite(again / "run.json", config=json.loads((again / "run.json").read_text())["config"] | change)
+    fault(capsys, "--ask", "1*1=", "--init", again)
+    cfg, checkpoint = folder.load(again, Config)
+    state = vars(checkpoint) | {"config": dataclasses.asdict(cfg) | change}
+    folder.write_state(again / "checkpoint.safetensors", {n: x for n, x in state.items() if n != "tensors"}, {})
+    fault(capsys, "--resume", "--out", again)
+
+
 @pytest.mark.parametrize("parts", ["../model.safetensors", "a" * 5000, 3, "\0"])
 def test_parts_are_files_beside_their_index(parts, model_folder, capsys):
     os.replace(model_folder / "model.safetensors", model_folder.parent / "model.safetensors")
@@ -278,7 +289,8 @@ def test_two_runs_in_one_folder(again, capsys):
     other.kill()
     other.communicate()
     main(["--resume", "--steps", "3", "--out", str(again)])
-    main(["--resume", "--steps", "4", "--out", str(again)])     # this process let go of it
+    with open(again / "lock") as f:                             # this process let go of it
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_run_that_went_on_meanwhile(again, capsys):
@@ -349,18 +361,21 @@ def broken_pipe():
 def test_nobody_reads(stream, again, monkeypatch, capfd):
     """`| head`, a terminal that was closed, a full disk: a run goes on to its end without a word, and
     the help too, and an error is code 2."""
-    monkeypatch.setattr(sys, "stdout", stream())
-    main(["--resume", "--steps", "3", "--out", str(again)])
-    with pytest.raises(SystemExit) as e:
-        main(["--help"])
-    assert folder.load(again, Config)[1].step == 3 and e.value.code == 0
-    if sys.stdout:
-        sys.stdout.close()                      # what was left in its buffer breaks nothing
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", stream())
-    with pytest.raises(SystemExit) as e:
-        main(["--group", "1"])
-    assert e.value.code == 2
+    def into(out, err, *args):
+        """The exit code of a command with these streams; what is left in their buffers breaks nothing."""
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        try:
+            main(list(args))
+        except SystemExit as e:
+            return e.code
+        finally:
+            for stream in filter(None, (out, err)):
+                stream.close()
+    into(stream(), None, "--resume", "--steps", "3", "--out", str(again))
+    assert folder.load(again, Config)[1].step == 3
+    assert into(stream(), None, "--help") == 0
+    assert into(None, stream(), "--group", "1") == into(stream(), None, "--group", "1") == 2
 
 
 # ----------------------------------------------------------------------- settings that cannot be

@@ -415,5 +415,5 @@ def test_a_few_hostile_files_and_flags(monkeypatch, capsys):
     """The others are in the script, to be run by hand."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     import hostile_files as hostile
-    times = ((hostile.bit_flips, 20), (hostile.files, 30), (hostile.flags, 12))
+    times = ((hostile.bit_flips, 9), (hostile.files, 15), (hostile.flags, 6))
     assert hostile.main(times=times) == 0, capsys.readouterr().out

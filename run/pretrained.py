@@ -114,7 +114,8 @@ def without_memory(folder):
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as e:
-        raise Fault(f"no model in {folder}: config.json: {e.__class__.__name__}: {e}") from e
+        why = f"{e.__class__.__name__}: {e}" if path.exists() else "there is none"
+        raise Fault(f"no model in {folder}: config.json: {why}; --init names its folder") from e
     return of_config(read_json(text, path), path)
 
 def of_config(hf, source="config.json"):

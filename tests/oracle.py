@@ -40,7 +40,7 @@ def equal(x):
 # ----------------------------------------------------------------------------- what the models say
 
 def states(gpt, row):
-    """The hidden state before each token of the completion, which is that after the token before."""
+    """The hidden state before each token of the completion: that after the token before it."""
     h = gpt(torch.tensor([row.prompt + row.completion]))[0]
     return [h[len(row.prompt) + t - 1] for t in range(len(row.completion))]
 
@@ -48,7 +48,7 @@ def states(gpt, row):
 def logps(gpt, row, temperature):
     """log pi of each token of the completion."""
     logits = [gpt.embed_tokens.weight @ h / temperature for h in states(gpt, row)]
-    return [x[token] - x.exp().sum().log() for x, token in zip(logits, row.completion)]
+    return [x[token] - x.logsumexp(0) for x, token in zip(logits, row.completion)]
 
 
 def values(policy, critic, row):
@@ -161,7 +161,7 @@ def weight_of_token(length, lengths, cfg):
 
 
 def value_error(value, old, target, clip):
-    """Half the squared error, and no better than that of the value kept within `clip` of the old."""
+    """Half the squared error, or that of the value kept within `clip` of the old if it is more."""
     moved = value.item() - old
     kept = value if abs(moved) <= clip else old + math.copysign(clip, moved)
     plain, clipped = (value - target) ** 2, (kept - target) ** 2

@@ -39,8 +39,7 @@ ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch
             **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-KINDS = {int: "integer", bool: "true or false", float: "positive number", list: "list",
-         dict: "object"}
+KINDS = {int: "integer", bool: "bool", float: "positive number", list: "list", dict: "object"}
 
 # ------------------------------------------------------------------------------------ config.json
 

@@ -147,8 +147,9 @@ def test_a_config_that_cannot_be_is_named(key, model_folder, capsys):
 
 
 def test_eos_beyond_the_vocabulary(model_folder, capsys):
-    rewrite(model_folder / "config.json", eos_token_id=257)
-    assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    for eos in (257, "</s>", [256, 1.5], [True]):
+        rewrite(model_folder / "config.json", eos_token_id=eos)
+        assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
 
 
 @pytest.mark.parametrize("args", ["--n_embd 200000 --n_head 2", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
@@ -400,12 +401,13 @@ def test_a_rank_alone(env, says, capsys, monkeypatch):
     assert f"RANK is set and {says} is not" in fault(capsys, *TINY, "--steps", 1)
 
 
-def test_other_problems_on_resume(tmp_path, capsys):
+def test_other_problems_on_resume(tmp_path, capsys, monkeypatch):
+    """Also where the file was changed while the run that had read it was at work."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "How many?", "answer": "#### 4"}) + "\n")
     args = [*TINY[2:], "--task", "gsm8k", "--max_new", "90", "--train", str(rows), "--test", str(rows), "--prompts", "1"]
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: rows.write_text(rows.read_text() * 2) and {"greedy": 0.0})
     main([*args, "--steps", "0", "--out", str(tmp_path / "x")])
-    rows.write_text(rows.read_text() * 2)
     assert "--train" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
     rows.unlink()
     fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")

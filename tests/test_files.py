@@ -381,12 +381,12 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
 
 # ----------------------------------------------------------------------- settings that cannot be
 
-def test_scores_that_are_all_equal(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("x, says", [(1.0, "the same score"), (float("nan"), "no finite numbers")])
+def test_scores_that_say_nothing(x, says, tmp_path, capsys, monkeypatch):
     import reward
     real = reward.scores
-    monkeypatch.setattr(reward, "scores", lambda *args: torch.ones_like(real(*args)))
-    assert "the same score" in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1,
-                                     "--out", tmp_path)
+    monkeypatch.setattr(reward, "scores", lambda *args: torch.full_like(real(*args), x))
+    assert says in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1, "--out", tmp_path)
 
 
 def test_adam_without_an_epsilon(capsys):

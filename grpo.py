@@ -372,7 +372,7 @@ def rollout(agent, problems, source):
               "finished": batch.finished}
     if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
         error = batch.returns - batch.value
-        left, own = (x[batch.mask].var(correction=0) for x in (error, batch.returns))
+        left, own = (machine.variance(x[batch.mask]) for x in (error, batch.returns))
         stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
     return batch, machine.means(stats)
 
@@ -591,7 +591,7 @@ def read_command(argv):
         row = ALGOS[given.pop("algo", "grpo")]
         return mode, *folder.resume(where, Config, row | given, MAY_CHANGE)
     if mode["ask"] is not None or mode["eval_only"]:        # of a run: with its settings
-        given = folder.settings(given.get("init", where)) | given
+        given = folder.settings(given.get("init", where), given) | given
     return mode, make_config(**given), None
 
 def main(argv=None):
@@ -609,7 +609,7 @@ def main(argv=None):
             with machine.stoppable(), folder.alone():
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
-        show.print0(f"stopped {when}; go on with: python grpo.py --resume --out {cfg.folder}")
+        show.print0(f"stopped {when}; go on with: {show.resume_command(cfg)}")
         code = 128 + max(machine.ASKED, default=0)
     except (data.Fault, OSError) as e:      # an OSError: a disk that is full, a path too long
         show.error(e)

@@ -122,16 +122,27 @@ def load(folder, config, whole=True):
     except (KeyError, TypeError, ValueError) as e:
         raise Fault(f"{path} is not of a run of this program ({type(e).__name__}: {e})") from e
 
-def settings(folder):
-    """The settings of the run in a folder, but not where it was; nothing for what is no run."""
+def refuse_foreign_code(task, given, folder):
+    """Raise Fault if the task that a folder names is a file, which would be executed, and the flags
+    `given` do not name it too: opening a stranger's folder runs no code."""
+    if str(task).endswith(".py") and given.get("task") != task:
+        raise Fault(f"the task of the run in {folder} is the file {task}, which would be executed: "
+                    f"if that is wanted, add --task {task}")
+
+def settings(folder, given=None):
+    """The settings of the run in a folder, but not where it was, and only with the flags `given` a
+    task that is a file; nothing for what is no run."""
     path = Path(folder) / "run.json"
     if not path.exists():
         return {}
     try:
         found = read_json(path.read_bytes(), path)["config"]
-        return {name: x for name, x in found.items() if name not in ("out", "init")}
+        found = {name: x for name, x in found.items() if name not in ("out", "init")}
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise Fault(f"{path}: not a run's ({e.__class__.__name__}: {e})") from e
+    if given is not None:
+        refuse_foreign_code(found.get("task"), given, folder)
+    return found
 
 def restore(agent, checkpoint):
     """Put what `save` wrote back in its places, and let go of the file; raises Fault for a tensor
@@ -155,6 +166,7 @@ def resume(folder, config, flags, may_change):
     """The `config` and the Checkpoint to go on with, of which `flags` may change only some. A run's
     folder is where it was found, whatever its settings say."""
     cfg, checkpoint = load(folder, config, whole=False)
+    refuse_foreign_code(cfg.task, flags, folder)
     if cfg.iterations > 1:                  # an iteration begins after every `steps`
         may_change = may_change - {"steps"}
     for name in flags.keys() - may_change:

@@ -85,6 +85,12 @@ def all_reduce(x, op=dist.ReduceOp.SUM):
         dist.all_reduce(x, op)
     return x
 
+def variance(x):
+    """Of the numbers x (n,) of all ranks, without Bessel's correction."""
+    n = all_reduce(torch.tensor(float(len(x)), device=x.device)).clamp(min=1)
+    mean = all_reduce(x.sum()) / n
+    return all_reduce((x - mean).square().sum()) / n
+
 def means(stats):
     """The means of tensors by name, over their elements and all ranks."""
     parts = torch.stack([x.float().mean() for x in stats.values()])

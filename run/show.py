@@ -45,6 +45,11 @@ def farewell(cfg, question):
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
            f"--init {cfg.folder} --ask {shlex.quote(question)}")
 
+def resume_command(cfg):
+    """How to go on with a run. A task that is a file has to be named: it is executed."""
+    task = f" --task {cfg.task}" if cfg.task.endswith(".py") else ""
+    return f"python grpo.py --resume --out {cfg.folder}{task}"
+
 def step_line(step, total, done):
     """One line for a step, by the statistics of the steps `done`, with the time left; and a warning
     when three in a row taught nothing."""

@@ -742,6 +742,26 @@ def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     assert "made with other settings or other code" in capsys.readouterr().out
 
 
+def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
+    """Its settings may name a file as the task, which once was executed."""
+    import shutil
+    shutil.copytree(unbroken, tmp_path / "run")
+    ran, task = tmp_path / "ran", tmp_path / "task.py"
+    task.write_text(f"open({str(ran)!r}, 'w').close()\n" + Path(arithmetic.__file__).read_text())
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    about["config"]["task"] = str(task)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    _, state = folder.load(tmp_path / "run", Config)
+    folder.write_checkpoint(Config(**about["config"] | {"out": str(tmp_path / "run")}), state)
+    for mode in (["--resume", "--out"], ["--eval_only", "--init"], ["--ask", "1*1=", "--out"]):
+        assert "which would be executed" in fault(capsys, *mode, tmp_path / "run")
+        assert not ran.exists()
+    main(["--eval_only", "--init", str(tmp_path / "run"), "--task", str(task)])
+    assert ran.exists()
+    main(["--resume", "--out", str(tmp_path / "run"), "--task", str(task)])
+    assert show.resume_command(Config(task=str(task), out="x")).endswith(f"--out x --task {task}")
+
+
 def test_ranks_evaluate_as_one_process(unbroken, tmp_path):
     """The same samples whatever their number, also where a rank has no problem in the last part."""
     code = ("import sys; sys.argv = ['grpo.py']; import grpo, torch; from run import machine, start\n"

@@ -272,9 +272,13 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         T = max(map(len, rows))
         made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
         made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
-        made.mask[:, :6] = False
+        made.start = torch.tensor([len(p) for p in prefixes for _ in range(tries)])
+        made.mask &= torch.arange(T) >= made.start[:, None]
         return made
-    toy = SimpleNamespace(reward=lambda p, text: {"correct": float(text.endswith("right"))})
+    def truth(problem, text):
+        """Of the whole completion, what was there before with it."""
+        return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
+    toy = SimpleNamespace(reward=truth)
     policy = SimpleNamespace(cfg=SimpleNamespace(block_size=256))
     agent = grpo.Agent(Config(max_new=64), toy, byte_encoding(), policy)
     label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)

@@ -183,6 +183,8 @@ def test_every_algorithm_runs_and_moves_the_policy(unbroken, tmp_path, algo):
 def test_an_algorithms_fields_can_be_overridden(tmp_path):
     cfg = grpo.read_command(["--algo", "ppo", "--beta", "0", "--clip_high", "0.3"])[1]
     assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
+    cfg = grpo.read_command(["--algo", "dapo", "--mean", "constant", "--kl", "loss"])[1]
+    assert (cfg.mean, cfg.kl, cfg.clip_high) == ("constant", "loss", 0.28)      # of the row itself
 
 
 def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
@@ -647,16 +649,16 @@ def test_a_finished_run_is_kept_aside(unbroken, tmp_path, capsys):
     main(["--ask", "3*4=", "--init", str(tmp_path / "previous"), "--max_new", "12"])
 
 
-def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path):
+def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path, monkeypatch):
     """The settings name the folder that it was copied from, which was once overwritten."""
     import shutil
-    before = weights(unbroken)
-    shutil.copytree(unbroken, tmp_path / "copy")
-    main(["--resume", "--steps", "7", "--out", str(tmp_path / "copy")])
-    assert checkpoint(tmp_path / "copy").step == 7 and checkpoint(unbroken).step == 6
+    before, here = weights(unbroken), tmp_path / "out" / "arithmetic"
+    shutil.copytree(unbroken, here)
+    monkeypatch.chdir(tmp_path)
+    main(["--resume", "--steps", "7"])
+    assert checkpoint(here).step == 7 and checkpoint(unbroken).step == 6
     assert weights(unbroken) == before
-    about = json.loads((tmp_path / "copy" / "run.json").read_text())
-    assert about["config"]["out"] == str(tmp_path / "copy")
+    assert json.loads((here / "run.json").read_text())["config"]["out"] == "out/arithmetic"
 
 
 def test_resume_with_the_algorithm_of_the_run_or_another(unbroken, capsys):

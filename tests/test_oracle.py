@@ -1,6 +1,7 @@
 """Three whole training steps against tests/oracle.py, which was written from the papers: every
 weight and every number of metrics.jsonl, in float64, for every algorithm and choice."""
 import copy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -143,9 +144,9 @@ def on_ranks(ranks, work, monkeypatch):
         own.rank = rank
         try:
             return work(rank)
-        except Exception:
-            barrier.abort()
-            raise
+        finally:
+            if sys.exc_info()[0]:
+                barrier.abort()
     with monkeypatch.context() as patch, ThreadPoolExecutor(ranks) as pool:
         patch.setattr(machine, "world", lambda: (own.rank, ranks))
         patch.setattr(machine, "all_reduce", all_reduce)

@@ -30,9 +30,10 @@ def load_task(name):
     if not isinstance(name, str) or "\0" in name:
         raise Fault(f"no task {name!r}: it is the name of one, or the path of a file")
     here, path = Path(__file__).parent, Path(name)
-    if path.suffix != ".py":
+    named = name.isidentifier()             # `../x` is no name, and no path that ends in .py either
+    if named:
         path = here / f"{name}.py"
-    if not path.is_file():
+    if not (named or name.endswith(".py")) or not path.is_file():
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise Fault(f"no task {name!r}: there are {', '.join(known)}, or give the path of a file")
     if path.parent == here:

@@ -143,9 +143,10 @@ def read_weights(model, folder):
             parts = held[name]
             tensor = tensor.T if TURNED.search(name) else tensor
             want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
-            if tensor.shape != want or not tensor.is_floating_point():
-                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}, or "
-                            f"the dtype {tensor.dtype}, which is not of floats")
+            if tensor.shape != want:
+                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
+            if not tensor.is_floating_point():
+                raise Fault(f"{folder}: {name} has the dtype {tensor.dtype}, not one of floats")
             for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
                 p.copy_(part)
                 if not finite(p):

@@ -1,9 +1,11 @@
 """The task, its rewards and steps; the evaluator against hostile text; the tokenizer."""
 import json
+import os
 import random
 import time
 import unicodedata
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +142,16 @@ def test_tasks_that_are_none(monkeypatch):
     monkeypatch.delattr(task, "reward")
     with pytest.raises(Fault, match="arithmetic.py has no function reward"):
         load_task("arithmetic")
+
+
+def test_a_path_without_its_suffix_is_no_name(tmp_path):
+    """A stranger's folder could name one: it was executed, and only then found to be no task."""
+    (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    up = os.path.relpath(tmp_path / "x", Path(task.__file__).parent)
+    for name in (str(tmp_path / "x"), up, "", "./x", "a b", "data.arithmetic"):
+        with pytest.raises(Fault, match="no task"):
+            load_task(name)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_task_that_python_cannot_read(tmp_path):

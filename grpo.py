@@ -205,14 +205,15 @@ def draw(logits, temperature, u):
 
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None):
-    """`group` completions of each prompt (a list of ids): a Batch with ids, mask, finished, logp.
-    `stop`: the ids that end a row; `u` (B, max_new): numbers to draw with, random by default."""
+    """`group` completions of each prompt (ids), of at most `max_new` tokens (of all, or of each):
+    a Batch with ids, mask, finished, logp. `stop`: ids that end one; `u` (B, N): what draws it."""
     device, P, longest = policy.device, len(prompts), max(map(len, prompts))
-    T = longest + max_new
+    most = torch.as_tensor(max_new).expand(P)                                              # (P,)
+    T = max(len(p) + n for p, n in zip(prompts, most.tolist()))
     if T > policy.cfg.block_size:
         raise data.Fault(f"a prompt of {longest} tokens and --max_new {max_new} do not fit the "
                          f"model's context of {policy.cfg.block_size}")
-    u = torch.rand(P * group, max_new, dtype=torch.float64) if u is None else u
+    u = torch.rand(P * group, most.max(), dtype=torch.float64) if u is None else u
     u, stop = u.to(device, machine.double(device)), torch.tensor(sorted(stop), device=device)
 
     # 1. Read each prompt once, and hand its cache to the whole group.
@@ -222,42 +223,41 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     cache = policy.new_cache(P, batches.by_16(T))                            # (L, 2, P, K, S, D)
     h = policy(ids[:, :longest], pos, cache[..., :batches.by_16(longest), :])           # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1]                                      # (P, C)
-    h, ids, begin = (x.repeat_interleave(group, 0) for x in (h, ids, length))
+    h, ids, begin, most = (x.repeat_interleave(group, 0) for x in (h, ids, length, most.to(device)))
     cache, column = cache.repeat_interleave(group, 2), begin
     mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(column, dtype=torch.bool)
 
     # 2. A token a turn, for the decode batch: its `rows`, which are `active`, their next `column`.
     rows, active = torch.arange(P * group, device=device), ~finished
-    for n in range(max_new):
+    for n in range(u.size(1)):
         token, token_logp = draw(policy.head(h), temperature, u[rows, n])                  # (b,)
         r, c = rows[active], column[active]
         ids[r, c], logp[r, c], mask[r, c] = token[active], token_logp[active], True
         finished[r] = torch.isin(token[active], stop)
 
-        # 3. Finished rows leave once they are a tenth of the batch: copying the cache costs too.
-        active = active & ~finished[rows]
+        # 3. Ended rows leave once they are a tenth of the batch: copying the cache costs too.
+        active = active & ~finished[rows] & (n + 1 < most[rows])
         left = int(active.sum())
-        if left == 0 or n + 1 == max_new:
+        if left == 0:
             break
         if left <= 0.9 * len(rows):
             rows, column, token = rows[active], column[active], token[active]
             cache, active = cache[:, :, active], active[active]
         seen = cache[..., :batches.by_16(longest + n + 1), :]
         h = policy(token[:, None], column[:, None], seen)[:, 0]                            # (b, C)
-        column = column + 1
+        column = column + active            # what has ended stands still
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], begin)
 
-def complete(agent, prompts, group, u=None):
-    """`group` completions of each prompt (ids) by the policy as it is now, drawn with `u` (B, N) of
-    up to N tokens; greedy without."""
+def complete(agent, prompts, group, u=None, most=None):
+    """`sample` from the policy as it is: at most `most` or --max_new tokens; greedy without `u`."""
     cfg, policy = agent.cfg, agent.policy
     if agent.sampler is not None:           # under bfloat16 a copy, whose weights are rounded once
         policy = agent.sampler
         policy.load_state_dict(agent.policy.state_dict())
-    room, temperature = (cfg.max_new, 0) if u is None else (u.size(1), cfg.temperature)
-    return sample(policy, prompts, group, room, temperature, agent.encoding.stop, u)
+    temperature = cfg.temperature if u is not None else 0
+    return sample(policy, prompts, group, most or cfg.max_new, temperature, agent.encoding.stop, u)
 
 def generate(agent, problems, group, source=None):
     """Completions of this rank's share of `problems`, `group` of each, with their texts and rule

@@ -111,14 +111,14 @@ def noisy_labels(rows, K, noise, source):
 
 def rollout_labels(complete, agent, batch, source, tries=4):
     """Labels (B, T) of steps by Monte Carlo: the share of `tries` completions from the step's end,
-    made by `complete(prefixes, tries, u)`, that come out right. The last step keeps its truth."""
+    made by `complete(prefixes, tries, u, room)`, that come out right. The last keeps its truth."""
     label = batch.reward.clone()
     places = (batch.ends & ~batches.last_tokens(batch.mask)).nonzero()                     # (n, 2)
     for row, column in (part.T for part in places.split(128) if len(part)):
         prefixes = [batch.ids[i, :t + 1].tolist() for i, t in zip(row, column)]
-        room = min(agent.cfg.max_new, agent.policy.cfg.block_size - max(map(len, prefixes)))
-        u = machine.uniform(source, len(prefixes), tries, room).flatten(0, 1)
-        ended = complete(prefixes, tries, u)
+        room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # less what it has
+        u = machine.uniform(source, len(prefixes), tries, max(room)).flatten(0, 1)
+        ended = complete(prefixes, tries, u, room)
         ended.start = batch.start[row].repeat_interleave(tries)
         score(agent.task, agent.encoding, [batch.problems[i] for i in row], ended)
         label[row, column] = ended.parts["correct"].view(-1, tries).mean(1)
@@ -128,8 +128,8 @@ def rollout_labels(complete, agent, batch, source, tries=4):
 
 def refit(reward_model, rows, history, cfg, source):
     """Fit the reward model to this rank's labelled rows, `cfg.choices` completions of each problem,
-    and to a tenth as many of `history`; a tenth of the problems is set apart to measure it. Returns
-    the history with the rows of all ranks, and the measures.
+    and to a tenth as many of `history`; a tenth of the problems is set apart to measure it, on
+    labels as noisy: people have no others. Returns the history with all ranks' rows, and measures.
 
     rows: ids, mask, ends, and as label the truth of each step, (R, T).
     """

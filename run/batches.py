@@ -91,7 +91,9 @@ def new_optimizer(modules, lr, eps=1e-8):
     return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 
 def optimizer_step(opt, grad_clip):
-    """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping."""
+    """Sum the gradients over the ranks, clip, step, clear. Gives the norm before clipping: one of
+    all weights, a separate critic's too, as in PPO's first code and in CleanRL. Adam divides most
+    of a common factor out again."""
     params = [p for group in opt.param_groups for p in group["params"]]
     for p in params:
         p.grad = machine.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)

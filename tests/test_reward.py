@@ -262,9 +262,10 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, asked = r, ends, []
-    def complete(prefixes, tries, u):
+    def complete(prefixes, tries, u, room):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
-        assert u.shape == (2 * tries, min(64, 256 - len(prefixes[1]))) and (0 <= u).all() and (u < 1).all()
+        assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
+        assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
         asked.extend(bytes(p).decode() for p in prefixes)
         rows = [p + list(b"right" if k < bytes(p).count(b"=") else b"wrong") + [256]
                 for p in prefixes for k in range(tries)]
@@ -279,8 +280,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    policy = SimpleNamespace(cfg=SimpleNamespace(block_size=256))
-    agent = grpo.Agent(Config(max_new=64), toy, byte_encoding(), policy)
+    agent = grpo.Agent(Config(max_new=64), toy, byte_encoding(), None)
     label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0

@@ -134,6 +134,22 @@ def test_the_completion_begins_at_start():
     assert [int(on.nonzero()[0]) for on in b.mask] == b.start.tolist()
 
 
+@pytest.mark.parametrize("limits", [[5, 11, 8], [1, 1, 12], [12, 3, 1]])
+def test_each_prompt_may_have_a_limit_of_its_own(limits):
+    """A row is what it is alone, and the context need not hold the longest prompt with the largest limit."""
+    prompts = [[65, 66, 67, 68, 69, 70], [71, 72], [73] * 4]
+    model = tiny_model(block_size=max(len(p) + n for p, n in zip(prompts, limits)))
+    u = uniform(6, max(limits))
+    b = sample(model, prompts, 2, limits, 1.0, {10}, u)
+    for i in range(6):
+        prompt, limit = prompts[i // 2], limits[i // 2]
+        alone = sample(model, [prompt], 1, limit, 1.0, {10}, u[i:i + 1, :limit])
+        assert b.ids[i][b.mask[i]].tolist() == alone.ids[0][alone.mask[0]].tolist()
+        assert b.mask[i].sum() == limit or b.finished[i]
+        assert b.finished[i] == alone.finished[0]
+        torch.testing.assert_close(b.logp[i][b.mask[i]], alone.logp[0][alone.mask[0]])
+
+
 def test_a_prompt_that_does_not_fit():
     with pytest.raises(Fault, match="60 tokens and --max_new 5 do not fit"):
         sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)

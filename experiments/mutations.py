@@ -1,277 +1,283 @@
-"""Puts known bugs of GRPO and PPO code into a copy of this one, one at a time, and runs the tests.
+"""Changes the code in one place at a time, and runs the tests that reach the place.
 
-    python experiments/mutations.py            # all; a quarter of an hour
-    python experiments/mutations.py GAE clip   # those whose name holds one of the words
-    python experiments/mutations.py --readme   # all, and replace mutations.md
+    pip install -r tests/requirements-peers.txt
+    python experiments/mutations.py                     # all files: some hours; goes on where it was
+    python experiments/mutations.py reward.py           # these files alone
+    python experiments/mutations.py --again grpo.py     # what was not caught, once more
+    python experiments/mutations.py --readme            # write mutations.md from what was found
 
-Prints what was changed, and the first test that failed. A bug that no test sees is a hole in the
-tests: the script ends with code 1.
+The changes are cosmic-ray's: another operator, comparison or number, a condition turned round, a loop
+that ends at once, a decorator or an exception less. Of the operators that could stand in the place of
+another the nearest is taken, for the far ones fail anywhere. Tests that compare the source's text would
+see every change, and are left out. What was found is kept in out/mutations/ under the text of the line.
 """
+import ast
+import hashlib
+import json
 import os
-import re
+import resource
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import cosmic_ray.plugins
+import coverage
+import pytest
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-
-# name, file, text, what replaces it, tests to run
-MUTATIONS = [
-    # masks, tokens, alignment
-    ("the end token is left out of the mask", "grpo.py",
-     "token_logp[active], True\n",
-     "token_logp[active], ~torch.isin(token[active], stop)\n", "sampling"),
-    ("a truncated row counts as finished", "grpo.py",
-     "finished[r] = torch.isin(token[active], stop)",
-     "finished[r] = torch.isin(token[active], stop) | (n + 1 == max_new)", "sampling"),
-    ("finished rows go on", "grpo.py",
-     "active = active & ~finished[rows]", "active = active", "sampling"),
-    ("positions count on from the longest prompt", "grpo.py",
-     "cache.repeat_interleave(group, 2), begin\n",
-     "cache.repeat_interleave(group, 2), torch.full_like(begin, longest)\n", "sampling"),
-    ("the last column of a padded prompt is read", "grpo.py",
-     "h[torch.arange(P, device=device), length - 1]", "h[:, -1]", "sampling"),
-    ("the mask is one column off", "model.py",
-     "sampled = mask[:, 1:]", "sampled = mask[:, :-1]", "sampling"),
-    ("random numbers move with the batch", "grpo.py",
-     "u[rows, n])", "u[:len(rows), n])", "sampling"),
-    ("prompt tokens are in the loss", "grpo.py",
-     "        return torch.where(mask, x, 0)\n    logp, adv",
-     "        return x\n    logp, adv", "loss"),
-    ("masked by x * mask", "grpo.py",
-     "        return torch.where(mask, x, 0)\n    logp, adv",
-     "        return x * mask\n    logp, adv", "loss"),
-    ("completions are scored against another prompt", "reward.py",
-     "batch.problems = [p for p in problems for _ in range(group)]",
-     "batch.problems = [p for _ in range(group) for p in problems]", "loss"),
-    ("the text is tokenised again", "reward.py",
-     "    batch.parts = parts(task, batch)\n",
-     "    batch.parts = parts(task, batch)\n    batch.ids = batch.ids.clamp(max=127)\n",
-     "run -k trained_ids"),
-    # log-probs, ratio
-    ("no temperature in the trainer", "model.py",
-     "logits = model.head(h) / temperature", "logits = model.head(h)", "sampling"),
-    ("no temperature in the sampler", "grpo.py",
-     "(logits / temperature if temperature else logits).log_softmax",
-     "logits.log_softmax", "sampling"),
-    ("another temperature in the reference", "run/batches.py",
-     "temperature=cfg.temperature, critic", "temperature=1.0, critic", "loss"),
-    ("old log-probs are refreshed", "grpo.py",
-     "policy_loss(logp, b.old_logp,", "policy_loss(logp, logp.detach(),", "loss"),
-    ("the clip share misses one side", "grpo.py",
-     "((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))",
-     "(adv > 0) & (ratio > high)", "loss"),
-    ("the larger surrogate is taken", "grpo.py",
-     "torch.minimum(ratio * adv,", "torch.maximum(ratio * adv,", "loss"),
-    ("a ratio of the row where one of the token is meant", "grpo.py",
-     'if cfg.ratio == "sequence":', "if True:", "loss"),
-    ("the sequence ratio is a sum", "grpo.py",
-     "(log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as",
-     "log_ratio.sum(1, True).expand_as", "credit"),
-    # advantages
-    ("equal rewards are not exactly 0", "grpo.py",
-     "dead = std <= 1e-6 * mean.abs()", "dead = std < 0", "loss"),
-    ("Bessel's correction", "grpo.py",
-     "correction=0, keepdim=True", "correction=1, keepdim=True", "loss"),
-    ("group statistics over the batch", "grpo.py",
-     ".view(-1, group)     ", ".view(1, -1)     ", "loss"),
-    ("a row is in its own leave-one-out baseline", "grpo.py",
-     "(r.sum(1, keepdim=True) - r) / (group - 1)", "mean", "credit"),
-    ("a group of one is let in", "grpo.py",
-     "LEAST = dict(group=2", "LEAST = dict(group=1", "loss -k group_of_one"),
-    ("a mean over each micro-batch", "grpo.py",
-     "b.adv, b.mask, w, tokens,", "b.adv, b.mask, w / w.sum(), tokens,", "loss"),
-    ("the last micro-batch is logged", "grpo.py",
-     "{name: total.get(name, 0.0) + x for", "{name: x for", "loss"),
-    ("minibatches are divided by the whole rollout", "grpo.py",
-     "token_weights(mask, cfg.mean, size,",
-     "token_weights(mask, cfg.mean, len(batch.ids),", "loss"),
-    ("gradients are not cleared", "run/batches.py", "    opt.zero_grad()\n", "", "loss"),
-    ("0 / 0 for an empty row", "grpo.py",
-     "mask.sum(1, keepdim=True).clamp(min=1)", "mask.sum(1, keepdim=True)", "loss"),
-    ("short rows count more in the expected reward", "grpo.py",
-     'kl="none", mean="constant", **UNCLIPPED', 'kl="none", **UNCLIPPED', "credit"),
-    ("float64 where there is none", "grpo.py",
-     "torch.where(mask, x, 0).to(machine.double(x.device))",
-     "torch.where(mask, x, 0).double()", "loss -k float64"),
-    # KL
-    ("k3 cancels near 0", "grpo.py",
-     "log_ratio.expm1() - log_ratio ", "log_ratio.exp() - 1 - log_ratio ", "loss"),
-    ("k3 overflows", "grpo.py", "return x + (x.clamp(-20, 20) - x).detach()", "return x", "loss"),
-    ("the KL the wrong way", "grpo.py",
-     "log_ratio = bounded(ref_logp - logp)", "log_ratio = bounded(logp - ref_logp)", "loss"),
-    ("the KL of the reward in the loss as well", "grpo.py",
-     'if cfg.kl == "loss":', "if True:", "credit"),
-    ("beta is steered the wrong way", "grpo.py",
-     'stats["kl"] / cfg.target_kl - 1', '1 - stats["kl"] / cfg.target_kl', "run -k steered"),
-    ("the reference is not frozen", "grpo.py",
-     "agent.ref = policy.frozen()", "agent.ref = policy", "run -k reference_stays"),
-    # PPO, process supervision
-    ("the value knows its token", "model.py",
-     "in_columns(critic(ids[:, :-1], h)[sampled])",
-     "in_columns(critic(ids, model(ids))[:, 1:][sampled])", "credit"),
-    ("GAE bootstraps from padding", "grpo.py",
-     "ahead, torch.where(mask[:, t], value[:, t], 0)", "ahead, value[:, t]", "credit"),
-    ("GAE without lambda", "grpo.py",
-     "delta + gamma * lam * ahead", "delta + gamma * ahead", "credit"),
-    ("PPO with Adam's own epsilon", "grpo.py",
-     'estimator="k1", adam_eps=1e-5)', 'estimator="k1")', "run -k epsilon"),
-    ("the outcome at another token", "run/batches.py",
-     "(mask.flip(1).cumsum(1).flip(1) == 1)", "(mask.cumsum(1) == 1)", "credit reward"),
-    ("whitening over padding", "grpo.py",
-     "centre = torch.where(mask, x - mean, 0)", "centre = x - mean", "credit"),
-    ("returns of whitened advantages", "grpo.py",
-     "        returns = adv + value\n", "        returns = whiten(adv, mask) + value\n", "credit"),
-    ("the better value error is taken", "grpo.py",
-     "torch.maximum((value - returns).square()",
-     "torch.minimum((value - returns).square()", "credit"),
-    ("steps that ended before count", "grpo.py",
-     "score.flip(1).cumsum(1).flip(1)", "score.cumsum(1)", "credit loss"),
-    ("the last step ends before the end token", "reward.py",
-     "+ columns[-1:]", "+ [columns[tokens[-1]]]", "reward"),
-    ("true steps to a wrong answer are all good", "reward.py",
-     "[found[-1][1] and correct[i] > 0]", "[found[-1][1]]", "reward"),
-    ("an unfinished completion is rewarded", "reward.py",
-     "            * batch.finished for name", "            for name", "task"),
-    ("the limit is better than a bad score", "reward.py",
-     "batch.reward.clamp(max=unfinished)", "unfinished", "reward"),
-    # reward models
-    ("the score is read one token early", "reward.py",
-     "return torch.where(batch.ends, reward, 0)",
-     "return torch.where(batch.ends, reward.roll(1, 1), 0)", "reward"),
-    ("people choose the worst", "reward.py",
-     "best = reward == reward.amax(1, keepdim=True)",
-     "best = reward == reward.amin(1, keepdim=True)", "reward"),
-    ("label noise is forgotten", "reward.py",
-     "if source.random() < noise and worse:", "if 0:", "reward"),
-    ("the score is not normalised", "reward.py",
-     "else (raw - mean) / std", "else raw", "reward"),
-    ("equals are not alike to people", "reward.py",
-     "chance = best / best.sum(1, keepdim=True)",
-     "chance = F.one_hot(best.float().argmax(1), best.size(1)).float()", "reward"),
-    ("scores are normalised on the last batch alone", "reward.py",
-     'scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]',
-     'scores(reward_model, rows["ids"], rows["mask"], cfg)[rows["ends"]]', "reward"),
-    ("no history is replayed", "reward.py",
-     "if history:\n        data", "if 0:\n        data", "reward"),
-    ("the held-out tenth is fitted as well", "reward.py",
-     "(slice(apart, None), slice(apart))", "(slice(None), slice(apart))", "reward"),
-    ("the problems of another part are labelled", "grpo.py",
-     "        batch = generate(agent, part, cfg.choices, source)",
-     "        batch = generate(agent, drawn[:len(part)], cfg.choices, source)", "reward"),
-    ("a learned reward is divided by the group's std", "grpo.py",
-     '"model": dict(scale="none")', '"model": {}', "run -k divided"),
-    ("the reference stays through the iterations", "grpo.py",
-     "agent.ref.load_state_dict(agent.policy.state_dict())", "pass", "run -k with_every_part"),
-    # system
-    ("the same random numbers on every rank", "grpo.py",
-     "u = machine.deal(u).flatten(0, 1)",
-     "u = u[:len(machine.deal(problems))].flatten(0, 1)", "run -k ranks"),
-    ("the same prompts on every rank", "grpo.py",
-     "    problems = machine.deal(problems)\n    prompts",
-     "    problems = problems[:len(machine.deal(problems))]\n    prompts", "run -k ranks"),
-    ("gradients are not summed over ranks", "run/batches.py",
-     "p.grad = machine.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)",
-     "p.grad = torch.zeros_like(p) if p.grad is None else p.grad", "run -k ranks"),
-    ("resume without the steered beta", "run/folder.py",
-     'under("history."), checkpoint.beta', 'under("history."), agent.beta', "run -k steered"),
-    ("resume without the optimizer", "run/folder.py",
-     "agent.opt.state[p] = {key: x.to", "_ = {key: x.to", "run -k half"),
-    ("resume that resets the reference", "run/folder.py",
-     "        load_tensors(module, under(",
-     '        role != "ref" and load_tensors(module, under(', "run -k with_every_part"),
-    ("resume without the critic", "run/folder.py",
-     "        load_tensors(module, under(",
-     '        role != "critic" and load_tensors(module, under(', "run -k with_every_part"),
-    ("resume without the reward model", "run/folder.py",
-     "        load_tensors(module, under(",
-     '        role != "reward_model" and load_tensors(module, under(', "run -k with_every_part"),
-    ("resume without the labelled rows", "run/folder.py",
-     'agent.history, agent.beta = under("history.")',
-     "agent.history, agent.beta = {}", "run -k with_every_part"),
-    ("lines are logged twice after a resume", "run/folder.py",
-     "f.truncate(checkpoint.sizes[name] if checkpoint else 0)", "pass", "run -k killed"),
-    ("the checkpoint is written in place", "run/files.py",
-     'beside = path.with_name(path.name + ".tmp")', "beside = path", "run -k killed"),
-    ("votes of unfinished completions", "grpo.py",
-     'agent.task.answer(text) if ended else ""', "agent.task.answer(text)", "run -k vote"),
-    ("pass@k where all k are right", "grpo.py", "max(right)", "min(right)", "run -k pass_at_k"),
-    ("RoPE turns the other way", "model.py",
-     "torch.cat((-sin, sin), -1)", "torch.cat((sin, -sin), -1)", "model sampling"),
-    ("the cache is read without a mask", "model.py",
-     "attn_mask=bias", "attn_mask=None", "model sampling"),
-    ("larger parts of the logits than allowed", "model.py",
-     "max(1, CHUNK // model", "max(1, 2 * CHUNK // model", "memory"),
-    ("activations are kept in spite of --recompute", "model.py",
-     "if self.recompute and", "if False and", "memory"),
-    ("the evaluator takes texts of any length", "data/answers.py",
-     "LONGEST = 200", "LONGEST = 10 ** 9", "task"),
-    # settings, folders, what lies around the algorithm
-    ("a steered beta is lost between steps", "grpo.py",
-     "agent.beta = agent.beta * (1 + 0.1 * error)",
-     "agent.beta = cfg.beta * (1 + 0.1 * error)", "run -k steered"),
-    ("a KL that is watched is applied", "grpo.py",
-     'if cfg.kl == "loss":', 'if cfg.kl in ("loss", "watch"):', "run -k watched"),
-    ("an algorithm's row is forgotten", "grpo.py",
-     "REWARDS)] | row | given", "REWARDS)] | given", "run -k one_way"),
-    ("a row of ALGOS overrides what is asked for", "grpo.py",
-     "REWARDS)] | row | given", "REWARDS)] | given | row", "run -k overridden"),
-    ("a warm start of other code is taken up", "run/start.py",
-     "known = note.exists() and note.read_text() == warm_note(cfg, task)",
-     "known = note.exists()", "run -k changed_task"),
-    ("a copied run writes into the folder it came from", "run/folder.py",
-     '**changed | {"out": str(folder)})', "**changed)", "run -k copied"),
-    ("a finished run is overwritten", "run/folder.py",
-     "                keep_previous(cfg.folder)", "                pass", "run -k kept_aside"),
-    ("each rank evaluates with numbers of its own", "grpo.py",
-     'machine.rng(agent.cfg, "evaluate")',
-     'machine.rng(agent.cfg, "evaluate", machine.world()[0])', "run -k evaluate_as_one"),
-    ("the text of a continuation begins at its prefix", "reward.py",
-     "ended.start = batch.start[row].repeat_interleave(tries)", "pass", "reward"),
-    ("the score of an outcome is every token's in GAE", "grpo.py",
-     "score = torch.where(ends, score[:, None], 0)",
-     "score = torch.where(mask, score[:, None], 0)", "credit"),
-]
+FOUND = ROOT / "out" / "mutations"
+FILES = ["grpo.py", "reward.py", "model.py", "run/batches.py", "run/machine.py", "run/start.py",
+         "run/pretrained.py", "data/answers.py", "data/arithmetic.py", "data/countdown.py", "data/gsm8k.py",
+         "data/tokenizer.py"]
+BY_TEXT = {"test_layout.py", "test_docs.py", "test_changing.py"}
+NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
+             Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is
+             USub_UAdd Delete_Invert Delete_Not""".split()
+ALONE = ["AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+         "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
+         "RemoveDecorator", "ZeroIterationForLoop"]
+copied = None                       # a worker's own copy of the tree
 
 
-def try_out(mutation):
-    """Put one bug into a copy of the tree; the first test that then fails, or None."""
-    name, file, text, instead, tests = mutation
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__"))
-        source = (copy / file).read_text()
-        assert source.count(text) >= 1, f"{name}: the text is no longer in {file}"
-        (copy / file).write_text(source.replace(text, instead, 1))
-        files, _, only = tests.partition(" -k ")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
-                   *(f"tests/test_{f}.py" for f in files.split())]
-        command += ["-k", only] if only else []
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-        assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
-    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
-    return failed and failed[1]
+# ------------------------------------------------------------------------------------ the changes
+def operators():
+    for name in cosmic_ray.plugins.operator_names():
+        short = name.partition("/")[2]
+        if short in ALONE or short.startswith("Replace") and short.partition("_")[2] in NEAREST:
+            yield short, cosmic_ray.plugins.get_operator(name)()
 
 
-def main(words):
-    readme = "--readme" in words
-    words = [word for word in words if word != "--readme"]
-    chosen = [m for m in MUTATIONS if not words or any(word in m[0] for word in words)]
-    rows, missed = [], 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, file, *_), failed in zip(chosen, pool.map(try_out, chosen)):
-            rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
-            missed += failed is None
-            print(rows[-1], flush=True)
-    if readme and not words:
-        head = "| what was changed | where | first test that fails |\n|---|---|---|\n"
-        (HERE / "mutations.md").write_text(head + "\n".join(rows) + "\n")
-    print(f"{len(rows)} bugs put in, {missed} not caught")
-    return missed > 0
+def statement_lines(tree, line):
+    """The lines of the innermost statement that holds a line; of a compound one, its head."""
+    begun = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and first_line(node) <= line <= node.end_lineno]
+    inner = max(begun, key=first_line)
+    body = getattr(inner, "body", None)
+    end = max(body[0].lineno, inner.lineno + 1) if body else inner.end_lineno + 1
+    return range(first_line(inner), max(end, line + 1))
+
+
+def first_line(node):
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def changes(file):
+    """Each change of a file: a dict with the lines it touches, the line before and after, the new text."""
+    code = (ROOT / file).read_text()
+    tree, parsed, seen = ast.parse(code), get_ast(code), {code}
+    for name, operator in operators():
+        spots = [spot for node in ast_nodes(parsed) for spot in operator.mutation_positions(node)]
+        for i, ((line, _), _) in enumerate(spots):
+            try:
+                changed = mutate_code(code, operator, i)
+                ast.parse(changed)
+            except (AttributeError, SyntaxError):   # an exception with a dot in its name; not a program
+                continue
+            if changed in seen:
+                continue
+            seen.add(changed)
+            before, after = differing(code, changed)
+            key = hashlib.sha256(f"{file}\n{before}\n{after}".encode()).hexdigest()[:16]
+            yield dict(file=file, line=line, lines=statement_lines(tree, line), before=before, after=after,
+                       operator=name, text=changed, key=key)
+
+
+def differing(code, changed):
+    """The lines, each joined to one, in which two texts differ, with what stands around their first."""
+    a, b = code.splitlines(), changed.splitlines()
+    first = next(i for i, (x, y) in enumerate(zip(a + [""], b + [""])) if x != y)
+    last = 0
+    while last < min(len(a), len(b)) - first and a[-1 - last] == b[-1 - last]:
+        last += 1
+    return tuple(" ".join(" ".join(x[first:max(len(x) - last, first + 1)]).split()) for x in (a, b))
+
+
+# ------------------------------------------------------------------------------ the tests that reach
+class Watch:
+    """Notes for each test which lines it reaches, how long it takes, and whom it shares a fixture with."""
+
+    def __init__(self, measured):
+        self.measured, self.seconds, self.shared, self.failed = measured, {}, {}, set()
+
+    def pytest_runtest_logreport(self, report):
+        if not report.passed:           # skipped, or too slow while it is watched
+            self.failed.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.measured.switch_context(item.nodeid)
+        began = time.perf_counter()
+        result = yield
+        self.seconds[item.nodeid] = time.perf_counter() - began
+        defs = item._fixtureinfo.name2fixturedefs.values()
+        self.shared[item.nodeid] = [f"{item.path.name}:{d[-1].argname}" for d in defs if d[-1].scope == "module"]
+        return result
+
+
+def reach():
+    """What is known of the tests as they are: {file: {line: tests}}, and the seconds of each test."""
+    kept = FOUND / "reach.json"
+    state = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(ROOT.glob("tests/*.py")))
+                           + b"".join((ROOT / f).read_bytes() for f in FILES)).hexdigest()
+    if kept.exists() and json.loads(kept.read_text())["state"] == state:
+        return json.loads(kept.read_text())
+    measured = coverage.Coverage(data_file=None, include=[str(ROOT / f) for f in FILES])
+    watch = Watch(measured)
+    measured.start()
+    pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "tests"), "--rootdir", str(ROOT),
+                 *(f"--ignore={ROOT / 'tests' / name}" for name in BY_TEXT)], plugins=[watch])
+    measured.stop()
+    watch.seconds = {test: s for test, s in watch.seconds.items() if test not in watch.failed}
+    together = {}
+    for test, fixtures in watch.shared.items():
+        for fixture in fixtures:
+            together.setdefault(fixture, []).append(test)
+    lines = {}
+    for file in FILES:
+        by_line = measured.get_data().contexts_by_lineno(str(ROOT / file))
+        for line, tests in by_line.items():
+            more = [other for test in tests for f in watch.shared.get(test, ()) for other in together[f]]
+            lines.setdefault(file, {})[line] = sorted({*tests, *more} & {*watch.seconds})
+    known = dict(state=state, seconds=watch.seconds, lines=lines)
+    FOUND.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(known))
+    return json.loads(kept.read_text())
+
+
+def tests_of(change, known):
+    """The tests that reach a change, the quickest first; all, if only the import or another process does."""
+    lines = known["lines"].get(change["file"], {})
+    tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
+    return sorted(tests or known["seconds"], key=known["seconds"].get)
+
+
+# -------------------------------------------------------------------------------------- the trials
+def prepare():
+    """A worker: a copy of the tree, and all that tests import but the tree itself."""
+    global copied
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    import hypothesis, safetensors.torch, tiktoken, tokenizers, torch, transformers      # noqa: E401, F401
+    copied = Path(tempfile.mkdtemp()) / "copy"
+    shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns("out", ".git", ".hypothesis"))
+
+
+def run_tests(tests, out):
+    """In a process of its own: run tests in this order, up to the first that fails."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+    os.chdir(copied)
+    sys.path[:] = [str(copied)] + [p for p in sys.path if p != str(HERE)]
+    os._exit(pytest.main(["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]))
+
+
+def try_out(change, tests, limit):
+    """The first test that fails with a change, or None."""
+    path, out = copied / change["file"], copied / "output.txt"
+    original = path.read_text()
+    path.write_text(change["text"])
+    child = os.fork()
+    if not child:
+        run_tests(tests, out)
+    status, end = None, time.time() + limit
+    while status is None and time.time() < end:
+        time.sleep(0.05)
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if status is None:
+        os.waitpid(child, 0)
+    path.write_text(original)
+    if status == 0:
+        return None
+    if status is None:
+        return "no end"
+    lines = out.read_text(errors="replace").splitlines()
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(maxsplit=1)[1].removeprefix("tests/") if failed else f"exit code {status}"
+
+
+def trial(change, tests, seconds):
+    """What a worker gives back: the change without its new text, and what caught it."""
+    failed = try_out(change, tests, 30 + 5 * seconds)
+    kept = {name: change[name] for name in ("key", "file", "line", "before", "after", "operator")}
+    return kept | dict(caught=failed, tests=len(tests))
+
+
+# --------------------------------------------------------------------------------------- the table
+def words():
+    """What stands in mutations.md about each change that was not caught: why no test can see it."""
+    page = HERE / "mutations.md"
+    rows = page.read_text().splitlines() if page.exists() else []
+    cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("| `")]
+    return {tuple(c[:3]): c[3] for c in cells if len(c) == 4}
+
+
+def cell(text):
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def write_table(results):
+    known, counts, rows = words(), ["| file | changes | caught | no test can see | share |", "|---|---|---|---|---|"], []
+    total = [0, 0, 0]
+    for file in FILES:
+        own = [r for r in results if r["file"] == file]
+        missed = sorted((r for r in own if r["caught"] is None), key=lambda r: r["line"])
+        same = 0
+        for r in missed:
+            row = cell(file), cell(r["before"]), cell(r["after"])
+            word = known.get(row, "?")
+            same += not word.startswith("?")
+            rows.append("| " + " | ".join((*row, word)) + " |")
+        caught = len(own) - len(missed)
+        total = [t + x for t, x in zip(total, (len(own), caught, same))]
+        counts.append(f"| `{file}` | {len(own)} | {caught} | {same} | {caught / max(len(own) - same, 1):.1%} |")
+    counts.append(f"| all | {total[0]} | {total[1]} | {total[2]} | {total[1] / max(total[0] - total[2], 1):.1%} |")
+    (HERE / "mutations.md").write_text("\n".join(counts + ["", "| file | before | after | why no test sees it |",
+                                                           "|---|---|---|---|", *rows]) + "\n")
+    print("\n".join(counts))
+
+
+def main(args):
+    again, readme = "--again" in args, "--readme" in args
+    files = [f for f in args if not f.startswith("--")] or FILES
+    kept = FOUND / "results.jsonl"
+    FOUND.mkdir(parents=True, exist_ok=True)
+    results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
+    present = [change for file in files for change in changes(file)]
+    left = [c for c in present if c["key"] not in results or again and results[c["key"]]["caught"] is None]
+    print(f"{len(present)} changes, {len(left)} to try", flush=True)
+    if left and not readme:
+        known = reach()
+        with ProcessPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
+            waiting = []
+            for change in left:
+                tests = tests_of(change, known)
+                waiting.append(pool.submit(trial, change, tests, sum(known["seconds"][t] for t in tests)))
+            for done in waiting:
+                r = done.result()
+                results[r["key"]] = r
+                with kept.open("a") as f:
+                    f.write(json.dumps(r) + "\n")
+                print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  "
+                      f"{r['caught'] or 'NOT CAUGHT'}", flush=True)
+    chosen = [results[c["key"]] | {"line": c["line"]} for c in present if c["key"] in results]
+    if readme:
+        write_table(chosen)
+    missed = [r for r in chosen if r["caught"] is None]
+    print(f"{len(chosen)} tried, {len(missed)} not caught")
+    return 0
 
 
 if __name__ == "__main__":

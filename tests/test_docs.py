@@ -147,11 +147,11 @@ def test_floor_and_memory(results):
 
 
 def test_all_bugs_put_in_were_caught(results):
-    import mutations
-    rows = (ROOT / "experiments" / "mutations.md").read_text().splitlines()[2:]
-    assert [row.split(" | ")[0][2:] for row in rows] == [m[0] for m in mutations.MUTATIONS]
+    import bugs
+    rows = (ROOT / "experiments" / "bugs.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0][2:] for row in rows] == [m[0] for m in bugs.BUGS]
     assert not any("**none**" in row for row in rows)
-    for name, file, text, *_ in mutations.MUTATIONS:
+    for name, file, text, *_ in bugs.BUGS:
         assert text in (ROOT / file).read_text(), f"{name}: the text is no longer in {file}"
 
 

@@ -3,7 +3,7 @@
     pip install -r tests/requirements-peers.txt
     python experiments/mutations.py                     # all files: some hours; goes on where it was
     python experiments/mutations.py reward.py           # these files alone
-    python experiments/mutations.py --again grpo.py     # what was not caught, once more
+    python experiments/mutations.py --again grpo.py     # what was not caught, by the slow tests too
     python experiments/mutations.py --readme            # write mutations.md from what was found
 
 The changes are cosmic-ray's: another operator, comparison or number, a condition turned round, a loop
@@ -14,14 +14,17 @@ see every change, and are left out. What was found is kept in out/mutations/ und
 import ast
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -43,6 +46,7 @@ NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul B
 ALONE = ["AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
          "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
          "RemoveDecorator", "ZeroIterationForLoop"]
+SLOW = 1.0                          # seconds of a test that runs only for what the others miss
 copied = None                       # a worker's own copy of the tree
 
 
@@ -150,11 +154,15 @@ def reach():
     return json.loads(kept.read_text())
 
 
-def tests_of(change, known):
-    """The tests that reach a change, the quickest first; all, if only the import or another process does."""
-    lines = known["lines"].get(change["file"], {})
+def tests_of(change, known, caught=(), longest=SLOW):
+    """The tests that reach a change, none `longest` seconds long; all, if only the import or another
+    process does. First those that caught changes nearby, then the quickest."""
+    lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
+    near = Counter(r["caught"] for r in caught
+                   if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20)
     tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
-    return sorted(tests or known["seconds"], key=known["seconds"].get)
+    return sorted((t for t in tests or seconds if seconds[t] < longest),
+                  key=lambda t: (-near[t.removeprefix("tests/")], seconds[t]))
 
 
 # -------------------------------------------------------------------------------------- the trials
@@ -166,6 +174,8 @@ def prepare():
     import hypothesis, safetensors.torch, tiktoken, tokenizers, torch, transformers      # noqa: E401, F401
     copied = Path(tempfile.mkdtemp()) / "copy"
     shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns("out", ".git", ".hypothesis"))
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"],  # compile
+                   cwd=copied, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, stdout=subprocess.DEVNULL)
 
 
 def run_tests(tests, out):
@@ -260,18 +270,25 @@ def main(args):
     print(f"{len(present)} changes, {len(left)} to try", flush=True)
     if left and not readme:
         known = reach()
-        with ProcessPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
-            waiting = []
-            for change in left:
-                tests = tests_of(change, known)
-                waiting.append(pool.submit(trial, change, tests, sum(known["seconds"][t] for t in tests)))
-            for done in waiting:
-                r = done.result()
-                results[r["key"]] = r
-                with kept.open("a") as f:
-                    f.write(json.dumps(r) + "\n")
-                print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  "
-                      f"{r['caught'] or 'NOT CAUGHT'}", flush=True)
+        own = multiprocessing.get_context("spawn")          # in which nothing of the tree is imported yet
+        with ProcessPoolExecutor(os.cpu_count(), own, prepare) as pool:
+            same = dict(left[0], text=(ROOT / left[0]["file"]).read_text())
+            failed = pool.submit(trial, same, tests_of(same, known)[:50], 100).result()["caught"]
+            assert failed is None, f"{failed} fails with nothing changed"
+            waiting = set()
+            while left or waiting:
+                while left and len(waiting) < os.cpu_count():
+                    change = left.pop(0)
+                    tests = tests_of(change, known, results.values(), float("inf") if again else SLOW)
+                    seconds = sum(known["seconds"][t] for t in tests)
+                    waiting.add(pool.submit(trial, change, tests, seconds))
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for r in (future.result() for future in done):
+                    results[r["key"]] = r
+                    with kept.open("a") as f:
+                        f.write(json.dumps(r) + "\n")
+                    print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  "
+                          f"{r['caught'] or 'NOT CAUGHT'}", flush=True)
     chosen = [results[c["key"]] | {"line": c["line"]} for c in present if c["key"] in results]
     if readme:
         write_table(chosen)

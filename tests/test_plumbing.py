@@ -468,6 +468,8 @@ def test_reward_model_and_history_are_carried_on(whole, resumed):
     assert not same(whole.fits[0].model, whole.fits[1].model)
     history = whole.calls["refit"][1][0][2]
     assert completions(history) == completions(whole.calls["refit"][0][1][0])
+    both = [row for args, _ in whole.calls["refit"] for row in completions(args[1])]
+    assert completions(whole.agent.history) == both
     assert same(weights(whole.agent.reward_model), weights(resumed.agent.reward_model))
     assert same(whole.fits[1].model, weights(whole.agent.reward_model))     # no step moves it
     assert same(whole.agent.history, resumed.agent.history) and len(whole.agent.history["ids"])

@@ -1,0 +1,844 @@
+"""Who sees what, and which setting moves what: whole runs through `main`, watched by wrappers that
+call through. The first half follows one run of two iterations, whole and resumed; the second turns
+each setting in a run where it is active, and pins the constants that claims rest upon."""
+import dataclasses
+import itertools
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import data
+import data.arithmetic as arithmetic
+import data.countdown as countdown
+import data.gsm8k as gsm8k
+import grpo
+import model
+import reward
+from data.tokenizer import byte_encoding
+from grpo import Config, make_config
+from run import batches, folder, machine, pretrained, start
+
+# ------------------------------------------------------------------------------- a task, and runs
+
+PROBLEMS = [SimpleNamespace(prompt=f"{i:02d}=", answer="ab"[i % 2]) for i in range(30)]
+TRAIN, HELD_OUT = PROBLEMS[4:28], PROBLEMS[:4]
+SPARE = PROBLEMS[28:]           # problems of another difficulty
+HERE = [p.prompt for p in TRAIN]
+AWAY = [p.prompt for p in HELD_OUT]
+
+
+def problems(cfg):
+    """Two lists; the difficulty adds some to the first."""
+    return TRAIN + SPARE[:cfg.difficulty - 1], HELD_OUT
+
+
+def demonstration(problem, rng):
+    """The answer's letter, some times over."""
+    return problem.answer * rng.randrange(1, 5)
+
+
+def rule(problem, text):
+    """Whether it begins rightly, and a part that is rarely the same twice."""
+    return {"correct": float(text[:1] == problem.answer), "style": 0.1 * len(set(text)) + len(text) / 99}
+
+
+def steps(problem, text):
+    """Each character is a step."""
+    return [(i + 1, x == problem.answer) for i, x in enumerate(text)]
+
+
+def answer(text):
+    """The first character counts as a vote."""
+    return text[:1]
+
+
+TASK = SimpleNamespace(DEFAULTS={}, problems=problems, demonstration=demonstration, reward=rule,
+                       steps=steps, answer=answer)
+TINY = dict(difficulty=1, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, warm_steps=3, warm_batch=8,
+            warm_lr=3e-2, prompts=3, group=4, max_new=6, minibatches=2, micro_tokens=1000, steps=2,
+            lr=1e-2, adam_eps=1e-5, fit_prompts=20, fit_lr=1e-2, choices=2, device="cpu",
+            dtype="float32", compile="off")
+
+
+class Killed(BaseException):
+    """What ends a run at once, as a kill does."""
+
+
+def weights(module):
+    """A copy of a module's parameters by name; nothing for None."""
+    return {} if module is None else {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def texts(rows):
+    """The texts of prompts, lists of bytes."""
+    return [bytes(x for x in ids if x < 256).decode("utf-8", "replace") for ids in rows]
+
+
+def after(patch, module, name, look, seen):
+    """From now on `look(args, got)` sees each call of a function, once it is done; `seen.within`
+    names the functions that are at work."""
+    real = getattr(module, name)
+
+    def wrapper(*args, **given):
+        """Calls through."""
+        seen.within.append(name)
+        try:
+            got = real(*args, **given)
+        finally:
+            seen.within.pop()
+        look(args, got)
+        return got
+    patch.setattr(module, name, wrapper)
+
+
+def watch(patch, seen, kill_at=None):
+    """Put wrappers round the parts of a run, which note in `seen` what they were given and gave."""
+    def began(args, got):
+        """The problems, and the policy before the first step."""
+        _, _, policy, train, held_out = got
+        seen.problems, seen.start = [[p.prompt for p in part] for part in (train, held_out)], weights(policy)
+
+    def sampled(args, got):
+        """Prompts by the outermost function that asked, and the number of completions of each."""
+        by = next(iter(x for x in seen.within if x in ("begin_iteration", "train_step", "evaluate")), "ask")
+        seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
+
+    def begun(args, got):
+        """A fit: the models as it left them."""
+        agent, _, iteration = args
+        seen.events.append(f"iteration {iteration}")
+        seen.fits.append(SimpleNamespace(measures=dict(got), policy=weights(agent.policy), ref=weights(agent.ref),
+                                         model=weights(agent.reward_model)))
+
+    def stepped(args, got):
+        """A step: its batch and statistics, and the reference at its end."""
+        agent, _, step = args
+        seen.agent = agent
+        seen.events.append(f"step {step}")
+        seen.steps[step] = SimpleNamespace(batch=got[0], stats=dict(got[1]), ref=weights(agent.ref),
+                                           policy=weights(agent.policy))
+
+    def measured(args, got):
+        """An evaluation."""
+        seen.events.append("evaluation")
+        seen.results.append(got)
+
+    def logged(args, got):
+        """A line of metrics.jsonl; and the end, if this is where the run is to be killed."""
+        seen.logged.append({"step": args[1]} | args[2])
+        if args[1] == kill_at:
+            raise Killed
+
+    def saved(args, got):
+        seen.saved.append(args[1])
+
+    def drawn(args, got):
+        """A random stream."""
+        seen.streams.append((args[1], args[2] if len(args) > 2 else 0))
+        seen.seeds.add(args[0].seed)
+
+    def passed(layer, *given):
+        """A pass through a layer, in an update; of one made again autograd may need no more than the
+        beginning."""
+        seen.passes += "update" in seen.within
+        return forward(layer, *given)
+
+    def compiled(self, **options):
+        seen.compiled += 1
+
+    forward = model.Block.forward
+
+    def note(name):
+        """A function that notes the arguments and the result of each call under a name."""
+        return lambda args, got: seen.calls.setdefault(name, []).append((args, got))
+
+    for module, name, look in (
+            (start, "begin", began), (grpo, "sample", sampled), (grpo, "begin_iteration", begun),
+            (grpo, "train_step", stepped), (grpo, "update", note("update")), (grpo, "evaluate", measured),
+            (folder, "log_metrics", logged), (folder, "save", saved), (machine, "rng", drawn),
+            (start, "token_logps", note("warm")), (TASK, "demonstration", note("demonstration")),
+            (reward, "refit", note("refit")), (reward, "fit", note("fit")), (reward, "scores", note("scores")),
+            (reward, "replay", note("replay"))):
+        after(patch, module, name, look, seen)
+    patch.setattr(model.Block, "forward", passed)
+    patch.setattr(torch.nn.Module, "compile", compiled)
+
+
+def run(*mode, kill_at=None, **settings):
+    """`main` with a mode and settings as flags, watched; without a task in the settings, of TASK."""
+    seen = SimpleNamespace(within=[], prompts=[], events=[], fits=[], steps={}, results=[], logged=[], saved=[],
+                           streams=[], seeds=set(), calls={}, passes=0, compiled=0)
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, seen, kill_at)
+        if "task" not in settings:
+            patch.setattr(data, "load_task", lambda name: TASK)
+        try:
+            grpo.main([*mode, *(str(x) for name, value in settings.items() for x in (f"--{name}", value))])
+        except Killed:
+            pass
+    return seen
+
+
+def lines(where, name):
+    """The records of a file of JSON lines in a run's folder."""
+    return [json.loads(line) for line in (where / name).read_text().splitlines()]
+
+
+def same(a, b):
+    """Whether two dicts of tensors are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+ITERATED = TINY | dict(seed=3, reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two iterations of three steps, with a learned reward. It saves after 0, 3, 4 and 6."""
+    where = tmp_path_factory.mktemp("whole")
+    seen = run(out=where, **ITERATED)
+    seen.folder = where
+    return seen
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def resumed(request, tmp_path_factory):
+    """The same, killed in the step after one that it had saved, and resumed: between the iterations
+    and within the second."""
+    where = tmp_path_factory.mktemp("resumed")
+    run(out=where, kill_at=request.param + 1, **ITERATED | dict(save_every=request.param))
+    assert [line["step"] for line in lines(where, "metrics.jsonl")] == list(range(request.param + 2))
+    seen = run("--resume", out=where, save_every=4)
+    seen.folder, seen.from_step = where, request.param
+    return seen
+
+
+def asked(seen, by):
+    """The prompts that a function had completed, a list for each time."""
+    return [prompts for who, _, prompts, _ in seen.prompts if who == by]
+
+
+# ------------------------------------------------------------------------ which problems are seen
+
+def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
+    """Held-out ones in the evaluation alone, which sees no other."""
+    assert whole.problems == [HERE, AWAY]
+    for by in ("begin_iteration", "train_step"):
+        assert set(sum(asked(whole, by), [])) <= set(HERE)
+    assert set(sum(asked(whole, "evaluate"), [])) == set(AWAY)
+    assert {p.prompt for (p, _), _ in whole.calls["demonstration"]} <= set(HERE)
+    assert {by for by, *_ in whole.prompts} == {"begin_iteration", "train_step", "evaluate"}
+
+
+def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
+    """The rows that it learns are a prompt, its own demonstration and the end, from the end of the
+    prompt on; and those are all that were demonstrated."""
+    learned = []
+    for (_, ids, mask, temperature), _ in whole.calls["warm"]:
+        assert temperature == 1
+        for row, on in zip(ids.tolist(), mask.tolist()):
+            begin, end = on.index(True), len(on) - on[::-1].index(True)
+            assert on[begin:end] == [True] * (end - begin) and row[end - 1] == 256
+            learned.append((bytes(row[:begin]).decode(), bytes(row[begin:end - 1]).decode()))
+    shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
+    assert Counter(learned) == Counter(shown) and len(shown) == 20 * 8
+    answers = {p.prompt: p.answer for p in TRAIN}
+    assert all(set(text) == {answers[prompt]} for prompt, text in learned)
+    assert len({prompt for prompt, _ in shown}) > 20
+
+
+def test_a_step_completes_other_problems_each_time_and_none_twice(whole):
+    rollouts = [(prompts, group) for by, _, prompts, group in whole.prompts if by == "train_step"]
+    assert len(rollouts) == 6 and all(len(set(prompts)) == 3 and group == 4 for prompts, group in rollouts)
+    assert len({frozenset(prompts) for prompts, _ in rollouts}) > 4
+    for (prompts, _), step in zip(rollouts, whole.steps.values()):
+        assert [p.prompt for p in step.batch.problems] == [x for x in prompts for _ in range(4)]
+
+
+def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples(whole):
+    for number in {at for by, at, *_ in whole.prompts if by == "evaluate"}:
+        seen = [(x, group) for by, at, prompts, group in whole.prompts if by == "evaluate" and at == number
+                for x in prompts]
+        assert sorted(seen) == sorted((x, group) for x in AWAY for group in (1, 8))
+    assert len(whole.results) == 4 == whole.events.count("evaluation")      # after 0, 2, 4 and 6
+
+
+def test_each_fit_labels_fresh_problems(whole):
+    """No problem twice in a fit, and another choice of them in each."""
+    first, second = (sum(x, []) for x in (fit_prompts(whole, 0), fit_prompts(whole, 1)))
+    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 20
+    assert set(first) != set(second)
+    assert all(group == 2 for by, _, _, group in whole.prompts if by == "begin_iteration")
+
+
+def fit_prompts(seen, iteration):
+    """The prompts completed for a fit, a list for each time."""
+    at = seen.events.index(f"iteration {iteration}")
+    return [prompts for by, number, prompts, _ in seen.prompts if (by, number) == ("begin_iteration", at)]
+
+
+def completions(rows):
+    """Rows of a fit as (prompt, what follows), in order."""
+    ids = [[x for x, on in zip(row, mask) if on] for row, mask in zip(rows["ids"].tolist(), rows["mask"].tolist())]
+    return list(zip(texts(row[:3] for row in rows["ids"].tolist()), map(tuple, ids)))
+
+
+def test_a_fit_learns_all_but_the_problems_that_it_is_measured_on(whole):
+    """A tenth of the problems, whole ones, are set apart; to the rest come a tenth as many rows of
+    history, in whole sets, from the second fit on. What one fit is measured on, none has learned:
+    once the second one learned rows and problems that had been set apart in the first."""
+    earlier, measured, learned = [], set(), set()
+    for i, ((refit_args, _), (fit_args, _)) in enumerate(zip(whole.calls["refit"], whole.calls["fit"])):
+        labelled, fitted = completions(refit_args[1]), completions(fit_args[1])
+        assert [x for x, _ in labelled] == [x for x in sum(fit_prompts(whole, i), []) for _ in range(2)]
+        tested = [args for args, _ in whole.calls["scores"] if len(args[1]) == 4][i]
+        tested = completions(dict(ids=tested[1], mask=tested[2]))
+        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:36]) == Counter(labelled)
+        replayed = fitted[36:]
+        assert len(replayed) == (0, 2)[i]       # a tenth of 36 rows, down to whole sets of 2
+        assert set(replayed) <= set(earlier) and len({x for x, _ in replayed}) <= 1
+        measured |= {x for x, _ in tested}
+        learned |= {x for x, _ in fitted}
+        earlier += fitted[:36]
+    assert i == 1 and len(whole.calls["replay"]) == 1 and measured.isdisjoint(learned)
+
+
+# --------------------------------------------------------------------------------- what is logged
+
+def test_every_line_of_metrics_is_what_there_was(whole):
+    """The measures of a fit, the statistics of the step and the results of an evaluation, each in
+    the line of its step."""
+    results = dict(zip((0, 2, 4, 6), whole.results))
+    written = lines(whole.folder, "metrics.jsonl")
+    assert [line["step"] for line in written] == list(range(7)) and written == whole.logged
+    for step, line in enumerate(written):
+        fit = {1: whole.fits[0].measures, 4: whole.fits[1].measures}.get(step, {})
+        stats = whole.steps[step].stats if step else {}
+        assert line == {"step": step} | fit | stats | results.get(step, {})
+        assert not fit.keys() & stats.keys() and len(fit) in (0, 2)
+
+
+def test_the_statistics_of_a_step_are_those_of_its_batch(whole):
+    for step in whole.steps.values():
+        batch, stats = step.batch, step.stats
+        correct = torch.tensor([float(text[:1] == p.answer and done) for p, text, done
+                                in zip(batch.problems, batch.texts, batch.finished.tolist())])
+        assert stats["accuracy"] == pytest.approx(correct.mean().item())
+        assert stats["style"] == pytest.approx(batch.parts["style"].mean().item())
+        assert stats["rule_reward"] == pytest.approx(stats["accuracy"] + stats["style"])
+        assert stats["reward"] == pytest.approx(batch.reward.sum(1).mean().item(), abs=1e-6)
+        assert stats["length"] == pytest.approx(batch.mask.sum(1).float().mean().item())
+        assert stats["finished"] == pytest.approx(batch.finished.float().mean().item())
+    assert min(step.stats["finished"] for step in whole.steps.values()) < 1
+    assert 0 < sum(step.stats["accuracy"] for step in whole.steps.values()) < 6
+
+
+def check_sample(line, step, batch):
+    """A line of samples.jsonl against the batch of its step."""
+    mask, ids = batch.mask[:4], batch.ids[:4].tolist()
+    own = [[x for x, on in zip(row, kept) if on] for row, kept in zip(ids, mask.tolist())]
+    assert line.keys() == {"step", "prompt", "completions", "rewards", "advantages"}
+    assert line["step"] == step and texts(row[:3] for row in ids) == [line["prompt"]] * 4
+    assert line["prompt"] == batch.problems[0].prompt
+    assert line["completions"] == [bytes(x for x in row if x < 256).decode("utf-8", "replace") for row in own]
+    assert line["rewards"] == batch.reward[:4].sum(1).tolist()
+    for listed, adv, on in zip(line["advantages"], batch.adv, mask):
+        assert listed == pytest.approx(adv[on].tolist(), abs=5.1e-5) and len(listed) == on.sum()
+
+
+def test_every_line_of_samples_is_the_first_group_of_its_step(whole):
+    """At each checkpoint after a step."""
+    written = lines(whole.folder, "samples.jsonl")
+    assert [line["step"] for line in written] == [3, 4, 6] and whole.saved == [0, 3, 4, 6]
+    for line in written:
+        check_sample(line, line["step"], whole.steps[line["step"]].batch)
+
+
+def test_the_samples_of_a_rule_bear_the_rewards_of_the_task(tmp_path):
+    """The sum of its components, or nothing for a completion that did not end."""
+    seen = run(out=tmp_path, **TINY | dict(save_every=1, warm_steps=15))
+    for line in lines(tmp_path, "samples.jsonl"):
+        batch = seen.steps[line["step"]].batch
+        check_sample(line, line["step"], batch)
+        problem = next(p for p in TRAIN if p.prompt == line["prompt"])
+        for text, done, r in zip(line["completions"], batch.finished.tolist(), line["rewards"]):
+            assert r == pytest.approx(done * sum(rule(problem, text).values()))
+    assert len(seen.steps) == 2 and any(line["rewards"] for line in lines(tmp_path, "samples.jsonl"))
+
+
+CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
+
+
+def test_logs_after_a_resume_are_those_of_the_whole_run(whole, resumed):
+    """Also where lines had been written after the checkpoint."""
+    one, other = ([{n: x for n, x in line.items() if n not in CLOCKS} for line in lines(seen.folder, "metrics.jsonl")]
+                  for seen in (whole, resumed))
+    assert one == other
+    at = {line["step"]: line for line in lines(resumed.folder, "samples.jsonl")}
+    assert len(at) == len(lines(resumed.folder, "samples.jsonl"))
+    for line in lines(whole.folder, "samples.jsonl"):
+        if line["step"] in at:
+            assert line == at[line["step"]]
+    assert {3, 6} <= at.keys() == {3, 4, 6}
+
+
+# --------------------------------------------------------------------------------- random streams
+
+def test_each_purpose_and_step_has_a_random_stream_of_its_own(whole):
+    """Each is opened once, but for the evaluation's, which begins anew every time; all by the run's
+    own seed."""
+    opened = Counter(whole.streams)
+    want = {("weights", 0), ("scorer", 0), ("evaluate", 0), *(("warm start", i) for i in range(20)),
+            *((name, step) for name in ("problems", "rollout", "update") for step in range(1, 7)),
+            *((name, i) for name in ("fit", "labels of rank 0") for i in (0, 1))}
+    assert opened.keys() == want
+    assert {of for of, n in opened.items() if n > 1} == {("evaluate", 0)} and opened["evaluate", 0] == 4
+    assert whole.seeds == {3}
+
+
+def test_streams_differ_by_purpose_step_and_seed(whole):
+    """And each is the same again."""
+    keys = [(seed, *of) for seed in (0, 1, 2, 10, 11, 101) for of in sorted(set(whole.streams))]
+    first = [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
+    assert len(set(first)) == len(keys) == 6 * 45
+    assert first == [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
+
+
+def policy_of(where, **changes):
+    """An Agent with the policy of a run's folder, and the settings TINY."""
+    cfg = Config(**TINY | dict(init=str(where), chat="none") | changes)
+    encoding, policy = start.trained_model(cfg)
+    return grpo.new_agent(cfg, TASK, encoding, policy)
+
+
+def test_a_step_is_the_same_again_and_another_step_another(places):
+    def made(step, **changes):
+        """The rollout of a step, and the policy after it."""
+        torch.rand(3), random.random()          # what others draw is nothing to it
+        batch, _ = grpo.train_step(agent := policy_of(places["warm"], **changes), TRAIN, step)
+        return [p.prompt for p in batch.problems], batch.ids.tolist(), weights(agent.policy)
+    one, again, other, seed = made(1), made(1), made(2), made(1, seed=2)
+    assert one[:2] == again[:2] and same(one[2], again[2])
+    for different in (other, seed):
+        assert all(a != b for a, b in zip(one[:2], different[:2])) and not same(one[2], different[2])
+
+
+def test_an_evaluation_does_not_depend_on_those_before(places):
+    """Nor on random numbers drawn elsewhere; a policy that did not move has the same results."""
+    agent = policy_of(places["warm"])
+    first = grpo.evaluate(agent, HELD_OUT)
+    grpo.evaluate(agent, TRAIN)
+    torch.rand(3), random.random()
+    assert grpo.evaluate(agent, HELD_OUT) == first
+    assert len(set(first.values())) > 2
+    assert grpo.evaluate(policy_of(places["warm"], seed=2), HELD_OUT)["pass@1"] != first["pass@1"]
+
+
+# ------------------------------------------------------------------------------------- iterations
+
+def test_fits_are_at_the_first_step_of_each_iteration(whole):
+    assert [x for x in whole.events if x != "evaluation"] == [
+        "iteration 0", "step 1", "step 2", "step 3", "iteration 1", "step 4", "step 5", "step 6"]
+    assert whole.events[0] == "evaluation" and len(whole.fits) == 2
+
+
+def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(whole):
+    first, second = whole.fits
+    assert same(first.ref, whole.start) and same(first.policy, whole.start)
+    assert same(second.ref, whole.steps[3].policy) and same(second.policy, whole.steps[3].policy)
+    assert not same(first.ref, second.ref)
+    for step, seen in whole.steps.items():
+        assert same(seen.ref, (first if step <= 3 else second).ref) and not same(seen.ref, seen.policy)
+
+
+def test_a_resumed_run_goes_on_in_its_iteration(whole, resumed):
+    """It keeps the reference of the checkpoint, learns rewards only where an iteration begins, and
+    makes the steps that are left, all to the bit."""
+    left = range(resumed.from_step + 1, 7)
+    fits = ["iteration 1"] * (resumed.from_step == 3)
+    assert [x for x in resumed.events if x != "evaluation"] == [*fits, *(f"step {i}" for i in left)]
+    for step in left:
+        one, other = whole.steps[step], resumed.steps[step]
+        assert same(one.ref, other.ref) and same(one.policy, other.policy)
+        assert not same(other.ref, other.policy)
+        assert one.batch.texts == other.batch.texts and torch.equal(one.batch.adv, other.batch.adv)
+    assert {of for of, _ in resumed.streams if of in ("weights", "warm start")} == set()
+
+
+def test_reward_model_and_history_are_carried_on(whole, resumed):
+    """The second fit begins from the first one's model and rows; a resumed run has both."""
+    assert not same(whole.fits[0].model, whole.fits[1].model)
+    history = whole.calls["refit"][1][0][2]
+    fitted = [completions(args[1])[:36] for args, _ in whole.calls["fit"]]
+    assert completions(history) == fitted[0] and completions(whole.agent.history) == sum(fitted, [])
+    assert same(weights(whole.agent.reward_model), weights(resumed.agent.reward_model))
+    assert same(whole.fits[1].model, weights(whole.agent.reward_model))     # no step moves it
+    assert same(whole.agent.history, resumed.agent.history) and len(whole.agent.history["ids"])
+    one, other = (folder.load(seen.folder, Config)[1].tensors for seen in (whole, resumed))
+    assert same(one, other)
+
+
+# ------------------------------------------------------------------------------------------ modes
+
+def files_of(where):
+    """Every file below a folder, and its bytes."""
+    return {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
+
+
+def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, capsys):
+    before = files_of(whole.folder)
+    capsys.readouterr()
+    seen = run("--eval_only", out=whole.folder)
+    assert seen.events == ["evaluation"] and seen.results == whole.results[-1:]
+    assert sorted(sum(asked(seen, "evaluate"), [])) == sorted(2 * AWAY) and len(asked(seen, "ask")) == 0
+    want = "  ".join(f"{name} {share:.1%}" for name, share in whole.results[-1].items())
+    assert capsys.readouterr().out == want + "\n" and files_of(whole.folder) == before
+
+
+def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
+    """With the policy as the run left it, of which it changes no file."""
+    before, seen = files_of(whole.folder), []
+    for _ in range(2):
+        capsys.readouterr()
+        asking = run("--ask", "17=", out=whole.folder)
+        seen.append(capsys.readouterr().out)
+        assert [(by, *rest) for by, _, *rest in asking.prompts] == [("ask", ["17="], 1)] and not asking.events
+    policy, ids = whole.agent.policy, list(b"17=")
+    with torch.no_grad():
+        while ids[-1] != 256 and len(ids) < 3 + 6:
+            ids.append(policy.head(policy(torch.tensor([ids])))[0, -1].argmax().item())
+    assert seen == [bytes(x for x in ids if x < 256).decode("utf-8", "replace") + "\n"] * 2
+    assert files_of(whole.folder) == before
+
+
+def test_resume_of_a_run_at_its_end_makes_no_step(whole):
+    names = ("checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "samples.jsonl")
+    before = [(whole.folder / name).read_bytes() for name in names]
+    seen = run("--resume", out=whole.folder)
+    assert seen.events == seen.prompts == []
+    assert [(whole.folder / name).read_bytes() for name in names] == before
+
+
+# --------------------------------------------------------------------------------- every setting
+
+LETTERS = """from types import SimpleNamespace
+DEFAULTS = {{}}
+def problems(cfg):
+    return [SimpleNamespace(prompt=c) for c in {letters!r}], [SimpleNamespace(prompt="z")]
+def reward(problem, text): return {{"correct": float(len(text) % 2)}}
+def answer(text): return text
+"""
+
+
+def chat_folder(where):
+    """A model whose tokenizer knows the tokens of a chat and names its format."""
+    files = {name: json.loads(text) for name, text in byte_encoding().files.items()}
+    end = files["tokenizer.json"]["added_tokens"][0]
+    files["tokenizer.json"]["added_tokens"] += [
+        end | dict(id=257 + i, content=name) for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    files["tokenizer_config.json"]["chat_template"] = "<|im_start|>"
+    shape = model.GPTConfig(259, 1, 2, 1, 16, n_inner=64, block_size=64)
+    pretrained.save(model.GPT(shape, torch.Generator().manual_seed(0)), where,
+                    {name: json.dumps(x).encode() for name, x in files.items()})
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Folders and files that settings name, by name."""
+    root = tmp_path_factory.mktemp("places")
+    for name, seed in (("warm", 1), ("other", 2)):
+        run(out=root / name, **TINY | dict(seed=seed, warm_steps=20, max_new=13, steps=0))
+    chat_folder(root / "chat")
+    for name in ("one", "two"):
+        (root / f"{name}.py").write_text(LETTERS.format(letters=name))
+        row = dict(question=f"What is {name}?", answer="It is 1. #### 1")
+        (root / f"{name}.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+# Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
+# the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
+STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
+          "passes", "evaluations", "saves", "folder")
+BASE = TINY | dict(init="@warm")
+COLD = dict(init="")                                        # a new model, with a warm start
+CRITIC = dict(baseline="value", epochs=3)
+KL = dict(beta=0.5, epochs=2)
+LEARNED = dict(reward="model")
+FILES = dict(task="gsm8k", train="@one.jsonl", test="@one.jsonl", init="", warm_steps=0, max_new=2)
+SETTINGS = dict(
+    task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
+    difficulty=({}, {2: "problems"}),
+    train=(FILES, {"@two.jsonl": "problems"}),
+    test=(FILES, {"@two.jsonl": "held out"}),
+    init=({}, {"@other": "start", "": "start"}),
+    chat=(dict(init="@chat", chat="none"), {"chatml": "prompts", "auto": "prompts"}),
+    out=({}, {"elsewhere": "folder"}),
+    seed=(COLD, {2: "start"}),
+    steps=({}, {3: "policy"}),
+    iterations=({}, {2: "policy"}),
+    eval_every=({}, {1: "evaluations"}),
+    save_every=({}, {1: "saves"}),
+    prompts=({}, {4: "prompts"}),
+    group=({}, {5: "samples"}),
+    max_new=({}, {5: "samples"}),
+    temperature=({}, {0.7: "samples"}),
+    reward=({}, {"model": "fit"}),
+    supervision=({}, {"process": "rewards"}),
+    unfinished=({}, {-1: "rewards"}),
+    baseline=({}, {"none": "credit", "leave-one-out": "credit", "value": "credit", "group+value": "credit"}),
+    scale=({}, {"none": "credit", "batch": "credit"}),
+    gamma=(CRITIC, {0.9: "credit"}),
+    lam=(CRITIC, {0.5: "credit"}),
+    critic=(CRITIC, {"separate": "policy"}),
+    value_coef=(CRITIC, {1.0: "policy"}),
+    value_clip=(CRITIC, {1e-4: "policy"}),
+    ratio=(dict(epochs=2), {"sequence": "policy"}),
+    clip_low=(dict(epochs=2), {0.01: "policy"}),
+    clip_high=(dict(epochs=2), {0.01: "policy"}),
+    kl=(KL, {"reward": "policy", "watch": "policy", "none": "policy"}),
+    estimator=(KL, {"k1": "policy", "k2": "policy", "ratio*k3": "policy"}),
+    beta=({}, {0.5: "policy", 0: "policy"}),
+    target_kl=(KL, {1e-4: "policy"}),
+    mean=({}, {"token": "policy", "constant": "policy"}),
+    epochs=({}, {2: "policy"}),
+    minibatches=({}, {1: "policy"}),
+    micro_tokens=({}, {20: "passes"}),
+    recompute=({}, {"on": "passes"}),
+    lr=({}, {1e-3: "policy"}),
+    adam_eps=({}, {0.1: "policy"}),
+    grad_clip=({}, {1e-3: "policy"}),
+    n_layer=(COLD, {2: "start"}),
+    n_head=(COLD, {4: "start"}),
+    n_kv_head=(COLD, {2: "start"}),
+    n_embd=(COLD, {32: "start"}),
+    warm_steps=(COLD, {4: "start"}),
+    warm_batch=(COLD, {9: "start"}),
+    warm_lr=(COLD, {1e-3: "start"}),
+    fit_prompts=(LEARNED, {22: "fit"}),
+    fit_lr=(LEARNED, {1e-3: "fit"}),
+    choices=(LEARNED, {4: "fit"}),
+    label_noise=(LEARNED, {1.0: "fit"}),
+    labels=(dict(reward="model", supervision="process"), {"rollouts": "fit"}),
+    device=({}, {"auto": None}),
+    dtype=({}, {"auto": None, "bfloat16": "samples"}),
+    compile=({}, {"auto": None, "on": "compiled"}))
+TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
+
+
+def stages(seen, where):
+    """What there was at each of STAGES: of the first step where each step has its own."""
+    batch = seen.steps[1].batch
+    prompts = [row[:begin] for row, begin in zip(batch.ids.tolist(), batch.start.tolist())]
+    found = [*seen.problems, seen.start, [seen.fits[0].measures, seen.fits[0].model], seen.compiled,
+             prompts[::len(prompts) // seen.agent.cfg.prompts], [batch.ids, batch.logp],
+             [batch.reward, batch.ends], batch.adv, weights(seen.agent.policy), seen.passes,
+             [i for i, x in enumerate(seen.events) if x == "evaluation"], seen.saved,
+             [str(path.parent.relative_to(where)) for path in where.rglob("run.json")]]
+    return dict(zip(STAGES, found, strict=True))
+
+
+def alike(a, b):
+    """Whether two stages are equal, their numbers up to rounding."""
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-5, 1e-5)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(alike(a[n], b[n]) for n in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b
+
+
+@pytest.fixture(scope="module")
+def made(places, tmp_path_factory):
+    """The stages of a run by its settings, each made once; it is in the folder where it was
+    started, if its settings do not say."""
+    known = {}
+
+    def of(settings):
+        """Those of a run with BASE and some settings."""
+        settings = BASE | settings
+        if (key := tuple(sorted(settings.items()))) not in known:
+            where = tmp_path_factory.mktemp("made")
+            given = {name: places[x[1:]] if str(x)[:1] == "@" else x for name, x in settings.items()}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(where)
+                known[key] = stages(run(**given), where)
+        return known[key]
+    return of
+
+
+def test_every_setting_is_turned():
+    """A new field needs a line in SETTINGS, and a new choice of an old one a value there."""
+    assert list(SETTINGS) == [f.name for f in dataclasses.fields(Config)]
+    for f in dataclasses.fields(Config):
+        base, values = SETTINGS[f.name]
+        own = {(BASE | base).get(f.name, f.default), *values}
+        assert own >= set(getattr(f.type, "__args__", ())) - {"cuda", "mps", "llama3"}, f.name
+        assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
+
+
+@pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
+def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
+    base, values = SETTINGS[name]
+    if name == "device" and machine.resolve(Config(device=value))[0].type != "cpu":
+        pytest.skip("there is a better device than the CPU")
+    one, other = made(base), made(base | {name: value})
+    changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]
+    assert changed[:1] == [values[value]] * (values[value] is not None)
+
+
+@pytest.mark.parametrize("name", ["baseline", "scale", "kl", "estimator", "mean"])
+def test_choices_differ_from_each_other(name, made):
+    """In where they lead; but watching a KL leads where none does."""
+    base, values = SETTINGS[name]
+    for a, b in itertools.combinations(values, 2):
+        one, other = (made(base | {name: value})["policy"] for value in (a, b))
+        assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)
+
+
+# ----------------------------------------------------------------------------- constants, by source
+
+# DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
+# coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
+# the training batch size is 1024. The policy model only has a single update following each
+# exploration stage."
+PAPER = dict(
+    lr=1e-6, beta=0.04, group=64, max_new=1024, prompts=1024 // 64, epochs=1, minibatches=1,
+    supervision="outcome", baseline="group", scale="group",                 # 4.1.2
+    ratio="token", mean="sequence", kl="loss", estimator="k3",              # eq. 3 and 4
+    iterations=1, reward="rule")
+PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler et al. 2019
+    clip_low=0.2, clip_high=0.2, value_clip=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
+OURS = dict(
+    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", out="", seed=1, steps=100,
+    eval_every=0, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0, micro_tokens=2048, recompute="off",
+    adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, warm_steps=1500, warm_batch=48,
+    warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
+    dtype="auto", compile="auto")
+
+WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
+ROWS = {                                        # what differs from GRPO
+    "grpo": {},
+    "reinforce": dict(baseline="none", scale="none", kl="none", mean="constant", **WITHOUT_A_CLIP),
+    "a2c": dict(baseline="value", scale="batch", kl="none", adam_eps=1e-5, **WITHOUT_A_CLIP),
+    # PPO of a language model: KL in the reward (Ziegler et al. 2019), whitened advantages, eps 1e-5
+    "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1", adam_eps=1e-5),
+    # arXiv 2402.14740: REINFORCE on whole completions, the mean of the others as the baseline
+    "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", estimator="k1", mean="constant",
+                 **WITHOUT_A_CLIP),
+    # arXiv 2503.20783: neither 1/|o| nor the std; no KL
+    "dr_grpo": dict(scale="none", kl="none", mean="constant"),
+    # arXiv 2503.14476: eps_low 0.2, eps_high 0.28, a mean over tokens, no KL
+    "dapo": dict(clip_high=0.28, kl="none", mean="token"),
+    # arXiv 2507.18071, 5.1: left and right clipping ranges 3e-4 and 4e-4, of the sequence's ratio
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4)}
+
+LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
+TASKS = {                                       # what differs from Config
+    "arithmetic": dict(steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
+                       fit_lr=1e-3),
+    "countdown": dict(task="countdown", difficulty=3, **LARGE),
+    "gsm8k": dict(task="gsm8k", **LARGE)}
+
+
+def difference(cfg, base):
+    """The fields of a Config that are not those of another."""
+    return {name: x for name, x in vars(cfg).items() if x != getattr(base, name)}
+
+
+def test_the_defaults_are_those_of_the_paper():
+    assert vars(Config()) == PAPER | PPO | OURS
+    assert len(PAPER | PPO | OURS) == len(PAPER) + len(PPO) + len(OURS)
+
+
+def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
+    assert grpo.ALGOS.keys() == ROWS.keys()
+    for algo, row in ROWS.items():
+        assert difference(make_config(algo=algo), make_config()) == row, algo
+        assert difference(grpo.read_command(["--algo", algo])[1], make_config()) == row, algo
+    assert difference(make_config(reward="model"), make_config()) == dict(reward="model", scale="none")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_task_has_its_own_settings(task):
+    assert difference(make_config(task=task), Config()) == TASKS[task]
+
+
+def test_a_new_model_is_the_one_of_the_readme():
+    """1.9 million parameters; RoPE's base is 10000, and RMSNorm's epsilon 1e-5."""
+    policy = start.new_model(make_config(), byte_encoding(), 6)
+    assert dataclasses.asdict(policy.cfg) == dict(
+        vocab_size=257, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, n_inner=1024, block_size=128, head_size=32,
+        positions="rope", rope_theta=10000.0, rope_scaling=(), norm="rms", norm_eps=1e-5, mlp="swiglu",
+        bias="none", qk_norm=False, tied=True)
+    assert f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}" == "1.9"
+    assert policy.norm.eps == policy.layers[0].input_layernorm.eps == 1e-5
+    turns = torch.atan2(policy.sin[1, 0, 16:], policy.cos[1, 0, 16:])       # of position 1
+    torch.testing.assert_close(turns, 10000.0 ** (-torch.arange(16) / 16))
+    std = policy.embed_tokens.weight.std().item()
+    assert std == pytest.approx((2 / (5 * 256)) ** 0.5, rel=0.02)
+    for layer in policy.layers:             # the branches that add up shrink with the depth
+        assert layer.mlp.down_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
+        assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
+
+
+def test_the_optimizer_is_adamw_without_weight_decay(places):
+    """A critic has no opinion at first; the first one of a reward model is that of Stiennon et al.
+    2020: weights with a standard deviation of 1 / sqrt(C + 1)."""
+    agent = policy_of(places["warm"], reward="model", baseline="value", adam_eps=1e-8)
+    assert {name: agent.opt.defaults[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")} == dict(
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0, amsgrad=False)
+    assert type(agent.opt) is torch.optim.AdamW and len(agent.opt.param_groups) == 1
+    assert not agent.critic.head.weight.any() and not agent.critic.head.bias.any()
+    assert agent.critic.norm.tolist() == agent.reward_model.norm.tolist() == [0, 1]
+    cfg = Config(**TINY | dict(reward="model", n_embd=1024))
+    wide = grpo.new_agent(cfg, TASK, None, start.new_model(cfg, byte_encoding(), 3)).reward_model
+    assert wide.head.weight.std().item() == pytest.approx(1025 ** -0.5, rel=0.1) and not wide.head.bias.any()
+
+
+def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypatch):
+    rates, module = [], torch.nn.Linear(1, 1)
+
+    def no_losses(step):
+        """No term: nothing is to be learned."""
+        return ()
+    after(monkeypatch, batches, "optimizer_step",
+          lambda args, got: rates.append(args[0].param_groups[0]["lr"]), SimpleNamespace(within=[]))
+    batches.fit("nothing", module, no_losses, 100, 0.5, 1.0)
+    assert rates == pytest.approx([0.5 * min((i + 1) / 30, (100 - i) / 100) for i in range(100)])
+    assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
+
+
+def test_a_fit_takes_64_rows_a_step(monkeypatch):
+    seen = []
+    monkeypatch.setattr(batches, "fit", lambda *given: seen.append(given[3:]))
+    for rows in (20, 64, 300):
+        mask = torch.ones(rows, 3, dtype=torch.bool)
+        head = model.ScalarHead(4)
+        reward.fit(head, dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
+    assert seen == [(n, 3e-4, 1.0) for n in (1, 1, 4)]
+
+
+def test_what_the_readme_says_of_the_people_and_the_problems():
+    """53 % only guess, one number in 2000 is a slip, 500 problems are held out."""
+    assert (arithmetic.GUESS, arithmetic.SLIP, arithmetic.HELD_OUT) == (0.53, 0.0005, 500)
+    assert (countdown.DRAWS, countdown.HELD_OUT) == (60000, 500)
+    right = SimpleNamespace(prompt="", numbers=(1, 2), target=3, answer="3")
+    for task, text in ((countdown, "1+2"), (gsm8k, "3")):       # TinyZero's: a tenth for the tags
+        assert task.reward(right, f"<answer>{text}</answer>") == {"correct": 1.0, "format": 0.1}
+        assert task.reward(right, "<answer>4</answer>") == {"correct": 0.0, "format": 0.1}
+        assert task.reward(right, text) == {"correct": 0.0, "format": 0.0}
+
+
+def test_other_constants_that_are_claims():
+    assert batches.MISMATCH == {None: 1e-4, torch.bfloat16: 2.0}            # troubleshooting
+    assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
+    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
+    assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
+    scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
+    assert [grpo.outcome_scores(x, 4)[1].item() for x in scores] == [False, True]   # spread below 1e-6 of the mean

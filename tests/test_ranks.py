@@ -54,6 +54,7 @@ RUNS = {
     "steps rewarded": dict(supervision="process", unfinished=-1.0),
     "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
     "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),       # one rank has it, one has none
+    "few rows": dict(prompts=2, group=3),                   # fewer than an evaluation has of a problem
     "warm start": dict(init="", warm_steps=30, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1, label_noise=0.3),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1, label_noise=0.2),

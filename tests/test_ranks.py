@@ -10,6 +10,8 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -124,6 +126,20 @@ def all_runs(rank, where):
     found = {"runs": found, "sums": sums(rank), "opened": opened, "streams": streams}
     (where.parent / f"rank{rank}.json").write_text(json.dumps(found))
     machine.exit_with(0)
+
+
+def interrupted(rank, receiver, sig, at, args):
+    """The command line; a signal comes to the rank `receiver` alone, in an optimizer step."""
+    real, calls = batches.optimizer_step, []
+
+    def optimizer_step(*given):
+        """The real one."""
+        calls.append(given)
+        if len(calls) == at and rank == receiver:
+            os.kill(os.getpid(), sig)
+        return real(*given)
+    batches.optimizer_step = optimizer_step
+    grpo.main(args)
 
 
 def late(rank, path, args):
@@ -351,6 +367,40 @@ def test_a_warm_start_is_of_a_number_of_ranks(both):
 def flags(both, name, **changes):
     """The command line of one of RUNS, somewhere else."""
     return command(**settings(name, both[0] / "two") | changes)
+
+
+def resume(both, where):
+    """The command line that goes on with a run."""
+    return ["--resume", "--task", str(both[0] / "letters.py"), "--out", str(where)]
+
+
+@pytest.mark.parametrize("sig, receiver", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig, receiver):
+    """And two ranks that go on end to the bit where they would have, one process up to rounding. The
+    second rank once ended with another code."""
+    out, whole = tmp_path / "run", both[0] / "two" / "ppo"
+    codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, flags(both, "ppo", out=out))
+    assert codes == [128 + sig] * 2 and err == ["", ""] and silent == ""
+    assert said.splitlines()[-1].startswith(f"stopped after step 1; go on with: python grpo.py --resume --out {out}")
+    assert folder.load(out, grpo.Config)[1].step == metrics(out)[-1]["step"] == 1
+    shutil.copytree(out, tmp_path / "alone")
+    codes, (said, silent), err = pair(tmp_path, plain, resume(both, out))
+    assert codes == [0, 0] and err == ["", ""] and silent == "" and "step 2/2" in said
+    grpo.main(resume(both, tmp_path / "alone"))
+    for a, b, c in zip(*map(metrics, (whole, out, tmp_path / "alone")), strict=True):
+        assert all(a[x] == b[x] for x in a.keys() - TIMES)
+        assert all(a[x] == pytest.approx(c[x], rel=1e-3, abs=1e-5) for x in a.keys() - TIMES)
+    for n, x in tensors(whole).items():
+        assert torch.equal(x, tensors(out)[n]) and close(x, tensors(tmp_path / "alone")[n]), n
+
+
+def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
+    out = tmp_path / "run"
+    args = flags(both, "warm start", out=out)
+    codes, (said, silent), err = pair(tmp_path, interrupted, 1, signal.SIGTERM, 2, args)
+    assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""] and silent == ""
+    assert said.splitlines()[-1].startswith("stopped in the warm start, which will begin anew; go on with: ")
+    assert not (out / "warm_start").exists() and metrics(out) == []
 
 
 def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):

@@ -492,7 +492,7 @@ def begin_iteration(agent, problems, iteration):
 def evaluate(agent, problems, k=8):
     """Share of the problems solved: greedily, and by k samples as pass@1, pass@k and majority."""
     cfg, source = agent.cfg, machine.rng(agent.cfg, "evaluate")
-    size = max(machine.world()[1], cfg.prompts * cfg.group // k)    # at a time: rows as in training
+    size = max(1, cfg.prompts * cfg.group // k)         # at a time: rows as in training
     total = torch.zeros(5, device=agent.policy.device)
     for part in machine.parts(problems, size):
         greedy, sampled = generate(agent, part, 1), generate(agent, part, k, source)

@@ -140,7 +140,10 @@ def stoppable():
             signal.signal(number, handler)
 
 def stop_asked():
-    """Whether a signal came to any rank."""
+    """Whether a signal came to any rank; if so, all of them remember it."""
     cuda = dist.is_initialized() and dist.get_backend() == "nccl"
     device = torch.device("cuda" if cuda else "cpu")
-    return all_reduce(torch.tensor(float(len(ASKED)), device=device)).item() > 0
+    number = torch.tensor(max(ASKED, default=0), device=device)
+    if number := all_reduce(number, dist.ReduceOp.MAX).item():
+        ASKED[:] = [number]
+    return number > 0

@@ -1,4 +1,4 @@
-"""Whole runs: learning, determinism, resume after a kill, faults, ranks, what is written."""
+"""Whole runs: learning, determinism, resume after a kill, faults, what is written."""
 import dataclasses
 import json
 import os
@@ -296,22 +296,6 @@ def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
 
 def test_a_rank_without_rows_in_a_fit():
     batches.fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
-
-
-def test_ranks_divide_the_prompts_and_change_nothing(unbroken, tmp_path):
-    """Two processes: different rows on each, together the samples and the update of one. With 16
-    optimizer steps a rank has no row in some, and once added its statistics to others."""
-    args = [*SMALL, "--steps", "2", "--minibatches", "16"]
-    for ranks in ("1", "2"):
-        copy_warm_start(unbroken, tmp_path / ranks)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks,
-             str(ROOT / "grpo.py"), *args, "--out", str(tmp_path / ranks)], capture_output=True,
-            text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-    one, two = metrics(tmp_path / "1")[1:], metrics(tmp_path / "2")[1:]
-    assert two[0] == pytest.approx(one[0], rel=2e-3, abs=1e-4)
-    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=0.02)
 
 
 # -------------------------------------------------------------------------------- what is written
@@ -762,21 +746,3 @@ def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
     assert ran.exists()
     main(["--resume", "--out", str(tmp_path / "run"), "--task", str(task)])
     assert show.resume_command(Config(task=str(task), out="x")).endswith(f"--out x --task {task}")
-
-
-def test_ranks_evaluate_as_one_process(unbroken, tmp_path):
-    """The same samples whatever their number, also where a rank has no problem in the last part."""
-    code = ("import sys; sys.argv = ['grpo.py']; import grpo, torch; from run import machine, start\n"
-            "machine.start_ranks(torch.device('cpu'))\n"
-            f"cfg = grpo.make_config(difficulty=1, prompts=4, group=2, max_new=12, init={str(unbroken)!r})\n"
-            "task = grpo.data.load_task('arithmetic')\n"
-            "agent = grpo.Agent(cfg, task, *start.trained_model(cfg))\n"
-            "result = grpo.evaluate(agent, task.problems(cfg)[0][:33], k=4)\n"
-            "if machine.world()[0] == 0: print(result)\n"
-            "machine.exit_with(0)\n")
-    (tmp_path / "code.py").write_text(code)
-    outs = [subprocess.run([sys.executable, *how, str(tmp_path / "code.py")], text=True, timeout=120,
-                           stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1",
-                                                        "PYTHONPATH": str(ROOT)}).stdout
-            for how in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])]
-    assert outs[0] == outs[1] and "pass@4" in outs[0]

@@ -1,0 +1,443 @@
+"""Two processes against one: the same samples, statistics, weights and files, however the rows are
+dealt; and what one of them meets, a signal or a Fault, reaches the other.
+
+Two processes make all of RUNS in one go while this one makes them alone, and the tests compare what
+both have left. All of them are forked from one that has imported torch.
+"""
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+from safetensors.torch import load_file
+
+import grpo
+import reward
+from data import Fault
+from run import batches, folder, machine, show, start
+from run.tensors import sha256_of, training_state
+
+# Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
+TASK = """
+from types import SimpleNamespace as Problem
+DEFAULTS = {}
+def problems(cfg):
+    words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
+    return [Problem(prompt=word) for word in words[3:]], [Problem(prompt=word) for word in words[:3]]
+def demonstration(problem, rng):
+    return "".join(rng.choices("abc", k=rng.randint(1, 5)))
+def reward(problem, text):
+    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
+            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
+def steps(problem, text):
+    return [(i + 1, x in problem.prompt) for i, x in enumerate(text) if x in "ab" or i + 1 == len(text)]
+def answer(text):
+    return text[:1]
+"""
+SMALL = dict(n_layer=1, n_embd=32, n_head=4, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
+             micro_tokens=80, lr=5e-3, adam_eps=1e-3, warm_steps=50, warm_lr=5e-3, fit_prompts=40, fit_lr=1e-2,
+             device="cpu", compile="off")
+RUNS = {
+    **{algo: dict(algo=algo) for algo in grpo.ALGOS},
+    "critic of its own": dict(algo="ppo", critic="separate"),
+    "whitened": dict(scale="batch", mean="token", target_kl=0.01),
+    "steps rewarded": dict(supervision="process", unfinished=-1.0),
+    "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
+    "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),       # one rank has it, one has none
+    "few rows": dict(prompts=2, group=3),                   # fewer than an evaluation has of a problem
+    "warm start": dict(init="", warm_steps=30, steps=1),
+    "reward learned": dict(reward="model", iterations=2, steps=1, label_noise=0.3),
+    "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1, label_noise=0.2),
+    "labels by rollouts": dict(reward="model", supervision="process", labels="rollouts", steps=1),
+}
+ALIKE = [name for name in RUNS if name != "labels by rollouts"]
+TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+
+
+# ----------------------------------------------------------------------- what each process does
+
+def settings(name, where):
+    """One of RUNS in a folder of its own, from the model in `start` beside it."""
+    above = where.parent
+    return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start")) | RUNS[name] | dict(
+        out=str(where / name))
+
+
+def run(name, where):
+    """One of RUNS: the agent that it ends with, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        agent = grpo.train(grpo.make_config(**settings(name, where)))
+    return agent, printed.getvalue()
+
+
+def command(**given):
+    """Settings as a command line."""
+    return [part for name, x in given.items() for part in (f"--{name}", str(x))]
+
+
+def cache():
+    """Bytes that the cache of a rollout needs on a rank."""
+    return start.memory(tiny_model(), grpo.Config(group=512), 8)["cache"]
+
+
+def sums(rank):
+    """What two ranks make of numbers of their own; those whose variance is taken are [1, 2] and [6]."""
+    own = torch.tensor(rank + 1.0)
+    found = {"sum": machine.all_reduce(own).item(), "own": own.item(),
+             "gap": batches.checked_gap(own / 2 ** 17, None) * 2 ** 17,
+             "variance": machine.variance(torch.tensor([[1.0, 2.0], [6.0]][rank])).item(),
+             "parts": [machine.deal(part) for part in machine.parts("abcd", 3)], "cache": cache()}
+    with pytest.raises(Fault, match="sampler and trainer disagree"):
+        batches.checked_gap(torch.tensor(float(rank)), None)            # of one rank alone
+    return found
+
+
+def all_runs(rank, where):
+    """All of RUNS; a file of each rank says what the folders do not."""
+    opened, streams, found, real = [], [], {}, reward.rollout_labels
+
+    def note(event, args):
+        """Remember the files of the runs that this process opens to write."""
+        if event == "open" and str(args[0]).startswith(str(where)) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            opened.append(str(args[0]))
+
+    def rollout_labels(complete, agent, batch, source):
+        """The real one; remember where its random stream stands."""
+        streams.append(str(source.getstate()))
+        return real(complete, agent, batch, source)
+    sys.addaudithook(note)
+    reward.rollout_labels = rollout_labels
+    machine.start_ranks(torch.device("cpu"))
+    for name in RUNS:
+        agent, printed = run(name, where)
+        found[name] = {"state": sha256_of(training_state(agent)), "beta": agent.beta, "printed": printed}
+    found = {"runs": found, "sums": sums(rank), "opened": opened, "streams": streams}
+    (where.parent / f"rank{rank}.json").write_text(json.dumps(found))
+    machine.exit_with(0)
+
+
+def interrupted(rank, receiver, sig, at, args):
+    """The command line; a signal comes to the rank `receiver` alone, in an optimizer step."""
+    real, calls = batches.optimizer_step, []
+
+    def optimizer_step(*given):
+        """The real one."""
+        calls.append(given)
+        if len(calls) == at and rank == receiver:
+            os.kill(os.getpid(), sig)
+        return real(*given)
+    batches.optimizer_step = optimizer_step
+    grpo.main(args)
+
+
+def late(rank, path, args):
+    """The command line; the first rank is slow at the end of the run, and then makes a file."""
+    real = show.farewell
+
+    def farewell(*given):
+        """The real one."""
+        if rank == 0:
+            time.sleep(0.3)
+            path.touch()
+        real(*given)
+    show.farewell = farewell
+    grpo.main(args)
+
+
+def faulty(rank, args):
+    """The command line; the second rank alone meets what the user can mend."""
+    def evaluate(agent, problems):
+        """No evaluation."""
+        raise Fault("a problem\nof the second rank")
+    if rank == 1:
+        grpo.evaluate = evaluate
+    grpo.main(args)
+
+
+def plain(rank, args):
+    """The command line."""
+    grpo.main(args)
+
+
+# ------------------------------------------------------------------------------ pairs of processes
+
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def as_rank(rank, port, where, work, *given):
+    """`work(rank, ...)` as torchrun would have it done; stdout and stderr go to files."""
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port))
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(where / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    work(rank, *given)
+
+
+def start_pair(where, work, *given):
+    """Two processes at work."""
+    where.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pair = [FORKS.Process(target=as_rank, args=(rank, port, where, work, *given), daemon=True) for rank in (0, 1)]
+    for process in pair:
+        process.start()
+    return pair
+
+
+def end_of(pair, where):
+    """Their exit codes, and what each wrote to stdout and stderr; fails if they wait for each other."""
+    for process in pair:
+        process.join(60)
+    hung = [process for process in pair if process.is_alive()]
+    for process in hung:
+        process.kill()
+    said = [[(where / f"{name}{rank}").read_text() for rank in (0, 1)] for name in ("stdout", "stderr")]
+    assert not hung, said
+    return [process.exitcode for process in pair], *said
+
+
+def pair(where, *work):
+    return end_of(start_pair(where, *work), where)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks():
+    """The process that all ranks are forked from. It is given its path by the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+        FORKS.set_forkserver_preload(["test_ranks", "torch._dynamo"])
+        forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def both(forks, tmp_path_factory):
+    """The folders of all RUNS, `one` by this process and `two` by a pair; what the ranks found."""
+    top = tmp_path_factory.mktemp("ranks")
+    (top / "letters.py").write_text(TASK)
+    grpo.train(grpo.make_config(**SMALL | dict(task=str(top / "letters.py"), steps=0, out=str(top / "start"))))
+    two = start_pair(top / "two", all_runs, top / "two")
+    printed = {name: run(name, top / "one")[1] for name in RUNS}
+    codes, _, err = end_of(two, top / "two")
+    assert codes == [0, 0], err
+    found = [json.loads((top / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return top, printed, found
+
+
+def metrics(where):
+    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(where):
+    return [json.loads(line) for line in (where / "samples.jsonl").read_text().splitlines()]
+
+
+def tensors(where):
+    return folder.load(where, grpo.Config)[1].tensors
+
+
+# -------------------------------------------------------------------------------- two equal one
+
+def close(one, two, moved=None):
+    """Whether numbers differ by rounding alone, of which a few steps of Adam make a thousandth of what
+    has `moved`, by default of the numbers."""
+    scale = (one if moved is None else moved).abs().max()
+    return (one - two).abs().max() <= 1e-3 * scale + 1e-6
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_every_weight_is_that_of_one_process(both, name):
+    """The moments of Adam and the labelled rows too. A choice moves the reward model's bias by nothing
+    but rounding."""
+    one, two = (tensors(both[0] / ranks / name) for ranks in ("one", "two"))
+    begun = load_file(both[0] / "start" / "model.safetensors")
+    assert one.keys() == two.keys() and len(one) > 20
+    for n, x in one.items():
+        weight = "model." + n.removeprefix("policy.")
+        if x.dtype == torch.float32 and "bias" not in n:
+            assert close(x, two[n], x - begun[weight] if weight in begun else None), n
+        elif x.dtype != torch.float32:
+            assert torch.equal(x, two[n]), n
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_every_statistic_is_that_of_one_process(both, name):
+    """The gap between sampler and trainer is all rounding."""
+    one, two = (metrics(both[0] / ranks / name) for ranks in ("one", "two"))
+    assert len(one) == len(two) > 1
+    for a, b in zip(one, two):
+        assert [*a] == [*b]
+        for x in a.keys() - TIMES - {"mismatch"}:
+            assert a[x] == pytest.approx(b[x], rel=1e-3, abs=1e-5), x
+        assert b.get("mismatch", 0.0) < 1e-5
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_speeds_count_the_tokens_of_both(both, name):
+    cfg = grpo.make_config(**settings(name, both[0] / "two"))
+    for m in metrics(both[0] / "two" / name)[1:]:
+        tokens = m["seconds"] / (1 / m["rollout_tok_s"] + 1 / m["update_tok_s"])
+        assert tokens == pytest.approx(m["length"] * cfg.prompts * cfg.group)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_samples_are_those_of_one_process(both, name):
+    """Of the first group of each saved step, with rewards and advantages."""
+    one, two = (samples(both[0] / ranks / name) for ranks in ("one", "two"))
+    assert len(one) == len(two) >= 1
+    for a, b in zip(one, two):
+        assert [a[x] for x in ("step", "prompt", "completions")] == [b[x] for x in ("step", "prompt", "completions")]
+        assert a["rewards"] == pytest.approx(b["rewards"], rel=1e-3, abs=1e-4)
+        for x, y in zip(a["advantages"], b["advantages"], strict=True):
+            assert x == pytest.approx(y, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_first_rank_prints_what_one_process_does(both, name):
+    """Loss of a fit included, but for times, folders and last digits; the second prints nothing."""
+    one, (two, silent) = both[1][name], [rank["runs"][name]["printed"] for rank in both[2]]
+    for line, other in zip(one.splitlines(), two.splitlines(), strict=True):
+        line, other = (re.sub(r"[\d.]+ s  left|left .*|/\S*/", "", x) for x in (line, other))
+        assert re.sub(r"-?\d+\.\d+", "", line) == re.sub(r"-?\d+\.\d+", "", other)
+        numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text)] for text in (line, other)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=2e-3, abs=2e-2 if "%" in line else 2e-3)
+    assert silent == ""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_ranks_end_alike_to_the_bit(both, name):
+    first, second = (rank["runs"][name] for rank in both[2])
+    assert (first["state"], first["beta"]) == (second["state"], second["beta"])
+
+
+def test_the_first_rank_alone_writes(both):
+    first, second = (rank["opened"] for rank in both[2])
+    assert len(first) > 100 and second == []
+
+
+def test_labels_by_rollouts_differ_and_are_shared(both):
+    """Each rank continues the steps of its own rows with random numbers of its own, so these labels
+    are not those of one process, but all else in the labelled rows is: the completions, the truth of
+    their last steps. Noise is off."""
+    one, two = (tensors(both[0] / ranks / "labels by rollouts") for ranks in ("one", "two"))
+    rows, ends = one["history.ids"], one["history.ends"]
+    last = batches.last_tokens(one["history.mask"])
+    assert torch.equal(rows, two["history.ids"]) and torch.equal(ends, two["history.ends"])
+    labels, others = one["history.label"], two["history.label"]
+    assert torch.equal(labels[last], others[last])
+    for x in (labels, others):
+        assert set(x[ends & ~last].tolist()) == {0, 0.25, 0.5, 0.75, 1}
+    assert (labels - others)[ends & ~last].mean().abs() < 0.1
+    first, second = (rank["streams"] for rank in both[2])
+    assert len(first) == len(second) > 0 and not {*first} & {*second}
+
+
+def test_sums_are_of_both_ranks(both):
+    """The numbers 1 and 2, the sets [1, 2] and [6], the letters abcd by three."""
+    found = [rank["sums"] for rank in both[2]]
+    assert [f["parts"] for f in found] == [["ac", "d"], ["b"]]
+    for f, own in zip(found, (1, 2)):
+        assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
+        assert f["variance"] == pytest.approx(14 / 3) and f["cache"] == cache() / 2
+
+
+def test_a_warm_start_is_of_a_number_of_ranks(both):
+    """Made by two processes it differs in its last digits: one process makes its own."""
+    for ranks, n in (("one", 1), ("two", 2)):
+        where = both[0] / ranks / "warm start"
+        cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
+        assert start.starting_model(cfg, grpo.data.load_task(cfg.task), 4, start.byte_encoding())[1] is (n == 2)
+        assert json.loads((where / "warm_start" / "warm_start.json").read_text())["ranks"] == n
+
+
+# --------------------------------------------------------------- what one meets reaches the other
+
+def flags(both, name, **changes):
+    """The command line of one of RUNS, somewhere else."""
+    return command(**settings(name, both[0] / "two") | changes)
+
+
+def resume(both, where):
+    """The command line that goes on with a run."""
+    return ["--resume", "--task", str(both[0] / "letters.py"), "--out", str(where)]
+
+
+@pytest.mark.parametrize("sig, receiver", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig, receiver):
+    """And two ranks that go on end to the bit where they would have, one process up to rounding. The
+    second rank once ended with another code."""
+    out, whole = tmp_path / "run", both[0] / "two" / "ppo"
+    codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, flags(both, "ppo", out=out))
+    assert codes == [128 + sig] * 2 and err == ["", ""] and silent == ""
+    assert said.splitlines()[-1].startswith(f"stopped after step 1; go on with: python grpo.py --resume --out {out}")
+    assert folder.load(out, grpo.Config)[1].step == metrics(out)[-1]["step"] == 1
+    shutil.copytree(out, tmp_path / "alone")
+    codes, (said, silent), err = pair(tmp_path, plain, resume(both, out))
+    assert codes == [0, 0] and err == ["", ""] and silent == "" and "step 2/2" in said
+    grpo.main(resume(both, tmp_path / "alone"))
+    for a, b, c in zip(*map(metrics, (whole, out, tmp_path / "alone")), strict=True):
+        assert all(a[x] == b[x] for x in a.keys() - TIMES)
+        assert all(a[x] == pytest.approx(c[x], rel=1e-3, abs=1e-5) for x in a.keys() - TIMES)
+    for n, x in tensors(whole).items():
+        assert torch.equal(x, tensors(out)[n]) and close(x, tensors(tmp_path / "alone")[n]), n
+
+
+def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
+    out = tmp_path / "run"
+    args = flags(both, "warm start", out=out)
+    codes, (said, silent), err = pair(tmp_path, interrupted, 1, signal.SIGTERM, 2, args)
+    assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""] and silent == ""
+    assert said.splitlines()[-1].startswith("stopped in the warm start, which will begin anew; go on with: ")
+    assert not (out / "warm_start").exists() and metrics(out) == []
+
+
+def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):
+    two = start_pair(tmp_path, late, tmp_path / "done", flags(both, "grpo", out=tmp_path / "run", steps=0))
+    two[1].join(60)
+    assert (tmp_path / "done").exists()
+    assert end_of(two, tmp_path)[0] == [0, 0]
+
+
+def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
+    """The other rank does not wait for ever: it ends too, though not in good order."""
+    codes, _, (lost, err) = pair(tmp_path, faulty, flags(both, "grpo", out=tmp_path / "run"))
+    assert codes[1] == 2 and err == "error: a problem ⏎ of the second rank\n"
+    assert codes[0] not in (0, 2) and "a problem" not in lost
+
+
+def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
+    for args in (["--eval_only"], ["--ask", "ab="]):
+        args += ["--init", str(both[0] / "start"), "--task", str(both[0] / "letters.py")]
+        codes, (said, silent), err = pair(tmp_path, plain, args)
+        capsys.readouterr()
+        grpo.main(args)
+        assert codes == [0, 0] and err == ["", ""] and silent == "" and said == capsys.readouterr().out > ""
+
+
+@pytest.mark.parametrize("given, says", [
+    (dict(warm_batch=1, init=""), "--warm_batch 1 is less than a row for each of 2 ranks"),
+    (dict(reward="model", fit_prompts=11), "--fit_prompts 11 cannot be dealt to 2 ranks alike")])
+def test_what_cannot_be_dealt_is_a_fault(both, tmp_path, given, says):
+    codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
+    assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()
+
+
+def test_torchrun_starts_the_ranks(tmp_path):
+    """All above take its place."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           str(ROOT / "grpo.py"), "--prompts", "3", "--out", str(tmp_path / "run")],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "run").exists()
+    assert "error: --prompts 3 cannot be dealt to 2 ranks alike\n" in done.stderr

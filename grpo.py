@@ -402,9 +402,8 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     return ratio * k3 if estimator == "ratio*k3" else k3
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
-    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4), all (B, T): the loss, and
-    its statistics, means over all `tokens` of the optimizer step, whatever the loss averages over.
-    In the first update of a rollout the ratio is 1 and eq. 3 about 0, but by logp
+    """Clipped surrogate (DeepSeekMath eq. 1, 3) with the KL (eq. 4), all (B, T): the loss, and its
+    statistics, means over all `tokens` of the optimizer step. Where the ratio is 1, by logp
     its gradient is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21."""
     def kept(x):                                # elsewhere even NaN stays out of the gradient
         return torch.where(mask, x, 0)
@@ -475,8 +474,9 @@ def begin_iteration(agent, problems, iteration):
         return {}
     source = machine.rng(cfg, "fit", iteration)
     labels = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
-    rows, cut, n = [], len(problems) // 10, cfg.fit_prompts // 10   # before the cut: never fitted
-    drawn = source.sample(problems[:cut], n) + source.sample(problems[cut:], cfg.fit_prompts - n)
+    tenth, n = len(problems) // 10, cfg.fit_prompts // 10   # the first ones measure, never fitted
+    drawn, rows = source.sample(problems[:tenth], n), []
+    drawn += source.sample(problems[tenth:], cfg.fit_prompts - n)
     for part in machine.parts(drawn, max(1, cfg.group // cfg.choices) * cfg.prompts):
         batch = generate(agent, part, cfg.choices, source)
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)

@@ -127,8 +127,8 @@ def rollout_labels(complete, agent, batch, source, tries=4):
 
 def refit(reward_model, rows, history, cfg, source):
     """Fit the reward model to this rank's labelled rows, `cfg.choices` completions of each problem,
-    and to a tenth as many of `history`; the first tenth of them is set apart to measure it, on labels
-    as noisy: people have no others. Returns the history with all fitted rows, and the measures.
+    and to a tenth as many of `history`; the first tenth is set apart to measure it, on labels as
+    noisy: people have no others. Returns the history with all fitted rows, and the measures.
 
     rows: ids, mask, ends, and as label the truth of each step, (R, T).
     """

@@ -2,7 +2,7 @@
 dealt; and what one of them meets, a signal or a Fault, reaches the other.
 
 Two processes make all of RUNS in one go while this one makes them alone, and the tests compare what
-both have left. All of them are forked from one that has imported torch.
+both have left. Each pair is forked from a process that has imported torch.
 """
 import contextlib
 import io
@@ -191,25 +191,27 @@ def start_pair(where, work, *given):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pair = [FORKS.Process(target=as_rank, args=(rank, port, where, work, *given), daemon=True) for rank in (0, 1)]
-    for process in pair:
+    processes = [FORKS.Process(target=as_rank, args=(rank, port, where, work, *given), daemon=True)
+                 for rank in (0, 1)]
+    for process in processes:
         process.start()
-    return pair
+    return processes
 
 
-def end_of(pair, where):
-    """Their exit codes, and what each wrote to stdout and stderr; fails if they wait for each other."""
-    for process in pair:
+def end_of(processes, where):
+    """Their exit codes, and what each wrote to stdout and stderr; fails if one waits for ever."""
+    for process in processes:
         process.join(60)
-    hung = [process for process in pair if process.is_alive()]
+    hung = [process for process in processes if process.is_alive()]
     for process in hung:
         process.kill()
     said = [[(where / f"{name}{rank}").read_text() for rank in (0, 1)] for name in ("stdout", "stderr")]
     assert not hung, said
-    return [process.exitcode for process in pair], *said
+    return [process.exitcode for process in processes], *said
 
 
 def pair(where, *work):
+    """Two processes from their start to their end."""
     return end_of(start_pair(where, *work), where)
 
 
@@ -251,25 +253,25 @@ def tensors(where):
 # -------------------------------------------------------------------------------- two equal one
 
 def close(one, two, moved=None):
-    """Whether numbers differ by rounding alone, of which a few steps of Adam make a thousandth of what
-    has `moved`, by default of the numbers."""
+    """Whether numbers differ by rounding alone. Of what has `moved`, by default the numbers themselves,
+    it is mostly 1e-5, and after 24 steps of Adam 1e-4."""
     scale = (one if moved is None else moved).abs().max()
-    return (one - two).abs().max() <= 1e-3 * scale + 1e-6
+    return (one - two).abs().max() <= 5e-4 * scale + 1e-7
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_every_weight_is_that_of_one_process(both, name):
-    """The moments of Adam and the labelled rows too. A choice moves the reward model's bias by nothing
-    but rounding."""
+    """The moments of Adam and the labelled rows too. Choices say nothing about the bias of a reward
+    model, which rounding alone moves."""
     one, two = (tensors(both[0] / ranks / name) for ranks in ("one", "two"))
     begun = load_file(both[0] / "start" / "model.safetensors")
     assert one.keys() == two.keys() and len(one) > 20
     for n, x in one.items():
         weight = "model." + n.removeprefix("policy.")
-        if x.dtype == torch.float32 and "bias" not in n:
-            assert close(x, two[n], x - begun[weight] if weight in begun else None), n
-        elif x.dtype != torch.float32:
+        if x.dtype != torch.float32:
             assert torch.equal(x, two[n]), n
+        elif (name, n) != ("reward learned", "reward_model.head.bias"):
+            assert close(x, two[n], x - begun[weight] if weight in begun else None), n
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -280,7 +282,7 @@ def test_every_statistic_is_that_of_one_process(both, name):
     for a, b in zip(one, two):
         assert [*a] == [*b]
         for x in a.keys() - TIMES - {"mismatch"}:
-            assert a[x] == pytest.approx(b[x], rel=1e-3, abs=1e-5), x
+            assert a[x] == pytest.approx(b[x], rel=3e-4, abs=3e-6), x
         assert b.get("mismatch", 0.0) < 1e-5
 
 
@@ -324,7 +326,7 @@ def test_both_ranks_end_alike_to_the_bit(both, name):
 
 def test_the_first_rank_alone_writes(both):
     first, second = (rank["opened"] for rank in both[2])
-    assert len(first) > 100 and second == []
+    assert len(first) > len(RUNS) and second == []
 
 
 def test_labels_by_rollouts_differ_and_are_shared(both):
@@ -389,7 +391,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig
     grpo.main(resume(both, tmp_path / "alone"))
     for a, b, c in zip(*map(metrics, (whole, out, tmp_path / "alone")), strict=True):
         assert all(a[x] == b[x] for x in a.keys() - TIMES)
-        assert all(a[x] == pytest.approx(c[x], rel=1e-3, abs=1e-5) for x in a.keys() - TIMES)
+        assert all(a[x] == pytest.approx(c[x], rel=3e-4, abs=3e-6) for x in a.keys() - TIMES)
     for n, x in tensors(whole).items():
         assert torch.equal(x, tensors(out)[n]) and close(x, tensors(tmp_path / "alone")[n]), n
 

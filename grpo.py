@@ -610,7 +610,7 @@ def main(argv=None):
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: {show.resume_command(cfg)}")
-        code = 128 + max(machine.ASKED, default=0)
+        code = 128 + machine.stop_asked()
     except (data.Fault, OSError) as e:      # an OSError: a disk that is full, a path too long
         show.error(e)
         code = 2

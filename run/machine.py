@@ -96,10 +96,15 @@ def means(stats):
     parts = torch.stack([x.float().mean() for x in stats.values()])
     return dict(zip(stats, (all_reduce(parts) / world()[1]).tolist()))
 
+def wait_for_all():
+    """Go on when all ranks are here: what one of them writes next, no other is reading."""
+    if dist.is_initialized():
+        dist.barrier()
+
 def exit_with(code):
     """End the process, if there is something to tell or there are ranks."""
     if dist.is_initialized() and code != 2:     # gloo's threads can abort an orderly exit
-        dist.barrier()
+        wait_for_all()
         os._exit(code)          # what was printed is flushed
     if code:
         sys.exit(code)
@@ -140,10 +145,7 @@ def stoppable():
             signal.signal(number, handler)
 
 def stop_asked():
-    """Whether a signal came to any rank; if so, all of them remember it."""
+    """The number of a signal that came to any rank; 0 without one."""
     cuda = dist.is_initialized() and dist.get_backend() == "nccl"
     device = torch.device("cuda" if cuda else "cpu")
-    number = torch.tensor(max(ASKED, default=0), device=device)
-    if number := all_reduce(number, dist.ReduceOp.MAX).item():
-        ASKED[:] = [number]
-    return number > 0
+    return all_reduce(torch.tensor(max(ASKED, default=0), device=device), dist.ReduceOp.MAX).item()

@@ -33,6 +33,7 @@ def begin(cfg, task, checkpoint):
         policy, cold = model_of(checkpoint.model, cfg, longest), False
     else:
         policy, cold = starting_model(cfg, task, longest, encoding)
+    machine.wait_for_all()
     if machine.world()[0] == 0:
         folder.open_run(cfg, checkpoint)
     if cold:

@@ -156,6 +156,42 @@ def late(rank, path, args):
     grpo.main(args)
 
 
+def slow_reader(rank, path, args):
+    """The command line; the second rank comes late to the look for a kept warm start, and notes what
+    it found."""
+    real = start.starting_model
+
+    def starting_model(*given):
+        """The real one."""
+        if rank == 1:
+            time.sleep(0.5)
+        found = real(*given)
+        (path / f"cold{rank}").write_text(str(found[1]))
+        return found
+    start.starting_model = starting_model
+    grpo.main(args)
+
+
+def torn(rank, args):
+    """The command line; a signal comes to the first rank in a step, and to the second as it stops."""
+    real, asked = batches.optimizer_step, machine.stop_asked
+
+    def optimizer_step(*given):
+        """The real one."""
+        if rank == 0 and not machine.ASKED:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    def stop_asked():
+        """The real one."""
+        number = asked()
+        if number and rank == 1 and not machine.ASKED:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return number
+    batches.optimizer_step, machine.stop_asked = optimizer_step, stop_asked
+    grpo.main(args)
+
+
 def faulty(rank, args):
     """The command line; the second rank alone meets what the user can mend."""
     def evaluate(agent, problems):
@@ -262,10 +298,13 @@ def close(one, two, moved=None):
 @pytest.mark.parametrize("name", ALIKE)
 def test_every_weight_is_that_of_one_process(both, name):
     """The moments of Adam and the labelled rows too. Choices say nothing about the bias of a reward
-    model, which rounding alone moves."""
+    model, which rounding alone moves, and with it the mean of the scores."""
     one, two = (tensors(both[0] / ranks / name) for ranks in ("one", "two"))
     begun = load_file(both[0] / "start" / "model.safetensors")
     assert one.keys() == two.keys() and len(one) > 20
+    if name == "reward learned":
+        for model in (one, two):
+            model["reward_model.norm"][0] -= model["reward_model.head.bias"][0]
     for n, x in one.items():
         weight = "model." + n.removeprefix("policy.")
         if x.dtype != torch.float32:
@@ -403,6 +442,18 @@ def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""] and silent == ""
     assert said.splitlines()[-1].startswith("stopped in the warm start, which will begin anew; go on with: ")
     assert not (out / "warm_start").exists() and metrics(out) == []
+
+
+def test_a_signal_that_comes_late_to_a_rank_is_not_a_second_one(both, tmp_path):
+    """A launcher tells one rank after the other; a second signal would end a rank at once."""
+    codes, _, err = pair(tmp_path, torn, flags(both, "grpo", out=tmp_path / "run"))
+    assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""]
+
+
+def test_no_rank_reads_what_the_first_is_writing(both, tmp_path):
+    """With a warm start of no steps the first would have left one before the second looks for it."""
+    codes, _, err = pair(tmp_path, slow_reader, tmp_path, flags(both, "warm start", out=tmp_path / "run", warm_steps=0))
+    assert codes == [0, 0] and [(tmp_path / f"cold{rank}").read_text() for rank in (0, 1)] == ["True"] * 2, err
 
 
 def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):

@@ -174,19 +174,25 @@ def slow_reader(rank, path, args):
 
 def torn(rank, args):
     """The command line; a signal comes to the first rank in a step, and to the second as it stops."""
-    real, asked = batches.optimizer_step, machine.stop_asked
+    real, asked, sent = batches.optimizer_step, machine.stop_asked, []
+
+    def send():
+        """Once."""
+        if not sent:
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def optimizer_step(*given):
         """The real one."""
-        if rank == 0 and not machine.ASKED:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if rank == 0:
+            send()
         return real(*given)
 
     def stop_asked():
         """The real one."""
         number = asked()
-        if number and rank == 1 and not machine.ASKED:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if number and rank == 1:
+            send()
         return number
     batches.optimizer_step, machine.stop_asked = optimizer_step, stop_asked
     grpo.main(args)

@@ -475,9 +475,9 @@ def begin_iteration(agent, problems, iteration):
         return {}
     source = machine.rng(cfg, "fit", iteration)
     labels = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
-    drawn, rows = source.sample(problems, cfg.fit_prompts), []
-    size = max(1, cfg.group // cfg.choices) * cfg.prompts       # problems at a time, all ranks'
-    for part in machine.parts(drawn, size):
+    rows, cut, n = [], len(problems) // 10, cfg.fit_prompts // 10   # before the cut: never fitted
+    drawn = source.sample(problems[:cut], n) + source.sample(problems[cut:], cfg.fit_prompts - n)
+    for part in machine.parts(drawn, max(1, cfg.group // cfg.choices) * cfg.prompts):
         batch = generate(agent, part, cfg.choices, source)
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
         if cfg.labels == "rollouts":

@@ -1,5 +1,4 @@
-"""Rewards of completions and of their steps, by rule or learned: reward models, their labels, their
-fit and its replay."""
+"""Rewards of completions and of their steps, by rule or learned: models, labels, fit, replay."""
 import torch
 import torch.nn.functional as F
 
@@ -128,8 +127,8 @@ def rollout_labels(complete, agent, batch, source, tries=4):
 
 def refit(reward_model, rows, history, cfg, source):
     """Fit the reward model to this rank's labelled rows, `cfg.choices` completions of each problem,
-    and to a tenth as many of `history`; a tenth of the problems is set apart to measure it. Returns
-    the history with the rows of all ranks, and the measures.
+    and to a tenth as many of `history`; the first tenth of the problems is set apart to measure it.
+    Returns the history with the fitted rows of all ranks, and the measures.
 
     rows: ids, mask, ends, and as label the truth of each step, (R, T).
     """
@@ -138,6 +137,7 @@ def refit(reward_model, rows, history, cfg, source):
     apart = max(1, cfg.fit_prompts // 10) * cfg.choices
     data, test = ({name: x[part] for name, x in rows.items()}
                   for part in (slice(apart, None), slice(apart)))
+    rows = data
     if history:
         data = batches.concatenate(data, replay(history, len(data["ids"]) // 10, K, source))
     fit(reward_model, data, K, cfg, source)

@@ -812,7 +812,7 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
 
 
 def test_what_the_readme_says_of_the_people_and_the_problems():
-    """53 % only guess, two numbers of a thousand lines are slips, 500 problems are held out."""
+    """53 % only guess, one number in 2000 is a slip, 500 problems are held out."""
     assert (arithmetic.GUESS, arithmetic.SLIP, arithmetic.HELD_OUT) == (0.53, 0.0005, 500)
     assert (countdown.DRAWS, countdown.HELD_OUT) == (60000, 500)
     right = SimpleNamespace(prompt="", numbers=(1, 2), target=3, answer="3")

@@ -558,7 +558,7 @@ def places(tmp_path_factory):
 
 # Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
-STAGES = ("problems", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy", "passes",
+STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy", "passes",
           "evaluations", "saves", "folder")
 BASE = TINY | dict(init="@warm")
 COLD = dict(init="")                                        # a new model, with a warm start
@@ -570,7 +570,7 @@ SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     difficulty=({}, {2: "problems"}),
     train=(FILES, {"@two.jsonl": "problems"}),
-    test=(FILES, {"@two.jsonl": "problems"}),
+    test=(FILES, {"@two.jsonl": "held out"}),
     init=({}, {"@other": "start", "": "start"}),
     chat=(dict(init="@chat", chat="none"), {"chatml": "prompts", "auto": "prompts"}),
     out=({}, {"elsewhere": "folder"}),
@@ -630,7 +630,7 @@ def stages(seen, where):
     """What there was at each of STAGES: of the first step where each step has its own."""
     batch = seen.steps[1].batch
     prompts = [row[:begin] for row, begin in zip(batch.ids.tolist(), batch.start.tolist())]
-    found = [seen.problems, seen.start, [seen.fits[0].measures, seen.fits[0].model], seen.compiled,
+    found = [*seen.problems, seen.start, [seen.fits[0].measures, seen.fits[0].model], seen.compiled,
              prompts[::len(prompts) // seen.agent.cfg.prompts], [batch.ids, batch.logp],
              [batch.reward, batch.ends], batch.adv, weights(seen.agent.policy), seen.passes,
              [i for i, x in enumerate(seen.events) if x == "evaluation"], seen.saved,

@@ -2,6 +2,7 @@
 call through. The first half follows one run of two iterations, whole and resumed; the second turns
 each setting in a run where it is active, and pins the constants that claims rest upon."""
 import dataclasses
+import itertools
 import json
 import random
 from collections import Counter
@@ -138,6 +139,7 @@ def watch(patch, seen, kill_at=None):
     def drawn(args, got):
         """A random stream."""
         seen.streams.append((args[1], args[2] if len(args) > 2 else 0))
+        seen.seeds.add(args[0].seed)
 
     def passed(layer, *given):
         """A pass through a layer, in an update; of one made again autograd may need no more than the
@@ -169,7 +171,7 @@ def watch(patch, seen, kill_at=None):
 def run(*mode, kill_at=None, **settings):
     """`main` with a mode and settings as flags, watched; without a task in the settings, of TASK."""
     seen = SimpleNamespace(within=[], prompts=[], events=[], fits=[], steps={}, results=[], logged=[], saved=[],
-                           streams=[], calls={}, passes=0, compiled=0)
+                           streams=[], seeds=set(), calls={}, passes=0, compiled=0)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, seen, kill_at)
         if "task" not in settings:
@@ -191,7 +193,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-ITERATED = TINY | dict(reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
+ITERATED = TINY | dict(seed=3, reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
 
 
 @pytest.fixture(scope="module")
@@ -387,13 +389,15 @@ def test_logs_after_a_resume_are_those_of_the_whole_run(whole, resumed):
 # --------------------------------------------------------------------------------- random streams
 
 def test_each_purpose_and_step_has_a_random_stream_of_its_own(whole):
-    """Each is opened once, but for the evaluation's, which begins anew every time."""
+    """Each is opened once, but for the evaluation's, which begins anew every time; all by the run's
+    own seed."""
     opened = Counter(whole.streams)
     want = {("weights", 0), ("scorer", 0), ("evaluate", 0), *(("warm start", i) for i in range(20)),
             *((name, step) for name in ("problems", "rollout", "update") for step in range(1, 7)),
             *((name, i) for name in ("fit", "labels of rank 0") for i in (0, 1))}
     assert opened.keys() == want
     assert {of for of, n in opened.items() if n > 1} == {("evaluate", 0)} and opened["evaluate", 0] == 4
+    assert whole.seeds == {3}
 
 
 def test_streams_differ_by_purpose_step_and_seed(whole):
@@ -558,8 +562,8 @@ def places(tmp_path_factory):
 
 # Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
-STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy", "passes",
-          "evaluations", "saves", "folder")
+STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
+          "passes", "evaluations", "saves", "folder")
 BASE = TINY | dict(init="@warm")
 COLD = dict(init="")                                        # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
@@ -686,6 +690,15 @@ def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, mad
     one, other = made(base), made(base | {name: value})
     changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]
     assert changed[:1] == [values[value]] * (values[value] is not None)
+
+
+@pytest.mark.parametrize("name", ["baseline", "scale", "kl", "estimator", "mean"])
+def test_choices_differ_from_each_other(name, made):
+    """In where they lead; but watching a KL leads where none does."""
+    base, values = SETTINGS[name]
+    for a, b in itertools.combinations(values, 2):
+        one, other = (made(base | {name: value})["policy"] for value in (a, b))
+        assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)
 
 
 # ----------------------------------------------------------------------------- constants, by source

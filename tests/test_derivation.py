@@ -293,11 +293,12 @@ def process(section, rollout):
 
 def iterations(section, rollout, monkeypatch):
     """The real `begin_iteration`, twice, of models that do nothing."""
-    cfg, fitted, loaded = config(*flags_of(section)), [], []
+    cfg, made, fitted, loaded = config(*flags_of(section)), [], [], []
 
     def generate(agent, problems, group, source):
         """Completions of one token."""
         n = len(problems) * group
+        made.append(n)
         return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None,
                           None)
     monkeypatch.setattr(grpo, "generate", generate)
@@ -309,8 +310,9 @@ def iterations(section, rollout, monkeypatch):
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):
         grpo.begin_iteration(agent, range(1000), iteration)
-    labelled = len(agent.history["ids"]) // 2
+    labelled = sum(made) // 2
     learned, replayed = fitted[0], fitted[1] - fitted[0]
+    assert len(agent.history["ids"]) == 2 * learned
     apart = labelled - learned
     assert loaded == ["the policy"] * 2
     yield from [cfg.fit_prompts, cfg.choices, labelled, apart, apart / cfg.choices]

@@ -106,6 +106,7 @@ def watch(patch, seen, kill_at=None):
         """Prompts by the outermost function that asked, and the number of completions of each."""
         by = next(iter(x for x in seen.within if x in ("begin_iteration", "train_step", "evaluate")), "ask")
         seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
+        seen.limits.add((by, args[3], args[4]))         # most new tokens, temperature
 
     def begun(args, got):
         """A fit: the models as it left them."""
@@ -171,7 +172,7 @@ def watch(patch, seen, kill_at=None):
 def run(*mode, kill_at=None, **settings):
     """`main` with a mode and settings as flags, watched; without a task in the settings, of TASK."""
     seen = SimpleNamespace(within=[], prompts=[], events=[], fits=[], steps={}, results=[], logged=[], saved=[],
-                           streams=[], seeds=set(), calls={}, passes=0, compiled=0)
+                           streams=[], seeds=set(), limits=set(), calls={}, passes=0, compiled=0)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, seen, kill_at)
         if "task" not in settings:
@@ -193,7 +194,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-ITERATED = TINY | dict(seed=3, reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
+ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +233,11 @@ def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
     assert set(sum(asked(whole, "evaluate"), [])) == set(AWAY)
     assert {p.prompt for (p, _), _ in whole.calls["demonstration"]} <= set(HERE)
     assert {by for by, *_ in whole.prompts} == {"begin_iteration", "train_step", "evaluate"}
+
+
+def test_all_completions_have_the_same_room_and_all_but_the_greedy_ones_the_temperature(whole):
+    parts = {(by, 6, 0.8) for by in ("begin_iteration", "train_step", "evaluate")}
+    assert whole.limits == parts | {("evaluate", 6, 0)}
 
 
 def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):

@@ -233,7 +233,7 @@ def test_tokenizers_take_linear_time(encoding, piece):
         ids = tokenizer.encode_ordinary(text)
         said = decode(tokenizer, ids)
         assert step_tokens(tokenizer, ids, [len(said)]) == [len(ids) - 1]
-        assert time.process_time() - began < 0.5
+        assert time.process_time() - began < 1          # with quadratic time 1.3 and more
 
 
 def test_nfc_is_unicodes():

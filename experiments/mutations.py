@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
@@ -142,6 +141,9 @@ def reach():
     for test, fixtures in watch.shared.items():
         for fixture in fixtures:
             together.setdefault(fixture, []).append(test)
+    for tests in together.values():         # the first of them has paid for the fixture
+        most = max(watch.seconds[test] for test in tests if test in watch.seconds)
+        watch.seconds |= {test: most for test in tests if test in watch.seconds}
     lines = {}
     for file in FILES:
         by_line = measured.get_data().contexts_by_lineno(str(ROOT / file))
@@ -158,11 +160,11 @@ def tests_of(change, known, caught=(), longest=SLOW):
     """The tests that reach a change, none `longest` seconds long; all, if only the import or another
     process does. First those that caught changes nearby, then the quickest."""
     lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
-    near = Counter(r["caught"] for r in caught
-                   if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20)
+    near = {r["caught"] for r in caught
+            if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20}
     tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
     return sorted((t for t in tests or seconds if seconds[t] < longest),
-                  key=lambda t: (-near[t.removeprefix("tests/")], seconds[t]))
+                  key=lambda t: (t.removeprefix("tests/") not in near, seconds[t]))
 
 
 # -------------------------------------------------------------------------------------- the trials

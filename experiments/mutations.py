@@ -3,7 +3,7 @@
     pip install -r tests/requirements-peers.txt
     python experiments/mutations.py                     # all files: some hours; goes on where it was
     python experiments/mutations.py reward.py           # these files alone
-    python experiments/mutations.py --again grpo.py     # what was not caught, by the slow tests too
+    python experiments/mutations.py --again grpo.py     # what was not caught, by all tests
     python experiments/mutations.py --readme            # write mutations.md from what was found
 
 The changes are cosmic-ray's: another operator, comparison or number, a condition turned round, a loop
@@ -13,6 +13,7 @@ see every change, and are left out. What was found is kept in out/mutations/ und
 """
 import ast
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
@@ -45,7 +47,7 @@ NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul B
 ALONE = ["AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
          "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
          "RemoveDecorator", "ZeroIterationForLoop"]
-SLOW = 1.0                          # seconds of a test that runs only for what the others miss
+BUDGET = 15                         # seconds of tests, at first; --again takes all
 copied = None                       # a worker's own copy of the tree
 
 
@@ -150,21 +152,24 @@ def reach():
         for line, tests in by_line.items():
             more = [other for test in tests for f in watch.shared.get(test, ()) for other in together[f]]
             lines.setdefault(file, {})[line] = sorted({*tests, *more} & {*watch.seconds})
-    known = dict(state=state, seconds=watch.seconds, lines=lines)
+    reached = Counter(test for by_line in lines.values() for tests in by_line.values() for test in tests)
+    known = dict(state=state, seconds=watch.seconds, lines=lines, reached=reached)
     FOUND.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(known))
     return json.loads(kept.read_text())
 
 
-def tests_of(change, known, caught=(), longest=SLOW):
-    """The tests that reach a change, none `longest` seconds long; all, if only the import or another
-    process does. First those that caught changes nearby, then the quickest."""
+def tests_of(change, known, caught=(), budget=BUDGET):
+    """The tests that reach a change, as many as fit into `budget` seconds; of all tests, if only the
+    import or another process does. First those that caught changes nearby, then those that reach
+    the fewest lines: they look the closest."""
     lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
     near = {r["caught"] for r in caught
             if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20}
-    tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
-    return sorted((t for t in tests or seconds if seconds[t] < longest),
-                  key=lambda t: (t.removeprefix("tests/") not in near, seconds[t]))
+    tests = {test for line in change["lines"] for test in lines.get(str(line), ())} or seconds
+    order = sorted(tests, key=lambda t: (t.removeprefix("tests/") not in near, known["reached"].get(t, 0), seconds[t]))
+    spent = itertools.accumulate(seconds[t] for t in order)
+    return [t for t, s in zip(order, spent) if s <= budget]
 
 
 # -------------------------------------------------------------------------------------- the trials
@@ -173,7 +178,7 @@ def prepare():
     global copied
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
-    import hypothesis, safetensors.torch, tiktoken, tokenizers, torch, transformers      # noqa: E401, F401
+    import hypothesis, safetensors.torch, tiktoken, tokenizers, torch._dynamo, transformers  # noqa: E401, F401
     copied = Path(tempfile.mkdtemp()) / "copy"
     shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns("out", ".git", ".hypothesis"))
     subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"],  # compile
@@ -275,13 +280,13 @@ def main(args):
         own = multiprocessing.get_context("spawn")          # in which nothing of the tree is imported yet
         with ProcessPoolExecutor(os.cpu_count(), own, prepare) as pool:
             same = dict(left[0], text=(ROOT / left[0]["file"]).read_text())
-            failed = pool.submit(trial, same, tests_of(same, known)[:50], 100).result()["caught"]
+            failed = pool.submit(trial, same, tests_of(same, known), 100).result()["caught"]
             assert failed is None, f"{failed} fails with nothing changed"
             waiting = set()
             while left or waiting:
                 while left and len(waiting) < os.cpu_count():
                     change = left.pop(0)
-                    tests = tests_of(change, known, results.values(), float("inf") if again else SLOW)
+                    tests = tests_of(change, known, results.values(), float("inf") if again else BUDGET)
                     seconds = sum(known["seconds"][t] for t in tests)
                     waiting.add(pool.submit(trial, change, tests, seconds))
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)

@@ -134,7 +134,7 @@ def refit(reward_model, rows, history, cfg, source):
     """
     K = cfg.choices if cfg.supervision == "outcome" else 1
     rows = noisy_labels(batches.of_all_ranks(rows, cfg.choices), K, cfg.label_noise, source)
-    apart = max(1, cfg.fit_prompts // 10) * cfg.choices
+    apart = cfg.fit_prompts // 10 * cfg.choices
     data, test = ({name: x[part] for name, x in rows.items()}
                   for part in (slice(apart, None), slice(apart)))
     rows = data

@@ -381,11 +381,13 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
 
 # ----------------------------------------------------------------------- settings that cannot be
 
-@pytest.mark.parametrize("x, says", [(1.0, "the same score"), (float("nan"), "no finite numbers")])
-def test_scores_that_say_nothing(x, says, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("x, spread, says", [(1.0, 0, "the same score"), (0.0, 0, "the same score"),
+                                             (1e4, 1e-2, "the same score"), (float("nan"), 0, "no finite numbers")])
+def test_scores_that_say_nothing(x, spread, says, tmp_path, capsys, monkeypatch):
+    """All the same, up to rounding, or no numbers."""
     import reward
     real = reward.scores
-    monkeypatch.setattr(reward, "scores", lambda *args: torch.full_like(real(*args), x))
+    monkeypatch.setattr(reward, "scores", lambda *args: x + spread * real(*args))
     assert says in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1, "--out", tmp_path)
 
 

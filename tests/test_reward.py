@@ -138,6 +138,27 @@ def test_quality_by_hand():
     assert quality(s, torch.tensor([1.0, 0, 0.5, 0.5]), 2) == pytest.approx((1.0, 0.05))
 
 
+def test_quality_of_the_undecided():
+    """Errors of other certainties do not cancel. A score of 0 and a label of one half say `bad`; to be
+    sure of 1 is of the last bin."""
+    s = torch.tensor([0.95, 0.85]).logit()
+    assert quality(s, torch.tensor([0.0, 1.0]), 1) == pytest.approx((0.5, (0.95 + 0.15) / 2))
+    assert quality(torch.zeros(3), torch.tensor([0.0, 0.5, 1.0]), 1) == pytest.approx((2 / 3, 1 / 6))
+    assert quality(torch.tensor([99.0, 0.95]).logit().nan_to_num(99.0), torch.ones(2), 1) == pytest.approx((1, 0.025))
+
+
+def test_errors_of_people_turn_the_labels_of_steps():
+    """A share of 1 or 0 turns all or none, also of those that rollouts gave; nothing where no step ends."""
+    truth = torch.rand(50, 40)
+    rows = {"label": truth, "ends": torch.rand(50, 40) < 0.5}
+    for noise, want in ((0.0, truth), (1.0, torch.where(rows["ends"], 1 - truth, truth))):
+        assert torch.equal(reward.noisy_labels(rows, 1, noise, random.Random(0))["label"], want)
+    made = reward.noisy_labels(rows, 1, 0.3, random.Random(0))["label"]
+    turned = made != truth
+    assert torch.equal(made[turned], (1 - truth)[turned]) and not turned[~rows["ends"]].any()
+    assert turned[rows["ends"]].float().mean().item() == pytest.approx(0.3, abs=0.05)
+
+
 # ------------------------------------------------------------------------------- the reward model
 
 def scorer_of(seed=0):
@@ -208,6 +229,33 @@ def test_labels_that_are_all_noise_teach_nothing():
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
     _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] < 0.7
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
+    """The terms of an optimizer step are the mean over its choices, or over its labelled steps, and no
+    micro-batch has more than `micro_tokens`."""
+    batch, a = labelled(100, 2, 0)
+    batch.ends = batch.mask & (torch.rand(batch.mask.shape) < 0.6) if K == 1 else batch.ends
+    label = torch.rand(batch.ends.shape)
+    data, s, cfg = rows_of(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
+    raw, seen, steps = scores(s, batch.ids, batch.mask, Config()), [], []
+    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids: (
+        seen.append(ids), torch.stack([raw[(batch.ids[:, :len(row)] == row).all(1)][0, :len(row)] for row in ids]))[1])
+
+    def fit(name, module, losses, n, lr, clip):
+        """Each step's terms; rows that are alike have the same score."""
+        for step in range(n):
+            before = len(seen)
+            total = sum(losses(step)).item()
+            steps.append((total, [row.tolist() for ids in seen[before:] for row in ids]))
+    monkeypatch.setattr(batches, "fit", fit)
+    torch.manual_seed(1)
+    reward.fit(s, data, K, cfg, random.Random(0))
+    assert len(steps) == 200 // 64 and sum(len(rows) for _, rows in steps) == 200
+    assert all(ids.numel() <= 70 for ids in seen)
+    mean = reward_loss(raw[batch.ends], label[batch.ends], K) / (batch.ends.sum() / K)
+    assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
 
 def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):

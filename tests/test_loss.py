@@ -377,6 +377,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
         assert T == length[rows].max() and 2 * length[rows].min() >= T
         assert len(rows) * T <= 60 or len(rows) == 1
     assert len(chunks) < 8 and list(micro_batches(length[:0], 60)) == []
+    chunks = [(rows.tolist(), longest) for rows, longest in micro_batches(torch.tensor([4, 10, 5, 3]), 100)]
+    assert chunks == [([1, 2], 10), ([0, 3], 4)]
 
 
 def test_no_float64_where_there_is_none(monkeypatch):

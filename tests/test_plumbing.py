@@ -820,6 +820,22 @@ def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypat
     assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
 
 
+@pytest.mark.parametrize("steps, told", [(3, [1, 2, 3]), (25, range(2, 26, 2)), (200, range(20, 201, 20))])
+def test_a_fit_tells_some_ten_times_how_far_it_is(steps, told, monkeypatch, capsys):
+    """The loss is of that step, and a step takes 7 seconds here."""
+    module, now = torch.nn.Linear(1, 1, bias=False), []
+    monkeypatch.setattr(batches, "time", SimpleNamespace(time=lambda: 1000.0 + 7 * len(now)))
+
+    def losses(step):
+        """Two terms, together the step's number."""
+        now.append(step)
+        for part in (0.25, 0.75):
+            yield part * step + 0 * module.weight.sum()
+    batches.fit("a fit", module, losses, steps, 0.1, 1.0)
+    assert capsys.readouterr().out.splitlines() == [
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {7 * (steps - n) // 60}:{7 * (steps - n) % 60:02}" for n in told]
+
+
 def test_a_fit_takes_64_rows_a_step(monkeypatch):
     seen = []
     monkeypatch.setattr(batches, "fit", lambda *given: seen.append(given[3:]))

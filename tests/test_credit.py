@@ -90,6 +90,14 @@ def test_whitening_of_none_one_or_equal_numbers_is_zero(n):
     assert whiten(torch.full((2, 6), 0.1), mask).abs().sum() == 0
 
 
+def test_whitening_of_what_differs_by_rounding_alone_is_zero():
+    """Or nearly so; a millionth of the mean is the least that counts."""
+    mask, x = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[-1.0, 1.0, 1.0, -1.0]])
+    assert whiten(1e4 + 4e-3 * x, mask).abs().sum() == 0
+    torch.testing.assert_close(whiten(1e4 + 4e-2 * x, mask), x, rtol=0.05, atol=0)
+    torch.testing.assert_close(whiten(1e-9 * x, mask), x)
+
+
 # ---------------------------------------------------------------------------- process supervision
 
 STEPS = torch.zeros(4, 6, dtype=torch.bool)

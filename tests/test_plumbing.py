@@ -521,6 +521,14 @@ def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     assert files_of(whole.folder) == before
 
 
+def test_an_answer_is_cut_at_the_end_of_the_context(whole):
+    """Where the question leaves less room than --max_new; the longest question leaves one token."""
+    room, agent = whole.agent.policy.cfg.block_size, whole.agent
+    for length in (3, room - 4, room - 1):
+        said = grpo.ask(agent, "7" * length)
+        assert said.startswith("7" * length) and len(said.encode()) - length <= min(6, room - length)
+
+
 def test_resume_of_a_run_at_its_end_makes_no_step(whole):
     names = ("checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "samples.jsonl")
     before = [(whole.folder / name).read_bytes() for name in names]

@@ -271,6 +271,8 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
                 for x in prompts]
         assert sorted(seen) == sorted((x, group) for x in AWAY for group in (1, 8))
     assert len(whole.results) == 4 == whole.events.count("evaluation")      # after 0, 2, 4 and 6
+    at_a_time = {len(prompts) * group for _, _, prompts, group in whole.prompts}
+    assert max(at_a_time) == 3 * 4          # no more rows than a rollout has
 
 
 def test_each_fit_labels_fresh_problems(whole):
@@ -869,6 +871,9 @@ def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: 1e-4, torch.bfloat16: 2.0}            # troubleshooting
     assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
     assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
+    assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
+                              grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)
+    assert grpo.MOST == dict(gamma=1, lam=1, label_noise=1, warm_batch=1_000_000, choices=10_000)
     assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
     scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
     assert [grpo.outcome_scores(x, 4)[1].item() for x in scores] == [False, True]   # spread below 1e-6 of the mean

@@ -67,6 +67,31 @@ def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
             assert task.reward(p, task.demonstration(p, rng)) == {"correct": 1, "working": 1}
 
 
+@pytest.mark.parametrize("prompt, working", [
+    ("47*58=", WORK), ("5*8=", "\n5*8=40"), ("40*58=", "\n40*50=2000\n40*8=320\n2000+320=2300+20=2320"),
+    ("508*30=", "\n508*30=15000+240=15240"),
+    ("12*345=", "\n12*300=3000+600=3600\n12*40=400+80=480\n12*5=50+10=60\n3600+480+60=4000+140=4140")])
+def test_working_is_written_in_full(prompt, working, monkeypatch):
+    monkeypatch.setattr(task, "GUESS", 0)
+    monkeypatch.setattr(task, "SLIP", 0)
+    assert task.demonstration(Problem(prompt, ""), random) == working
+
+
+def test_guesses_round_to_the_first_digit_and_slips_change_one():
+    assert [task.rounded(n) for n in (4, 5, 44, 45, 99, 549, 550, 949, 950)] == [0, 10, 40, 50, 100, 500, 600, 900, 1000]
+    slips = {task.miswritten(305, random.Random(i)) for i in range(2000)}
+    assert slips == {*range(5, 1000, 100), *range(305, 400, 10), *range(300, 310)} - {305}
+
+
+def test_the_problems_are_the_same_on_every_machine():
+    """By their first ones; results would otherwise not compare."""
+    first = {d: [side[0].prompt for side in task.problems(SimpleNamespace(difficulty=d))] for d in (1, 2)}
+    assert first == {1: ["5*5=", "2*2="], 2: ["52*94=", "27*30="]}
+    found = countdown.problems(SimpleNamespace(difficulty=3))
+    assert [(side[0].numbers, side[0].target, side[0].solution) for side in found] == [
+        ((2, 8, 11), 30, found[0][0].solution), ((2, 8, 71), 65, "(2+71)-8")]
+
+
 def test_steps_end_with_the_token_that_closes_them():
     steps = task.steps(P, WORK)
     assert [WORK[a:b] for a, b in zip([0] + [e for e, _ in steps], [e for e, _ in steps])] == [
@@ -90,6 +115,7 @@ def test_what_only_repeats_is_no_step():
     assert [truth for _, truth in task.steps(p, "\n13=14" * 3)] == [False] * 3
     assert [truth for _, truth in task.steps(p, honest)] == [True] * 3
     assert task.steps(p, "\n13*2=26\n13*2=26\n13*10=130") == [(9, True), (26, True)]
+    assert task.steps(p, "\n\n13*2=26\n\n13*10=130") == [(10, True), (20, True)]    # nor is nothing
 
 
 def test_answer():
@@ -294,6 +320,19 @@ def test_lines_with_equations_are_steps():
     assert steps(None, "a") == [(1, True)] and steps(None, "1+1=3\n\n") == [(7, False)]
 
 
+@pytest.mark.parametrize("line, true", [
+    ("1/4=0.3", True), ("1/4=0.2", True), ("0.254*1=0.3", True), ("0.265*1=0.3", True), ("0.353*1=0.3", False),
+    ("1/8=0.12", True), ("1/8=0.13", True), ("0.136*1=0.13", False), ("2.608*5=13", False), ("1/3=0", False)])
+def test_a_number_with_decimals_may_be_rounded(line, true):
+    """By half a unit of its last place at most; a whole one may not."""
+    assert steps(None, line) == [(len(line), true)]
+
+
+def test_expressions_and_numbers_have_200_characters_at_most():
+    assert evaluate("11" + "+1" * 99) == 110 and evaluate("111" + "+1" * 99) is None
+    assert one_number("7 " + "a" * 198) == 7 and one_number("7 " + "a" * 199) is None
+
+
 def test_a_line_that_was_there_is_no_step():
     text = "1+1=2\n" * 30
     assert steps(None, text + "done") == [(6, True), (len(text) + 4, True)]
@@ -428,9 +467,20 @@ def test_countdown(difficulty):
     assert len(held_out) == 500 and len(train) > 1000
     keys = [(p.numbers, p.target) for p in train + held_out]
     assert len(set(keys)) == len(keys) and all(len(p.numbers) == difficulty for p in train)
+    used, targets = {n for p in train for n in p.numbers}, {p.target for p in train}
+    assert used == {*range(1, 100)} and targets == {*range(10, 100)}
     for p in train[:100]:
         assert countdown.reward(p, countdown.demonstration(p, random)) == {"correct": 1.0, "format": 0.1}
         assert all(truth for _, truth in countdown.steps(p, countdown.demonstration(p, random)))
+
+
+def test_countdown_has_2_to_6_numbers(monkeypatch):
+    monkeypatch.setattr(countdown, "DRAWS", 20)
+    for difficulty in (2, 6):
+        countdown.problems(SimpleNamespace(difficulty=difficulty))
+    for difficulty in (1, 7):
+        with pytest.raises(Fault, match="countdown has 2 to 6 numbers"):
+            countdown.problems(SimpleNamespace(difficulty=difficulty))
 
 
 @pytest.mark.parametrize("text, correct", [

@@ -101,6 +101,7 @@ def test_steps_end_with_the_token_that_closes_them():
     assert [truth for _, truth in task.steps(P, wrong)] == [True, False, False]     # built on sand
     assert task.steps(P, "~2726") == [(5, True)] and task.steps(P, "2725") == [(4, False)]
     assert task.steps(P, "") == []
+    assert task.steps(P, "2725\n47*50=2350") == [(5, False), (15, True)]    # a guess, then work
 
 
 def test_what_only_repeats_is_no_step():

@@ -19,7 +19,8 @@ import reward
 from data import Fault, load_task
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import GPT2_SPLIT, Encoding, composed, decode, step_tokens
+from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, opening, split_at
+from data.tokenizer import step_tokens
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -244,6 +245,66 @@ def test_bytes_survive(encoding):
         assert ids == list(text.encode()) and encoding.decode(ids) == text
         assert b"".join(encoding.decode_single_token_bytes(t) for t in raw) == raw
     assert encoding.eot_token == 256 and encoding.n_vocab == 257
+
+
+def test_the_byte_tokenizers_files_are_for_others_too(encoding):
+    """Ids are bytes: nothing is split, merged, stripped or normalised."""
+    hf, about = (json.loads(encoding.files[name]) for name in ("tokenizer.json", "tokenizer_config.json"))
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    assert hf["pre_tokenizer"] == hf["decoder"] == level and hf["normalizer"] is None
+    assert hf["added_tokens"] == [dict(id=256, content="<|endoftext|>", single_word=False, lstrip=False, rstrip=False,
+                                       normalized=False, special=True)]
+    assert sorted(hf["model"]["vocab"].values()) == [*range(256)] and hf["model"]["merges"] == []
+    assert about["eos_token"] == "<|endoftext|>" and hf["model"]["type"] == "BPE"
+    assert encoding.encode_ordinary("e\u0301") == [*"e\u0301".encode()]
+
+
+SPLIT = dict(type="Split", pattern=dict(Regex="[a-z]+| "), behavior="Isolated", invert=False)
+
+
+@pytest.mark.parametrize("parts, split", [
+    ([dict(type="ByteLevel")], GPT2_SPLIT), ([dict(type="ByteLevel", use_regex=False)], r"[\s\S]+"),
+    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel")], DIGITS_SPLIT),
+    ([SPLIT, dict(type="ByteLevel", use_regex=False)], r"(?:[a-z]+| )|(?:(?![a-z]+| )[\s\S])+"),
+    ([dict(type="Digits", individual_digits=False), dict(type="ByteLevel")], None),
+    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel", use_regex=False)], None),
+    ([dict(type="Digits", individual_digits=True), SPLIT, dict(type="ByteLevel")], None),
+    ([SPLIT, dict(type="ByteLevel")], None),
+    ([SPLIT | dict(behavior="Removed"), dict(type="ByteLevel", use_regex=False)], None)])
+def test_how_a_tokenizer_splits_a_text(encoding, parts, split):
+    """As its file says, or not at all: another split would give other ids in silence."""
+    hf = json.loads(encoding.files["tokenizer.json"])
+    hf["pre_tokenizer"] = dict(type="Sequence", pretokenizers=parts)
+    if split:
+        assert byte_pairs(hf, {})[1:] == (split, False)
+    else:
+        with pytest.raises(Fault, match="splits a text in a way that is not supported"):
+            byte_pairs(hf, {})
+
+
+def test_ids_that_a_tokenizer_may_have(encoding):
+    for i in (2 ** 31, -1, True, 1.0):
+        hf = json.loads(encoding.files["tokenizer.json"])
+        hf["model"]["vocab"]["a"] = i
+        with pytest.raises(Fault, match="not all integers"):
+            byte_pairs(hf, {})
+    hf["model"]["vocab"]["a"] = 2 ** 31 - 1
+    assert byte_pairs(hf, {})[0][b"a"] == 2 ** 31 - 1
+
+
+def test_tokens_before_every_text():
+    """Those of the post-processor, also if they are all the special tokens there are."""
+    one, text = dict(SpecialToken=dict(id="<s>")), dict(Sequence=dict(id="A"))
+    post = dict(type="Sequence", processors=[dict(type="ByteLevel"), dict(type="TemplateProcessing", single=[one, text])])
+    assert opening(dict(post_processor=post), {"<s>": 300}) == "<s>" and opening({}, {}) == ""
+    for single, known in (([one, text], {}), ([one, text, one], {"<s>": 300})):
+        with pytest.raises(Fault, match="a token after a text, or one it does not know"):
+            opening(dict(post_processor=dict(type="TemplateProcessing", single=single)), known)
+
+
+def test_the_longest_of_marks_is_found():
+    for marks in (["<a>", "<a>b"], ["<a>b", "<a>"]):
+        assert split_at(marks, "x<a>by<a>") == ["x", "<a>b", "y", "<a>", ""]
 
 
 def encoding_of(ranks, nfc):

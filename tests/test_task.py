@@ -283,7 +283,7 @@ def test_how_a_tokenizer_splits_a_text(encoding, parts, split):
 
 
 def test_ids_that_a_tokenizer_may_have(encoding):
-    for i in (2 ** 31, -1, True, 1.0):
+    for i in (2 ** 31, -1, 300.0, "7"):
         hf = json.loads(encoding.files["tokenizer.json"])
         hf["model"]["vocab"]["a"] = i
         with pytest.raises(Fault, match="not all integers"):

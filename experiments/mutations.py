@@ -15,7 +15,6 @@ import ast
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -48,7 +46,6 @@ ALONE = ["AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWi
          "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
          "RemoveDecorator", "ZeroIterationForLoop"]
 BUDGET = 15                         # seconds of tests, at first; --again takes all
-copied = None                       # a worker's own copy of the tree
 
 
 # ------------------------------------------------------------------------------------ the changes
@@ -182,62 +179,82 @@ def tests_of(change, known, caught=(), budget=BUDGET):
 
 # -------------------------------------------------------------------------------------- the trials
 def prepare():
-    """A worker: a copy of the tree, and all that tests import but the tree itself."""
-    global copied
+    """A copy of the tree for each core; and all that tests import, but the tree itself, is imported
+    here, once."""
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
     import hypothesis, safetensors.torch, tiktoken, tokenizers, torch._dynamo, transformers  # noqa: E401, F401
-    copied = Path(tempfile.mkdtemp()) / "copy"
-    shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns("out", ".git", ".hypothesis"))
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"],  # compile
-                   cwd=copied, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, stdout=subprocess.DEVNULL)
+    copies = [Path(tempfile.mkdtemp()) / "copy" for _ in range(os.cpu_count())]
+    for copy in copies:
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", ".hypothesis"))
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"],
+                       cwd=copy, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, stdout=subprocess.DEVNULL)
+    return copies                   # in which the tests are compiled
 
 
-def run_tests(tests, out):
+def run_tests(copy, tests):
     """In a process of its own: run tests in this order, up to the first that fails."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
-    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(os.open(copy / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
-    os.chdir(copied)
-    sys.path[:] = [str(copied)] + [p for p in sys.path if p != str(HERE)]
+    os.chdir(copy)
+    sys.path[:] = [str(copy)] + [p for p in sys.path if p != str(HERE)]
     os._exit(pytest.main(["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]))
 
 
-def try_out(change, tests, limit):
-    """The first test that fails with a change, or None."""
-    path, out = copied / change["file"], copied / "output.txt"
+def begin(change, tests, copy, seconds):
+    """Put a change into a copy, and start its tests: what `end` wants to know."""
+    path = copy / change["file"]
     original = path.read_text()
     path.write_text(change["text"])
     child = os.fork()
     if not child:
-        run_tests(tests, out)
-    status, end = None, time.time() + limit
-    while status is None and time.time() < end:
-        time.sleep(0.05)
-        done, code = os.waitpid(child, os.WNOHANG)
-        status = os.waitstatus_to_exitcode(code) if done else None
+        run_tests(copy, tests)
+    return dict(child=child, change=change, tests=tests, copy=copy, path=path, original=original,
+                until=time.time() + 30 + 5 * seconds)
+
+
+def end(trial):
+    """The change with the first test that failed, or None; nothing while the tests run."""
+    done, status = os.waitpid(trial["child"], os.WNOHANG)
+    if not done and time.time() < trial["until"]:
+        return None
     try:
-        os.killpg(child, signal.SIGKILL)
+        os.killpg(trial["child"], signal.SIGKILL)       # and what it started
     except ProcessLookupError:
         pass
-    if status is None:
-        os.waitpid(child, 0)
-    path.write_text(original)
-    if status == 0:
-        return None
-    if status is None:
-        return "no end"
-    lines = out.read_text(errors="replace").splitlines()
-    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(maxsplit=1)[1].removeprefix("tests/") if failed else f"exit code {status}"
+    if not done:
+        os.waitpid(trial["child"], 0)
+    trial["path"].write_text(trial["original"])
+    lines = (trial["copy"] / "output.txt").read_text(errors="replace").splitlines()
+    failed = [line.split(" - ")[0].split(maxsplit=1)[1].removeprefix("tests/") for line in lines
+              if line.startswith(("FAILED ", "ERROR "))]
+    code = os.waitstatus_to_exitcode(status) if done else None
+    caught = "no end" if not done else None if code == 0 else failed[0] if failed else f"exit code {code}"
+    kept = {name: trial["change"][name] for name in ("key", "file", "line", "before", "after", "operator")}
+    return kept | dict(caught=caught, tests=len(trial["tests"]))
 
 
-def trial(change, tests, seconds):
-    """What a worker gives back: the change without its new text, and what caught it."""
-    failed = try_out(change, tests, 30 + 5 * seconds)
-    kept = {name: change[name] for name in ("key", "file", "line", "before", "after", "operator")}
-    return kept | dict(caught=failed, tests=len(tests))
+def trials(left, known, results, budget):
+    """Tries changes, as many at a time as there are cores; yields what came of each."""
+    free, running = prepare(), []
+    same = dict(left[0], text=(ROOT / left[0]["file"]).read_text())
+    left = [same, *left]
+    while left or running:
+        while left and free:
+            change = left.pop(0)
+            tests = tests_of(change, known, results.values(), BUDGET if change is same else budget)
+            running.append(begin(change, tests, free.pop(), sum(known["seconds"][t] for t in tests)))
+        time.sleep(0.05)
+        for trial in [*running]:
+            if (result := end(trial)) is not None:
+                running.remove(trial)
+                free.append(trial["copy"])
+                if trial["change"] is not same:
+                    yield result
+                elif result["caught"]:
+                    sys.exit(f"{result['caught']} fails with nothing changed")
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -275,6 +292,9 @@ def write_table(results):
 
 
 def main(args):
+    if args == ["--reach"]:
+        reach()
+        return 0
     again, readme = "--again" in args, "--readme" in args
     files = [f for f in args if not f.startswith("--")] or FILES
     kept = FOUND / "results.jsonl"
@@ -284,26 +304,12 @@ def main(args):
     left = [c for c in present if c["key"] not in results or again and results[c["key"]]["caught"] is None]
     print(f"{len(present)} changes, {len(left)} to try", flush=True)
     if left and not readme:
-        known = reach()
-        own = multiprocessing.get_context("spawn")          # in which nothing of the tree is imported yet
-        with ProcessPoolExecutor(os.cpu_count(), own, prepare) as pool:
-            same = dict(left[0], text=(ROOT / left[0]["file"]).read_text())
-            failed = pool.submit(trial, same, tests_of(same, known), 100).result()["caught"]
-            assert failed is None, f"{failed} fails with nothing changed"
-            waiting = set()
-            while left or waiting:
-                while left and len(waiting) < os.cpu_count():
-                    change = left.pop(0)
-                    tests = tests_of(change, known, results.values(), float("inf") if again else BUDGET)
-                    seconds = sum(known["seconds"][t] for t in tests)
-                    waiting.add(pool.submit(trial, change, tests, seconds))
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for r in (future.result() for future in done):
-                    results[r["key"]] = r
-                    with kept.open("a") as f:
-                        f.write(json.dumps(r) + "\n")
-                    print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  "
-                          f"{r['caught'] or 'NOT CAUGHT'}", flush=True)
+        subprocess.run([sys.executable, __file__, "--reach"], check=True)   # it imports the tree
+        for r in trials(left, reach(), results, float("inf") if again else BUDGET):
+            results[r["key"]] = r
+            with kept.open("a") as f:
+                f.write(json.dumps(r) + "\n")
+            print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  {r['caught'] or 'NOT CAUGHT'}", flush=True)
     chosen = [results[c["key"]] | {"line": c["line"]} for c in present if c["key"] in results]
     if readme:
         write_table(chosen)

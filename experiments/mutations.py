@@ -228,8 +228,8 @@ def end(trial):
         os.waitpid(trial["child"], 0)
     trial["path"].write_text(trial["original"])
     lines = (trial["copy"] / "output.txt").read_text(errors="replace").splitlines()
-    failed = [line.split(" - ")[0].split(maxsplit=1)[1].removeprefix("tests/") for line in lines
-              if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split(" - ")[0].partition("tests/")[2] for line in lines
+              if line.startswith(("FAILED tests/", "ERROR tests/"))]
     code = os.waitstatus_to_exitcode(status) if done else None
     caught = "no end" if not done else None if code == 0 else failed[0] if failed else f"exit code {code}"
     kept = {name: trial["change"][name] for name in ("key", "file", "line", "before", "after", "operator")}

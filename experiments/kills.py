@@ -50,12 +50,11 @@ def kill_one_day(child, where, source, seconds):
     if child.poll() is not None:
         return None
     ranks = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True).stdout.split()
+    manner, doomed = "all", [child.pid, *map(int, ranks)]   # torchrun's ranks are groups of their own
     if ranks and source.random() < 0.5:
-        os.kill(int(source.choice(ranks)), signal.SIGKILL)
-        manner = "one rank"
-    else:
-        os.killpg(child.pid, signal.SIGKILL)
-        manner = "all"
+        manner, doomed = "one rank", [int(source.choice(ranks))]
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
     child.communicate(timeout=120)
     return f"{manner}, in a save" if aimed else f"{manner}, at random"
 

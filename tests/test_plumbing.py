@@ -106,7 +106,8 @@ def watch(patch, seen, kill_at=None):
         """Prompts by the outermost function that asked, and the number of completions of each."""
         by = next(iter(x for x in seen.within if x in ("begin_iteration", "train_step", "evaluate")), "ask")
         seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
-        seen.limits.add((by, args[3], args[4]))         # most new tokens, temperature
+        room = args[3] if isinstance(args[3], int) else tuple(args[3])
+        seen.limits.add((by, room, args[4]))            # most new tokens, temperature
 
     def begun(args, got):
         """A fit: the models as it left them."""

@@ -56,7 +56,9 @@ class Config:
     train: str = ""             # Read the training problems from this file (gsm8k).
     test: str = ""              # Read the held-out problems from this file (gsm8k).
     init: str = ""              # Start from the model in this folder; without it, from a new one.
-    chat: Literal["auto", *tokenizer.CHATS, "none"] = "auto"  # Frame a prompt in this chat format.
+    chat: Literal["auto", "none"] = "auto"      # Frame a prompt by the model's chat template.
+    system: str = ""            # Tell that template this system message; without it, its own.
+    thinking: Literal["auto", "on", "off"] = "auto"     # Tell it enable_thinking; auto: nothing.
     out: str = ""               # Write the run to this folder; without it, to out/<task>.
     seed: int = 1               # Derive everything random from this number.
     steps: int = 100            # Make this many rollouts, each with its update, in an iteration.
@@ -252,9 +254,8 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
 
 def complete(agent, prompts, group, u=None, most=None):
     """`sample` from the policy as it is: at most `most` or --max_new tokens; greedy without `u`."""
-    cfg, policy = agent.cfg, agent.policy
+    cfg, policy = agent.cfg, agent.sampler or agent.policy
     if agent.sampler is not None:           # under bfloat16 a copy, whose weights are rounded once
-        policy = agent.sampler
         policy.load_state_dict(agent.policy.state_dict())
     temperature = cfg.temperature if u is not None else 0
     return sample(policy, prompts, group, most or cfg.max_new, temperature, agent.encoding.stop, u)
@@ -576,11 +577,10 @@ def train(cfg, task=None, checkpoint=None):
 
 def ask(agent, question):
     """A question and its greedy completion."""
-    encoding, policy = agent.encoding, agent.policy
-    prompt = encoding.encode_prompt(question)
-    room = max(1, min(agent.cfg.max_new, policy.cfg.block_size - len(prompt)))
-    batch = sample(policy, [prompt], 1, room, 0, encoding.stop)
-    return question + tokenizer.decode(encoding, batch.ids[0][batch.mask[0]].tolist())
+    prompt = agent.encoding.encode_prompt(question)
+    room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
+    batch = sample(agent.policy, [prompt], 1, room, 0, agent.encoding.stop)
+    return question + tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):

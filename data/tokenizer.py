@@ -1,6 +1,7 @@
 """Tokenizers as a `tiktoken.Encoding`: the bytes, or a checkpoint's own tokenizer.json."""
 import bisect
 import codecs
+import dataclasses
 import itertools
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from data import Fault, read_json
+from data.chat import Frame, frame_of
 
 END = "<|endoftext|>"
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable ones
@@ -18,15 +20,10 @@ LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2
 BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+FRAME = "chat_frame.json"       # in a run's folder: the frame of its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
-         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-# How a prompt is framed for a model that was tuned to chat: by the token that marks this format in
-# the folder's template, the frame and what ends a turn.
-CHATS = {"chatml": ("<|im_start|>", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
-                    "<|im_end|>"),
-         "llama3": ("<|start_header_id|>",
-                    "<|start_header_id|>user<|end_header_id|>\n\n{trimmed}<|eot_id|>"
-                    "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>")}
+         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
+MORE = "additional_chat_templates"
 
 
 def split_at(marks, text):
@@ -49,16 +46,15 @@ def composed(text):
 class Encoding(tiktoken.Encoding):
     """tiktoken's, with what a checkpoint says of its use.
 
-    stop: the ids that end a completion; frame: what stands around a prompt, special tokens by name,
-    "{}" for the prompt; chat: its name in CHATS, or "none"; hidden: ids that are no text; plain:
-    names of special tokens that are found in any text; files: by name, what belongs beside the
-    weights.
+    stop: the ids that end a completion; frame: the Frame of a prompt; hidden: ids that are no text;
+    plain: names of special tokens that are found in any text; files: by name, what belongs beside
+    the weights.
     """
 
-    def __init__(self, name, split, ranks, special, hidden, stop, files, frame="{}", nfc=False,
-                 plain=(), chat="none"):
+    def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
+                 plain=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.stop, self.files, self.frame, self.chat = frozenset(stop), files, frame, chat
+        self.stop, self.files, self.frame = frozenset(stop), files, frame
         self.nfc, self.special, self.known = nfc, special, {*ranks.values(), *special.values()}
         self.text, self.plain = self.known - {*hidden, *stop}, plain
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
@@ -77,11 +73,12 @@ class Encoding(tiktoken.Encoding):
 
     def encode_prompt(self, text):
         """Ids of a prompt in its frame. Special tokens count in the frame, not in the text."""
-        text = text.strip() if "{trimmed}" in self.frame else text
-        ids = ([self.special[piece]] if piece in self.special else
-               self.encode_ordinary(re.sub(r"\{(trimmed)?\}", lambda _: text, piece, count=1))
-               for piece in split_at(self.special, self.frame))
-        ids = list(itertools.chain(*ids))
+        text = text.strip() if self.frame.strips else text
+        before, after = ([self.special.get(piece, piece) for piece in split_at(self.special, x)]
+                         for x in (self.frame.before, self.frame.after))
+        ids = []
+        for kind, pieces in itertools.groupby([*before, text, *after], type):
+            ids += pieces if kind is int else self.encode_ordinary("".join(pieces))
         if not ids:
             raise Fault("an empty prompt: there is nothing to sample from")
         return ids
@@ -107,11 +104,12 @@ def byte_encoding():
                     files)
 
 
-def load_encoding(folder, chat="auto"):
-    """The tokenizer of a checkpoint's folder; raises Fault if it is not a byte-level BPE. `chat`: a
-    name of CHATS, "none", or "auto" for what the folder's template says."""
+def load_encoding(folder, chat="auto", system="", thinking="auto"):
+    """The tokenizer of a checkpoint's folder; raises Fault if it is not a byte-level BPE. `chat`,
+    `system`, `thinking`: how prompts are framed, as `chosen_frame` has it."""
     folder = Path(folder)
-    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise Fault(f"no model in {folder}: there is no tokenizer.json")
     try:
@@ -119,25 +117,54 @@ def load_encoding(folder, chat="auto"):
         others.append(read_json((folder / "config.json").read_bytes(), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
         ranks, split, nfc = byte_pairs(hf, special)
-        template = str(about.get("chat_template")) + str(files.get("chat_template.jinja"))
-        if chat == "auto":
-            chat = next((name for name, (mark, *_) in CHATS.items() if mark in template), "none")
-        mark, frame, end = CHATS.get(chat, (None, "{}", None))
-        if mark and not special.keys() >= {mark, end}:
-            raise Fault(f"--chat {chat}: the tokenizer does not know {mark} and {end}")
-        frame = opening(hf, special) + frame
+        frame = chosen_frame(files, about, hf, special, (chat, system, thinking))
+        if frame.chat:
+            files[FRAME] = json.dumps(dataclasses.asdict(frame)).encode()
         hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
         plain = [t["content"] for t in hf["added_tokens"] if not t["special"]]
         for t in hf["added_tokens"]:
-            if t["content"] in plain or t["content"] in frame:
+            if t["content"] in plain or t["content"] in frame.before + frame.after:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
-        stop = stop_tokens(about, others, special, end)
-        return Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc, plain,
-                        chat)
+        stop = stop_tokens(about, others, special, frame.end)
+        return Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc, plain)
     except Fault as e:
         raise Fault(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         raise Fault(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
+
+
+def chosen_frame(files, about, hf, special, asked):
+    """The Frame of --chat, --system and --thinking. Where they are "auto" or "", they are as in the
+    run that left its frame among the folder's `files`; if all are, it is that frame itself."""
+    kept = Frame(**read_json(files[FRAME], FRAME)) if FRAME in files else Frame("auto")
+    was = kept.chat, kept.system, kept.thinking
+    asked = tuple(old if x in ("auto", "") else x for x, old in zip(asked, was))
+    if asked == was and FRAME in files:
+        return kept
+    chat, *said = asked
+    template = None if chat == "none" else find_template(files, about)
+    if template is None:
+        if said != ["", "auto"]:
+            raise Fault("--system and --thinking need a chat template, and there is none")
+        return Frame("none" if chat == "none" else "", before=opening(hf, special))
+    if "added_tokens_decoder" not in about:         # as older files have it
+        about = about | read_json(files.get("special_tokens_map.json", b"{}"), FILES[4])
+    tokens = {name: x["content"] if isinstance(x, dict) else x for name, x in about.items()
+              if name.endswith("_token") and isinstance(x, str | dict)}
+    special = [t["content"] for t in hf["added_tokens"] if t["special"]]
+    return frame_of(template, tokens, special, *said)
+
+
+def find_template(files, about):
+    """The chat template among a folder's files, of several the default; None if there is none."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    found = about.get("chat_template")
+    if isinstance(found, list):
+        found = {x["name"]: x["template"] for x in found}.get("default", "")
+    if found == "" or not isinstance(found, str | None):
+        raise Fault("its chat template is no text, or it has several and none is the default")
+    return found
 
 
 def stop_tokens(about, others, special, end):

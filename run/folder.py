@@ -1,6 +1,7 @@
 """The folder of a run:
 
     model.safetensors, config.json    the policy, for use; tokenizer.json beside them
+    chat_frame.json                   what stands around a prompt, if there is a chat template
     checkpoint.safetensors            all that a resumed run needs, one file, JSON in its header
     run.json                          the settings, the versions, the command
     metrics.jsonl, samples.jsonl      a line a step; a group in full at every checkpoint

@@ -203,6 +203,7 @@ def save(model, folder, files=()):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(hf, indent=2))
     for name, content in dict(files).items():
+        (folder / name).parent.mkdir(exist_ok=True)     # a template may lie in a folder of its own
         write_whole(folder / name, content)
     tensors = {}
     for name, parts in parameters_by_file_name(model).items():

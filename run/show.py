@@ -39,6 +39,10 @@ def header(agent, problems, held_out):
     millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
            f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
+    if cfg.init:
+        frame = agent.encoding.frame
+        why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
+        print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 def farewell(cfg, question):
     """Where the model is, and how to ask it something."""

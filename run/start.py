@@ -1,6 +1,5 @@
 """What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations.
 And whether it can run: what the task has, the sizes, the memory it takes."""
-import dataclasses
 import hashlib
 import json
 import re
@@ -24,11 +23,10 @@ def begin(cfg, task, checkpoint):
     folder.claim(cfg, checkpoint)
     if checkpoint and checkpoint.step == cfg.steps * cfg.iterations:
         show.print0(f"the run in {cfg.folder} is at its end; --steps can make it longer")
-    encoding = encoding_of(cfg, cfg.folder if checkpoint else cfg.init)
+    encoding = encoding_of(cfg, cfg.folder if checkpoint and checkpoint.model else cfg.init)
     problems, held_out = problems_of(cfg, task)
     check(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
-    cfg = dataclasses.replace(cfg, chat=encoding.chat)  # the folder now has a format of its own
     if checkpoint and checkpoint.model:
         policy, cold = model_of(checkpoint.model, cfg, longest), False
     else:
@@ -53,12 +51,12 @@ def have_prompts(problems):
     return all(isinstance(getattr(p, "prompt", None), str) for p in problems)
 
 def encoding_of(cfg, where):
-    """The tokenizer in a model's folder; bytes for a new model."""
-    chat = cfg.chat
-    if where and chat == "auto":            # a run's prompts keep their format
-        chat = folder.settings(where).get("chat", "auto")
-    own = where and (Path(where) / "tokenizer.json").exists()
-    return load_encoding(where, chat) if own or cfg.init else byte_encoding()
+    """The tokenizer in a model's folder, which frames prompts too; bytes for a new model."""
+    if cfg.init or where and (Path(where) / "tokenizer.json").exists():
+        return load_encoding(where, cfg.chat, cfg.system, cfg.thinking)
+    if cfg.system or cfg.thinking != "auto":
+        raise Fault("--system and --thinking need a chat template, and a new model has none")
+    return byte_encoding()
 
 def to_device(model, cfg):
     """The model on its device, with the dtype of its products, as `machine.resolve` has them."""

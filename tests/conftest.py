@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from data.tokenizer import byte_encoding  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from run import pretrained  # noqa: E402
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 
@@ -28,6 +30,23 @@ def tiny_model(seed=0, scale=4.0, **changes):
             if p.dim() == 2:
                 p.mul_(scale)
     return model
+
+
+CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+        "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
+
+
+def chat_folder(where, template=CHAT):
+    """A small model whose tokenizer, bytes, knows the tokens of a chat, and its chat template."""
+    files = {name: json.loads(text) for name, text in byte_encoding().files.items()}
+    end = files["tokenizer.json"]["added_tokens"][0]
+    files["tokenizer.json"]["added_tokens"] += [
+        end | dict(id=257 + i, content=name) for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    files["tokenizer_config.json"]["chat_template"] = template
+    shape = GPTConfig(259, 1, 2, 1, 16, n_inner=64, block_size=128)
+    pretrained.save(GPT(shape, torch.Generator().manual_seed(0)), where,
+                    {name: json.dumps(x).encode() for name, x in files.items()})
+    return where
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """Models and tokenizers beside those of Hugging Face's libraries; skipped where there are none."""
 import json
 import random
+import re
 import unicodedata
 
 import pytest
 import torch
+from conftest import ROOT
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -279,30 +281,107 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-LLAMA3_CHAT = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}"
-               "<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-               "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
-               "{% endif %}")
+# What is in Llama 3.1's and 3.2's: what opens a text, a block of the system with the date of today,
+# texts stripped. The templates themselves are under a license of their own, and were compared by hand.
+DATED = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set told, messages = messages[0]['content'] | trim, messages[1:] %}
+{%- else %}
+    {%- set told = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{{- 'Today: ' + strftime_now('%d %b %Y') + '\\n\\n' }}
+{{- told + '<|eot_id|>' }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+# What else there is in some: marked answers, a loop that is left, JSON, a namespace, its variables.
+ODD = """{% set ns = namespace(n=0) %}
+{% for m in messages %}
+    {% if ns.n > 5 %}{% break %}{% endif %}
+    {% set ns.n = ns.n + 1 %}
+<|im_start|>{{ {'a<': 'é'} | tojson }} {{ [1] | tojson(indent=2) }} {{ tools }} {{ documents }} {{ pad_token }}
+    {%- if m.role == 'assistant' %}{% generation %}
+{{ m.content }}<|im_end|>
+    {%- endgeneration -%}{% else %}
+  {{ m.content }}<|im_end|>{% endif %}
+
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant{% endif %}
+"""
+TEMPLATES = {x["model"]: x["template"] for x in json.loads((ROOT / "tests" / "templates.json").read_text())}
+TEMPLATES |= {"ChatML": CHATML, "dated": DATED, "odd": ODD}
 
 
-@pytest.mark.parametrize("style, template, end", [
-    ("qwen2", CHATML, "<|im_end|>"), ("llama3", LLAMA3_CHAT, "<|eot_id|>")])
-def test_chat_prompts_are_those_of_the_template(style, template, end, tmp_path):
-    tk = tokenizer(style, tmp_path, chat_template=template, bos_token="<|begin_of_text|>",
-                   tokenizer_class="PreTrainedTokenizerFast")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_encoding(tmp_path)
-    for text in [*TEXTS, " blank", "\n"]:
-        want = theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=True,
-                                          add_generation_prompt=True, return_dict=False)
-        assert ours.encode_prompt(text) == want
-    assert tk.token_to_id(end) in ours.stop
+def chat_tokenizer(template, folder, **config):
+    """A tokenizer that knows the tokens of a template; transformers has it in `folder`, without the
+    template."""
+    tk = tokenizer("llama3" if "start_header" in str(template) else "qwen2", folder,
+                   tokenizer_class="PreTrainedTokenizerFast", bos_token="<|endoftext|>", pad_token="<|im_end|>", **config)
+    tk.add_special_tokens(sorted({*re.findall(r"<\|\w+\|>|<｜\S+?｜>", str(template)), "<|endoftext|>"}))
+    tk.save(str(folder / "tokenizer.json"))
+    return tk
+
+
+def same_chat(theirs, ours, system="", **thinking):
+    """Whether prompts have the ids of apply_chat_template, which has the tokens of a chat in a text
+    too; here there are none."""
+    for text in [*TEXTS, *random_texts(40), " blank", "\n", "", " a \n"]:
+        said = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+        want = theirs.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False, **thinking)
+        assert ours.encode_prompt(text) == want, repr(text)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_apply_chat_template(name, tmp_path):
+    """Of real templates, beside their sources in templates.json, and of made ones."""
+    template = TEMPLATES[name]
+    tk = chat_tokenizer(template, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for system in ("", "You <think>, <b>tersely</b>.\nVery."):
+        same_chat(theirs, load_encoding(tmp_path, "auto", system), system)
+        for thinking in ("on", "off") if "enable_thinking" in template else ():
+            same_chat(theirs, load_encoding(tmp_path, "auto", system, thinking), system, enable_thinking=thinking == "on")
+    ours = load_encoding(tmp_path)
+    answer = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
+    told = theirs.apply_chat_template(answer, tokenize=False)
+    assert told[told.rindex("bcd") + 3:].startswith(ours.frame.end) and tk.token_to_id(ours.frame.end) in ours.stop
     plain = load_encoding(tmp_path, "none")
-    assert plain.encode_prompt("a") == tk.encode("a").ids and tk.token_to_id(end) not in plain.stop
-    sly = f"{end} and <|im_start|>"                     # a text cannot end its own turn
-    assert tk.token_to_id(end) not in ours.encode_ordinary(sly)
-    assert decode(ours, ours.encode_ordinary(sly)) == sly
-    with pytest.raises(Fault, match="does not know"):
-        load_encoding(tmp_path, "llama3" if style == "qwen2" else "chatml")
+    assert plain.encode_prompt("a") == tk.encode("a").ids and plain.stop == {ours.special[theirs.eos_token]}
+
+
+@pytest.mark.parametrize("template, files", [
+    (CHATML, {}),
+    ([dict(name="rag", template="{{ 1 }}"), dict(name="default", template=CHATML)], {}),
+    ("{{ 1 }}", {"chat_template.jinja": CHATML}),
+    (None, {"chat_template.jinja": CHATML, "additional_chat_templates/rag.jinja": "{{ 1 }}"})])
+def test_where_a_template_may_stand_and_that_a_run_keeps_it(template, files, tmp_path):
+    """As text or as one of several, in tokenizer_config.json or beside it; and in what is written."""
+    chat_tokenizer(CHATML, tmp_path / "a", chat_template=template)
+    for name, text in files.items():
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text(text)
+    checkpoint("qwen2", tmp_path / "a")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "a"), load_encoding(tmp_path / "a")
+    same_chat(theirs, ours)
+    pretrained.save(pretrained.load(tmp_path / "a"), tmp_path / "b", load_encoding(tmp_path / "a").files)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert again.chat_template == theirs.chat_template
+    assert load_encoding(tmp_path / "b").frame == ours.frame == load_encoding(tmp_path / "a").frame
+
+
+def test_older_files_name_tokens_apart(tmp_path):
+    tk = chat_tokenizer(DATED, tmp_path, chat_template="{{ unk_token }}{{ eos_token }}|" + DATED)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(
+        {"unk_token": {"content": "<|eot_id|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_encoding(tmp_path)
+    same_chat(theirs, ours)
+    assert ours.encode_prompt("a")[0] == tk.token_to_id("<|eot_id|>")
 
 
 def test_every_file_may_name_a_stop_token(tmp_path):
@@ -324,16 +403,6 @@ def test_a_tokenizer_without_all_bytes_drops_their_characters(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     ours = load_encoding(tmp_path)
     assert ours.encode_prompt("a \U0001f642b") == ours.encode_prompt("a b")
-
-
-def test_a_run_keeps_the_format_of_its_prompts(tmp_path):
-    tokenizer("qwen2", tmp_path, chat_template=CHATML)
-    (tmp_path / "run.json").write_text('{"config": {"chat": "none"}}')
-    assert encoding_of(grpo.Config(), tmp_path).frame == "{}"
-    assert "<|im_start|>" in encoding_of(grpo.Config(chat="chatml"), tmp_path).frame
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(Fault, match="run.json"):
-        encoding_of(grpo.Config(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -368,7 +437,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     grpo.main([*flags[:2], "--init", str(out), *files, "--steps", "0", "--max_new", "2",
                "--prompts", "2", "--out", str(tmp_path / "y")])
     assert encoding_of(grpo.Config(), tmp_path / "y").frame == encoding_of(grpo.Config(), out).frame
-    assert "<|im_start|>" not in encoding_of(grpo.Config(), tmp_path / "y").frame
+    assert "<|im_start|>" not in encoding_of(grpo.Config(), tmp_path / "y").frame.before
     monkey.undo()
     with pytest.raises(SystemExit):
         grpo.main([*flags, "--out", str(tmp_path / "model")])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import chat_folder
 
 import data
 import data.arithmetic as arithmetic
@@ -551,18 +552,6 @@ def answer(text): return text
 """
 
 
-def chat_folder(where):
-    """A model whose tokenizer knows the tokens of a chat and names its format."""
-    files = {name: json.loads(text) for name, text in byte_encoding().files.items()}
-    end = files["tokenizer.json"]["added_tokens"][0]
-    files["tokenizer.json"]["added_tokens"] += [
-        end | dict(id=257 + i, content=name) for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
-    files["tokenizer_config.json"]["chat_template"] = "<|im_start|>"
-    shape = model.GPTConfig(259, 1, 2, 1, 16, n_inner=64, block_size=64)
-    pretrained.save(model.GPT(shape, torch.Generator().manual_seed(0)), where,
-                    {name: json.dumps(x).encode() for name, x in files.items()})
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """Folders and files that settings name, by name."""
@@ -593,7 +582,9 @@ SETTINGS = dict(
     train=(FILES, {"@two.jsonl": "problems"}),
     test=(FILES, {"@two.jsonl": "held out"}),
     init=({}, {"@other": "start", "": "start"}),
-    chat=(dict(init="@chat", chat="none"), {"chatml": "prompts", "auto": "prompts"}),
+    chat=(dict(init="@chat", chat="none"), {"auto": "prompts"}),
+    system=(dict(init="@chat"), {"Be brief.": "prompts"}),
+    thinking=(dict(init="@chat"), {"on": "prompts", "off": "prompts"}),
     out=({}, {"elsewhere": "folder"}),
     seed=(COLD, {2: "start"}),
     steps=({}, {3: "policy"}),
@@ -695,7 +686,7 @@ def test_every_setting_is_turned():
     for f in dataclasses.fields(Config):
         base, values = SETTINGS[f.name]
         own = {(BASE | base).get(f.name, f.default), *values}
-        assert own >= set(getattr(f.type, "__args__", ())) - {"cuda", "mps", "llama3"}, f.name
+        assert own >= set(getattr(f.type, "__args__", ())) - {"cuda", "mps"}, f.name
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
 
 
@@ -732,10 +723,10 @@ PAPER = dict(
 PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler et al. 2019
     clip_low=0.2, clip_high=0.2, value_clip=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
 OURS = dict(
-    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", out="", seed=1, steps=100,
-    eval_every=0, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0, micro_tokens=2048, recompute="off",
-    adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, warm_steps=1500, warm_batch=48,
-    warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
+    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", thinking="auto", out="",
+    seed=1, steps=100, eval_every=0, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
+    micro_tokens=2048, recompute="off", adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
+    n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
     dtype="auto", compile="auto")
 
 WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)

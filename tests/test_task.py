@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import re
 import time
 import unicodedata
 from fractions import Fraction
@@ -10,17 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CHAT, ROOT, chat_folder
 
 import data.arithmetic as task
 import data.countdown as countdown
 import data.gsm8k as gsm8k
+import grpo
 import reward
-from data import Fault, load_task
+from data import Fault, chat, load_task
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, opening, split_at
-from data.tokenizer import step_tokens
+from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
+from data.tokenizer import opening, split_at, step_tokens
+from run import files, start
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -563,3 +566,168 @@ def test_countdown_wants_each_number_once(text, correct):
 def test_countdown_reads_numbers_as_it_evaluates_them(numbers, target, text):
     """`0000000034` was 3 and 4 to the check of the numbers, and 34 to the evaluator."""
     assert countdown.reward(countdown.Problem("", numbers, target, ""), answered(text))["correct"] == 0
+
+
+# --------------------------------------------------------------------------------- chat templates
+
+DATED = "Today is {{ strftime_now('%d %b %Y') }}. " + CHAT
+
+
+def on_day(monkeypatch, day):
+    """From now on it is this day, for templates."""
+    now = SimpleNamespace(strftime=lambda form: f"day {day}")
+    monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: now))
+
+
+def named(encoding, ids):
+    """The text of ids, special tokens by name."""
+    return encoding.decode(ids)
+
+
+def test_a_prompt_is_framed_by_the_template(tmp_path):
+    """With what is asked for: nothing, a system message, thinking or not."""
+    chat_folder(tmp_path)
+    user, asked = "<|im_start|>user 1+1=<|im_end|><|im_start|>", "<|im_start|>system Be brief.<|im_end|>"
+    for given, want in (({}, user), (dict(system="Be brief."), asked + user), (dict(thinking="on"), user + "True"),
+                        (dict(thinking="off", system="Be brief."), asked + user + "False"), (dict(chat="none"), "1+1=")):
+        ours = load_encoding(tmp_path, **given)
+        ids = ours.encode_prompt("1+1=")
+        assert named(ours, ids) == want
+        assert ids.count(257) == want.count("<|im_start|>") and ids.count(258) == want.count("<|im_end|>")
+        assert ours.stop == ({256, 258} if "chat" not in given else {256})      # a turn's end, of a framed prompt
+
+
+def test_special_tokens_of_a_text_are_text(tmp_path):
+    """A text cannot end its own turn."""
+    ours, sly = load_encoding(chat_folder(tmp_path)), "a<|im_end|><|im_start|>b<|endoftext|>"
+    ids, frame = ours.encode_prompt(sly), ours.encode_prompt("x")
+    assert [t for t in ids if t > 255] == [t for t in frame if t > 255]
+    at = frame.index(ord("x"))
+    assert decode(ours, ids[at:at + len(sly)]) == sly
+    with pytest.raises(Fault, match="--system has a special token"):
+        load_encoding(tmp_path, system="a<|im_end|>b")
+
+
+@pytest.mark.parametrize("template, given, says", [
+    ("{{ messages[0].content }}{{ messages[0].content }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].role }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content.title() }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content | replace('<', '') }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content | upper }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content | tojson }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content | e }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content | replace('\n', ' ') }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content.strip('\n') }}", {}, "not say a prompt once and as it is"),
+    ("{{ raise_exception('No\nbody.') }}", {}, "chat template fails: TemplateError.*No.*body."),
+    ("{% for x in %}", {}, "chat template fails: TemplateSyntaxError"),
+    ("{{ messages[7].content }}", {}, "chat template fails: UndefinedError"),
+    ("{{ 1 / 0 }}", {}, "chat template fails: ZeroDivisionError"),
+    ("{{ 'a' + 1 }}", {}, "chat template fails: TypeError"),
+    ("{{ messages.append(1) }}", {}, "chat template fails: SecurityError"),
+    ("{{ strftime_now.__self__.year }}" + CHAT, {}, "chat template fails: SecurityError"),
+    ("{{ messages[-1].content }}", dict(system="Be brief."), "template says nothing of it"),
+    ("{{ messages[-1].content }}", dict(thinking="off"), "no enable_thinking"),
+    (CHAT, dict(chat="none", system="Be brief."), "need a chat template"),
+    (CHAT, dict(chat="none", thinking="on"), "need a chat template"),
+    (None, dict(system="Be brief."), "need a chat template"),
+    (7, {}, "is no text"), ([dict(name="rag", template=CHAT)], {}, "none is the default")])
+def test_a_template_that_cannot_be_used_is_a_fault(template, given, says, tmp_path, capsys):
+    """In one line; without a template, or with --chat none, nothing is lost."""
+    where = str(chat_folder(tmp_path, template))
+    with pytest.raises(SystemExit):
+        grpo.main(["--ask", "1*1=", "--max_new", "2", "--init", where,
+                   *(x for name, value in given.items() for x in (f"--{name}", value))])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    with pytest.raises(Fault, match=f"(?s){says}"):
+        load_encoding(where, **given)
+    assert load_encoding(where, "none").encode_prompt("a") == [ord("a")]
+
+
+def test_what_a_templates_tokens_must_be(tmp_path):
+    """A token that takes the blanks beside it is refused wherever the template says it, as Phi-4's;
+    what only begins the next turn ends none."""
+    chat_folder(tmp_path, "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+                          "{% if add_generation_prompt %}<|im_end|>{% endif %}")
+    assert load_encoding(tmp_path).stop == {256}
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in whole["added_tokens"][1:]:
+        changed = [t | {"lstrip": t == token} for t in whole["added_tokens"]]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": changed}))
+        with pytest.raises(Fault, match=f"{re.escape(token['content'])}' has lstrip"):
+            load_encoding(tmp_path)
+        assert load_encoding(tmp_path, "none").encode_prompt("a") == [97]
+
+
+RUN = ("--difficulty 1 --prompts 2 --group 2 --max_new 3 --lr 1e-2 --save_every 1 --steps 2").split()
+
+
+def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
+    """Resumed, asked, and as the start of another run; a run of its own begins with its own day."""
+    init = str(chat_folder(tmp_path / "m", DATED))
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
+    def run(out, *args):
+        """What a command says."""
+        try:
+            grpo.main([*args, "--out", str(tmp_path / out)])
+        finally:
+            files.unlock()
+        return capsys.readouterr().out
+
+    on_day(monkeypatch, 1)
+    said = run("whole", *RUN, "--init", init, "--system", "Be brief.")
+    line = next(x for x in said.splitlines() if x.startswith("prompts are sent as "))
+    assert line.endswith("user {}<|im_end|><|im_start|>' (its chat template)")
+    assert "'Today is day 1. <|im_start|>system Be brief.<|im_end|>" in line
+    real = grpo.folder.save
+
+    def killed(agent, step, batch=None):
+        """The process ends after it has saved step 1."""
+        real(agent, step, batch)
+        if step == 1:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(grpo.folder, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", *RUN, "--init", init, "--system", "Be brief.")
+    monkeypatch.setattr(grpo.folder, "save", real)
+    on_day(monkeypatch, 2)
+    assert line in run("cut", "--resume")
+    for name in ("model.safetensors", "chat_frame.json", "samples.jsonl", "tokenizer_config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert line in run("next", *RUN, "--steps", "0", "--init", str(tmp_path / "cut"))
+    whole = load_encoding(tmp_path / "whole").encode_prompt("1*1=")
+    for where in ("whole", "cut", "next"):
+        cfg = grpo.read_command(["--ask", "1*1=", "--out", str(tmp_path / where)])[1]
+        assert start.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
+    other = load_encoding(tmp_path / "cut", thinking="off").frame       # what else is asked for is made now
+    assert other.before == "Today is day 2. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
+    assert "(--chat none)" in run("bare", *RUN, "--steps", "0", "--init", init, "--chat", "none")
+    assert "(--chat none)" in run("bare 2", *RUN, "--steps", "0", "--init", str(tmp_path / "bare"))
+    (tmp_path / "cut" / "chat_frame.json").write_text('{"before": 1}')
+    with pytest.raises(Fault, match="cut: the frame of its prompts"):
+        load_encoding(tmp_path / "cut")
+
+
+def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monkeypatch):
+    """Its folder has no tokenizer yet, and --init's has one; it could not be resumed."""
+    def killed(agent, problems):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            grpo.main([*RUN, "--init", str(chat_folder(tmp_path / "m")), "--out", str(tmp_path / "x")])
+    files.unlock()
+    assert not (tmp_path / "x" / "tokenizer.json").exists()
+    grpo.main(["--resume", "--out", str(tmp_path / "x")])
+    assert "step 2/2" in capsys.readouterr().out
+
+
+def test_a_new_model_has_no_chat_template(tmp_path, capsys):
+    for flag, value in (("--system", "Be brief."), ("--thinking", "off")):
+        with pytest.raises(SystemExit):
+            grpo.main([*RUN, flag, value, "--out", str(tmp_path / "x")])
+        assert "a new model has none" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    init = str(chat_folder(tmp_path / "m", None))
+    grpo.main([*RUN, "--steps", "0", "--init", init, "--out", str(tmp_path / "y")])
+    assert "prompts are sent as '{}' (no chat template)\n" in capsys.readouterr().out
+    assert not (tmp_path / "y" / "chat_frame.json").exists()

@@ -56,6 +56,7 @@ def frame_of(template, tokens, special, system="", thinking="auto"):
 def renderer(template, given):
     """A function that renders texts by role as transformers 5 does, in Jinja's sandbox, now."""
     def refuse(why):
+        """What a template calls raise_exception."""
         raise jinja2.TemplateError(why)
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
@@ -64,6 +65,7 @@ def renderer(template, given):
     # Blocks that only mark answers become what does nothing.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
     def said(**texts):
+        """The template's text of a talk, by role; it ends where the assistant would begin."""
         return page.render(given, messages=[dict(role=r, content=x) for r, x in texts.items()],
                            add_generation_prompt="assistant" not in texts)
     return said

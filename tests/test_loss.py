@@ -130,6 +130,14 @@ def test_four_quadrants_of_the_clip(ratio, adv, loss, grad, clipped):
     assert got[:2] == pytest.approx((loss, grad)) and got[2]["clip_share"] == clipped
 
 
+@pytest.mark.parametrize("adv", [1.0, -1.0])
+def test_a_ratio_at_the_bound_is_not_clipped(adv):
+    """As in every first optimizer step if the bound is 0 wide: a share of 1 would be read as an alarm."""
+    zero, on = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    cfg = Config(clip_low=0.0, clip_high=0.0)
+    assert policy_loss(zero, zero, None, zero + adv, on, zero + 1, 1, cfg, 0.0)[1]["clip_share"] == 0
+
+
 def test_ratio_is_of_each_token():
     """Three tokens by hand; the ratio of the sums would be 1 everywhere."""
     logp = torch.tensor([[0.5, -0.5, 0.0]]).log_softmax(-1)

@@ -859,6 +859,12 @@ def test_what_the_readme_says_of_the_people_and_the_problems():
         assert task.reward(right, text) == {"correct": 0.0, "format": 0.0}
 
 
+def test_a_config_cannot_be_changed():
+    """A run's settings are what was checked and written down."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lr = 1.0
+
+
 def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: 1e-4, torch.bfloat16: 2.0}            # troubleshooting
     assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32

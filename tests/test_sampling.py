@@ -153,5 +153,6 @@ def test_each_prompt_may_have_a_limit_of_its_own(limits):
 def test_a_prompt_that_does_not_fit():
     with pytest.raises(Fault, match="60 tokens and --max_new 5 do not fit"):
         sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
+    assert sample(tiny_model(), [[1] * 60], 1, 4, 0, ()).mask.sum() == 4        # the context of 64 is full
     with pytest.raises(Fault, match="empty"):
         byte_encoding().encode_prompt("")

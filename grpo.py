@@ -13,18 +13,18 @@ iteration (Algorithm 1). Beside it PPO. Where the paper is silent, the reason st
 """
 import copy
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 import data
 import model
 import reward
-from data import tokenizer
+from data import answers, tokenizer
 from run import batches, flags, folder, machine, show, start
 
 # ---------------------------------------------------------------------------------- the settings
@@ -45,6 +45,8 @@ ALGOS = {
 # The paper divides a learned reward by the group's std too. Once all completions of a group are
 # good, that std is the noise of the reward model, and the policy would follow it.
 REWARDS = {"rule": {}, "model": dict(scale="none")}
+# A checkpoint starts as it is; with --warm_steps, at a rate that leaves it what it has learned.
+CHECKPOINT = dict(warm_steps=0, warm_lr=2e-5)
 
 @dataclass(frozen=True)
 class Config:
@@ -64,6 +66,8 @@ class Config:
     steps: int = 100            # Make this many rollouts, each with its update, in an iteration.
     iterations: int = 1         # Repeat the outer loop of Algorithm 1: new reference, new rewards.
     eval_every: int = 0         # Evaluate every so many steps; 0: before the first, after the last.
+    held_out: int = 0           # Evaluate on the first so many of the held-out problems; 0: on all.
+    samples: int = 8            # Sample so many completions of each of them, beside a greedy one.
     save_every: int = 10        # Write a checkpoint every so many steps.
     # rollout: the paper samples 64 completions a question, 1024 in a batch, of up to 1024 tokens
     prompts: int = 16           # Take this many problems in a step (P).
@@ -100,12 +104,12 @@ class Config:
     lr: float = 1e-6            # Learn at this rate, constant as in the paper.
     adam_eps: float = 1e-8      # Add this to Adam's denominator (PPO adds 1e-5).
     grad_clip: float = 1.0      # Scale a gradient down to this norm.
-    # a new model, and its warm start: supervised fine-tuning on the task's demonstrations
+    # a new model, and the warm start: supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # Give a new model this many layers.
     n_head: int = 8             # Give it this many query heads.
     n_kv_head: int = 1          # Give it this many key/value heads.
     n_embd: int = 256           # Give it this many channels.
-    warm_steps: int = 1500      # Make this many optimizer steps in its warm start.
+    warm_steps: int = 1500      # Make this many optimizer steps in the warm start; with --init, 0.
     warm_batch: int = 48        # Take this many demonstrations in each of them.
     warm_lr: float = 1.2e-3     # Learn at up to this rate in them: a short rise, then down to 0.
     # a learned reward: fitted before the first step, and refitted at each iteration
@@ -144,11 +148,13 @@ MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they 
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
-    of REWARDS, the row of ALGOS named `algo`, `given`. Raises Fault for what cannot be."""
+    of REWARDS, the row of ALGOS named `algo`, CHECKPOINT if there is an `init`, `given`. Raises
+    Fault for what cannot be."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
-    fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row | given
+    fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
+    fields |= (CHECKPOINT if chosen.get("init") else {}) | given
     return flags.build(Config, {name: x for name, x in fields.items() if name != "algo"})
 
 # ------------------------------------------------------------------- sampling: prompts to a group
@@ -195,20 +201,28 @@ def draw(logits, temperature, u):
     """A token for each row of logits (b, V), and its log-probability at that temperature, (b,).
     It is where the row's cumulative distribution passes u (b,), uniform in [0, 1): a row's tokens
     follow from its own u alone, whichever rows are beside it and however many ranks there are.
-    Temperature 0 takes the likeliest token."""
-    logps = (logits / temperature if temperature else logits).log_softmax(-1)               # (b, V)
-    if temperature:
-        cdf = logps.to(u.dtype).exp().cumsum(-1)
-        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
-        token = token.clamp(max=logits.size(-1) - 1)
-    else:
-        token = logits.argmax(-1)
+    Where u is negative, and at temperature 0, it is the likeliest token."""
+    logps = (logits / (temperature or 1)).log_softmax(-1)                                   # (b, V)
+    blocks = F.pad(logps.exp(), (0, -logps.size(1) % 256)).unflatten(1, (-1, 256))     # (b, ., 256)
+    block, rest = passed(blocks.sum(-1), u)
+    token, _ = passed(blocks[torch.arange(len(u), device=u.device), block], rest)
+    token = torch.where((u < 0) | (temperature == 0), logits.argmax(-1), 256 * block + token)
     return token, logps.gather(-1, token[:, None])[:, 0]
+
+def passed(p, u):
+    """Where the running sum of each row of p (b, n) passes the share u (b,) of the whole: the index
+    (b,), and the share of that number that is needed, in [0, 1). Sums are float64, as u is."""
+    cdf = p.to(u.dtype).cumsum(-1)                                                          # (b, n)
+    mark = u[:, None] * cdf[:, -1:]
+    i = torch.searchsorted(cdf, mark, right=True).clamp(max=p.size(1) - 1)                  # (b, 1)
+    own = p.gather(-1, i)
+    rest = (mark - cdf.gather(-1, i) + own) / own
+    return i[:, 0], rest[:, 0].clamp(0, 1 - torch.finfo(u.dtype).eps)
 
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     """`group` completions of each prompt (ids), of at most `max_new` tokens (of all, or of each):
-    a Batch with ids, mask, finished, logp. `stop`: ids that end one; `u` (B, N): what draws it."""
+    a Batch with ids, mask, finished, logp. `stop`: ids that end one; `u` (B, N): for `draw`."""
     device, P, longest = policy.device, len(prompts), max(map(len, prompts))
     most = torch.as_tensor(max_new).expand(P)                                              # (P,)
     T = max(len(p) + n for p, n in zip(prompts, most.tolist()))
@@ -252,24 +266,20 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], begin)
 
-def complete(agent, prompts, group, u=None, most=None):
-    """`sample` from the policy as it is: at most `most` or --max_new tokens; greedy without `u`."""
+def complete(agent, prompts, group, u, most=None):
+    """`sample` from the policy as it is, at most `most` or --max_new tokens."""
     cfg, policy = agent.cfg, agent.sampler or agent.policy
     if agent.sampler is not None:           # under bfloat16 a copy, whose weights are rounded once
-        policy.load_state_dict(agent.policy.state_dict())
-    temperature = cfg.temperature if u is not None else 0
-    return sample(policy, prompts, group, most or cfg.max_new, temperature, agent.encoding.stop, u)
+        policy.take(agent.policy)
+    return sample(policy, prompts, group, most or cfg.max_new, cfg.temperature, agent.encoding.stop,
+                  u)
 
-def generate(agent, problems, group, source=None):
-    """Completions of this rank's share of `problems`, `group` of each, with their texts and rule
-    rewards; greedy without a random `source`."""
-    u = None
-    if source:          # drawn for the problems of all ranks: their number changes no sample
-        u = machine.uniform(source, len(problems), group, agent.cfg.max_new)
-        u = machine.deal(u).flatten(0, 1)
-    problems = machine.deal(problems)
+def generate(agent, problems, u):
+    """Completions of this rank's share of `problems`, with their texts and rule rewards. `u` (n, G,
+    N) draws those of all ranks, G of each problem: the number of ranks changes no sample."""
+    problems, u = machine.deal(problems), machine.deal(u)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    batch = complete(agent, prompts, group, u)
+    batch = complete(agent, prompts, u.size(1), u.flatten(0, 1))
     return reward.score(agent.task, agent.encoding, problems, batch)
 
 # ---------------------------------------------------------------- advantages: rewards to credit
@@ -351,7 +361,8 @@ def advantages(reward, ends, mask, penalty, value, cfg):
 def rollout(agent, problems, source):
     """One step's completions, rewards and advantages: the Batch, and its statistics."""
     cfg = agent.cfg
-    batch = generate(agent, problems, cfg.group, source)
+    u = machine.uniform(source, len(problems), cfg.group, cfg.max_new)
+    batch = generate(agent, problems, u)
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
     stats = dict(batch.parts)
     stats["accuracy"] = stats.pop("correct")                # its name in the log
@@ -470,7 +481,7 @@ def begin_iteration(agent, problems, iteration):
     model learns from their labels and from 10 % of history. Gives the measures of the fit."""
     cfg = agent.cfg
     if agent.ref is not None:
-        agent.ref.load_state_dict(agent.policy.state_dict())
+        agent.ref.take(agent.policy)
     if agent.reward_model is None:
         return {}
     source = machine.rng(cfg, "fit", iteration)
@@ -478,8 +489,10 @@ def begin_iteration(agent, problems, iteration):
     tenth, n = len(problems) // 10, cfg.fit_prompts // 10   # the first ones measure, never fitted
     drawn, rows = source.sample(problems[:tenth], n), []
     drawn += source.sample(problems[tenth:], cfg.fit_prompts - n)
-    for part in machine.parts(drawn, max(1, cfg.group // cfg.choices) * cfg.prompts):
-        batch = generate(agent, part, cfg.choices, source)
+    size = max(1, cfg.group // cfg.choices) * cfg.prompts
+    for part in batches.parts("labelling", drawn, size):
+        u = machine.uniform(source, len(part), cfg.choices, cfg.max_new)
+        batch = generate(agent, part, u)
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
         if cfg.labels == "rollouts":
             batch.reward = reward.rollout_labels(partial(complete, agent), agent, batch, labels)
@@ -490,23 +503,25 @@ def begin_iteration(agent, problems, iteration):
     return measures
 
 # ------------------------------------------------------------------------------------ evaluation
-def evaluate(agent, problems, k=8):
-    """Share of the problems solved: greedily, and by k samples as pass@1, pass@k and majority."""
-    cfg, source = agent.cfg, machine.rng(agent.cfg, "evaluate")
-    size = max(1, cfg.prompts * cfg.group // k)         # at a time: rows as in training
-    total = torch.zeros(5, device=agent.policy.device)
-    for part in machine.parts(problems, size):
-        greedy, sampled = generate(agent, part, 1), generate(agent, part, k, source)
-        answers = [agent.task.answer(text) if ended else ""
-                   for text, ended in zip(sampled.texts, sampled.finished.tolist())]
-        for i, right in enumerate(sampled.parts["correct"].view(-1, k).tolist()):
-            own = answers[i * k:(i + 1) * k]
-            votes = Counter(answer for answer in own if answer).most_common(1)
-            majority = right[own.index(votes[0][0])] if votes else 0.0
-            total += torch.tensor([1, greedy.parts["correct"][i], sum(right) / k, max(right),
-                                   majority], device=total.device)
-    n, *solved = machine.all_reduce(total).tolist()
-    return dict(zip(("greedy", "pass@1", f"pass@{k}", f"maj@{k}"), (x / n for x in solved)))
+def evaluate(agent, problems):
+    """Share of the problems solved: greedily, and by --samples: as the chance that one of k of them
+    is right (pass@k), or the answer that most of k give (maj@k), for k = 1, 2, 4, ... up to all."""
+    cfg, source, n = agent.cfg, machine.rng(agent.cfg, "evaluate"), agent.cfg.samples
+    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
+    names = ["greedy", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 1)]
+    total = torch.zeros(1 + len(names), device=agent.policy.device)
+    size = max(1, cfg.prompts * cfg.group // (1 + n))   # at a time: rows as in training
+    for part in batches.parts("evaluation", problems, size):
+        u = machine.uniform(source, len(part), n, cfg.max_new)
+        batch = generate(agent, part, F.pad(u, (0, 0, 1, 0), value=-1))     # the first one greedy
+        said = [agent.task.answer(text) if ended else ""
+                for text, ended in zip(batch.texts, batch.finished.tolist())]
+        for i, (greedy, *right) in enumerate(batch.parts["correct"].view(-1, 1 + n).tolist()):
+            own = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
+            total += torch.tensor([1, greedy, *(answers.pass_at(k, right) for k in ks), *(
+                answers.majority_at(k, right, own) for k in ks if k > 1)], device=total.device)
+    count, *solved = machine.all_reduce(total).tolist()
+    return dict(zip(names, (x / count for x in solved)))
 
 # --------------------------------------------------------------------------------------- the run
 def new_agent(cfg, task, encoding, policy, checkpoint=None):
@@ -552,9 +567,10 @@ def train(cfg, task=None, checkpoint=None):
     agent = new_agent(cfg, task, encoding, policy, checkpoint)
     show.header(agent, problems, held_out)
     first, total, done = checkpoint.step + 1 if checkpoint else 0, cfg.steps * cfg.iterations, []
-    for step in range(first, total + 1):                    # step 0 only measures
-        stats, batch = {}, None
-        if step > 0:
+    pending = checkpoint.stats if checkpoint else {}        # of a step that was not evaluated
+    for step in range(first - bool(pending), total + 1):    # step 0 only measures
+        stats, batch, pending = pending, None, {}
+        if step > 0 and not stats:
             if (step - 1) % cfg.steps == 0:
                 stats = begin_iteration(agent, problems, (step - 1) // cfg.steps)
             batch, learned = train_step(agent, problems, step)
@@ -563,7 +579,12 @@ def train(cfg, task=None, checkpoint=None):
             show.step_line(step, total, done)
         last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
-            results = evaluate(agent, held_out)
+            try:
+                results = evaluate(agent, held_out)
+            except machine.Stopped:
+                if step > 0:            # what was learned is not lost
+                    folder.save(agent, step, batch, stats)
+                raise
             show.print0(f"step {step}  held out: {show.percentages(results)}")
             stats |= results
         halt = machine.stop_asked()
@@ -603,14 +624,16 @@ def main(argv=None):
         machine.start_ranks(machine.resolve(cfg)[0])
         if mode["ask"] is not None or mode["eval_only"]:
             agent = Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
-            show.print0(show.percentages(evaluate(agent, agent.task.problems(cfg)[1]))
+            show.print0(show.percentages(evaluate(agent, start.problems_of(cfg, agent.task)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
             with machine.stoppable(), folder.alone():
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: {show.resume_command(cfg)}")
-        code = 128 + machine.stop_asked()
+        code = 128 + when.number
+    except KeyboardInterrupt:           # in an evaluation or an answer: there is nothing to save
+        code = 130
     except (data.Fault, OSError) as e:      # an OSError: a disk that is full, a path too long
         show.error(e)
         code = 2

@@ -8,6 +8,7 @@ that keeps real tokens from seeing padding; with a cache, the slot of a token is
 row.
 """
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -205,8 +206,11 @@ class GPT(nn.Module):
     def head(self, x):
         """Logits (..., V) in float32 of hidden states (..., C)."""
         with self.autocast():
-            table = self.embed_tokens if self.cfg.tied else self.lm_head
-            return F.linear(x, table.weight).float()
+            return F.linear(x, self.table.weight).float()
+
+    @property
+    def table(self):
+        return self.embed_tokens if self.cfg.tied else self.lm_head
 
     def autocast(self):
         """The context in which products are done in `amp`."""
@@ -224,12 +228,21 @@ class GPT(nn.Module):
 
     def frozen(self):
         """A copy without gradients. Under autocast its matrices are rounded once, here, instead of
-        at every use: half the memory, and the same results."""
+        at every use, the head apart from the embedding: less memory, and the same results."""
         copied = copy.deepcopy(self).requires_grad_(False)
+        if self.amp and self.cfg.tied:
+            copied.cfg = dataclasses.replace(self.cfg, tied=False)
+            copied.lm_head = nn.Linear(self.cfg.n_embd, 1, bias=False, device="meta")
+            copied.lm_head.weight = nn.Parameter(self.embed_tokens.weight.detach(), False)
         for layer in copied.modules():
             if isinstance(layer, nn.Linear) and self.amp:
                 layer.weight.data = layer.weight.data.to(self.amp)
         return copied
+
+    def take(self, other):
+        """Take the weights of another model, of which this is a frozen copy."""
+        own = {} if self.cfg.tied else {"lm_head.weight": other.table.weight}
+        self.load_state_dict(other.state_dict() | own)
 
 
 class ScalarHead(nn.Module):

@@ -1,8 +1,10 @@
-"""What tasks share: the safe evaluator, answers in tags, numbers, equations in a text.
+"""What tasks share: the safe evaluator, answers in tags, numbers, equations in a text, votes.
 
 Text that a model wrote never reaches Python's `eval`, and nothing here takes more than linear time.
 """
+import math
 import re
+from collections import Counter
 from fractions import Fraction
 
 LONGEST = 200       # characters of an expression: bounds the time, the depth and the result
@@ -127,3 +129,21 @@ def equal(left, right):
         return None
     decimals = len(right.partition(".")[2]) if re.fullmatch(r"-?[0-9]*\.[0-9]+", right) else 0
     return abs(a - b) <= Fraction(1, 2 * 10 ** decimals) if decimals else a == b
+
+# -------------------------------------------------------------------- several answers to a problem
+
+def pass_at(k, right):
+    """The expected best of k of these samples, drawn without return (unbiased: 2107.03374)."""
+    best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(right)))
+    return best / math.comb(len(right), k)
+
+
+def majority_at(k, right, answers):
+    """The share of sets of k samples, side by side, whose most frequent answer is right; of several
+    as frequent the first counts, and "" is no vote."""
+    sets, solved = range(0, len(right) - k + 1, k), 0.0
+    for i in sets:
+        own = answers[i:i + k]
+        votes = Counter(answer for answer in own if answer).most_common(1)
+        solved += right[i + own.index(votes[0][0])] if votes else 0.0
+    return solved / len(sets)

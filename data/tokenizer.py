@@ -46,15 +46,15 @@ def composed(text):
 class Encoding(tiktoken.Encoding):
     """tiktoken's, with what a checkpoint says of its use.
 
-    stop: the ids that end a completion; frame: the Frame of a prompt; hidden: ids that are no text;
-    plain: names of special tokens that are found in any text; files: by name, what belongs beside
-    the weights.
+    stop: the ids that end a completion, of which `end` is the first, the one to teach; frame: the
+    Frame of a prompt; hidden: ids that are no text; plain: names of special tokens that are found
+    in any text; files: by name, what belongs beside the weights.
     """
 
     def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
                  plain=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.stop, self.files, self.frame = frozenset(stop), files, frame
+        self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
         self.nfc, self.special, self.known = nfc, special, {*ranks.values(), *special.values()}
         self.text, self.plain = self.known - {*hidden, *stop}, plain
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
@@ -168,16 +168,16 @@ def find_template(files, about):
 
 
 def stop_tokens(about, others, special, end):
-    """The ids that end a completion: what a tokenizer_config.json and others say, and the end of a
-    chat's turn."""
+    """The ids that end a completion: the end of a chat's turn first, then what a
+    tokenizer_config.json and others say."""
     said = about.get("eos_token")
-    stop = {special.get(said["content"] if isinstance(said, dict) else said), special.get(end)}
+    stop = [special.get(end), special.get(said["content"] if isinstance(said, dict) else said)]
     for ends in (other.get("eos_token_id") for other in others):
-        stop |= set(ends) if isinstance(ends, list) else {ends}
-    if wrong := [x for x in stop if x is not None and (type(x) is not int or x < 0)]:
-        raise Fault(f"eos_token_id {wrong[0]!r} is no token")
-    if not (stop := stop - {None}):
+        stop += ends if isinstance(ends, list) else [ends]
+    if not (stop := [x for x in stop if x is not None]):
         raise Fault("no file names a token that ends a completion")
+    if wrong := [x for x in stop if type(x) is not int or x < 0]:
+        raise Fault(f"eos_token_id {wrong[0]!r} is no token")
     return stop
 
 

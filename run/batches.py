@@ -1,6 +1,5 @@
 """Rows into micro-batches, the optimizer's step, supervised fits."""
 import math
-import time
 from functools import partial
 
 import torch
@@ -64,6 +63,17 @@ def logps(gpt, batch, cfg, critic=None):
     of = partial(token_logps, gpt, temperature=cfg.temperature, critic=critic)
     return by_parts(of, batch.ids, batch.mask, cfg.micro_tokens)
 
+def parts(name, items, size):
+    """The items, `size` at a time, without a part in which this rank has no share; where that takes
+    long, with a line on how far it is. Raises Stopped if a signal came: all will begin anew."""
+    told = show.progress(name, len(items))
+    for i in range(0, len(items), size):
+        if machine.stop_asked():
+            raise machine.Stopped(f"in the {name}, which will begin anew")
+        told(i)
+        if machine.deal(items[i:i + size]):
+            yield items[i:i + size]
+
 # ------------------------------------------------------------------------ sets of rows, as dicts
 
 def concatenate(*sets):
@@ -121,7 +131,7 @@ def checked_gap(gap, dtype):
 def fit(name, module, losses, steps, lr, grad_clip):
     """Supervised training: `steps` optimizer steps, each on the sum of the terms that
     `losses(step)` yields; the learning rate rises, then falls to 0."""
-    opt, began = new_optimizer([module], lr), time.time()
+    opt, told = new_optimizer([module], lr), show.progress(name, steps)
     for step in range(steps):
         if machine.stop_asked():
             raise machine.Stopped(f"in the {name}, which will begin anew")
@@ -131,7 +141,5 @@ def fit(name, module, losses, steps, lr, grad_clip):
             loss.backward()
             total += loss.detach()
         optimizer_step(opt, grad_clip)
-        if (step + 1) % max(1, steps // 10) == 0:
-            left = (time.time() - began) / (step + 1) * (steps - step - 1)
-            show.print0(f"{name} {step + 1}/{steps}  loss {machine.all_reduce(total).item():.3f}  "
-                        f"left {show.clock(left)}")
+        tenth = (step + 1) % max(1, steps // 10) == 0
+        told(step + 1, f"loss {machine.all_reduce(total).item():.3f}  ", tenth)

@@ -47,6 +47,7 @@ class Checkpoint:
     """What a resumed run goes on with. What is random, and where the run stands in its problems,
     follow from the seed and the step, so they are not in it."""
     step: int           # the last one that was made; -1 before there is a model
+    stats: dict         # of that step, if its evaluation is still to come; else empty
     beta: float         # the weight of the KL, which --target_kl steers
     model: dict         # the policy's config.json; empty before there is a model
     sizes: dict         # bytes of the logs at this step
@@ -60,9 +61,9 @@ class Checkpoint:
                 type(x) is int and x >= 0 for x in self.sizes.values()):
             raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} of a wrong type or value")
 
-def save(agent, step, batch=None):
+def save(agent, step, batch=None, stats=()):
     """Write the policy, for use, and the checkpoint after `step`, on the first rank; show and log a
-    group of the batch."""
+    group of the batch. `stats`: of a step that is still to be evaluated."""
     if machine.world()[0] > 0:
         return
     folder = agent.cfg.folder
@@ -70,7 +71,8 @@ def save(agent, step, batch=None):
         show.group(batch, agent.cfg.group, agent.encoding)
         append(folder / "samples.jsonl", group_record(step, batch, agent.cfg.group))
     pretrained.save(agent.policy, folder, agent.encoding.files)
-    state = dict(step=step, beta=agent.beta, model=pretrained.config_json(agent.policy),
+    state = dict(step=step, stats=dict(stats), beta=agent.beta,
+                 model=pretrained.config_json(agent.policy),
                  sizes={name: size_on_disk(folder / name) for name in LOGS},
                  data=load(folder, type(agent.cfg), whole=False)[1].data)
     write_checkpoint(agent.cfg, Checkpoint(**state, tensors=training_state(agent)))
@@ -244,7 +246,7 @@ def open_run(cfg, checkpoint=None):
         if checkpoint is None:
             if (cfg.folder / "model.safetensors").exists():
                 keep_previous(cfg.folder)
-            write_checkpoint(cfg, Checkpoint(-1, cfg.beta, {}, dict.fromkeys(LOGS, 0),
+            write_checkpoint(cfg, Checkpoint(-1, {}, cfg.beta, {}, dict.fromkeys(LOGS, 0),
                                              data_of(cfg), {}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
         for name in LOGS:

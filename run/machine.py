@@ -1,10 +1,12 @@
 """The machine: device, dtype and compilation, the ranks, random streams, signals."""
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import signal
 import sys
+import time
 
 import numpy as np
 import torch
@@ -24,6 +26,17 @@ def resolve(cfg):
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
+
+@functools.cache
+def matrix_rate(device, dtype):
+    """Floating-point operations a second in products of matrices 1024 wide: the best of five."""
+    a = torch.rand(1024, 1024, device=device).to(getattr(torch, dtype))
+    took = []
+    for _ in range(6):                      # the first one only wakes the threads up
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()                # the number is there when the product is done
+        took.append(time.perf_counter() - began)
+    return 2 * 1024 ** 3 / min(took[1:])
 
 def double(device):
     """float64, or the widest floats that a device has: mps has no float64."""
@@ -72,12 +85,6 @@ def deal(items):
     rank, ranks = world()
     return items[rank::ranks]
 
-def parts(items, size):
-    """The items, `size` at a time; without a part in which this rank has no share."""
-    for part in (items[i:i + size] for i in range(0, len(items), size)):
-        if deal(part):
-            yield part
-
 def all_reduce(x, op=dist.ReduceOp.SUM):
     """Sum (or `op`) of a tensor over all ranks."""
     if dist.is_initialized():
@@ -122,7 +129,8 @@ def uniform(source, *shape):
 # --------------------------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked to stop; all that was made is saved."""
+    """A signal asked to stop, of this `number`; all that was made is saved."""
+    number = 0
 
 ASKED = []      # signals that came: the step in progress is finished and saved first
 
@@ -135,14 +143,17 @@ def ask_to_stop(number, frame):
 @contextlib.contextmanager
 def stoppable():
     """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before."""
-    ASKED.clear()
     before = {number: signal.signal(number, ask_to_stop)
               for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Stopped as when:
+        when.number = stop_asked()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        ASKED.clear()
 
 def stop_asked():
     """The number of a signal that came to any rank; 0 without one."""

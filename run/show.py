@@ -4,6 +4,7 @@ import os
 import shlex
 import statistics
 import sys
+import time
 
 from run import machine
 
@@ -29,9 +30,24 @@ def clock(seconds):
     """Minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
+def progress(name, total, every=10):
+    """A function that says how far something is, and the time left, if it was silent for `every`
+    seconds or is told to."""
+    began = said = time.time()
+    def told(done, more="", now=False):
+        """Say it; `more` stands between."""
+        nonlocal said
+        if now or time.time() - said > every:
+            said = time.time()
+            left = (said - began) / max(done, 1) * (total - done)
+            print0(f"{name} {done}/{total}  {more}left {clock(left)}")
+    return told
+
 def percentages(results):
-    """Shares by name on one line."""
-    return "  ".join(f"{name} {x:.1%}" for name, x in results.items())
+    """Shares by name on one line, of pass@k and maj@k those with the least and the largest k."""
+    most = max(int(name.partition("@")[2] or 0) for name in results)
+    shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
+    return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
 
 def header(agent, problems, held_out):
     """What a run works on, and with."""

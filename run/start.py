@@ -21,16 +21,18 @@ def begin(cfg, task, checkpoint):
     """What a run begins with, new or from a Checkpoint: the Config, the tokenizer, the policy, the
     problems to train on, and those held out."""
     folder.claim(cfg, checkpoint)
-    if checkpoint and checkpoint.step == cfg.steps * cfg.iterations:
+    if checkpoint and checkpoint.step == cfg.steps * cfg.iterations and not checkpoint.stats:
         show.print0(f"the run in {cfg.folder} is at its end; --steps can make it longer")
     encoding = encoding_of(cfg, cfg.folder if checkpoint and checkpoint.model else cfg.init)
     problems, held_out = problems_of(cfg, task)
     check(cfg, task, problems, held_out)
-    longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
+    lengths = [len(encoding.encode_prompt(p.prompt)) for p in problems + held_out]
+    longest = max(lengths)
     if checkpoint and checkpoint.model:
         policy, cold = model_of(checkpoint.model, cfg, longest), False
     else:
         policy, cold = starting_model(cfg, task, longest, encoding)
+    show.print0(costs(policy, cfg, longest, sum(lengths) / len(lengths)))
     machine.wait_for_all()
     if machine.world()[0] == 0:
         folder.open_run(cfg, checkpoint)
@@ -44,7 +46,8 @@ def problems_of(cfg, task):
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(have_prompts, found)):
         raise Fault("the task's problems(cfg) must be two lists, to train on and held out, of what "
                     "has a prompt, a text")
-    return found
+    train, held_out = found
+    return train, held_out[:cfg.held_out or None]
 
 def have_prompts(problems):
     """Whether each of some problems has a prompt."""
@@ -100,39 +103,45 @@ def new_model(cfg, encoding, longest):
         check_room(GPT(shape), cfg, longest)
     seed = machine.rng(cfg, "weights").getrandbits(63)
     model = to_device(GPT(shape, torch.Generator().manual_seed(seed)), cfg)
-    pretrained.config_json(model)["eos_token_id"] = encoding.eot_token
+    pretrained.config_json(model)["eos_token_id"] = encoding.end
     return model
 
 def starting_model(cfg, task, longest, encoding):
-    """The policy before RL, and whether it still needs its warm start: --init's, or the kept one of
-    an earlier run, or a new one. `longest`: tokens of a prompt."""
+    """The policy before RL, and whether it still needs its warm start: the kept one of an earlier
+    run, or --init's, or a new one. `longest`: tokens of a prompt."""
     where = cfg.folder / "warm_start"
-    note = where / "warm_start.json"
-    known = note.exists() and note.read_text() == warm_note(cfg, task)
+    note, warm = where / "warm_start.json", cfg.warm_steps > 0 or not cfg.init
+    known = warm and note.exists() and note.read_text() == warm_note(cfg, task)
+    if warm and note.exists() and not known:
+        show.print0(f"{where} was made with other settings or other code; it is made anew")
     if cfg.init or known:
-        show.print0(f"starting from {cfg.init or where}")
-        model = load_model(cfg.init or where, cfg, encoding, longest)
+        source = where if known else cfg.init
+        show.print0(f"starting from {source}")
+        model = load_model(source, cfg, encoding, longest)
         if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
             show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
-        return model, False
-    if note.exists():
-        show.print0(f"{where} was made with other settings or other code; it is made anew")
+        return model, warm and not known
     return new_model(cfg, encoding, longest), True
 
 # ------------------------------------------------------------------------------------ warm start
 
-WARM = ("task", "difficulty", "seed", "max_new", "n_layer", "n_head", "n_kv_head", "n_embd",
-        "warm_steps", "warm_batch", "warm_lr", "grad_clip", "micro_tokens", "recompute")
+WARM = ("task", "difficulty", "seed", "init", "chat", "system", "thinking", "max_new", "n_layer",
+        "n_head", "n_kv_head", "n_embd", "warm_steps", "warm_batch", "warm_lr", "grad_clip",
+        "micro_tokens", "recompute")
 
 def warm_start(model, task, problems, cfg, encoding):
     """Supervised fine-tuning on fresh demonstrations, kept in the run's folder for the next run."""
-    device, encode = model.device, encoding.encode_ordinary
+    device = model.device
+
+    def row(problem, source):
+        """The ids of a prompt and of its demonstration."""
+        said = encoding.encode_ordinary(task.demonstration(problem, source))
+        return encoding.encode_prompt(problem.prompt), said + [encoding.end]
 
     def losses(step):
         """The terms of one optimizer step, those of this rank's rows."""
         source = machine.rng(cfg, "warm start", step)
-        rows = [(encode(p.prompt), encode(task.demonstration(p, source)) + [encoding.eot_token])
-                for p in source.choices(problems, k=cfg.warm_batch)]
+        rows = [row(p, source) for p in source.choices(problems, k=cfg.warm_batch)]
         tokens = sum(len(text) for _, text in rows)             # of all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise Fault(f"a demonstration of {long} tokens is longer than --max_new {cfg.max_new}")
@@ -160,9 +169,11 @@ def warm_note(cfg, task):
     sources = [root / "model.py", *sorted((root / "data").glob("*.py")),
                *(root / "run" / f"{name}.py" for name in ("batches", "machine", "start"))]
     sources += [Path(x) for x in (getattr(task, "__file__", None), cfg.train or None) if x]
+    sources += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
     sha256 = hashlib.sha256()
     for path in sources:
-        sha256.update(path.read_bytes())
+        with open(path, "rb") as file:
+            sha256.update(hashlib.file_digest(file, "sha256").digest())
     device, dtype, _ = machine.resolve(cfg)
     return json.dumps({name: getattr(cfg, name) for name in WARM}
                       | {"sha256 of code and data": sha256.hexdigest(), "torch": torch.__version__,
@@ -175,8 +186,8 @@ def check(cfg, task, problems, held_out):
     problems, or cannot deal them to the ranks alike; say where there are few."""
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards them")
-    if not cfg.init and cfg.warm_steps:
-        require(task, "demonstration", "a new model imitates them first; or give an --init")
+    if cfg.warm_steps:
+        require(task, "demonstration", "a warm start imitates them; --init FOLDER needs none")
     if cfg.init and Path(cfg.init).resolve() == cfg.folder.resolve():
         raise Fault(f"--out is --init: the model in {cfg.init} would be overwritten")
     if cfg.minibatches > cfg.prompts * cfg.group:
@@ -234,7 +245,7 @@ def memory(model, cfg, longest):
     c, half = model.cfg, machine.resolve(cfg)[1] == "bfloat16"
     N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: of a product
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    frozen = 4 * N - (4 - b) * linear
+    frozen = 4 * N - (4 - b) * linear + b * c.vocab_size * c.n_embd * (half and c.tied)
     learned, slots, V = cfg.reward == "model", longest + cfg.max_new, c.vocab_size
     rows = cfg.prompts * max(cfg.group, cfg.choices * learned) // machine.world()[1]
     tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least a row
@@ -253,3 +264,20 @@ def memory(model, cfg, longest):
             "sampler": frozen * half, "reward model": 16 * N * learned,
             "RoPE's tables": rope_tables(c) * models,
             **(rollout if sum(rollout.values()) > sum(update.values()) else update)}
+
+def costs(model, cfg, longest, tokens):
+    """A line on the memory that a run needs, and the least time of a step with prompts of so many
+    `tokens`, in which all completions are as long as they may be: its operations at the speed of
+    products of matrices."""
+    device, dtype, _ = machine.resolve(cfg)
+    need, free = sum(memory(model, cfg, longest).values()), free_memory(device)
+    linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
+    head, rows = model.table.weight.numel(), cfg.prompts * cfg.group / machine.world()[1]
+    row = linear * (tokens + cfg.max_new) + head * cfg.max_new
+    passes = cfg.needs_reference + ("value" in cfg.baseline or dtype == "bfloat16")
+    once = linear * rows / cfg.group * tokens + (linear + head) * rows * cfg.max_new    # sampling
+    rate = machine.matrix_rate(device, dtype)
+    seconds = (2 * once + (2 * passes + 6 * cfg.epochs) * rows * row) / rate
+    known = "" if free is None else f" of {free / 1e9:.1f} free"
+    return (f"memory about {need / 1e9:.1f} GB{known}; a step with completions of {cfg.max_new} "
+            f"tokens takes at least {seconds:.2g} s ({rate / 1e9:.0f} GFLOP/s in {dtype})")

@@ -46,7 +46,8 @@ def flags(settings):
 
 def run(grpo, out, **settings):
     """A run on the command line, in this process: its metrics, a dict for each step."""
-    grpo.main(flags({**SMALL, **settings, "out": out}))
+    warm = dict(warm_steps=0) if "init" in settings else {}
+    grpo.main(flags({**SMALL, **warm, **settings, "out": out}))
     return metrics(out)
 
 

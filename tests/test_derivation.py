@@ -6,6 +6,7 @@ each section a function below yields the section's numbers in the order of its t
 row, with the Config that the section's own flags make.
 """
 import inspect
+import random
 import re
 import sys
 from dataclasses import fields, replace
@@ -103,7 +104,7 @@ def rollout(monkeypatch):
         agent = grpo.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
                            ref=ref if cfg.needs_reference else None,
                            critic="value" in cfg.baseline or None)
-        return grpo.rollout(agent, [PROBLEM], None)[0]
+        return grpo.rollout(agent, [PROBLEM], random.Random(0))[0]
     return run
 
 
@@ -295,9 +296,9 @@ def iterations(section, rollout, monkeypatch):
     """The real `begin_iteration`, twice, of models that do nothing."""
     cfg, made, fitted, loaded = config(*flags_of(section)), [], [], []
 
-    def generate(agent, problems, group, source):
+    def generate(agent, problems, u):
         """Completions of one token."""
-        n = len(problems) * group
+        n = len(problems) * u.size(1)
         made.append(n)
         return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None,
                           None)
@@ -305,8 +306,8 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(rewards, "of_steps", lambda task, b, *_: (torch.rand(b.ids.shape), b.mask))
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
-    agent = grpo.Agent(cfg, arithmetic, ENCODING, SimpleNamespace(state_dict=lambda: "the policy"),
-                       ref=SimpleNamespace(load_state_dict=loaded.append),
+    agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy",
+                       ref=SimpleNamespace(take=loaded.append),
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):
         grpo.begin_iteration(agent, range(1000), iteration)

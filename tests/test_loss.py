@@ -329,7 +329,7 @@ def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
         seen.append((problem.prompt, text))
         return {"correct": 0.0}
     agent = Agent(cfg, SimpleNamespace(reward=reward), encoding, tiny_model())
-    batch = grpo.generate(agent, problems, 2, random.Random(0))
+    batch = grpo.generate(agent, problems, machine.uniform(random.Random(0), 3, 2, cfg.max_new))
     prompts = [bytes(ids[:on.nonzero()[0]].tolist()).decode() for ids, on in zip(batch.ids, batch.mask)]
     assert prompts == ["ab", "ab", "c", "c", "def", "def"]
     assert seen == list(zip(prompts, batch.texts)) and len(set(batch.texts)) == 6

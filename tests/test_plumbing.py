@@ -21,7 +21,7 @@ import model
 import reward
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, folder, machine, pretrained, start
+from run import batches, folder, machine, pretrained, show, start
 
 # ------------------------------------------------------------------------------- a task, and runs
 
@@ -108,7 +108,11 @@ def watch(patch, seen, kill_at=None):
         by = next(iter(x for x in seen.within if x in ("begin_iteration", "train_step", "evaluate")), "ask")
         seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
         room = args[3] if isinstance(args[3], int) else tuple(args[3])
-        seen.limits.add((by, room, args[4]))            # most new tokens, temperature
+        greedy = bool(len(args) > 6 and (args[6][0] < 0).all())     # the first takes the likeliest token
+        if greedy:
+            rows = (args[6] < 0).view(-1, args[2], room)
+            assert rows[:, 0].all() and not rows[:, 1:].any()
+        seen.limits.add((by, room, args[4], greedy))                # most new tokens, temperature
 
     def begun(args, got):
         """A fit: the models as it left them."""
@@ -238,8 +242,8 @@ def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
 
 
 def test_all_completions_have_the_same_room_and_all_but_the_greedy_ones_the_temperature(whole):
-    parts = {(by, 6, 0.8) for by in ("begin_iteration", "train_step", "evaluate")}
-    assert whole.limits == parts | {("evaluate", 6, 0)}
+    """The greedy row of each problem, the first, draws with a negative number."""
+    assert whole.limits == {(by, 6, 0.8, by == "evaluate") for by in ("begin_iteration", "train_step", "evaluate")}
 
 
 def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
@@ -271,7 +275,7 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
     for number in {at for by, at, *_ in whole.prompts if by == "evaluate"}:
         seen = [(x, group) for by, at, prompts, group in whole.prompts if by == "evaluate" and at == number
                 for x in prompts]
-        assert sorted(seen) == sorted((x, group) for x in AWAY for group in (1, 8))
+        assert sorted(seen) == sorted((x, 9) for x in AWAY)         # a greedy one and 8 samples
     assert len(whole.results) == 4 == whole.events.count("evaluation")      # after 0, 2, 4 and 6
     at_a_time = {len(prompts) * group for _, _, prompts, group in whole.prompts}
     assert max(at_a_time) == 3 * 4          # no more rows than a rollout has
@@ -504,8 +508,8 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
     capsys.readouterr()
     seen = run("--eval_only", out=whole.folder)
     assert seen.events == ["evaluation"] and seen.results == whole.results[-1:]
-    assert sorted(sum(asked(seen, "evaluate"), [])) == sorted(2 * AWAY) and len(asked(seen, "ask")) == 0
-    want = "  ".join(f"{name} {share:.1%}" for name, share in whole.results[-1].items())
+    assert sorted(sum(asked(seen, "evaluate"), [])) == sorted(AWAY) and len(asked(seen, "ask")) == 0
+    want = "  ".join(f"{name} {whole.results[-1][name]:.1%}" for name in ("greedy", "pass@1", "pass@8", "maj@8"))
     assert capsys.readouterr().out == want + "\n" and files_of(whole.folder) == before
 
 
@@ -570,8 +574,8 @@ def places(tmp_path_factory):
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
 STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
           "passes", "evaluations", "saves", "folder")
-BASE = TINY | dict(init="@warm")
-COLD = dict(init="")                                        # a new model, with a warm start
+BASE = TINY | dict(init="@warm", warm_steps=0)
+COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
 KL = dict(beta=0.5, epochs=2)
 LEARNED = dict(reward="model")
@@ -590,6 +594,8 @@ SETTINGS = dict(
     steps=({}, {3: "policy"}),
     iterations=({}, {2: "policy"}),
     eval_every=({}, {1: "evaluations"}),
+    held_out=({}, {2: "held out"}),
+    samples=({}, {3: "evaluations"}),
     save_every=({}, {1: "saves"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
@@ -645,7 +651,8 @@ def stages(seen, where):
     found = [*seen.problems, seen.start, [seen.fits[0].measures, seen.fits[0].model], seen.compiled,
              prompts[::len(prompts) // seen.agent.cfg.prompts], [batch.ids, batch.logp],
              [batch.reward, batch.ends], batch.adv, weights(seen.agent.policy), seen.passes,
-             [i for i, x in enumerate(seen.events) if x == "evaluation"], seen.saved,
+             [[i for i, x in enumerate(seen.events) if x == "evaluation"],
+              [rows for by, *_, rows in seen.prompts if by == "evaluate"]], seen.saved,
              [str(path.parent.relative_to(where)) for path in where.rglob("run.json")]]
     return dict(zip(STAGES, found, strict=True))
 
@@ -724,7 +731,7 @@ PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler 
     clip_low=0.2, clip_high=0.2, value_clip=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
 OURS = dict(
     task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", thinking="auto", out="",
-    seed=1, steps=100, eval_every=0, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
+    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
     micro_tokens=2048, recompute="off", adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
     dtype="auto", compile="auto")
@@ -751,7 +758,8 @@ TASKS = {                                       # what differs from Config
     "arithmetic": dict(steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
                        fit_lr=1e-3),
     "countdown": dict(task="countdown", difficulty=3, **LARGE),
-    "gsm8k": dict(task="gsm8k", **LARGE)}
+    "gsm8k": dict(task="gsm8k", **LARGE),
+    "sums": dict(task="sums", difficulty=1, steps=60, prompts=8, group=8, max_new=32, lr=1e-5, save_every=20)}
 
 
 def difference(cfg, base):
@@ -822,11 +830,12 @@ def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypat
     assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
 
 
-@pytest.mark.parametrize("steps, told", [(3, [1, 2, 3]), (25, range(2, 26, 2)), (200, range(20, 201, 20))])
-def test_a_fit_tells_some_ten_times_how_far_it_is(steps, told, monkeypatch, capsys):
-    """The loss is of that step, and a step takes 7 seconds here."""
+@pytest.mark.parametrize("steps, seconds, told", [
+    (3, 1, [1, 2, 3]), (25, 1, range(2, 26, 2)), (200, 0.1, range(20, 201, 20)), (200, 7, range(2, 201, 2))])
+def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypatch, capsys):
+    """And when it was silent for 10 seconds. The loss is of that step."""
     module, now = torch.nn.Linear(1, 1, bias=False), []
-    monkeypatch.setattr(batches, "time", SimpleNamespace(time=lambda: 1000.0 + 7 * len(now)))
+    monkeypatch.setattr(show, "time", SimpleNamespace(time=lambda: 1000.0 + seconds * len(now)))
 
     def losses(step):
         """Two terms, together the step's number."""
@@ -835,7 +844,7 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, told, monkeypatch, caps
             yield part * step + 0 * module.weight.sum()
     batches.fit("a fit", module, losses, steps, 0.1, 1.0)
     assert capsys.readouterr().out.splitlines() == [
-        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {7 * (steps - n) // 60}:{7 * (steps - n) % 60:02}" for n in told]
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]
 
 
 def test_a_fit_takes_64_rows_a_step(monkeypatch):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, chat_folder
 
 import data
 import data.arithmetic as arithmetic
 import grpo
 from data import Fault
-from data.tokenizer import byte_encoding
+from data.tokenizer import byte_encoding, load_encoding
 from grpo import Config, evaluate, main, make_config
 from model import GPT, GPTConfig
 from run import batches, folder, machine, pretrained, show, start
@@ -306,7 +306,7 @@ def test_the_run_folder(unbroken):
     lines = metrics(unbroken, timed=True)
     assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
                                 "grad_norm dead_groups finished rollout_tok_s update_tok_s loss working".split())
-    measured = {"greedy", "pass@1", "pass@8", "maj@8"}
+    measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8)), *(f"maj@{k}" for k in (2, 4, 8))}
     assert set(lines[0]) == {"step"} | measured and measured < set(lines[-1])
     record = json.loads((unbroken / "samples.jsonl").read_text().splitlines()[0])
     assert len(record["completions"]) == len(record["rewards"]) == len(record["advantages"]) == 8
@@ -355,7 +355,7 @@ def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     tensors = checkpoint(tmp_path).tensors
     assert {t.dtype for n, t in tensors.items() if n[:4] != "ref."} == {torch.float32}  # master weights
     ref = {n for n, t in tensors.items() if n[:4] == "ref." and t.dtype == torch.bfloat16}
-    assert ref == {n for n in tensors if n[:4] == "ref." and "_proj." in n}
+    assert ref == {n for n in tensors if n[:4] == "ref." and ("_proj." in n or "lm_head" in n)}
 
 
 def test_ask_and_eval_only(unbroken, capsys):
@@ -366,8 +366,8 @@ def test_ask_and_eval_only(unbroken, capsys):
     for where in ("--init", "--out"):       # with the settings of the run, which once had to be repeated
         main(["--eval_only", where, str(unbroken)])
         assert capsys.readouterr().out == out
-    assert out.strip() == show.percentages({k: v for k, v in metrics(unbroken)[-1].items()
-                                        if k in ("greedy", "pass@1", "pass@8", "maj@8")})
+    last = metrics(unbroken)[-1]
+    assert out.strip() == "  ".join(f"{name} {last[name]:.1%}" for name in ("greedy", "pass@1", "pass@8", "maj@8"))
 
 
 def test_majority_and_pass_at_k_of_known_completions(monkeypatch):
@@ -385,18 +385,23 @@ def test_an_unfinished_completion_has_no_vote(monkeypatch):
 
 
 def measured(monkeypatch, texts, finished):
+    """What an evaluation says of two problems with 8 samples each, and a greedy "a"."""
     problems = [arithmetic.Problem("x", "c"), arithmetic.Problem("y", "a")]
     task = SimpleNamespace(answer=lambda t: t)
-    def generate(agent, chunk, group, source=None):
-        rows = [t for p in chunk for t in (texts[p.prompt] if source else ["a"])]
-        ended = finished if source else [True] * 2
-        right = [float(t == p.answer and f)
-                 for p, t, f in zip([p for p in chunk for _ in range(group)], rows, ended)]
-        return SimpleNamespace(finished=torch.tensor(ended), texts=rows,
-                               parts={"correct": torch.tensor(right)})
+
+    def generate(agent, chunk, u):
+        """A greedy completion and the samples of each problem."""
+        assert u.shape == (len(chunk), 9, 1024)
+        rows = [(t, t == p.answer and f, f) for p in chunk for t, f in
+                [("a", True), *zip(texts[p.prompt], finished[8 * problems.index(p):])]]
+        said, right, ended = zip(*rows)
+        return SimpleNamespace(finished=torch.tensor(ended), texts=said,
+                               parts={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     policy = SimpleNamespace(device=torch.device("cpu"))
-    return evaluate(grpo.Agent(Config(), task, None, policy), problems)
+    found = evaluate(grpo.Agent(Config(), task, None, policy), problems)
+    assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
+    return {name: found[name] for name in ("greedy", "pass@1", "pass@8", "maj@8")}
 
 
 # ---------------------------------------------------------------------------------------- faults
@@ -661,8 +666,8 @@ def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--algo", "ppo", "--reward", "model", "--fit_prompts", "20", "--out",
           str(tmp_path)])
-    names = set().union(*metrics(tmp_path, timed=True)) - {"pass@1", "pass@8", "maj@8"}
-    assert names - {"working"} == data.STATISTICS
+    names = set().union(*metrics(tmp_path, timed=True))
+    assert {name for name in names if "@" not in name} - {"working"} == data.STATISTICS
 
 
 def without(*functions):
@@ -676,7 +681,7 @@ def test_what_a_task_need_not_have(tmp_path):
     """`steps` serves process supervision alone, `demonstration` the warm start."""
     small = dict(n_layer=1, n_embd=32, n_head=4, warm_steps=2, prompts=4, group=2, max_new=8, steps=1)
     grpo.train(Config(out=str(tmp_path / "a"), **small), without("steps"))
-    grpo.train(Config(out=str(tmp_path / "b"), init=str(tmp_path / "a"), **small), without("demonstration"))
+    grpo.train(Config(out=str(tmp_path / "b"), init=str(tmp_path / "a"), **small | dict(warm_steps=0)), without("demonstration"))
     for name, change in (("steps", dict(supervision="process")), ("demonstration", {})):
         with pytest.raises(Fault, match=f"has no function {name}"):
             grpo.train(Config(out=str(tmp_path / "c"), **small, **change), without(name))
@@ -745,3 +750,159 @@ def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
     assert ran.exists()
     main(["--resume", "--out", str(tmp_path / "run"), "--task", str(task)])
     assert show.resume_command(Config(task=str(task), out="x")).endswith(f"--out x --task {task}")
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_signal_in_an_evaluation_loses_nothing(unbroken, tmp_path, monkeypatch, capsys, at):
+    """The evaluation is given up, the step it follows is kept, and the run ends as one left alone."""
+    copy_warm_start(unbroken, tmp_path)
+    real, step = grpo.evaluate, []
+
+    def evaluate(agent, problems):
+        """The real one; Ctrl-C comes to the first, or to the last."""
+        step.append(6 * len(step))
+        if step[-1] == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(agent, problems)
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, "--steps", "6", "--save_every", "4", "--out", str(tmp_path)])
+    assert ended.value.code == 130
+    assert "stopped in the evaluation, which will begin anew; go on with" in capsys.readouterr().out
+    assert [m["step"] for m in metrics(tmp_path)] == [*range(at)]
+    assert checkpoint(tmp_path).step == (6 if at else -1) and bool(checkpoint(tmp_path).stats) == bool(at)
+    main(["--resume", "--out", str(tmp_path)])
+    assert metrics(tmp_path) == metrics(unbroken) and weights(tmp_path) == weights(unbroken)
+    assert "at its end" not in capsys.readouterr().out and not checkpoint(tmp_path).stats
+    assert steps_of(tmp_path)[-1:] == [6] == steps_of(unbroken)[-1:] and len({*steps_of(tmp_path)}) == len(steps_of(tmp_path))
+
+
+def steps_of(where):
+    """The steps in samples.jsonl."""
+    return [json.loads(line)["step"] for line in (where / "samples.jsonl").read_text().splitlines()]
+
+
+def test_ctrl_c_ends_an_evaluation_alone_at_once(unbroken, monkeypatch, capsys):
+    def evaluate(agent, problems):
+        """Ctrl-C comes."""
+        raise KeyboardInterrupt
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    with pytest.raises(SystemExit) as ended:
+        main(["--eval_only", "--out", str(unbroken)])
+    assert ended.value.code == 130 and capsys.readouterr() == ("", "")
+
+
+def test_a_second_signal_is_obeyed_at_once():
+    with pytest.raises(SystemExit) as ended, machine.stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert machine.stop_asked() == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended.value.code == 130
+
+
+def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch):
+    """Every 10 seconds, and when it is told to, with the time left at the pace so far."""
+    now = [0.0]
+    monkeypatch.setattr(show.time, "time", lambda: now[0])
+    told = show.progress("evaluation", 500)
+    for done, at in ((0, 0), (10, 9), (20, 11), (30, 12), (50, 20), (60, 22)):
+        now[0] = at
+        told(done)
+    told(60, "loss 1.5  ", True)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation 20/500  left 4:24", "evaluation 60/500  left 2:41", "evaluation 60/500  loss 1.5  left 2:41"]
+
+
+def test_parts_stop_when_they_are_asked_to(monkeypatch):
+    assert [*batches.parts("labelling", "abcde", 2)] == ["ab", "cd", "e"]
+    with pytest.raises(machine.Stopped, match="in the labelling, which will begin anew"), machine.stoppable():
+        for part in batches.parts("labelling", "abcde", 2):
+            assert part == "ab"
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_more_samples_of_fewer_problems(unbroken, capsys):
+    main(["--eval_only", "--out", str(unbroken), "--samples", "5", "--held_out", "7"])
+    said = dict(part.split(" ") for part in capsys.readouterr().out.strip().split("  "))
+    assert [*said] == ["greedy", "pass@1", "pass@5", "maj@5"]
+    assert all(abs(float(x[:-1]) / 100 * 35 - round(float(x[:-1]) / 100 * 35)) < 0.02 for x in said.values())
+
+
+def test_the_costs_of_a_run(monkeypatch):
+    """10 prompts of 3 tokens, 2 completions of 5 tokens each, counted by hand."""
+    monkeypatch.setattr(machine, "matrix_rate", lambda device, dtype: 1e3)
+    monkeypatch.setattr(start, "free_memory", lambda device: 2.5e9)
+    policy = GPT(GPTConfig(16, 1, 1, 1, 8, n_inner=16, block_size=8, tied=False))
+    layer, head = 4 * 8 * 8 + 3 * 8 * 16, 8 * 16
+    for flags, passes in ((dict(beta=0), 0), ({}, 1), (dict(baseline="value"), 2)):
+        cfg = Config(prompts=10, group=2, max_new=5, device="cpu", dtype="float32", epochs=2, **flags)
+        rollout = 10 * 3 * layer + 20 * 5 * (layer + head)
+        once = 20 * 8 * layer + 20 * 5 * head
+        seconds = (2 * rollout + (2 * passes + 12) * once) / 1e3
+        assert start.costs(policy, cfg, 3, 3) == (
+            f"memory about 0.0 GB of 2.5 free; a step with completions of 5 tokens takes at least {seconds:.2g} s "
+            "(0 GFLOP/s in float32)")
+
+
+def test_the_rate_of_matrices_is_one():
+    rate = machine.matrix_rate(torch.device("cpu"), "float32")
+    assert 1e8 < rate < 1e14 and machine.matrix_rate(torch.device("cpu"), "float32") is rate
+
+
+# -------------------------------------------------------------- a warm start from a checkpoint
+
+def test_a_checkpoint_starts_as_it_is_or_warm(unbroken, tmp_path, capsys):
+    """Without --warm_steps its weights are the start; with it they are fitted, at another rate, and
+    kept for the next run with the same settings and the same checkpoint."""
+    base = tmp_path / "base"
+    main([*SMALL, "--steps", "0", "--warm_steps", "3", "--held_out", "2", "--out", str(base)])
+    args = ["--init", str(base), *SMALL[:2], *SMALL[-10:], "--steps", "0", "--held_out", "2"]
+    main([*args, "--out", str(tmp_path / "as_it_is")])
+    assert weights(tmp_path / "as_it_is") == weights(base) and not (tmp_path / "as_it_is/warm_start").exists()
+    warm = [*args, "--warm_steps", "30", "--warm_lr", "2e-3", "--out", str(tmp_path / "warm")]
+    capsys.readouterr()
+    main(warm)
+    out = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"warm start \d+/30  loss ([\d.]+)", out)]
+    assert f"starting from {base}" in out and losses[-1] < losses[0]
+    assert weights(tmp_path / "warm") != weights(base)
+    fitted = weights(tmp_path / "warm")
+    main(warm)
+    out = capsys.readouterr().out
+    assert f"starting from {tmp_path / 'warm/warm_start'}" in out and "warm start 3/30" not in out
+    assert weights(tmp_path / "warm") == fitted
+    main([*SMALL, "--steps", "0", "--warm_steps", "4", "--held_out", "2", "--out", str(base)])
+    main(warm)
+    assert "made with other settings or other code" in capsys.readouterr().out
+    assert weights(tmp_path / "warm") != fitted
+
+
+def test_the_settings_of_a_checkpoint():
+    """It makes no warm start unless asked, and then at a rate for a trained model; a flag comes first."""
+    assert (make_config().warm_steps, make_config().warm_lr) == (1500, 1.2e-3)
+    assert (make_config(init="x").warm_steps, make_config(init="x").warm_lr) == (0, 2e-5)
+    given = make_config(init="x", warm_steps=7, warm_lr=1e-4)
+    assert (given.warm_steps, given.warm_lr) == (7, 1e-4)
+
+
+def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path, monkeypatch):
+    """What a checkpoint with a chat template learns from is what it will be asked, up to the token
+    that ends its turn."""
+    chat_folder(tmp_path / "chat")
+    seen, real = [], start.token_logps
+
+    def token_logps(model, ids, mask, temperature):
+        """The real one."""
+        seen.append((ids, mask))
+        return real(model, ids, mask, temperature)
+    monkeypatch.setattr(start, "token_logps", token_logps)
+    encoding = load_encoding(tmp_path / "chat")
+    grpo.main(["--init", str(tmp_path / "chat"), *"--difficulty 1 --warm_steps 1 --warm_batch 4 --steps 0 --held_out 2 "
+               "--max_new 40 --prompts 2 --group 2".split(), "--out", str(tmp_path / "run")])
+    rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
+            for n in [int(on.nonzero()[-1]) + 1]]
+    prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(Config(difficulty=1))[0]}
+    assert len(rows) == 4 and encoding.end in encoding.stop and encoding.frame.after
+    for ids, on in rows:
+        assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
+        assert encoding.end not in ids[on].tolist()[:-1]

@@ -5,7 +5,7 @@ from conftest import tiny_model
 
 from data import Fault
 from data.tokenizer import byte_encoding
-from grpo import sample
+from grpo import draw, sample
 from model import token_logps
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
@@ -156,3 +156,51 @@ def test_a_prompt_that_does_not_fit():
     assert sample(tiny_model(), [[1] * 60], 1, 4, 0, ()).mask.sum() == 4        # the context of 64 is full
     with pytest.raises(Fault, match="empty"):
         byte_encoding().encode_prompt("")
+
+
+# ------------------------------------------------------------------------------ drawing of a token
+
+@pytest.mark.parametrize("V", [5, 256, 257, 1000, 49152])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
+    """Drawn by sums of 256, against one float64 sum over all; the shares are those in its middle,
+    at its ends, and at random."""
+    logits = 3 * torch.randn(40, V, generator=torch.Generator().manual_seed(V))
+    logits[::2, V // 3:V // 2] = -float("inf")
+    p = (logits.double() / temperature).softmax(-1)
+    cdf = p.cumsum(-1)
+    u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
+    token, logp = draw(logits, temperature, u)
+    drawn = torch.arange(40), token
+    assert (p[drawn] > 0).all()
+    assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
+    torch.testing.assert_close(logp.double(), p[drawn].log(), rtol=0, atol=2e-5)
+
+
+def test_every_token_has_its_share_over_a_grid_of_u():
+    """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).expand(10 ** 5, -1)
+    u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
+    seen = torch.cat([draw(part, 1.0, at)[0] for part, at in zip(logits.split(2 ** 14), u.split(2 ** 14))])
+    want = 1e5 * logits[0].double().softmax(-1)
+    assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=1000) - want).abs().max() < 1.2
+
+
+def test_a_greedy_row_beside_sampled_ones():
+    """A negative u takes the likeliest token; the others draw as they would alone."""
+    model, u = tiny_model(), uniform(9, 10)
+    u[::3] = -1
+    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u)
+    greedy = sample(model, PROMPTS, 1, 10, 0, STOP)
+    drawn = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
+    for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, drawn, [1, 2, 4, 5, 7, 8])):
+        for i, row in enumerate(rows):
+            assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()
+
+
+def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
+    logits, u = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)), torch.full((3,), -1.0).double()
+    token, logp = draw(logits, 0.5, u)
+    assert token.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))

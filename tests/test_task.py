@@ -1,10 +1,12 @@
 """The task, its rewards and steps; the evaluator against hostile text; the tokenizer."""
+import itertools
 import json
 import os
 import random
 import re
 import time
 import unicodedata
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,11 @@ from conftest import CHAT, ROOT, chat_folder
 import data.arithmetic as task
 import data.countdown as countdown
 import data.gsm8k as gsm8k
+import data.sums as sums
 import grpo
 import reward
 from data import Fault, chat, load_task
-from data.answers import evaluate, one_number, steps, tagged
+from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
 from data.tokenizer import opening, split_at, step_tokens
@@ -165,7 +168,7 @@ def test_a_reward_that_is_no_number_names_its_prompt(bad):
 
 
 def test_tasks_that_are_none(monkeypatch):
-    with pytest.raises(Fault, match="no task 'chess': there are arithmetic, countdown, gsm8k, or"):
+    with pytest.raises(Fault, match="no task 'chess': there are arithmetic, countdown, gsm8k, sums, or"):
         load_task("chess")
     for name in ("tokenizer", "__init__", "answers", "../grpo", "nowhere/mine.py", "."):
         with pytest.raises(Fault):
@@ -731,3 +734,71 @@ def test_a_new_model_has_no_chat_template(tmp_path, capsys):
     grpo.main([*RUN, "--steps", "0", "--init", init, "--out", str(tmp_path / "y")])
     assert "prompts are sent as '{}' (no chat template)\n" in capsys.readouterr().out
     assert not (tmp_path / "y" / "chat_frame.json").exists()
+
+
+# -------------------------------------------------------------------------------------------- sums
+
+@pytest.mark.parametrize("difficulty", [1, 2, 3, 4])
+def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty):
+    """The numbers of a held-out problem are in no training problem, in whatever order or story."""
+    train, held_out = sums.problems(SimpleNamespace(difficulty=difficulty))
+    numbers = [{tuple(sorted(map(int, re.findall("[0-9]+", p.solution.split("=")[0])))) for p in part}
+               for part in (train, held_out)]
+    assert len(held_out) == sums.HELD_OUT and len(train) > 450 and not numbers[0] & numbers[1]
+    assert len({p.prompt for p in train}) > 0.9 * len(train)
+    most = {1: 20, 2: 99, 3: 99, 4: 50}[difficulty]
+    assert {x for own in numbers[0] | numbers[1] for x in own} <= set(range(1, most + 1))
+    for p in train + held_out:
+        text, total = p.solution.split(" = ")
+        assert total == p.answer and evaluate(text) == int(total) >= 0
+        assert Counter(re.findall("[0-9]+", p.prompt)) == Counter(re.findall("[0-9]+", text))
+        assert difficulty == 4 or p.prompt == f"What is {text}?"
+    for p in train[:100]:
+        said = sums.demonstration(p, None)
+        assert sums.reward(p, said) == {"correct": 1, "number": 0.1}
+        assert sums.steps(p, said) == [(len(said), True)]
+    assert sums.problems(SimpleNamespace(difficulty=difficulty)) == (train, held_out)
+
+
+def test_sums_have_four_difficulties():
+    with pytest.raises(Fault, match="sums have 1 to 4"):
+        sums.problems(SimpleNamespace(difficulty=5))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("19", "19"), ("7 + 12 = 19.", "19"), ("It is 19, of course.", "19"), ("19 apples", "19"), ("019", "19"),
+    ("1,234", "1234"), ("1,2345", "2345"), ("3.5", "7/2"), ("19.0", "19"), ("19.", "19"), ("", ""), ("none", ""),
+    ("-5", "-5"), ("is -5", "-5"), ("= -5", "-5"), ("(-5)", "-5"), ("\u22125", "-5"),     # a minus sign ...
+    ("12-5", "5"), ("12 - 5", "5"), ("(9) - 5", "5"), ("covid-5", "5"),                 # ... and what is none
+    ("9" * 15, "9" * 15), ("9" * 16, ""), ("\u0661\u0669", ""), ("19\n\nSo 20", "20")])
+def test_the_last_number_counts(text, said):
+    assert sums.answer(text) == said
+    assert sums.reward(sums.Problem("What is 7 + 12?", "19", ""), text) == {
+        "correct": said == "19", "number": 0.1 * (said != "")}
+
+
+@pytest.mark.parametrize("text", ["9" * 10 ** 5, "1," * 10 ** 5, "- " * 10 ** 5 + "5", "1 " * 10 ** 5,
+                                  "1" + " " * 10 ** 5 + "-5", "1.1." * 10 ** 5, ",111" * 10 ** 5])
+def test_the_last_number_is_found_in_linear_time(text):
+    began = time.process_time()
+    sums.answer(text)
+    assert time.process_time() - began < 0.5
+
+
+# ----------------------------------------------------------------------------- several answers
+
+def test_pass_at_k_is_the_mean_over_all_sets():
+    """Against all sets of k, for shares of a right answer too."""
+    for right in ([0, 0, 1, 0, 1], [1, 1, 1], [0.0] * 4, [0.5, 0, 1, 0.25]):
+        for k in range(1, len(right) + 1):
+            best = [max(own) for own in itertools.combinations(right, k)]
+            assert pass_at(k, right) == pytest.approx(sum(best) / len(best))
+
+
+@pytest.mark.parametrize("k, right, said, share", [
+    (4, [1, 0, 0, 1], "abba", 1), (4, [0, 1, 1, 0], "abba", 0),         # as frequent: the first
+    (2, [1, 0, 0, 1], "abba", 0.5), (2, [1, 1, 0, 0, 1], "aabba", 0.5),     # sets side by side; the rest is out
+    (3, [1, 0, 0], ["a", "", ""], 1), (3, [0, 0, 0], ["", "", ""], 0),      # "" is no vote
+    (2, [0, 0, 0, 1], "aaab", 0), (3, [0, 1, 1, 0, 0, 1], ["b", "a", "a", "", "b", "a"], 0.5)])
+def test_majority_of_k(k, right, said, share):
+    assert majority_at(k, right, list(said)) == share

@@ -1,0 +1,103 @@
+"""Sums in plain questions, for a small language model to begin with: `What is 7 + 12?`
+
+--difficulty 1: two numbers up to 20; 2: two numbers of two digits; 3: three numbers up to 99;
+4: word problems, with two numbers up to 50. The answer is the last number that a completion says.
+"""
+import random
+import re
+from itertools import combinations_with_replacement
+from typing import NamedTuple
+
+from data import Fault
+from data.answers import one_number, steps  # noqa: F401, steps is the task's
+
+# For SmolLM2-135M-Instruct (experiments/smollm2.py) on two CPU cores.
+DEFAULTS = dict(difficulty=1, steps=60, prompts=8, group=8, max_new=32, lr=1e-5, save_every=20)
+
+HELD_OUT = 128      # problems kept away from all training
+DRAWS = 5000        # of three numbers
+NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
+THINGS = ("apples", "books", "coins", "marbles", "pencils", "shells", "stamps", "toys")
+STORIES = {
+    "+": ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
+          "There are {a} {things} in one box and {b} in another. How many {things} is that?",
+          "{name} finds {a} {things} on Monday and {b} on Tuesday. How many {things} in all?"),
+    "-": ("{name} has {a} {things} and gives {b} away. How many {things} are left?",
+          "Of {a} {things}, {b} are broken. How many {things} are whole?",
+          "{name} needs {a} {things} and has {b}. How many {things} are missing?")}
+# Possessive (`++`): a run of digits is taken whole, so the time is linear.
+LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+")
+
+
+class Problem(NamedTuple):
+    prompt: str     # "What is 7 + 12?"
+    answer: str     # "19"
+    solution: str   # "7 + 12 = 19"
+
+
+def problems(cfg):
+    """Train and held-out problems, the same for every seed. All problems with the same numbers
+    stand on the same side, and no answer is negative."""
+    if cfg.difficulty > 4:
+        raise Fault(f"--difficulty {cfg.difficulty}: sums have 1 to 4")
+    rng = random.Random(0)
+    if cfg.difficulty == 3:
+        found = {tuple(sorted(rng.choices(range(1, 100), k=3))) for _ in range(DRAWS)}
+        numbers = sorted(found)
+    else:
+        least, most = {1: (1, 20), 2: (10, 99), 4: (1, 50)}[cfg.difficulty]
+        numbers = list(combinations_with_replacement(range(least, most + 1), 2))
+    rng.shuffle(numbers)
+    train, held_out = [], []
+    for own in numbers:
+        made = list(with_numbers(own, cfg.difficulty, rng))
+        side = held_out if len(held_out) < HELD_OUT else train
+        side += made
+    return train, held_out[:HELD_OUT]
+
+
+def with_numbers(numbers, difficulty, rng):
+    """The problems that are made of some numbers, in rising order."""
+    if difficulty == 3:
+        a, b, c = rng.sample(numbers, 3)
+        yield of_sum(f"{a} + {b} + {c}", a + b + c)
+        if a + b >= c:
+            yield of_sum(f"{a} + {b} - {c}", a + b - c)
+        return
+    a, b = numbers
+    sums = [(x, "+", y, x + y) for x, y in sorted({(a, b), (b, a)})] + [(b, "-", a, b - a)]
+    for x, sign, y, total in sums:
+        if difficulty == 4:
+            story = rng.choice(STORIES[sign]).format(a=x, b=y, name=rng.choice(NAMES),
+                                                     things=rng.choice(THINGS))
+            yield of_sum(f"{x} {sign} {y}", total, story)
+        else:
+            yield of_sum(f"{x} {sign} {y}", total)
+
+
+def of_sum(text, total, story=""):
+    """The problem that asks for a sum, in plain words or in those of a story."""
+    return Problem(story or f"What is {text}?", str(total), f"{text} = {total}")
+
+
+def demonstration(problem, rng):
+    """The sum with its result."""
+    return problem.solution
+
+
+def answer(completion):
+    """The last number of a completion as text; "" if there is none. A minus sign counts unless it
+    takes one thing from another: `12 - 5` ends with 5."""
+    *_, last = [None, *LAST.finditer(completion)]
+    if last is None:
+        return ""
+    before = completion[:last.start()]
+    negative = before.endswith(("-", "\u2212")) and not re.search(r"[0-9)] *$|\w$", before[:-1])
+    number = one_number("-" * negative + last[0])
+    return "" if number is None else str(number)
+
+
+def reward(problem, completion):
+    """1 for the right number, a tenth for any."""
+    said = answer(completion)
+    return {"correct": float(said == problem.answer), "number": 0.1 * (said != "")}

@@ -1,0 +1,189 @@
+"""SmolLM2-135M-Instruct learns sums from rewards alone: by this code, and by TRL. On 2 CPU cores:
+
+    pip install -r tests/requirements-peers.txt
+    python experiments/smollm2.py                   # the model, into out/smollm2
+    python experiments/sums.py 1 2 3                # a run for each seed, half an hour each
+    python experiments/sums.py --trl 1              # TRL: the same prompts, groups, lengths, rate
+    python experiments/sums.py --check 1            # its greedy answers by transformers' generate
+    python experiments/sums.py --readme             # sums.json and sums.png of all that was made
+
+Settings beside these are those of data/sums.py. The held-out problems measure both; a reward counts
+only for a completion that ended, in both.
+"""
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+INIT = ROOT / "out" / "smollm2"
+MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
+
+
+def folder(kind, seed):
+    return ROOT / "out" / f"sums-{kind}{seed}"
+
+
+def peak():
+    """The most memory that this process ever held, in bytes."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def ours(seed):
+    """A run of this code, as a child, with its time and memory."""
+    code = ("import sys, grpo\nfrom experiments.sums import peak\n"
+            "grpo.main(sys.argv[1:])\nprint('peak', peak())")
+    out, began = folder("s", seed), time.time()
+    flags = ["--task", "sums", "--init", str(INIT), "--seed", str(seed), "--out", str(out)]
+    child = subprocess.Popen([sys.executable, "-c", code, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    for line in child.stdout:
+        print(line, end="", flush=True)
+    if child.wait():
+        sys.exit("the run failed")
+    (out / "costs.json").write_text(json.dumps({"seconds": time.time() - began, "peak": int(line.split()[1])}))
+
+
+def with_trl(seed):
+    """The same with TRL's GRPOTrainer; a line a step into trl.jsonl, then the held-out problems by
+    our evaluation of the folder that it saves."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    import grpo
+    from data import sums
+    cfg, out = grpo.make_config(task="sums", init=str(INIT), seed=seed), folder("trl", seed)
+    source = random.Random(seed)
+    problems = [p for _ in range(cfg.steps) for p in source.sample(sums.problems(cfg)[0], cfg.prompts)]
+    rows = [dict(prompt=[dict(role="user", content=p.prompt)], answer=p.answer) for p in problems]
+    tokenizer = AutoTokenizer.from_pretrained(INIT)
+
+    def reward(completions, answer, completion_ids, **_):
+        """The task's own, 0 for what was cut off."""
+        texts = [said[0]["content"] for said in completions]
+        return [sum(sums.reward(sums.Problem("", right, ""), text).values()) * (ids[-1] == tokenizer.eos_token_id)
+                for text, right, ids in zip(texts, answer, completion_ids)]
+
+    class Log(TrainerCallback):
+        """A line a step."""
+        def on_log(self, args, state, control, logs, **_):
+            with open(out / "trl.jsonl", "a") as f:
+                f.write(json.dumps({"step": state.global_step, "seconds": time.time() - began} | logs) + "\n")
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "trl.jsonl").unlink(missing_ok=True)
+    trainer = GRPOTrainer(str(INIT), reward, GRPOConfig(
+        str(out / "trainer"), per_device_train_batch_size=cfg.prompts * cfg.group, num_generations=cfg.group,
+        gradient_accumulation_steps=1, max_steps=cfg.steps, max_completion_length=cfg.max_new,
+        learning_rate=cfg.lr, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=cfg.grad_clip,
+        beta=cfg.beta, loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False,
+        logging_steps=1, save_strategy="no", report_to=[], seed=seed, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"}),
+        Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Log()])
+    began = time.time()
+    trainer.train()
+    costs = {"seconds": time.time() - began, "peak": peak()}
+    trainer.save_model(out / "model")
+    said = subprocess.check_output([sys.executable, ROOT / "grpo.py", "--task", "sums", "--eval_only", "--init",
+                                    out / "model"], text=True)
+    measured = {name: float(x) / 100 for name, x in re.findall(r"(\S+) ([\d.]+)%", said)}
+    (out / "costs.json").write_text(json.dumps(costs | measured))
+
+
+def check(seed):
+    """The share of the held-out problems that transformers' own generate answers rightly, greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import grpo
+    from data import sums
+    where = folder("s", seed)
+    cfg, tokenizer = grpo.make_config(task="sums"), AutoTokenizer.from_pretrained(where)
+    model, right = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32), 0
+    held_out = sums.problems(cfg)[1]
+    for p in held_out:
+        ids = tokenizer.apply_chat_template([dict(role="user", content=p.prompt)], add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=True)
+        new = model.generate(**ids, max_new_tokens=cfg.max_new, do_sample=False)[0, ids["input_ids"].size(1):]
+        ended = tokenizer.eos_token_id in new
+        right += ended and sums.reward(p, tokenizer.decode(new, skip_special_tokens=True))["correct"]
+    share = right / len(held_out)
+    last = lines(where / "metrics.jsonl")[-1]["greedy"]
+    print(f"greedy by transformers {share:.1%}, by this code {last:.1%}")
+    costs = json.loads((where / "costs.json").read_text())
+    (where / "costs.json").write_text(json.dumps(costs | {"greedy by transformers": share}))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_run(where):
+    """What a run was like before and after, and its curves."""
+    found = lines(where / "metrics.jsonl")
+    steps = [m for m in found if m["step"]]
+    texts = {s["step"]: s for s in lines(where / "samples.jsonl")}
+    return {"before": {name: found[0][name] for name in MEASURED}, "after": {name: found[-1][name] for name in MEASURED},
+            "curve": {name: [round(m[name], 4) for m in steps] for name in ("accuracy", "length", "kl", "seconds")},
+            "samples": [texts[min(texts)], texts[max(texts)]], **json.loads((where / "costs.json").read_text())}
+
+
+def draw(result, file):
+    """Accuracy over steps and over time, of both; length and KL of ours."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no figure: matplotlib is not installed")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    for run in result["runs"].values():
+        curve = run["curve"]
+        minutes = [sum(curve["seconds"][:i + 1]) / 60 for i in range(len(curve["seconds"]))]
+        axes[0].plot(minutes, curve["accuracy"], color="tab:blue", alpha=0.7)
+        axes[1].plot(curve["length"], color="tab:blue", alpha=0.7)
+        axes[2].plot(curve["kl"], color="tab:blue", alpha=0.7)
+    for run in result["trl"].values():
+        axes[0].plot([s / 60 for s in run["curve"]["seconds"]], run["curve"]["accuracy"], color="tab:orange", alpha=0.7)
+    for axis, title, x in zip(axes, ("accuracy, sampled (orange: TRL)", "tokens of a completion", "KL to the start (k3)"),
+                              ("minutes", "step", "step")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(x)
+        axis.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="*", type=int)
+    for flag in ("trl", "check", "readme"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    args = parser.parse_args()
+    for seed in args.seeds:
+        (with_trl if args.trl else check if args.check else ours)(seed)
+    if args.readme:
+        made = {kind: {p.name.removeprefix(f"sums-{kind}"): p for p in sorted((ROOT / "out").glob(f"sums-{kind}[0-9]*"))}
+                for kind in ("s", "trl")}
+        result = {"cores": os.cpu_count(), "runs": {seed: of_run(p) for seed, p in made["s"].items()}, "trl": {}}
+        for seed, p in made["trl"].items():
+            found = [m for m in lines(p / "trl.jsonl") if "reward" in m]
+            curve = {"seconds": [m["seconds"] for m in found], "accuracy": [max(0, m["reward"] - 0.1) for m in found]}
+            result["trl"][seed] = json.loads((p / "costs.json").read_text()) | {"curve": curve}
+        (HERE / "sums.json").write_text(json.dumps(result, indent=1) + "\n")
+        draw(result, HERE / "sums.png")
+        for name in MEASURED:
+            print(name, [f"{statistics.median(r[when][name] for r in result['runs'].values()):.1%}"
+                         for when in ("before", "after")])
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ import data
 import model
 import reward
 from data import tokenizer
-from run import batches, flags, folder, machine, show, start
+from run import batches, flags, folder, machine, report, show, start
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, by how they differ from Config. A ladder from the raw reward to GRPO:
@@ -65,6 +65,7 @@ class Config:
     iterations: int = 1         # Repeat the outer loop of Algorithm 1: new reference, new rewards.
     eval_every: int = 0         # Evaluate every so many steps; 0: before the first, after the last.
     save_every: int = 10        # Write a checkpoint every so many steps.
+    sample_every: int = 10      # Write two groups in full every so many steps, to look at.
     # rollout: the paper samples 64 completions a question, 1024 in a batch, of up to 1024 tokens
     prompts: int = 16           # Take this many problems in a step (P).
     group: int = 64             # Sample this many completions of each problem (G).
@@ -140,7 +141,7 @@ class Config:
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of 1 has no spread: 0/0
 MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every"}   # on --resume
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
@@ -561,6 +562,7 @@ def train(cfg, task=None, checkpoint=None):
             stats |= learned
             done.append(stats)
             show.step_line(step, total, done)
+            folder.log_samples(agent, step, batch, last=total)
         last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
             results = evaluate(agent, held_out)
@@ -601,7 +603,9 @@ def main(argv=None):
     try:
         mode, cfg, checkpoint = read_command(argv)
         machine.start_ranks(machine.resolve(cfg)[0])
-        if mode["ask"] is not None or mode["eval_only"]:
+        if mode["report"]:
+            show.print0(f"the report is in {report.write(mode['report'], cfg.out)}")
+        elif mode["ask"] is not None or mode["eval_only"]:
             agent = Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, agent.task.problems(cfg)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))

@@ -17,7 +17,9 @@ function make(tag, name = "", text = "", ...children) {
 // A number for people: four digits, and whole ones whole.
 function shown(x) {
   if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
-  return Number.isInteger(x) || Math.abs(x) >= 1e5 ? String(x) : String(Number(x.toPrecision(4)));
+  if (Number.isInteger(x)) return String(x);
+  const short = Number(x.toPrecision(4));
+  return Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
 }
 
 // ------------------------------------------------------------------------------------- the overview
@@ -51,8 +53,8 @@ function overview() {
 
 const MEANING = {
   reward: "the reward of a completion, as it is trained on, mean over the step's completions",
-  accuracy: "share of right completions: of those sampled in training, and of held-out problems, which are"
-    + " never trained on: greedy, pass@k (one of k samples is right), maj@k (their majority is)",
+  accuracy: "share of right completions; points: of problems never trained on,"
+    + " by any of k samples (pass@k), by their majority (maj@k)",
   length: "tokens of a completion, mean",
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",
@@ -76,19 +78,22 @@ const FIRST = ["reward", "accuracy", "length", "kl", "entropy"];
 const DASHES = [[], [2, 3], [8, 4], [8, 3, 2, 3], [4, 2]];
 const heldOut = name => name === "greedy" || /^(pass|maj)@\d+$/.test(name);
 
+// A piece of a line, for a legend.
 function stroke(color, dash = []) {
-  const line = make("span", "stroke");
-  line.style.borderTopColor = color;
-  line.style.borderTopStyle = dash.length ? (dash[0] > 2 ? "dashed" : "dotted") : "solid";
-  return line;
+  const svg = "http://www.w3.org/2000/svg", box = document.createElementNS(svg, "svg");
+  const line = document.createElementNS(svg, "path");
+  const drawn = {d: "M0 3H24", stroke: color, "stroke-width": 2.5, "stroke-dasharray": dash.join(" ") || "none"};
+  for (const [name, value] of Object.entries(drawn)) line.setAttribute(name, value);
+  box.setAttribute("class", "stroke");
+  box.append(line);
+  return box;
 }
 
 // The lines of a chart: each a quantity of a run.
 function linesOf(name, known) {
   const keys = [name, ...(name === "accuracy" ? known.filter(heldOut) : [])];
-  return runs.flatMap((run, i) => keys.map((key, j) => ({
-    key, run, color: several ? i : j, dash: several ? DASHES[j % 5] : [],
-    label: several ? (keys.length > 1 ? `${run.label}: ${key}` : run.label) : key,
+  return keys.flatMap((key, j) => runs.map((run, i) => ({
+    key, run, color: several ? i : j, dash: several ? DASHES[j % 5] : [], label: several ? run.label : key,
   }))).filter(line => last(line.run, line.key) !== undefined);
 }
 
@@ -102,7 +107,10 @@ function chart(box, name, known) {
   });
   const values = lines.map(({color, dash, label}) => [
     make("span", "value"), make("span", "", "", stroke(colour(color), dash), `${label} `)]);
-  const where = make("span", "quiet");
+  const where = make("span", "quiet"), keys = [...new Set(lines.map(line => line.key))];
+  const together = several ? keys : [null];       // of several runs each quantity has a row of its own
+  const rows = together.map((key, n) => make("div", "", "", n ? "" : where, several && keys.length > 1 ? `${key}: ` : "",
+    ...values.filter((_, i) => !several || lines[i].key === key).map(([value, label]) => (label.append(value), label))));
   const read = index => {         // the values at a step; without one the last there are
     where.textContent = index === null ? "at the end:" : `step ${steps[index]}:`;
     lines.forEach((line, i) => {
@@ -112,7 +120,7 @@ function chart(box, name, known) {
   const place = make("div", "plot");
   const card = make("div", "chart", "", make("h3", "", name),
     make("p", "about", MEANING[name] || "a component of the rule's reward, mean over completions"), place,
-    make("div", "lines", "", where, ...values.map(([value, label]) => (label.append(value), label))));
+    make("div", "lines", "", ...rows));
   card.dataset.name = name;
   box.append(card);
   const axis = {stroke: getComputedStyle(document.body).color, font: "12px system-ui, sans-serif",
@@ -180,7 +188,7 @@ for (const run of runs) {       // older runs have no tokens: there a completion
 }
 const state = {run: 0, step: null, which: "spread"};
 
-// The largest value that colours tell apart, the same for all steps of a run: all but 2 % are below.
+// The largest value that colours tell apart, the same for all steps of a run: nine in ten are below.
 function scaleOf(run, name) {
   if (run.scales[name] === undefined) {
     const all = [], of = QUANTITIES[name].of;
@@ -190,7 +198,7 @@ function scaleOf(run, name) {
       if (x !== null) all.push(Math.abs(x));
     })));
     all.sort((a, b) => a - b);
-    run.scales[name] = all[Math.floor(0.98 * all.length)] || all.at(-1) || null;
+    run.scales[name] = all[Math.floor(0.9 * all.length)] || all.at(-1) || null;
   }
   return run.scales[name];
 }
@@ -249,11 +257,12 @@ function legend(run) {
     $("legend").replaceChildren(`${name}: this run has none.`);
     return;
   }
-  $("legend").replaceChildren(make("span", "", shown(both ? -most : 0)), make("span", both ? "bar both" : "bar one"),
-    make("span", "", shown(most)), make("span", "quiet", `${name}: ${about}. Point at a token, or tap it, for its numbers.`));
+  $("legend").replaceChildren(make("span", "", both ? `≤ ${shown(-most)}` : "0"), make("span", both ? "bar both" : "bar one"),
+    make("span", "", `≥ ${shown(most)}`), make("span", "quiet", `${name}: ${about}. Point at a token, or tap it, for its numbers.`));
 }
 
 function groupOf(g, run) {
+  const steps = (g.ends || []).some(ends => ends.length > 1);
   const mean = g.rewards.reduce((a, b) => a + b, 0) / g.rewards.length, word = query();
   const order = g.rewards.map((_, i) => i).sort((a, b) => g.rewards[b] - g.rewards[a]);
   const inPrompt = g.text[0].includes(word);
@@ -261,13 +270,13 @@ function groupOf(g, run) {
   const about = `${g.rewards.length} completions, mean reward ${shown(mean)}`
     + (seen.length < order.length ? `; ${seen.length} with “${$("search").value.trim()}”` : "")
     + (g.dead ? "; a dead group: all rewards are equal, and nothing is learned from it" : "")
-    + ". The highest reward comes first.";
-  const several = (g.ends || []).some(ends => ends.length > 1);
+    + ". The highest reward comes first."
+    + (steps ? " A number in a frame is the reward of the step that ends before it." : "");
   return [make("pre", "prompt", g.prompt), make("p", "quiet", about),
-    make("div", "cards", "", ...seen.map(i => card(g, i, run, several)))];
+    make("div", "cards", "", ...seen.map(i => card(g, i, run, steps)))];
 }
 
-function card(g, i, run, several) {
+function card(g, i, run, steps) {
   const head = make("header", "", "", make("span", "reward", `reward ${shown(g.rewards[i])}`));
   for (const [name, values] of Object.entries(g.parts || {})) {
     head.append(make("span", "", `${name} ${shown(values[i])}`));
@@ -280,7 +289,7 @@ function card(g, i, run, several) {
   const most = scaleOf(run, $("colour").value), marked = found(g, i);
   g.tokens[i].forEach((piece, t) => {
     const label = piece || (g.finished?.[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
-    const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n"));
+    const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n").replace(/\n$/, ""));
     const x = of(g, i, t);
     if (x !== null && most) {
       const hue = both ? (x > 0 ? "--plus" : "--minus") : "--much";
@@ -289,8 +298,9 @@ function card(g, i, run, several) {
     if (marked.has(t)) token.classList.add("found");
     token.dataset.at = `${i} ${t}`;
     text.append(token);
-    const step = several ? g.ends[i].indexOf(t) : -1;
+    const step = steps ? g.ends[i].indexOf(t) : -1;
     if (step >= 0) text.append(make("span", "step", shown(g.step_rewards[i][step])));
+    if (piece.endsWith("\n")) text.append("\n");
   });
   return make("article", "card", "", head, text);
 }

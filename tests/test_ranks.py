@@ -344,11 +344,12 @@ def test_the_samples_are_those_of_one_process(both):
     with rewards and advantages, and with the log-probabilities after the update."""
     common = 0
     for name in ALIKE:
-        one, two = ({(x["step"], x["prompt"]): x for x in samples(both[0] / ranks / name)} for ranks in ("one", "two"))
-        assert {step for step, _ in one} == {step for step, _ in two} and one
+        one, two = ({(x["step"], *x["completions"]): x for x in samples(both[0] / ranks / name)}
+                    for ranks in ("one", "two"))
+        assert {step for step, *_ in one} == {step for step, *_ in two} and one
         for at in one.keys() & two.keys():
             a, b = one[at], two[at]
-            assert [a[x] for x in ("completions", "tokens", "ends")] == [b[x] for x in ("completions", "tokens", "ends")]
+            assert [a[x] for x in ("prompt", "tokens", "ends")] == [b[x] for x in ("prompt", "tokens", "ends")]
             assert a["rewards"] == pytest.approx(b["rewards"], rel=1e-3, abs=2e-4)
             for key in ("advantages", "logp", "new_logp", "entropy", "step_rewards"):
                 for x, y in zip(a[key], b[key], strict=True):

@@ -77,9 +77,10 @@ def spread(items, n):
 
 def page(runs):
     """The page about some runs."""
+    names = ("page.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css",
+             "uPlot.LICENSE")
     template, style, script, plot, plot_style, licence = (
-        (PAGE / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js",
-        "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"))
+        (PAGE / name).read_text("utf-8") for name in names)
     style = plot_style + style
     shown = {"STYLE": style, "STYLES": hash_of(style), "PLOT": plot, "SCRIPT": script,
              "SCRIPTS": f"{hash_of(plot)} {hash_of(script)}", "LICENCE": licence,
@@ -95,9 +96,12 @@ def escaped(data):
     ASCII, so that U+2028 and U+2029, which end a line of a script, are escaped as well."""
     dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
     try:
-        text = dumps(data)
-    except ValueError:
-        text = dumps(finite(data))
+        try:
+            text = dumps(data)
+        except ValueError:
+            text = dumps(finite(data))
+    except RecursionError as e:
+        raise Fault("a log to report on has brackets in brackets, hundreds of them") from e
     for c in "<>&":
         text = text.replace(c, f"\\u{ord(c):04x}")
     return text

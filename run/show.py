@@ -45,7 +45,8 @@ def header(agent, problems, held_out):
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 def farewell(cfg, question):
-    """Where the model is, and how to ask it something."""
+    """Where the report and the model are, and how to ask it something."""
+    print0(f"its curves, and completions token by token, are in {cfg.folder / 'report.html'}")
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
            f"--init {cfg.folder} --ask {shlex.quote(question)}")
 

@@ -11,7 +11,7 @@ PART = 2 ** 24      # most logits at a time for the entropy, 64 MiB in float32
 
 def widest(batch, group):
     """The rows of the group whose rewards spread most, by their std; of equal ones the first."""
-    spread = batch.reward.sum(1).double().cpu().view(-1, group).std(1, correction=0)
+    spread = batch.reward.sum(1).cpu().double().view(-1, group).std(1, correction=0)
     p = int(spread.argmax())
     return slice(p * group, (p + 1) * group)
 
@@ -28,9 +28,11 @@ def chosen(cfg, step, batch):
 def entropies(policy, temperature, ids, h):
     """The entropy of the next token in each state h (B, T, C), in nats, (B, T). For `token_logps`
     it takes the place of a critic: it too is a number of the state before a token."""
-    parts = h.flatten(0, 1).split(max(1, PART // policy.cfg.vocab_size))
-    each = [torch.special.entr((policy.head(x) / temperature).softmax(-1)).sum(-1) for x in parts]
-    return torch.cat(each).view(ids.shape)
+    found = []
+    for part in h.flatten(0, 1).split(max(1, PART // policy.cfg.vocab_size)):
+        logps = (policy.head(part) / temperature).log_softmax(-1)                          # (n, V)
+        found.append(-(logps.exp() * logps).sum(-1))
+    return torch.cat(found).view(ids.shape)
 
 @torch.no_grad()
 def as_it_is_now(policy, ids, mask, temperature):

@@ -570,6 +570,16 @@ def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
     assert 5 < kept < 30 and text_of(page, "#note").startswith(f"Of 30 sampled steps {kept} are on this page")
 
 
+def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(opened, tmp_path):
+    """It had written no tokens: a completion is one."""
+    old = [dict(step=step, prompt="1+1=", completions=["2", "3"], rewards=[1.0, 0.0], advantages=[[1.0] * 2, [-1.0] * 2])
+           for step in (1, 2)]
+    page = opened(folder_of(tmp_path / "run", old))
+    assert [x.text for x in find(page, ".card .text")] == ["2", "3"] and rgba(page)[2] > rgba(page)[0]
+    choose(page, "colour", "entropy")
+    assert text_of(page, "#legend") == "entropy: this run has none."
+
+
 def test_a_phone_and_the_dark(opened, page):
     page = opened(page, 375, "dark")
     assert page.execute_script("return document.documentElement.scrollWidth") <= 375

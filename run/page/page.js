@@ -53,8 +53,8 @@ function overview() {
 
 const MEANING = {
   reward: "the reward of a completion, as it is trained on, mean over the step's completions",
-  accuracy: "share of right completions; points: of problems never trained on,"
-    + " by any of k samples (pass@k), by their majority (maj@k)",
+  accuracy: "share of right completions; points: of held-out problems, greedy, by any (pass@k)"
+    + " or most (maj@k) of k samples",
   length: "tokens of a completion, mean",
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",

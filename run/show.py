@@ -46,7 +46,7 @@ def header(agent, problems, held_out):
 
 def farewell(cfg, question):
     """Where the report and the model are, and how to ask it something."""
-    print0(f"its curves, and completions token by token, are in {cfg.folder / 'report.html'}")
+    print0(f"curves, and completions token by token: {cfg.folder / 'report.html'}")
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
            f"--init {cfg.folder} --ask {shlex.quote(question)}")
 

@@ -374,7 +374,7 @@ function settings() {
   table.append(make("tr", "", "", make("td", "", "versions"),
     ...runs.map(run => make("td", "", Object.entries(run.about.versions || {}).map(x => x.join(" ")).join(", ")))));
   table.append(make("tr", "", "", make("td", "", "command"),
-    ...runs.map(run => make("td", "", (run.about.command || []).join(" ")))));
+    ...runs.map(run => make("td", "", [].concat(run.about.command ?? []).join(" ")))));
 }
 
 document.title = runs.map(run => run.label).join(", ");

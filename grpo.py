@@ -25,7 +25,7 @@ import data
 import model
 import reward
 from data import answers, tokenizer
-from run import batches, flags, folder, machine, show, start
+from run import batches, flags, folder, machine, report, show, start
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, by how they differ from Config. A ladder from the raw reward to GRPO:
@@ -69,6 +69,7 @@ class Config:
     held_out: int = 0           # Evaluate on the first so many of the held-out problems; 0: on all.
     samples: int = 8            # Sample so many completions of each of them, beside a greedy one.
     save_every: int = 10        # Write a checkpoint every so many steps.
+    sample_every: int = 10      # Write two groups in full every so many steps, to look at.
     # rollout: the paper samples 64 completions a question, 1024 in a batch, of up to 1024 tokens
     prompts: int = 16           # Take this many problems in a step (P).
     group: int = 64             # Sample this many completions of each problem (G).
@@ -144,7 +145,7 @@ class Config:
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of 1 has no spread: 0/0
 MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}   # on --resume: they alter no step made
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every"}  # --resume: alter no step
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
@@ -577,6 +578,7 @@ def train(cfg, task=None, checkpoint=None):
             stats |= learned
             done.append(stats)
             show.step_line(step, total, done)
+            folder.log_samples(agent, step, batch, last=total)
         last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
             try:
@@ -622,7 +624,9 @@ def main(argv=None):
     try:
         mode, cfg, checkpoint = read_command(argv)
         machine.start_ranks(machine.resolve(cfg)[0])
-        if mode["ask"] is not None or mode["eval_only"]:
+        if mode["report"]:
+            show.print0(f"the report is in {report.write(mode['report'], cfg.out)}")
+        elif mode["ask"] is not None or mode["eval_only"]:
             agent = Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, start.problems_of(cfg, agent.task)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))

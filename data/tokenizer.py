@@ -255,9 +255,14 @@ def decode(encoding, ids):
     return b"".join(map(encoding.token_bytes, ids)).decode("utf-8", "replace")
 
 
+def pieces(encoding, ids):
+    """The text of each token of a completion; a character that several make up is the last one's.
+    They join to what `decode` gives."""
+    decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), len(ids) - 1
+    return [decoder.decode(encoding.token_bytes(t), i == last) for i, t in enumerate(ids)]
+
+
 def step_tokens(encoding, ids, ends):
     """Which token of `ids` closes each step, for `ends` in characters of their text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    lengths = (len(decoder.decode(encoding.token_bytes(t))) for t in ids)
-    done = list(itertools.accumulate(lengths))                  # characters after each token
+    done = list(itertools.accumulate(map(len, pieces(encoding, ids))))  # characters after each
     return [min(bisect.bisect_left(done, end), len(ids) - 1) for end in ends]

@@ -13,7 +13,9 @@ from run import show
 
 MODES = dict(resume=dict(action="store_true", help="Go on with the run in --out."),
              eval_only=dict(action="store_true", help="Only evaluate --init's model, or --out's."),
-             ask=dict(metavar="QUESTION", help="Only let that model answer."))
+             ask=dict(metavar="QUESTION", help="Only let that model answer."),
+             report=dict(metavar="FOLDER", nargs="+", help="Only put the curves and completions of "
+                         "these runs on one page, report.html in the first one, or in --out's."))
 
 def read(config, algos, about, argv):
     """A command line as two dicts: the flags that were given, and all of MODES, of which one at

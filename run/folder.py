@@ -4,7 +4,9 @@
     chat_frame.json                   what stands around a prompt, if there is a chat template
     checkpoint.safetensors            all that a resumed run needs, one file, JSON in its header
     run.json                          the settings, the versions, the command
-    metrics.jsonl, samples.jsonl      a line a step; a group in full at every checkpoint
+    metrics.jsonl                     a line a step
+    samples.jsonl                     two groups in full, at some steps (`samples.records`)
+    report.html                       both as a page to look at
     warm_start/, previous/            the kept warm start; the finished run that was here before
     lock                              held by the run that is at work here
 """
@@ -22,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import Fault, read_json
-from run import files, machine, pretrained, show
+from run import files, machine, pretrained, report, samples, show
 from run.tensors import MOMENTS, check, load_tensors, modules, sha256_of, training_state
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
@@ -31,6 +33,17 @@ def log_metrics(folder, step, stats):
     """Add a line to metrics.jsonl, on the first rank."""
     if machine.world()[0] == 0:
         append(folder / "metrics.jsonl", {"step": step, **stats})
+
+def log_samples(agent, step, batch, last):
+    """Add two groups to samples.jsonl at the first step, every --sample_every steps and at the
+    `last` one, on the first rank; and show one of the first step."""
+    if machine.world()[0] > 0:
+        return
+    if step == 1:
+        show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
+    if step in (1, last) or step % agent.cfg.sample_every == 0:
+        for record in samples.records(agent, step, batch):
+            append(agent.cfg.folder / "samples.jsonl", record)
 
 def append(path, record):
     """Add a line to a file of JSON lines."""
@@ -62,33 +75,26 @@ class Checkpoint:
             raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} of a wrong type or value")
 
 def save(agent, step, batch=None, stats=()):
-    """Write the policy, for use, and the checkpoint after `step`, on the first rank; show and log a
-    group of the batch. `stats`: of a step that is still to be evaluated."""
+    """Write the policy, for use, the checkpoint after `step`, and the report, on the first rank;
+    show a group of the batch. `stats`: of a step that is still to be evaluated."""
     if machine.world()[0] > 0:
         return
     folder = agent.cfg.folder
-    if batch:
-        show.group(batch, agent.cfg.group, agent.encoding)
-        append(folder / "samples.jsonl", group_record(step, batch, agent.cfg.group))
+    if batch and step > 1:
+        show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
     pretrained.save(agent.policy, folder, agent.encoding.files)
     state = dict(step=step, stats=dict(stats), beta=agent.beta,
                  model=pretrained.config_json(agent.policy),
                  sizes={name: size_on_disk(folder / name) for name in LOGS},
                  data=load(folder, type(agent.cfg), whole=False)[1].data)
     write_checkpoint(agent.cfg, Checkpoint(**state, tensors=training_state(agent)))
+    report.write([folder])
 
 def size_on_disk(path):
     """Bytes of a file, all of them on the disk: a checkpoint counts on its logs."""
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
         return os.path.getsize(path)
-
-def group_record(step, batch, size):
-    """The first group of a rollout, `size` rows, in full."""
-    return {"step": step, "prompt": batch.problems[0].prompt, "completions": batch.texts[:size],
-            "rewards": batch.reward[:size].sum(1).tolist(),
-            "advantages": [[round(a, 4) for a in adv[on].tolist()]
-                           for adv, on in zip(batch.adv[:size], batch.mask)]}
 
 def write_checkpoint(cfg, checkpoint):
     """Write checkpoint.safetensors: the settings and a Checkpoint."""
@@ -227,8 +233,9 @@ def keep_previous(folder):
 def clear_up(folder):
     """Remove what saves that were killed have left: files as large as the model."""
     for place in (folder, folder / "warm_start"):
-        for path in [*place.glob("*.json.tmp"), *place.glob("*.safetensors.tmp")]:
-            path.unlink()
+        for kind in ("json", "safetensors", "html"):
+            for path in [*place.glob(f"*.{kind}.tmp")]:
+                path.unlink()
 
 def open_run(cfg, checkpoint=None):
     """Make the folder of a new run, or cut the logs of a resumed one back to its checkpoint: what

@@ -1,11 +1,11 @@
 """What one sees in the terminal."""
-import itertools
 import os
 import shlex
 import statistics
 import sys
 import time
 
+from data import tokenizer
 from run import machine
 
 def print0(text):
@@ -61,7 +61,8 @@ def header(agent, problems, held_out):
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 def farewell(cfg, question):
-    """Where the model is, and how to ask it something."""
+    """Where the report and the model are, and how to ask it something."""
+    print0(f"curves, and completions token by token: {cfg.folder / 'report.html'}")
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
            f"--init {cfg.folder} --ask {shlex.quote(question)}")
 
@@ -74,10 +75,11 @@ def step_line(step, total, done):
     """One line for a step, by the statistics of the steps `done`, with the time left; and a warning
     when three in a row taught nothing."""
     stats, times = done[-1], [stats["seconds"] for stats in done]
-    shown = ("reward", "accuracy", "length", "kl", "entropy", "clip_share")
+    shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # with digits
     left = statistics.median(times[-9:]) * (total - step)
     print0(f"step {step}/{total}  "
-           + "".join(f"{name} {stats[name]:.3f}  " for name in shown if name in stats)
+           + "".join(f"{name} {stats[name]:.{digits}f}  " for name, digits in shown.items()
+                     if name in stats)
            + f"{times[-1]:.2f} s  left {clock(left)}")
     idle = [stats["dead_groups"] == 1 or stats["finished"] == 0 for stats in done]
     if idle[-3:] == [True] * 3 and idle[-4:] != [True] * 4:
@@ -93,21 +95,25 @@ def on_one_line(text):
     """A text with its line breaks shown."""
     return text.replace("\n", " ⏎ ")
 
-def coloured(encoding, ids, adv):
-    """The text of tokens on one line. In a terminal green is to become likelier, red less likely,
+def coloured(pieces, adv):
+    """The texts of tokens on one line. In a terminal green is to become likelier, red less likely,
     and in grey there is nothing to learn."""
-    pieces = [encoding.decode([t]) if t in encoding.known else "" for t in ids]
     pieces = [on_one_line(piece) for piece in pieces]
     if sys.stdout and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
         pieces = [f"\x1b[{code}m{piece}\x1b[0m" for code, piece in zip(codes, pieces)]
     return "".join(pieces)
 
-def group(batch, size, encoding):
-    """Four completions of the first group of a rollout, the tokens coloured by advantage."""
-    prompt = on_one_line(batch.problems[0].prompt)
-    rows = zip(batch.ids, batch.mask, batch.adv, batch.reward.sum(1).tolist())
-    for ids, on, adv, reward in itertools.islice(rows, min(4, size)):
-        adv = adv[on].tolist()
-        text = coloured(encoding, ids[on].tolist(), adv)
-        print0(f"    {prompt}{text}   reward {reward:g}  advantage {adv[0]:+.2f}")
+def group(batch, rows, encoding):
+    """The distinct completions of a group, some rows of a rollout, with how often each was sampled,
+    the tokens coloured by advantage: at most four, of the highest and of the lowest rewards."""
+    found, prompt = {}, on_one_line(batch.problems[rows.start].prompt)
+    rewards = batch.reward[rows].sum(1).tolist()
+    for i, (text, reward) in enumerate(zip(batch.texts[rows], rewards), rows.start):
+        found.setdefault((-reward, text), []).append(i)
+    distinct = [(-reward, at) for (reward, _), at in sorted(found.items(), key=lambda x: x[0][0])]
+    for reward, at in distinct if len(distinct) <= 4 else distinct[:2] + distinct[-2:]:
+        on = batch.mask[at[0]]
+        adv, ids = batch.adv[at[0]][on].tolist(), batch.ids[at[0]][on].tolist()
+        text = coloured(tokenizer.pieces(encoding, ids), adv)
+        print0(f"    {len(at)}x {prompt}{text}   reward {reward:g}  advantage {adv[0]:+.2f}")

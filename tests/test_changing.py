@@ -21,7 +21,7 @@ import grpo as unchanged  # noqa: E402
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 CISPO, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, BOARD = DIFFS
-CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py")
+CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 

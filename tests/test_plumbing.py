@@ -200,7 +200,8 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3, save_every=4, eval_every=2, warm_steps=20)
+ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3, save_every=4, sample_every=2,
+                        eval_every=2, warm_steps=20)
 
 
 @pytest.fixture(scope="module")
@@ -352,22 +353,25 @@ def test_the_statistics_of_a_step_are_those_of_its_batch(whole):
 
 
 def check_sample(line, step, batch):
-    """A line of samples.jsonl against the batch of its step."""
-    mask, ids = batch.mask[:4], batch.ids[:4].tolist()
+    """A line of samples.jsonl against the batch of its step, in which no prompt is twice. What it says of
+    the policy after the update is checked in test_report."""
+    first = next(i for i, p in enumerate(batch.problems) if p.prompt == line["prompt"])
+    rows = slice(first, first + 4)
+    mask, ids = batch.mask[rows], batch.ids[rows].tolist()
     own = [[x for x, on in zip(row, kept) if on] for row, kept in zip(ids, mask.tolist())]
-    assert line.keys() == {"step", "prompt", "completions", "rewards", "advantages"}
     assert line["step"] == step and texts(row[:3] for row in ids) == [line["prompt"]] * 4
-    assert line["prompt"] == batch.problems[0].prompt
     assert line["completions"] == [bytes(x for x in row if x < 256).decode("utf-8", "replace") for row in own]
-    assert line["rewards"] == batch.reward[:4].sum(1).tolist()
-    for listed, adv, on in zip(line["advantages"], batch.adv, mask):
+    assert line["rewards"] == pytest.approx(batch.reward[rows].sum(1).tolist(), abs=5.1e-5)
+    assert line["finished"] == [row[-1] == 256 for row in own]
+    for listed, adv, on in zip(line["advantages"], batch.adv[rows], mask):
         assert listed == pytest.approx(adv[on].tolist(), abs=5.1e-5) and len(listed) == on.sum()
 
 
-def test_every_line_of_samples_is_the_first_group_of_its_step(whole):
-    """At each checkpoint after a step."""
+def test_every_line_of_samples_is_a_group_of_its_step(whole):
+    """Two at the first step, at every second one, and at the last."""
     written = lines(whole.folder, "samples.jsonl")
-    assert [line["step"] for line in written] == [3, 4, 6] and whole.saved == [0, 3, 4, 6]
+    assert [(line["step"], line["which"]) for line in written] == [
+        (step, which) for step in (1, 2, 4, 6) for which in ("spread", "random")]
     for line in written:
         check_sample(line, line["step"], whole.steps[line["step"]].batch)
 
@@ -379,8 +383,8 @@ def test_the_samples_of_a_rule_bear_the_rewards_of_the_task(tmp_path):
         batch = seen.steps[line["step"]].batch
         check_sample(line, line["step"], batch)
         problem = next(p for p in TRAIN if p.prompt == line["prompt"])
-        for text, done, r in zip(line["completions"], batch.finished.tolist(), line["rewards"]):
-            assert r == pytest.approx(done * sum(rule(problem, text).values()))
+        for text, done, r in zip(line["completions"], line["finished"], line["rewards"]):
+            assert r == pytest.approx(done * sum(rule(problem, text).values()), abs=5.1e-5)
     assert len(seen.steps) == 2 and any(line["rewards"] for line in lines(tmp_path, "samples.jsonl"))
 
 
@@ -392,12 +396,8 @@ def test_logs_after_a_resume_are_those_of_the_whole_run(whole, resumed):
     one, other = ([{n: x for n, x in line.items() if n not in CLOCKS} for line in lines(seen.folder, "metrics.jsonl")]
                   for seen in (whole, resumed))
     assert one == other
-    at = {line["step"]: line for line in lines(resumed.folder, "samples.jsonl")}
-    assert len(at) == len(lines(resumed.folder, "samples.jsonl"))
-    for line in lines(whole.folder, "samples.jsonl"):
-        if line["step"] in at:
-            assert line == at[line["step"]]
-    assert {3, 6} <= at.keys() == {3, 4, 6}
+    one, other = ((seen.folder / "samples.jsonl").read_bytes() for seen in (whole, resumed))
+    assert one == other
 
 
 # --------------------------------------------------------------------------------- random streams
@@ -408,6 +408,7 @@ def test_each_purpose_and_step_has_a_random_stream_of_its_own(whole):
     opened = Counter(whole.streams)
     want = {("weights", 0), ("scorer", 0), ("evaluate", 0), *(("warm start", i) for i in range(20)),
             *((name, step) for name in ("problems", "rollout", "update") for step in range(1, 7)),
+            *(("samples", step) for step in (1, 2, 4, 6)),
             *((name, i) for name in ("fit", "labels of rank 0") for i in (0, 1))}
     assert opened.keys() == want
     assert {of for of, n in opened.items() if n > 1} == {("evaluate", 0)} and opened["evaluate", 0] == 4
@@ -418,7 +419,7 @@ def test_streams_differ_by_purpose_step_and_seed(whole):
     """And each is the same again."""
     keys = [(seed, *of) for seed in (0, 1, 2, 10, 11, 101) for of in sorted(set(whole.streams))]
     first = [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
-    assert len(set(first)) == len(keys) == 6 * 45
+    assert len(set(first)) == len(keys) == 6 * 49
     assert first == [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
 
 
@@ -573,7 +574,7 @@ def places(tmp_path_factory):
 # Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
 STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
-          "passes", "evaluations", "saves", "folder")
+          "passes", "evaluations", "saves", "samples.jsonl", "folder")
 BASE = TINY | dict(init="@warm", warm_steps=0)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
@@ -597,6 +598,7 @@ SETTINGS = dict(
     held_out=({}, {2: "held out"}),
     samples=({}, {3: "evaluations"}),
     save_every=({}, {1: "saves"}),
+    sample_every=(dict(steps=3), {2: "samples.jsonl"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
     max_new=({}, {5: "samples"}),
@@ -653,6 +655,7 @@ def stages(seen, where):
              [batch.reward, batch.ends], batch.adv, weights(seen.agent.policy), seen.passes,
              [[i for i, x in enumerate(seen.events) if x == "evaluation"],
               [rows for by, *_, rows in seen.prompts if by == "evaluate"]], seen.saved,
+             [line["step"] for path in where.rglob("samples.jsonl") for line in lines(path.parent, path.name)],
              [str(path.parent.relative_to(where)) for path in where.rglob("run.json")]]
     return dict(zip(STAGES, found, strict=True))
 
@@ -731,7 +734,7 @@ PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler 
     clip_low=0.2, clip_high=0.2, value_clip=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
 OURS = dict(
     task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", thinking="auto", out="",
-    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
+    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, sample_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
     micro_tokens=2048, recompute="off", adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
     dtype="auto", compile="auto")
@@ -755,11 +758,12 @@ ROWS = {                                        # what differs from GRPO
 
 LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
 TASKS = {                                       # what differs from Config
-    "arithmetic": dict(steps=34, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
+    "arithmetic": dict(steps=34, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
                        fit_lr=1e-3),
     "countdown": dict(task="countdown", difficulty=3, **LARGE),
     "gsm8k": dict(task="gsm8k", **LARGE),
-    "sums": dict(task="sums", difficulty=1, steps=60, prompts=8, group=8, max_new=32, lr=1e-5, save_every=20)}
+    "sums": dict(task="sums", difficulty=1, steps=60, prompts=8, group=8, max_new=32, lr=1e-5, save_every=20,
+                 sample_every=2)}
 
 
 def difference(cfg, base):
@@ -877,7 +881,7 @@ def test_a_config_cannot_be_changed():
 def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: 1e-4, torch.bfloat16: 2.0}            # troubleshooting
     assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
-    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
+    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "sample_every"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)
     assert grpo.MOST == dict(gamma=1, lam=1, label_noise=1, warm_batch=1_000_000, choices=10_000)

@@ -302,7 +302,7 @@ def test_a_rank_without_rows_in_a_fit():
 def test_the_run_folder(unbroken):
     assert {p.name for p in unbroken.iterdir()} == {
         "model.safetensors", "config.json", "checkpoint.safetensors", "run.json", "metrics.jsonl",
-        "samples.jsonl", "warm_start", "tokenizer.json", "tokenizer_config.json", "lock"}
+        "samples.jsonl", "report.html", "warm_start", "tokenizer.json", "tokenizer_config.json", "lock"}
     lines = metrics(unbroken, timed=True)
     assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
                                 "grad_norm dead_groups finished rollout_tok_s update_tok_s loss working".split())

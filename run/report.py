@@ -1,0 +1,115 @@
+"""A page to look at runs: one file of HTML with all that it shows, which asks nothing of a network.
+
+    python grpo.py --report out/grpo out/ppo
+
+`page/` holds what it is made of: our template, style and script, and uPlot, which draws the curves.
+"""
+import base64
+import hashlib
+import json
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+from data import Fault, read_json
+from run import files
+
+PAGE = Path(__file__).parent / "page"
+MOST = 20_000_000       # bytes of samples.jsonl on one page, shared by its runs
+
+def write(folders, out=""):
+    """Write report.html about the runs in some folders, into the first one or into `out`. Gives its
+    path; raises Fault for a folder without a run."""
+    folders, to = [Path(x) for x in folders], Path(out or folders[0])
+    text = page([run_of(x, MOST // len(folders)) for x in folders])
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise Fault(f"cannot write in {to}: {e.strerror}") from e
+    files.write_whole(to / "report.html", text)
+    return to / "report.html"
+
+def run_of(folder, most):
+    """What a page shows of a run, of its samples at most so many bytes."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise Fault(f"no run in {folder}")
+    about = folder / "run.json"
+    settings = read_json(about.read_bytes(), about) if about.is_file() else {}
+    samples, steps = thinned(folder / "samples.jsonl", most)
+    return dict(name=folder.resolve().name, path=str(folder), about=settings, steps=steps,
+                metrics=[parsed(line, path) for line in whole_lines(path)], samples=samples)
+
+def whole_lines(path):
+    """The lines of a file, as bytes, up to one that is still being written; none without a file."""
+    if path.is_file():
+        with open(path, "rb") as f:
+            yield from (line for line in f if line.endswith(b"\n"))
+
+def parsed(line, path):
+    """The record in a line of a log; raises Fault for what is none."""
+    found = read_json(line, path)
+    if type(found.get("step")) is not int:
+        raise Fault(f"{path} has a line without a step")
+    return found
+
+def thinned(path, most):
+    """The records of samples.jsonl at steps chosen evenly, the first and the last among them, so
+    that they have at most so many bytes; and at how many steps there were some."""
+    sizes = {}                                          # bytes by step: the file may be large
+    for line in whole_lines(path):
+        sizes[step_of(line)] = sizes.get(step_of(line), 0) + len(line)
+    steps, n = sorted(sizes), len(sizes)
+    while n and sum(sizes[step] for step in spread(steps, n)) > most:
+        n = n * 9 // 10
+    kept = set(spread(steps, n))
+    return [parsed(line, path) for line in whole_lines(path) if step_of(line) in kept], len(steps)
+
+def step_of(line):
+    """The step that a line of samples.jsonl begins with; -1 if it does not."""
+    found = re.match(rb'\{"step": (\d{1,15}),', line)
+    return int(found[1]) if found else -1
+
+def spread(items, n):
+    """n of the items, as evenly as can be, the first and the last among them."""
+    return [items[i * (len(items) - 1) // max(1, n - 1)] for i in range(n)]
+
+def page(runs):
+    """The page about some runs."""
+    names = ("page.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css",
+             "uPlot.LICENSE")
+    template, style, script, plot, plot_style, licence = (
+        (PAGE / name).read_text("utf-8") for name in names)
+    style = plot_style + style
+    shown = {"STYLE": style, "STYLES": hash_of(style), "PLOT": plot, "SCRIPT": script,
+             "SCRIPTS": f"{hash_of(plot)} {hash_of(script)}", "LICENCE": licence,
+             "DATA": escaped(runs)}
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda found: shown[found[1]], template)
+
+def hash_of(text):
+    """What a Content-Security-Policy calls a script or a style that may run: nothing else does."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+def escaped(data):
+    """JSON that can stand in a script element: a text in it ends no element and begins none. It is
+    ASCII, so that U+2028 and U+2029, which end a line of a script, are escaped as well."""
+    dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+    try:
+        try:
+            text = dumps(data)
+        except ValueError:
+            text = dumps(finite(data))
+    except RecursionError as e:
+        raise Fault("a log to report on has brackets in brackets, hundreds of them") from e
+    for c in "<>&":
+        text = text.replace(c, f"\\u{ord(c):04x}")
+    return text
+
+def finite(data):
+    """The same with null for numbers that JSON does not know: NaN and the infinities."""
+    if isinstance(data, dict):
+        return {name: finite(x) for name, x in data.items()}
+    if isinstance(data, list):
+        return [finite(x) for x in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

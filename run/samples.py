@@ -1,0 +1,75 @@
+"""Groups of a rollout to look at: which ones, and what is written down of each."""
+from functools import partial
+
+import torch
+
+from data.tokenizer import pieces
+from model import token_logps
+from run import batches, machine
+
+PART = 2 ** 24      # most logits at a time for the entropy, 64 MiB in float32
+
+def widest(batch, group):
+    """The rows of the group whose rewards spread most, by their std; of equal ones the first."""
+    spread = batch.reward.sum(1).cpu().double().view(-1, group).std(1, correction=0)
+    p = int(spread.argmax())
+    return slice(p * group, (p + 1) * group)
+
+def chosen(cfg, step, batch):
+    """Two groups of this rank, as rows by the reason: the one of the widest spread, and another one
+    at random, if there is another."""
+    rows = {"spread": widest(batch, cfg.group)}
+    others = [at for at in range(0, len(batch.ids), cfg.group) if at != rows["spread"].start]
+    if others:
+        begin = machine.rng(cfg, "samples", step).choice(others)
+        rows["random"] = slice(begin, begin + cfg.group)
+    return rows
+
+def entropies(policy, temperature, ids, h):
+    """The entropy of the next token in each state h (B, T, C), in nats, (B, T). For `token_logps`
+    it takes the place of a critic: it too is a number of the state before a token."""
+    found = []
+    for part in h.flatten(0, 1).split(max(1, PART // policy.cfg.vocab_size)):
+        logps = (policy.head(part) / temperature).log_softmax(-1)                          # (n, V)
+        found.append(-(logps.exp() * logps).sum(-1))
+    return torch.cat(found).view(ids.shape)
+
+@torch.no_grad()
+def as_it_is_now(policy, ids, mask, temperature):
+    """log pi of the sampled tokens, and the entropy where each was drawn, two lists for each row,
+    under the policy after its update. Row by row: no more logits than those of one are made."""
+    logps, entropy = [], []
+    for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
+        row, on = row[None, :T], on[None, :T]
+        logp, left = token_logps(policy, row, on, temperature,
+                                 partial(entropies, policy, temperature))
+        logps.append(rounded(logp[on]))
+        entropy.append(rounded(left[on]))
+    return logps, entropy
+
+def rounded(x):
+    """The numbers of a tensor (n,), to four digits."""
+    return [round(value, 4) for value in x.tolist()]
+
+def records(agent, step, batch):
+    """What samples.jsonl says of two groups of a rollout after its update, a dict for each. A list
+    in a list is of a row's tokens; `ends` are those, counted from 0, where its steps end."""
+    cfg, found = agent.cfg, []
+    for which, rows in chosen(cfg, step, batch).items():
+        ids, mask = batch.ids[rows], batch.mask[rows]
+        new_logp, entropy = as_it_is_now(agent.policy, ids, mask, cfg.temperature)
+
+        def of_tokens(x, where=mask):
+            """The numbers of the sampled tokens of each row, or of some of them."""
+            return None if x is None else [rounded(row[on]) for row, on in zip(x[rows], where)]
+        found.append({
+            "step": step, "which": which, "prompt": batch.problems[rows.start].prompt,
+            "completions": batch.texts[rows], "finished": batch.finished[rows].tolist(),
+            "rewards": rounded(batch.reward[rows].sum(1)),
+            "parts": {name: rounded(x[rows]) for name, x in batch.parts.items()},
+            "tokens": [pieces(agent.encoding, row[on].tolist()) for row, on in zip(ids, mask)],
+            "advantages": of_tokens(batch.adv), "logp": of_tokens(batch.logp),
+            "new_logp": new_logp, "ref_logp": of_tokens(batch.ref_logp), "entropy": entropy,
+            "ends": [end[on].nonzero()[:, 0].tolist() for end, on in zip(batch.ends[rows], mask)],
+            "step_rewards": of_tokens(batch.reward, batch.ends[rows])})
+    return found

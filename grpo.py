@@ -331,12 +331,10 @@ def gae(reward, value, mask, gamma, lam):
 
 def whiten(x, mask):
     """(x - mean) / std over the columns in mask of all ranks, 0 elsewhere and if all are equal."""
-    x = torch.where(mask, x, 0).to(machine.double(x.device))
-    n = machine.all_reduce(mask.sum()).clamp(min=1)
-    mean = machine.all_reduce(x.sum()) / n
-    centre = torch.where(mask, x - mean, 0)
-    std = (machine.all_reduce(centre.square().sum()) / n).sqrt()
-    return torch.where(std > 1e-6 * mean.abs(), centre / std, 0).float()
+    x = x.to(machine.double(x.device))
+    mean, std = machine.mean_and_std(x[mask])
+    spread = mask & (std > 1e-6 * mean.abs())
+    return torch.where(spread, (x - mean) / std, 0).float()
 
 def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages and returns (B, T), dead groups (P,), of step rewards (B, T) at `ends` (B, T).
@@ -385,8 +383,8 @@ def rollout(agent, problems, source):
               "finished": batch.finished}
     if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
         error = batch.returns - batch.value
-        left, own = (machine.variance(x[batch.mask]) for x in (error, batch.returns))
-        stats["explained_variance"] = 1 - left / own.clamp(min=1e-8)
+        (_, left), (_, own) = (machine.mean_and_std(x[batch.mask]) for x in (error, batch.returns))
+        stats["explained_variance"] = 1 - (left / own.clamp(min=1e-4)).square()
     return batch, machine.means(stats)
 
 # -------------------------------------------------------------------------------------- the loss
@@ -508,8 +506,7 @@ def evaluate(agent, problems):
     """Share of the problems solved: greedily, and by --samples: as the chance that one of k of them
     is right (pass@k), or the answer that most of k give (maj@k), for k = 1, 2, 4, ... up to all."""
     cfg, source, n = agent.cfg, machine.rng(agent.cfg, "evaluate"), agent.cfg.samples
-    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
-    names = ["greedy", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 1)]
+    names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
     total = torch.zeros(1 + len(names), device=agent.policy.device)
     size = max(1, cfg.prompts * cfg.group // (1 + n))   # at a time: rows as in training
     for part in batches.parts("evaluation", problems, size):
@@ -519,8 +516,7 @@ def evaluate(agent, problems):
                 for text, ended in zip(batch.texts, batch.finished.tolist())]
         for i, (greedy, *right) in enumerate(batch.parts["correct"].view(-1, 1 + n).tolist()):
             own = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
-            total += torch.tensor([1, greedy, *(answers.pass_at(k, right) for k in ks), *(
-                answers.majority_at(k, right, own) for k in ks if k > 1)], device=total.device)
+            total += total.new_tensor([1, greedy, *answers.shares(right, own).values()])
     count, *solved = machine.all_reduce(total).tolist()
     return dict(zip(names, (x / count for x in solved)))
 

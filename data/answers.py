@@ -132,6 +132,15 @@ def equal(left, right):
 
 # -------------------------------------------------------------------- several answers to a problem
 
+def shares(right, answers):
+    """pass@k and maj@k by name, for k = 1, 2, 4, ... up to all samples of a problem: which of them
+    are `right`, and their `answers`. maj@1 would be pass@1."""
+    n = len(right)
+    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
+    return {f"pass@{k}": pass_at(k, right) for k in ks} | {
+        f"maj@{k}": majority_at(k, right, answers) for k in ks if k > 1}
+
+
 def pass_at(k, right):
     """The expected best of k of these samples, drawn without return (unbiased: 2107.03374)."""
     best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(right)))

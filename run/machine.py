@@ -92,11 +92,11 @@ def all_reduce(x, op=dist.ReduceOp.SUM):
         dist.all_reduce(x, op)
     return x
 
-def variance(x):
+def mean_and_std(x):
     """Of the numbers x (n,) of all ranks, without Bessel's correction."""
     n = all_reduce(torch.tensor(float(len(x)), device=x.device)).clamp(min=1)
     mean = all_reduce(x.sum()) / n
-    return all_reduce((x - mean).square().sum()) / n
+    return mean, (all_reduce((x - mean).square().sum()) / n).sqrt()
 
 def means(stats):
     """The means of tensors by name, over their elements and all ranks."""

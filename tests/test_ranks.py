@@ -71,7 +71,7 @@ TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
     above = where.parent
-    return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start")) | RUNS[name] | dict(
+    return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start"), warm_steps=0) | RUNS[name] | dict(
         out=str(where / name))
 
 
@@ -93,11 +93,11 @@ def cache():
 
 
 def sums(rank):
-    """What two ranks make of numbers of their own; those whose variance is taken are [1, 2] and [6]."""
+    """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
     own = torch.tensor(rank + 1.0)
     found = {"sum": machine.all_reduce(own).item(), "own": own.item(),
              "gap": batches.checked_gap(own / 2 ** 17, None) * 2 ** 17,
-             "variance": machine.variance(torch.tensor([[1.0, 2.0], [6.0]][rank])).item(),
+             "spread": [x.item() for x in machine.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "parts": [machine.deal(part) for part in batches.parts("labelling", "abcd", 3)], "cache": cache()}
     with pytest.raises(Fault, match="sampler and trainer disagree"):
         batches.checked_gap(torch.tensor(float(rank)), None)            # of one rank alone
@@ -407,7 +407,7 @@ def test_sums_are_of_both_ranks(both):
     assert [f["parts"] for f in found] == [["ac", "d"], ["b"]]
     for f, own in zip(found, (1, 2)):
         assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
-        assert f["variance"] == pytest.approx(14 / 3) and f["cache"] == cache() / 2
+        assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5]) and f["cache"] == cache() / 2
 
 
 def test_a_warm_start_is_of_a_number_of_ranks(both):

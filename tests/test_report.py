@@ -176,7 +176,7 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
         patch.setattr(folder, "log_samples", log_samples)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit):
             run(tmp_path / "cut", **settings | dict(save_every=3))
     assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]
     run(tmp_path / "cut", "--resume")

@@ -774,12 +774,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(unbroken, tmp_path, monkeypatch
     main(["--resume", "--out", str(tmp_path)])
     assert metrics(tmp_path) == metrics(unbroken) and weights(tmp_path) == weights(unbroken)
     assert "at its end" not in capsys.readouterr().out and not checkpoint(tmp_path).stats
-    assert steps_of(tmp_path)[-1:] == [6] == steps_of(unbroken)[-1:] and len({*steps_of(tmp_path)}) == len(steps_of(tmp_path))
-
-
-def steps_of(where):
-    """The steps in samples.jsonl."""
-    return [json.loads(line)["step"] for line in (where / "samples.jsonl").read_text().splitlines()]
+    assert (tmp_path / "samples.jsonl").read_bytes() == (unbroken / "samples.jsonl").read_bytes()
 
 
 def test_ctrl_c_ends_an_evaluation_alone_at_once(unbroken, monkeypatch, capsys):

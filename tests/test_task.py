@@ -690,7 +690,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         if step == 1:
             raise KeyboardInterrupt
     monkeypatch.setattr(grpo.folder, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         run("cut", *RUN, "--init", init, "--system", "Be brief.")
     monkeypatch.setattr(grpo.folder, "save", real)
     on_day(monkeypatch, 2)
@@ -717,7 +717,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monk
         raise KeyboardInterrupt
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit):
             grpo.main([*RUN, "--init", str(chat_folder(tmp_path / "m")), "--out", str(tmp_path / "x")])
     files.unlock()
     assert not (tmp_path / "x" / "tokenizer.json").exists()

@@ -563,10 +563,9 @@ def train(cfg, task=None, checkpoint=None):
     cfg, encoding, policy, problems, held_out = start.begin(cfg, task, checkpoint)
     agent = new_agent(cfg, task, encoding, policy, checkpoint)
     show.header(agent, problems, held_out)
-    first, total, done = checkpoint.step + 1 if checkpoint else 0, cfg.steps * cfg.iterations, []
-    pending = checkpoint.stats if checkpoint else {}        # of a step that was not evaluated
-    for step in range(first - bool(pending), total + 1):    # step 0 only measures
-        stats, batch, pending = pending, None, {}
+    (first, stats), total, done = folder.ahead(checkpoint), cfg.steps * cfg.iterations, []
+    for step in range(first, total + 1):                    # step 0 only measures
+        batch, stats = None, stats if step == first else {}
         if step > 0 and not stats:
             if (step - 1) % cfg.steps == 0:
                 stats = begin_iteration(agent, problems, (step - 1) // cfg.steps)
@@ -577,12 +576,8 @@ def train(cfg, task=None, checkpoint=None):
             folder.log_samples(agent, step, batch, last=total)
         last = step == total
         if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
-            try:
+            with folder.kept(agent, step, batch, stats):    # if a signal comes
                 results = evaluate(agent, held_out)
-            except machine.Stopped:
-                if step > 0:            # what was learned is not lost
-                    folder.save(agent, step, batch, stats)
-                raise
             show.print0(f"step {step}  held out: {show.percentages(results)}")
             stats |= results
         halt = machine.stop_asked()

@@ -90,6 +90,24 @@ def save(agent, step, batch=None, stats=()):
     write_checkpoint(agent.cfg, Checkpoint(**state, tensors=training_state(agent)))
     report.write([folder])
 
+@contextlib.contextmanager
+def kept(agent, step, batch, stats):
+    """In this context a Stopped leaves a checkpoint of `step`, of which only the evaluation is left
+    to be made."""
+    try:
+        yield
+    except machine.Stopped:
+        if step > 0:
+            save(agent, step, batch, stats)
+        raise
+
+def ahead(checkpoint):
+    """The step that comes next after a Checkpoint, or None; and its statistics, if only its
+    evaluation is still to be made, or nothing."""
+    if checkpoint is None:
+        return 0, {}
+    return checkpoint.step + (not checkpoint.stats), checkpoint.stats
+
 def size_on_disk(path):
     """Bytes of a file, all of them on the disk: a checkpoint counts on its logs."""
     with open(path, "rb+") as f:

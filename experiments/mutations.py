@@ -35,9 +35,9 @@ from cosmic_ray.mutating import mutate_code
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 FOUND = ROOT / "out" / "mutations"
-FILES = ["grpo.py", "reward.py", "model.py", "run/batches.py", "run/machine.py", "run/start.py",
-         "run/pretrained.py", "data/answers.py", "data/arithmetic.py", "data/chat.py", "data/countdown.py",
-         "data/gsm8k.py", "data/tokenizer.py"]
+FILES = ["grpo.py", "reward.py", "model.py", "run/batches.py", "run/machine.py", "run/samples.py",
+         "run/start.py", "run/pretrained.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
+         "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = {"test_layout.py", "test_docs.py", "test_changing.py"}
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is

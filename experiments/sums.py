@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns sums from rewards alone: by this code, and by TRL. On 2 CPU cores:
 
-    pip install -r tests/requirements-peers.txt
+    pip install -r tests/requirements-peers.txt trl==1.16.0
     python experiments/smollm2.py                   # the model, into out/smollm2
     python experiments/sums.py 1 2 3                # a run for each seed, half an hour each
     python experiments/sums.py --trl 1              # TRL: the same prompts, groups, lengths, rate
@@ -66,11 +66,14 @@ def with_trl(seed):
     rows = [dict(prompt=[dict(role="user", content=p.prompt)], answer=p.answer) for p in problems]
     tokenizer = AutoTokenizer.from_pretrained(INIT)
 
-    def reward(completions, answer, completion_ids, **_):
-        """The task's own, 0 for what was cut off."""
-        texts = [said[0]["content"] for said in completions]
-        return [sum(sums.reward(sums.Problem("", right, ""), text).values()) * (ids[-1] == tokenizer.eos_token_id)
-                for text, right, ids in zip(texts, answer, completion_ids)]
+    def part(name):
+        """A function for a component of the task's reward, 0 for what was cut off."""
+        def reward(completions, answer, completion_ids, **_):
+            """As TRL wants it."""
+            return [sums.reward(sums.Problem("", right, ""), said[0]["content"])[name] * (ids[-1] == tokenizer.eos_token_id)
+                    for said, right, ids in zip(completions, answer, completion_ids)]
+        reward.__name__ = name
+        return reward
 
     class Log(TrainerCallback):
         """A line a step."""
@@ -80,7 +83,7 @@ def with_trl(seed):
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "trl.jsonl").unlink(missing_ok=True)
-    trainer = GRPOTrainer(str(INIT), reward, GRPOConfig(
+    trainer = GRPOTrainer(str(INIT), [part("correct"), part("number")], GRPOConfig(
         str(out / "trainer"), per_device_train_batch_size=cfg.prompts * cfg.group, num_generations=cfg.group,
         gradient_accumulation_steps=1, max_steps=cfg.steps, max_completion_length=cfg.max_new,
         learning_rate=cfg.lr, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=cfg.grad_clip,
@@ -176,7 +179,8 @@ def main():
         result = {"cores": os.cpu_count(), "runs": {seed: of_run(p) for seed, p in made["s"].items()}, "trl": {}}
         for seed, p in made["trl"].items():
             found = [m for m in lines(p / "trl.jsonl") if "reward" in m]
-            curve = {"seconds": [m["seconds"] for m in found], "accuracy": [max(0, m["reward"] - 0.1) for m in found]}
+            curve = {name: [m[key] for m in found] for name, key in (
+                ("seconds", "seconds"), ("accuracy", "rewards/correct/mean"), ("length", "completions/mean_length"))}
             result["trl"][seed] = json.loads((p / "costs.json").read_text()) | {"curve": curve}
         (HERE / "sums.json").write_text(json.dumps(result, indent=1) + "\n")
         draw(result, HERE / "sums.png")

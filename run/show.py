@@ -51,10 +51,12 @@ def percentages(results):
 
 def header(agent, problems, held_out):
     """What a run works on, and with."""
-    cfg, (device, dtype, _) = agent.cfg, machine.resolve(agent.cfg)
+    cfg, (device, dtype, compiled) = agent.cfg, machine.resolve(agent.cfg)
     millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
-           f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step")
+           f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
+    if compiled:
+        print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init:
         frame = agent.encoding.frame
         why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")

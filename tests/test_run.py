@@ -901,3 +901,12 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     for ids, on in rows:
         assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
         assert encoding.end not in ids[on].tolist()[:-1]
+
+
+@pytest.mark.parametrize("compile", ["on", "off"])
+def test_the_header_says_with_what_a_run_works(capsys, compile):
+    agent = grpo.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
+    show.header(agent, range(70), range(5))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
+    assert ["compiling" in line for line in said[1:]] == [True] * (compile == "on")

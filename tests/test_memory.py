@@ -9,11 +9,12 @@ from conftest import ROOT, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data.gsm8k as gsm8k
+import grpo
 import model as model_py
 from data import Fault
 from grpo import Config
 from model import GPT, GPTConfig, ScalarHead, token_logps
-from run import pretrained, start
+from run import machine, pretrained, start
 from run.files import save_file
 
 
@@ -176,3 +177,148 @@ def test_the_memory_of_half_a_billion():
     for name, size in need.items():
         assert not size or f"| {name} | {size / 1e9:.1f} |" in text, (name, size)
     assert f"| together | {sum(need.values()) / 1e9:.1f} |" in text and sum(need.values()) < 20e9
+
+
+# ------------------------------------------------------------- the estimate, part by part
+
+def bytes_of(*modules):
+    """Of the parameters of modules, none of them None."""
+    return sum(p.nbytes for module in modules if module is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [{}, dict(tied=False)], ids=["tied", "untied"])
+@pytest.mark.parametrize("settings", [
+    {}, dict(kl="none"), dict(kl="watch"), dict(kl="none", critic="separate"), dict(kl="none", baseline="value"),
+    dict(baseline="value", critic="separate"), dict(baseline="group+value", critic="separate", kl="none"),
+    dict(reward="model", kl="none", choices=6), dict(reward="model", baseline="value", critic="separate")],
+    ids=lambda x: " ".join(map(str, x.values())) or "grpo")
+def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
+    """Of a run's own models after a step, and of a cache. The maps to a number, of a few bytes, are left out."""
+    cfg = Config(prompts=3, group=4, max_new=8, micro_tokens=500, device="cpu", dtype=dtype, **settings)
+    agent = grpo.new_agent(cfg, None, None, start.to_device(tiny_model(**shape), cfg))
+    trunk, learned = agent.critic and agent.critic.trunk, agent.reward_model and agent.reward_model.trunk
+    trained = [p for module in (agent.policy, trunk) if module is not None for p in module.parameters()]
+    for p in (p for group in agent.opt.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    agent.opt.step()
+    need = start.memory(agent.policy, cfg, 5)
+    assert need["weights"] == bytes_of(agent.policy, trunk) == sum(p.nbytes for p in trained)
+    assert need["Adam"] == sum(agent.opt.state[p][m].nbytes for p in trained for m in ("exp_avg", "exp_avg_sq"))
+    assert need["gradients"] == sum(p.grad.nbytes for p in trained)
+    assert (need["reference"], need["sampler"]) == (bytes_of(agent.ref), bytes_of(agent.sampler))
+    assert need["reward model"] == 4 * bytes_of(learned)        # its weights, two moments and gradients
+    models = [x for x in (agent.policy, trunk, agent.ref, agent.sampler, learned) if x is not None]
+    assert need["RoPE's tables"] == sum(x.cos.nbytes + x.sin.nbytes for x in models)
+    rollout = start.memory(agent.policy, dataclasses.replace(cfg, prompts=600), 5)
+    rows = 600 * max(4, cfg.choices if cfg.reward == "model" else 0)
+    cache = agent.policy.new_cache(rows, 5 + 8)
+    assert rollout["cache"] == 2 * cache.nbytes and rollout["logits of a token"] == rows * 257 * 24
+
+
+def test_ranks_share_the_rows_of_a_rollout_and_nothing_else(monkeypatch):
+    cfg, model = Config(prompts=600, group=4, max_new=8, micro_tokens=100, device="cpu"), tiny_model()
+    alone = start.memory(model, cfg, 5)
+    monkeypatch.setattr(machine, "world", lambda: (1, 2))
+    both = start.memory(model, cfg, 5)
+    halved = {name for name in alone if both[name] != alone[name]}
+    assert halved == {"cache", "logits of a token"} and all(2 * both[n] == alone[n] for n in halved)
+
+
+# Bytes that the backward pass needs of a token in a layer of 32 channels, 64 in the MLP, and 4 + 2 heads of 8.
+# The residual stream, float32: 4 times 32 numbers. In the dtype of products: twice the 32 channels, three times the
+# 6 * 8 of the heads, 4 times the 64 of SwiGLU, or twice those of GELU.
+ONE = {"float32": 4 * 128 + 4 * (64 + 144 + 256), "bfloat16": 4 * 128 + 2 * (64 + 144 + 256),
+       "gelu": 4 * 128 + 4 * (64 + 144 + 128)}
+
+
+@pytest.mark.parametrize("settings, stored", [
+    (dict(micro_tokens=100), 100 * 2 * ONE["float32"]),
+    (dict(micro_tokens=100, dtype="bfloat16"), 100 * 2 * ONE["bfloat16"]),
+    (dict(micro_tokens=100, recompute="on"), 100 * (ONE["float32"] + 2 * 128)),     # a layer, and what each begins with
+    (dict(micro_tokens=100, baseline="value"), 100 * 2 * ONE["float32"]),
+    (dict(micro_tokens=100, baseline="value", critic="separate"), 2 * 100 * 2 * ONE["float32"]),
+    (dict(micro_tokens=100, critic="separate"), 100 * 2 * ONE["float32"]),          # of no use without a value
+    (dict(micro_tokens=5), 12 * 2 * ONE["float32"]),                # a row does not fit: it is taken alone
+    (dict(micro_tokens=5, choices=50), 12 * 2 * ONE["float32"]),
+    (dict(micro_tokens=5, choices=50, reward="model"), 50 * 12 * 2 * ONE["float32"])])      # nor does a set of 50
+def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkeypatch):
+    cfg = Config(prompts=1, group=2, max_new=8, device="cpu", **settings)
+    need = start.memory(tiny_model(), cfg, 4)
+    assert need["activations"] == stored
+    tokens = 100 if cfg.micro_tokens == 100 else 600 if cfg.reward == "model" else 12
+    assert need["logits"] == 257 * tokens * 12
+    monkeypatch.setattr(start, "CHUNK", 1000)               # more are never made at a time
+    assert start.memory(tiny_model(), cfg, 4)["logits"] == 12000
+
+
+def test_activations_of_gelu():
+    cfg = Config(prompts=1, group=2, max_new=8, micro_tokens=100, device="cpu")
+    assert start.memory(tiny_model(mlp="gelu"), cfg, 4)["activations"] == 100 * 2 * ONE["gelu"]
+
+
+@pytest.mark.parametrize("prompts, names", [(1, ["gradients", "activations", "logits"]), (600, ["cache", "logits of a token"])])
+def test_of_rollout_and_update_the_larger_counts(prompts, names):
+    need = start.memory(tiny_model(), Config(prompts=prompts, group=2, max_new=8, micro_tokens=100, device="cpu"), 4)
+    assert [*need][-len(names):] == names and [*need][0] == "weights" and len(need) == 6 + len(names)
+
+
+# ---------------------------------------------------------------------------- whether it fits
+
+def refusal(model, cfg, longest):
+    """What check_room says."""
+    with pytest.raises(Fault) as e:
+        start.check_room(model, cfg, longest)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("need, free, told", [
+    (1_750_000_000, 1_250_000_000, "1.8 GB, and 1.2 are free (weights 1.8)"),
+    (1_250_000_000, 750_000_000, "1.2 GB, and 0.8 are free (weights 1.2)")])
+def test_a_gigabyte_has_a_thousand_million_bytes(need, free, told, monkeypatch):
+    monkeypatch.setattr(start, "memory", lambda *_: {"weights": need})
+    monkeypatch.setattr(start, "free_memory", lambda device: free)
+    assert refusal(tiny_model(), Config(max_new=8, device="cpu"), 5) == (
+        f"this needs about {told}: lower --micro_tokens, --max_new, --group or --prompts")
+
+
+def test_what_is_too_small_to_show_is_not_named(monkeypatch):
+    """Up to 0.05 GB."""
+    sizes = {"weights": 2_940_000_000, "Adam": 50_000_000, "cache": 50_000_001, "logits": 0}
+    monkeypatch.setattr(start, "memory", lambda *_: sizes)
+    monkeypatch.setattr(start, "free_memory", lambda device: 3_040_000_000)
+    assert "3.0 GB, and 3.0 are free (weights 2.9, cache 0.1): " in refusal(tiny_model(), Config(max_new=8, device="cpu"), 5)
+
+
+def test_only_to_answer_takes_the_weights_and_their_tables(monkeypatch):
+    """Whatever the rest of the settings would need."""
+    model, cfg = tiny_model(), Config(prompts=10 ** 9, max_new=10 ** 9, device="cpu")
+    whole = bytes_of(model) + model.cos.nbytes + model.sin.nbytes
+    monkeypatch.setattr(start, "free_memory", lambda device: whole)
+    start.check_room(model, cfg, 0)
+    monkeypatch.setattr(start, "free_memory", lambda device: whole - 1)
+    assert refusal(model, cfg, 0).startswith("this needs about 0.0 GB")
+
+
+def test_a_run_must_fit_the_context(monkeypatch):
+    monkeypatch.setattr(start, "free_memory", lambda device: None)          # nothing says how much there is
+    model = tiny_model()
+    start.check_room(model, Config(max_new=8, device="cpu"), 56)
+    assert refusal(model, Config(max_new=8, device="cpu"), 57) == (
+        "57 tokens of a prompt and --max_new 8 do not fit the model's context of 64")
+    start.check_room(model, Config(max_new=80, device="cpu"), 0)            # only to answer
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch):
+    """In the kibibytes of /proc/meminfo; of a GPU the first of free and all; of anything else nothing is known."""
+    cpu, text = torch.device("cpu"), "MemTotal:  9000000 kB\nMemFree:  17 kB\nMemAvailable:    5000000 kB\n"
+    monkeypatch.setattr(start.Path, "exists", lambda path: str(path) == "/proc/meminfo")
+    monkeypatch.setattr(start.Path, "read_text", lambda path: text)
+    assert start.free_memory(cpu) == 5_120_000_000
+    assert start.free_memory(torch.device("mps")) is None
+    monkeypatch.setattr(start.Path, "read_text", lambda path: "MemTotal:  9000000 kB\n")
+    assert start.free_memory(cpu) is None
+    monkeypatch.setattr(start.Path, "exists", lambda path: False)
+    assert start.free_memory(cpu) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
+    assert start.free_memory(torch.device("cuda", 0)) == 7

@@ -1,0 +1,309 @@
+"""The machine and the batches: each function alone, with a GPU, glibc and other ranks played."""
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from data import Fault
+from grpo import Config
+from run import batches, machine, show
+
+
+def two_ranks(monkeypatch, f, first, second):
+    """What f gives on each of two ranks, played by threads whose all_reduce waits for the other's."""
+    here, meet, given, got = threading.local(), threading.Barrier(2), {}, {}
+
+    def all_reduce(x, op=dist.ReduceOp.SUM):
+        given[here.rank] = x
+        meet.wait(10)
+        both = torch.stack([given[0], given[1]])
+        meet.wait(10)
+        return both.sum(0) if op == dist.ReduceOp.SUM else both.amax(0)
+
+    def work(rank, args):
+        here.rank = rank
+        got[rank] = f(*args)
+    monkeypatch.setattr(machine, "all_reduce", all_reduce)
+    monkeypatch.setattr(machine, "world", lambda: (here.rank, 2))
+    threads = [threading.Thread(target=work, args=x) for x in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got[0], got[1]
+
+
+# ------------------------------------------------------------------------------------ the device
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that says whether there is a GPU, and which of them is this process's."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def there(cuda, local=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        if local is not None:
+            monkeypatch.setenv("LOCAL_RANK", local)
+    return there
+
+
+@pytest.mark.parametrize("cuda, local, device, dtype", [
+    (True, None, "cuda:0", "bfloat16"), (True, "3", "cuda:3", "bfloat16"), (False, "3", "cpu", "float32")])
+def test_the_best_device_there_is(cuda, local, device, dtype, gpus):
+    gpus(cuda, local)
+    for asked in ("auto", device[:4].rstrip(":")):
+        found = machine.resolve(Config(device=asked))
+        assert found == (torch.device(device), dtype, cuda) and found[0].index == torch.device(device).index
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_is_asked_for_counts_before_what_is_best(cuda, gpus):
+    gpus(cuda)
+    assert machine.resolve(Config(device="cpu"))[1:] == ("float32", False)
+    for dtype in ("float32", "bfloat16"):
+        for compiled in ("on", "off"):
+            assert machine.resolve(Config(dtype=dtype, compile=compiled))[1:] == (dtype, compiled == "on")
+
+
+def test_a_device_that_is_not_there(gpus):
+    gpus(False)
+    for kind in ("cuda", "mps"):
+        with pytest.raises(Fault, match=f"^--device {kind}: there is none here$"):
+            machine.resolve(Config(device=kind))
+
+
+@pytest.mark.parametrize("asked", ["on", "off"])
+def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
+    """And up to 64 graphs may be made of them: prompts, tokens and training have their own."""
+    options, config = [], SimpleNamespace(recompile_limit=8)
+    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=config))
+    module = SimpleNamespace(compile=lambda **given: options.append(given))
+    machine.compile_all(Config(device="cpu", compile=asked), module, None, module)
+    assert options == [dict(dynamic=True)] * 2 * (asked == "on")
+    assert config.recompile_limit == (64 if asked == "on" else 8)
+
+
+# As glibc's malloc.h has them. A threshold of mmap is at most half of what a heap may be, 32 MiB.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+
+
+@pytest.mark.parametrize("platform, libc, told", [
+    ("linux", "glibc", [(TRIM_THRESHOLD, 2147483647), (MMAP_THRESHOLD, 33554432)]),     # INT_MAX; 32 MiB
+    ("linux", "musl", []), ("darwin", "glibc", [])])
+def test_glibc_keeps_freed_memory(platform, libc, told, monkeypatch):
+    calls = []
+    known = SimpleNamespace(mallopt=lambda *given: calls.append(given)) if libc == "glibc" else SimpleNamespace()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: known)
+    monkeypatch.setattr(sys, "platform", platform)
+    machine.prepare()
+    assert calls == told
+
+
+def test_stdout_replaces_what_it_cannot_show(monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "platform", "other")
+    for stdout in (SimpleNamespace(reconfigure=lambda **x: given.append(x)), SimpleNamespace()):
+        monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's has no such method
+        machine.prepare()
+    assert given == [dict(errors="replace")]
+
+
+# -------------------------------------------------------------------------------------- the ranks
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """A process as torchrun starts it; what it is told of devices and groups."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    return calls
+
+
+def test_ranks_on_gpus_join_by_nccl_each_with_its_own(torchrun):
+    device = torch.device("cuda", 1)
+    machine.start_ranks(device)
+    assert torchrun == [device, "nccl"]
+
+
+def test_ranks_on_cpus_join_by_gloo(torchrun, monkeypatch):
+    machine.start_ranks(torch.device("cpu"))
+    assert torchrun == ["gloo"]
+    monkeypatch.delenv("RANK")
+    machine.start_ranks(torch.device("cpu"))                # alone there is no one to join
+    assert torchrun == ["gloo"]
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_of_torchruns_settings_are_none(name, torchrun, monkeypatch):
+    monkeypatch.delenv(name)
+    with pytest.raises(Fault, match=f"^RANK is set and {name} is not"):
+        machine.start_ranks(torch.device("cpu"))
+    assert not torchrun
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_group_that_cannot_be_joined_is_one_line(error, torchrun, monkeypatch):
+    """torch's own messages go on with a trace of C++."""
+    def refuse(backend):
+        raise error("no answer\nfrom frame 1\nfrom frame 2")
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(Fault) as e:
+        machine.start_ranks(torch.device("cpu"))
+    assert str(e.value) == "cannot join the other ranks: no answer"
+
+
+@pytest.mark.parametrize("first, second", [([1.0, 4.0, 9.0], [2.0]), ([1.0, 5.0], []), ([7.0], []), ([], [])])
+def test_a_variance_is_of_the_numbers_of_all_ranks(first, second, monkeypatch):
+    """Of one number or of none it is 0."""
+    whole = torch.tensor(first + second)
+    want = whole.var(correction=0).item() if len(whole) > 1 else 0
+    for got in two_ranks(monkeypatch, machine.variance, [torch.tensor(first)], [torch.tensor(second)]):
+        assert got.item() == pytest.approx(want)
+
+
+def test_means_are_of_all_ranks(monkeypatch):
+    one, two = dict(a=torch.tensor([1, 2, 6]), b=torch.tensor([True])), dict(a=torch.tensor([5, 5, 5]), b=torch.tensor([False]))
+    assert two_ranks(monkeypatch, machine.means, [one], [two]) == (dict(a=4.0, b=0.5),) * 2
+    monkeypatch.undo()
+    assert machine.means(one) == dict(a=3.0, b=1.0)
+
+
+@pytest.mark.parametrize("ranks, code, events", [
+    (False, 0, []), (False, 2, ["SystemExit 2"]), (False, 130, ["SystemExit 130"]), (True, 2, ["SystemExit 2"]),
+    (True, 0, ["wait", "_exit 0"]), (True, 1, ["wait", "_exit 1"]), (True, 3, ["wait", "_exit 3"]),
+    (True, 143, ["wait", "_exit 143"])])
+def test_ranks_end_together_unless_one_has_a_fault(ranks, code, events, monkeypatch):
+    """With a Fault on one rank the others may never come: there is no waiting for them."""
+    seen = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks)
+    monkeypatch.setattr(machine, "wait_for_all", lambda: seen.append("wait"))
+    monkeypatch.setattr(os, "_exit", lambda code: seen.append(f"_exit {code}"))
+    monkeypatch.setattr(sys, "exit", lambda code: seen.append(f"SystemExit {code}"))
+    machine.exit_with(code)
+    assert seen[:len(events)] == events and bool(seen) == bool(events)
+
+
+# ----------------------------------------------------------------------------------- random streams
+
+def test_a_stream_is_of_its_seed_purpose_and_step():
+    """Without a step it is that of step 0; and no two are alike."""
+    cfg = Config(seed=7)
+    assert machine.rng(cfg, "fit").random() == machine.rng(cfg, "fit", 0).random() == random.Random("7/fit/0").random()
+    streams = [(cfg, "fit", 0), (cfg, "fit", 1), (cfg, "update", 0), (Config(seed=8), "fit", 0)]
+    assert len({machine.rng(*stream).random() for stream in streams}) == 4
+
+
+def test_numbers_are_the_same_on_every_machine():
+    """To the bit, and so are the runs of a seed; a second draw from the stream is another one."""
+    source = random.Random(0)
+    got = machine.uniform(source, 2, 2), machine.uniform(source, 2)
+    assert [x.dtype for x in got] == [torch.float64] * 2 and got[0].shape == (2, 2)
+    assert [x.flatten().tolist() for x in got] == [
+        [0.7984801223563218, 0.8003479718879506, 0.8372418555995936, 0.8896066683651614],
+        [0.3528477596074505, 0.3184049182633061]]
+
+
+# --------------------------------------------------------------------------------------- signals
+
+def test_a_second_signal_is_obeyed_at_once():
+    """With the code of a shell: 128 and its number."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with machine.stoppable():
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == machine.ask_to_stop
+        assert machine.stop_asked() == 0
+        signal.raise_signal(signal.SIGINT)
+        assert machine.stop_asked() == 2
+        with pytest.raises(SystemExit) as e:
+            signal.raise_signal(signal.SIGTERM)
+        assert e.value.code == 143
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before and not machine.ASKED
+
+
+def test_what_stops_bears_the_signals_number():
+    with pytest.raises(machine.Stopped) as e, machine.stoppable():
+        signal.raise_signal(signal.SIGTERM)
+        raise machine.Stopped("here")
+    assert e.value.number == 15 and machine.stop_asked() == 0
+
+
+def test_ranks_on_cpus_ask_each_other_there(monkeypatch):
+    """Only nccl needs the number on a GPU."""
+    asked = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(machine, "all_reduce", lambda x, op: asked.append((x.device.type, op)) or x + 2)
+    assert machine.stop_asked() == 2 and asked == [("cpu", dist.ReduceOp.MAX)]
+
+
+# ------------------------------------------------------------------------------ batches and training
+
+def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
+    """Problems 0, 2, 4 are the first rank's, with two rows each, and 1, 3, 5 the second's."""
+    def rows(problems, T):
+        ids = torch.tensor([[10 * p + k] * T for p in problems for k in range(2)])
+        return dict(ids=ids, mask=ids > 0)
+
+    def all_gather_object(parts, own):
+        parts[:] = [own, rows([1, 3, 5], 5)]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    got = batches.of_all_ranks(rows([0, 2, 4], 4), 2)
+    assert got["ids"][:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
+    assert got["ids"][:, 4].tolist() == [0, 0, 10, 11, 0, 0, 30, 31, 0, 0, 50, 51]         # padding, on the right
+    assert got["ids"].shape == got["mask"].shape == (12, 5) and torch.equal(got["mask"], got["ids"] > 0)
+
+
+def test_one_rank_and_one_set_stay_what_they_are():
+    rows = dict(ids=torch.arange(12).view(4, 3), label=torch.rand(4, 3))
+    for got in (batches.of_all_ranks(rows, 2), batches.concatenate(rows)):
+        assert all(torch.equal(got[n], rows[n]) for n in rows) and got.keys() == rows.keys()
+
+
+def test_an_optimizer_step_is_on_the_sum_of_all_ranks(monkeypatch):
+    """Gradients are summed, then clipped; a weight without one has its moments too, as a checkpoint wants."""
+    used, unused = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    opt = batches.new_optimizer([used, None, unused], 0.1)
+    monkeypatch.setattr(machine, "all_reduce", lambda x: 2 * x)
+    seen, step = [], opt.step
+    monkeypatch.setattr(opt, "step", lambda: (seen.append(used.weight.grad.clone()), step()))
+    for clip, after in ((100.0, [6.0, 8.0]), (5.0, [3.0, 4.0])):
+        used.weight.grad = torch.tensor([[3.0, 4.0]])
+        assert batches.optimizer_step(opt, clip) == pytest.approx(10.0)
+        assert seen.pop()[0].tolist() == pytest.approx(after)
+        assert used.weight.grad is None or not used.weight.grad.any()
+    assert opt.state[unused.weight]["step"] == 2 and not opt.state[unused.weight]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("dtype, most", [(None, 1e-4), (torch.bfloat16, 2.0)])
+def test_a_gap_may_be_as_large_as_the_rounding_and_no_larger(dtype, most):
+    gap = torch.tensor(most, dtype=torch.float64)
+    assert batches.checked_gap(gap, dtype) == most
+    for wrong in (gap * (1 + 1e-6), gap * float("nan")):
+        with pytest.raises(Fault, match="^sampler and trainer disagree"):
+            batches.checked_gap(wrong, dtype)
+
+
+def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
+    got = two_ranks(monkeypatch, lambda gap: batches.checked_gap(gap, None), [torch.tensor(1e-5)], [torch.tensor(5e-5)])
+    assert got == (pytest.approx(5e-5),) * 2
+
+
+def test_the_rate_of_a_short_fit(monkeypatch):
+    """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
+    rates, module = [], torch.nn.Linear(1, 1)
+    monkeypatch.setattr(batches, "optimizer_step", lambda opt, clip: rates.append((opt.param_groups[0]["lr"], clip)))
+    monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
+    batches.fit("a fit", module, lambda step: (), 10, 3.0, 0.7)
+    assert [rate for rate, _ in rates] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
+    assert {clip for _, clip in rates} == {0.7}

@@ -1,0 +1,267 @@
+"""What a run starts from, each function alone: whether it can run, its tokenizer and model, the warm start."""
+import copy
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import chat_folder, tiny_model
+
+import data.arithmetic as arithmetic
+from data import Fault
+from data.tokenizer import byte_encoding
+from grpo import Config
+from run import batches, machine, pretrained, start
+
+PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
+HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
+CFG = Config(prompts=2, group=4, max_new=8, warm_batch=6, warm_steps=3, micro_tokens=40, device="cpu", dtype="float32")
+
+
+def toy(**parts):
+    """A task of PROBLEMS, with all that a task can have."""
+    return SimpleNamespace(**dict(problems=lambda cfg: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
+                                  steps=lambda p, text: [], demonstration=lambda p, source: "abc") | parts)
+
+
+# ------------------------------------------------------------------------------ whether it can run
+
+def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HELD_OUT):
+    monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+    start.check(dataclasses.replace(CFG, **changes), task or toy(), problems, held_out)
+
+
+@pytest.mark.parametrize("changes, ranks, fault", [
+    (dict(minibatches=8), 1, ""),
+    (dict(minibatches=9), 1, "--minibatches 9: a rollout has only 8 rows"),
+    (dict(prompts=20), 1, ""),
+    (dict(prompts=21), 1, "--prompts 21: the task has only 20 problems to draw from"),
+    (dict(fit_prompts=21), 1, ""),
+    (dict(fit_prompts=20, reward="model"), 1, ""),
+    (dict(fit_prompts=21, reward="model"), 1, "--fit_prompts 21: the task has only 20 problems to draw from"),
+    (dict(fit_prompts=15, reward="model"), 2, "--fit_prompts 15 cannot be dealt to 2 ranks alike"),
+    (dict(prompts=3), 2, "--prompts 3 cannot be dealt to 2 ranks alike"),
+    (dict(prompts=6), 3, ""),
+    (dict(prompts=6, warm_batch=6), 6, ""),
+    (dict(prompts=7, warm_batch=6), 7, "--warm_batch 6 is less than a row for each of 7 ranks"),
+    (dict(init="a", out="a/"), 1, "--out is --init: the model in a would be overwritten"),
+    (dict(init="a", out="b"), 1, ""),
+    (dict(init="", out="."), 1, "")])
+def test_what_a_run_may_ask_for_at_most(changes, ranks, fault, monkeypatch):
+    if fault:
+        with pytest.raises(Fault) as e:
+            check(changes, ranks, monkeypatch)
+        assert str(e.value) == fault
+    else:
+        check(changes, ranks, monkeypatch)
+
+
+@pytest.mark.parametrize("lacks, needed, not_needed", [
+    ("steps", dict(supervision="process"), {}), ("demonstration", {}, dict(warm_steps=0))])
+def test_functions_of_a_task_that_not_every_run_needs(lacks, needed, not_needed, monkeypatch):
+    check(not_needed, 1, monkeypatch, toy(**{lacks: None}))
+    with pytest.raises(Fault, match=f"has no function {lacks}: "):
+        check(needed, 1, monkeypatch, toy(**{lacks: None}))
+
+
+@pytest.mark.parametrize("n, note", [
+    (50, ""), (49, "note: only 49 problems are held out, so one more that is solved moves a result by 2%\n"),
+    (8, "note: only 8 problems are held out, so one more that is solved moves a result by 12%\n")])
+def test_few_held_out_problems_are_told(n, note, monkeypatch, capsys):
+    check({}, 1, monkeypatch, held_out=HELD_OUT[:n])
+    assert capsys.readouterr().out == note
+
+
+def test_none_held_out_is_a_fault(monkeypatch):
+    with pytest.raises(Fault, match="^the task holds no problems out: there is nothing to evaluate on$"):
+        check({}, 1, monkeypatch, held_out=[])
+
+
+def test_the_reward_is_tried_once(monkeypatch):
+    """On the first problem and a completion without text: it may be slow."""
+    tried = []
+    check({}, 1, monkeypatch, toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0}))
+    assert tried == [(PROBLEMS[0], "")]
+    with pytest.raises(Fault, match="'correct'"):
+        check({}, 1, monkeypatch, toy(reward=lambda p, text: {}))
+
+
+@pytest.mark.parametrize("found", [
+    None, [PROBLEMS, HELD_OUT], (PROBLEMS,), (PROBLEMS, HELD_OUT, []), (PROBLEMS, ["1="]),
+    ([SimpleNamespace(prompt=1)], HELD_OUT)])
+def test_problems_that_are_not_two_lists(found):
+    with pytest.raises(Fault, match="must be two lists"):
+        start.problems_of(CFG, toy(problems=lambda cfg: found))
+
+
+def test_the_first_held_out_problems_are_taken():
+    assert start.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
+    assert start.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
+
+
+# ------------------------------------------------------------------------ the tokenizer and the model
+
+def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
+    """A run's folder without one has a model of bytes; --init's must have one."""
+    chat, empty = chat_folder(tmp_path / "chat"), tmp_path / "empty"
+    empty.mkdir()
+    init = lambda where: dataclasses.replace(CFG, init=str(where))
+    sizes = [start.encoding_of(cfg, where).n_vocab for cfg, where in (
+        (CFG, ""), (CFG, empty), (CFG, chat), (init(chat), chat))]
+    assert sizes == [257, 257, 259, 259]
+    with pytest.raises(Fault, match="tokenizer.json"):
+        start.encoding_of(init(empty), empty)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a small model of bytes."""
+    pretrained.save(tiny_model(), tmp_path / "model", byte_encoding().files)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("stop, fits", [([0], True), ([256], True), ([0, 256], True), ([-1], False), ([3, -1], False),
+                                        ([257], False), ([257, 5], False)])
+def test_end_tokens_are_in_the_vocabulary(stop, fits, saved, encoding):
+    encoding.stop = frozenset(stop)
+    if fits:
+        assert start.load_model(saved, CFG, encoding, 5)
+    else:
+        with pytest.raises(Fault, match=r"eos_token_id \[.*\] goes beyond the vocabulary of 257$"):
+            start.load_model(saved, CFG, encoding, 5)
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
+    pretrained.save(tiny_model(vocab_size=300), tmp_path / "large")
+    assert start.load_model(tmp_path / "large", CFG, encoding).cfg.vocab_size == 300
+    pretrained.save(tiny_model(vocab_size=256), tmp_path / "small")
+    with pytest.raises(Fault, match="small: a vocabulary of 256, and the tokenizer has 257$"):
+        start.load_model(tmp_path / "small", CFG, encoding)
+
+
+def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
+    """Neither in its context nor in memory."""
+    whole = sum(x.nbytes for x in (*tiny_model().parameters(), *tiny_model().buffers()))
+    monkeypatch.setattr(start, "free_memory", lambda device: whole)
+    cfg = dataclasses.replace(CFG, init=str(saved), max_new=1000, prompts=10 ** 6)
+    encoding, model = start.trained_model(cfg)
+    assert encoding.n_vocab == model.cfg.vocab_size == 257
+    with pytest.raises(Fault, match="do not fit the model's context of 64"):
+        start.load_model(saved, cfg, encoding, 1)
+
+
+@pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
+def test_a_new_models_context_is_the_least_power_of_two(longest, context, encoding):
+    cfg = dataclasses.replace(CFG, n_embd=16, n_head=2)
+    assert start.new_model(cfg, encoding, longest).cfg.block_size == context
+    assert start.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
+
+
+def test_new_weights_follow_from_the_seed_alone(encoding):
+    """Its own stream, as 63 bits, which is what a Generator takes of a positive number."""
+    cfg = dataclasses.replace(CFG, n_embd=16, n_head=2, seed=5)
+    model = start.new_model(cfg, encoding, 8)
+    number = machine.rng(cfg, "weights").getrandbits(63)
+    std = (2 / (5 * 16)) ** 0.5
+    want = torch.randn(257, 16, generator=torch.Generator().manual_seed(number)) * std
+    torch.testing.assert_close(model.embed_tokens.weight.detach(), want)
+    other = start.new_model(dataclasses.replace(cfg, seed=6), encoding, 8)
+    assert not torch.equal(other.embed_tokens.weight, model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("dtypes, told", [
+    ({}, None), (dict(dtype="float32"), None), (dict(dtype="bfloat16"), "bfloat16"), (dict(torch_dtype="float16"), "float16"),
+    (dict(dtype="bfloat16", torch_dtype="float32"), "bfloat16")])
+def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encoding, capsys):
+    path = saved / "config.json"
+    path.write_text(json.dumps({n: x for n, x in json.loads(path.read_text()).items() if n != "dtype"} | dtypes))
+    cfg = dataclasses.replace(CFG, init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
+    model, cold = start.starting_model(cfg, toy(), 5, encoding)
+    assert capsys.readouterr().out.splitlines() == [f"starting from {saved}"] + [
+        f"its weights are {told}; they are trained, and saved, in float32"] * bool(told)
+    assert not cold and model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
+    cfg, where = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16, n_head=2), tmp_path / "warm_start"
+    model, cold = start.starting_model(cfg, arithmetic, 5, encoding)
+    assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
+    pretrained.save(tiny_model(), where, byte_encoding().files)
+    (where / "warm_start.json").write_text(start.warm_note(cfg, arithmetic))
+    model, cold = start.starting_model(cfg, arithmetic, 5, encoding)
+    assert not cold and model.cfg.n_embd == 32 and capsys.readouterr().out == f"starting from {where}\n"
+    model, cold = start.starting_model(dataclasses.replace(cfg, seed=2), arithmetic, 5, encoding)
+    assert cold and model.cfg.n_embd == 16
+    assert capsys.readouterr().out == f"{where} was made with other settings or other code; it is made anew\n"
+
+
+# ------------------------------------------------------------------------------------ warm start
+
+def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
+    """The loss of a warm start's first step, the model, the arguments of its fit, and what was demonstrated."""
+    shown, got, model = [], [], tiny_model()
+
+    def demonstration(problem, source):
+        shown.append((problem.prompt, text[:source.randrange(1, len(text) + 1)] if len(text) < 8 else text))
+        return shown[-1][1]
+
+    def fit(name, module, losses, *settings):
+        terms = [*losses(0)]
+        got.append((sum(terms), len(terms), (name, module, *settings)))
+    monkeypatch.setattr(batches, "fit", fit)
+    monkeypatch.setattr(machine, "world", lambda: world)
+    monkeypatch.setattr(start, "warm_note", lambda cfg, task: "the note")
+    problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
+    start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
+    return *got[0], model, shown
+
+
+def slow_loss(model, shown):
+    """The mean of -log p of the demonstrations' tokens, ends too, row by row in float64."""
+    model, terms = copy.deepcopy(model).double(), []
+    for prompt, text in shown:
+        ids = [*prompt.encode(), *text.encode(), 256]
+        logits = model(torch.tensor([ids]))[0] @ model.embed_tokens.weight.T
+        for t in range(len(prompt), len(ids)):
+            terms.append(logits[t - 1].logsumexp(0) - logits[t - 1, ids[t]])
+    return torch.stack(terms).mean().item()
+
+
+def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(tmp_path, monkeypatch):
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    loss, terms, given, model, shown = demonstrated(monkeypatch, cfg)
+    assert len(shown) == 6 and len({len(text) for _, text in shown}) > 2 and terms > 1
+    assert loss.item() == pytest.approx(slow_loss(model, shown), rel=1e-5)
+    assert given == ("warm start", model, 3, cfg.warm_lr, cfg.grad_clip)
+
+
+def test_ranks_share_a_warm_start_and_the_first_one_keeps_it(tmp_path, monkeypatch):
+    """The terms of both are together those of one; each comes from all the demonstrations."""
+    losses, cfg = [], dataclasses.replace(CFG, out=str(tmp_path))
+    kept = tmp_path / "warm_start" / "warm_start.json"
+    for world in ((1, 2), (0, 2)):
+        loss, _, _, model, shown = demonstrated(monkeypatch, cfg, world)
+        losses.append(loss.item())
+        assert kept.exists() is (world == (0, 2))
+    assert sum(losses) == pytest.approx(slow_loss(model, shown), rel=1e-5) and min(losses) > 0
+    assert kept.read_text() == "the note"
+    again = pretrained.load(tmp_path / "warm_start")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_demonstration_may_be_as_long_as_a_completion(tmp_path, monkeypatch):
+    """Its end counts."""
+    cfg = dataclasses.replace(CFG, out=str(tmp_path), max_new=9)
+    demonstrated(monkeypatch, cfg, text="abcdefgh")
+    with pytest.raises(Fault) as e:
+        demonstrated(monkeypatch, cfg, text="abcdefghi")
+    assert str(e.value) == "a demonstration of 10 tokens is longer than --max_new 9"
+
+
+def test_a_warm_start_notes_the_ranks_and_the_device(monkeypatch):
+    for ranks in (1, 2):
+        monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+        note = json.loads(start.warm_note(CFG, arithmetic))
+        assert (note["ranks"], note["device"], note["dtype"]) == (ranks, "cpu", "float32")
+        assert {name: note[name] for name in start.WARM} == {name: getattr(CFG, name) for name in start.WARM}

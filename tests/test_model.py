@@ -1,13 +1,16 @@
 """The model: attention, positions, cache, initial weights, files."""
+import dataclasses
 import json
 
 import pytest
 import torch
-from conftest import tiny_model
-from safetensors.torch import load_file
+from conftest import chat_folder, tiny_model
+from safetensors.torch import load_file, save_file
 
+import model as model_py
 from data import Fault
-from model import GPTConfig, RMSNorm, rotate
+from data.tokenizer import load_encoding
+from model import GPTConfig, RMSNorm, ScalarHead, rotate, token_logps
 from run import pretrained
 
 
@@ -152,3 +155,262 @@ def test_shapes_that_cannot_be():
     for wrong in (dict(n_embd=30, n_head=4), dict(n_head=4, n_kv_head=3), dict(n_embd=12, n_head=4)):
         with pytest.raises(Fault):
             GPTConfig(**wrong)
+
+
+# ------------------------------------------------------------------------------- what holds of all
+
+def test_a_shape_is_by_default_that_of_a_small_llama():
+    assert dataclasses.asdict(GPTConfig()) == dict(
+        vocab_size=257, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, n_inner=352, block_size=128, head_size=32,
+        positions="rope", rope_theta=10000.0, rope_scaling=(), norm="rms", norm_eps=1e-5, mlp="swiglu", bias="none",
+        qk_norm=False, tied=True)
+
+
+def test_what_was_checked_cannot_be_changed(tmp_path):
+    """The shape of a model, and the frame of its prompts."""
+    for x, name in ((GPTConfig(), "n_embd"), (load_encoding(chat_folder(tmp_path)).frame, "before")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(x, name, getattr(x, name))
+
+
+@pytest.mark.parametrize("name, most", [("n_layer", 1000), ("vocab_size", 1048576), ("n_inner", 1048576),
+                                        ("block_size", 1048576), ("n_embd", 1048576)])
+def test_sizes_have_bounds(name, most):
+    for x in (1, most):
+        assert getattr(GPTConfig(**{"n_head": 1, "n_kv_head": 1, "head_size": 2, name: x}), name) == x
+    for x in (0, -1, most + 1):
+        with pytest.raises(Fault, match=f"^{name} {x} is less than 1 or more than {most}$"):
+            GPTConfig(**{name: x})
+
+
+def test_heads_share_the_channels_alike_unless_they_have_a_size_of_their_own():
+    assert GPTConfig(n_embd=34, n_head=4, n_kv_head=4, head_size=6).head_size == 6
+    for wrong in (dict(n_embd=34, n_head=4, n_kv_head=4), dict(n_head=4, n_kv_head=3), dict(n_head=4, n_kv_head=3, head_size=6)):
+        with pytest.raises(Fault, match="must be a multiple of n_head 4, and that of n_kv_head"):
+            GPTConfig(**wrong)
+    with pytest.raises(Fault, match="^RoPE turns pairs: the size of a head, 7, is odd$"):
+        GPTConfig(head_size=7)
+    assert GPTConfig(head_size=7, positions="learned").head_size == 7
+
+
+def test_a_row_may_fill_the_context(model):
+    assert model(torch.zeros(3, 64, dtype=torch.int64)).shape == (3, 64, 32)
+    with pytest.raises(Fault, match="^65 tokens do not fit the model's context of 64$"):
+        model(torch.zeros(3, 65, dtype=torch.int64))
+
+
+def test_a_model_is_its_parameters(model):
+    """What follows from the shape, the tables of RoPE, is in no file."""
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+    assert {n for n, _ in model.named_buffers()} == {"cos", "sin"}
+
+
+@pytest.mark.parametrize("amp, dtype", [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_a_cache_holds_keys_and_values_in_the_dtype_of_products(amp, dtype):
+    model = tiny_model(n_layer=3)
+    model.amp = amp
+    cache = model.new_cache(5, 7)
+    assert cache.shape == (3, 2, 5, 2, 7, 8) and cache.dtype == dtype and not cache.any()
+    assert cache.device == model.device and not cache.requires_grad
+
+
+def test_a_critic_has_no_opinion_and_one_number_for_a_state():
+    critic, h = ScalarHead(32), torch.randn(2, 5, 32)
+    assert critic.head.weight.shape == (1, 32) and critic(None, h).shape == (2, 5) and not critic(None, h).any()
+
+
+class Heads:
+    """How many states a model's head turns into logits, call by call."""
+
+    def __init__(self, model):
+        self.sizes, self.real = [], model.head
+        model.head = self
+
+    def __call__(self, h):
+        self.sizes.append(len(h))
+        return self.real(h)
+
+
+@pytest.mark.parametrize("chunk, forward, backward", [
+    (257 * 12, [12], []),                       # all fit: they are made once, and kept
+    (257 * 12 - 1, [11, 1], [11, 1]),           # one too many: in parts, each of which is made again
+    (257 * 5 + 256, [5, 5, 2], [5, 5, 2]), (257, [1] * 12, [1] * 12),
+    (100, [1] * 12, [1] * 12)])                 # not even those of one state: one at a time
+def test_logits_are_made_in_parts_that_fit(chunk, forward, backward, model, monkeypatch):
+    monkeypatch.setattr(model_py, "CHUNK", chunk)
+    ids, mask = torch.randint(0, 256, (3, 9)), torch.arange(9).expand(3, -1) > 4
+    heads = Heads(model)
+    logp, _ = token_logps(model, ids, mask, 1.0)
+    assert heads.sizes == forward
+    logp.sum().backward()
+    assert sorted(heads.sizes[len(forward):]) == sorted(backward)
+
+
+def test_gradients_of_what_is_made_again_can_be_asked_for_alone(model, monkeypatch):
+    """By torch.autograd.grad, of some parameters: checkpoints that re-enter autograd refuse that."""
+    ids, mask = torch.randint(0, 256, (3, 9)), torch.arange(9).expand(3, -1) > 4
+    some = [model.embed_tokens.weight, model.layers[0].mlp.up_proj.weight]
+    want = torch.autograd.grad(token_logps(model, ids, mask, 1.0)[0].sum(), some)
+    for recompute, chunk in ((True, 2 ** 26), (False, 257 * 5), (True, 257 * 5)):
+        model.recompute = recompute
+        monkeypatch.setattr(model_py, "CHUNK", chunk)
+        have = torch.autograd.grad(token_logps(model, ids, mask, 1.0)[0].sum(), some)
+        for x, y in zip(have, want):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------ config.json
+
+LLAMA = dict(model_type="llama", vocab_size=257, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             hidden_size=32, intermediate_size=64, max_position_embeddings=64, rms_norm_eps=1e-6)
+GPT2 = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32, n_positions=64, layer_norm_epsilon=1e-6)
+BENT = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+
+def without(config, *names):
+    return {name: x for name, x in config.items() if name not in names}
+
+
+def test_what_a_config_leaves_out():
+    """A llama has no head of its own size, a base of 10000, and an untied head; a GPT-2 an MLP 4 times as wide as its
+    channels, and its head is the embedding. Without a number of key heads there are as many as query heads."""
+    llama, gpt2 = map(pretrained.read_config, (without(LLAMA, "num_key_value_heads"), GPT2))
+    same = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=4, n_embd=32, block_size=64, norm_eps=1e-6)
+    assert llama == GPTConfig(**same, n_inner=64, tied=False, head_size=8, rope_theta=10000.0)
+    assert gpt2 == GPTConfig(**same, n_inner=128, tied=True, positions="learned", norm="layer", mlp="gelu", bias="all")
+    assert pretrained.read_config(GPT2 | dict(n_inner=99, tie_word_embeddings=False)) == dataclasses.replace(
+        gpt2, n_inner=99, tied=False)
+    assert pretrained.read_config(LLAMA | dict(tie_word_embeddings=True, head_dim=6, rope_theta=5e5)) == dataclasses.replace(
+        llama, n_kv_head=2, tied=True, head_size=6, rope_theta=5e5)
+
+
+@pytest.mark.parametrize("harmless", [
+    dict(hidden_act="silu"), dict(attention_bias=False), dict(mlp_bias=False), dict(use_sliding_window=False),
+    dict(is_causal=True), dict(partial_rotary_factor=1), dict(partial_rotary_factor=1.0), dict(add_cross_attention=False),
+    dict(quantization_config=None), dict(dtype="float16"), dict(torch_dtype="bfloat16"), dict(layer_types=["full_attention"] * 2),
+    dict(layer_types=None), dict(rope_scaling=None), dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1)),
+    dict(rope_theta=10000), dict(head_dim=None), dict(bos_token_id=3)])
+def test_what_says_only_how_it_is_anyway(harmless):
+    assert pretrained.read_config(LLAMA | harmless) == pretrained.read_config(LLAMA)
+
+
+@pytest.mark.parametrize("change, fault", [
+    (dict(model_type="gemma"), "a model of the family 'gemma'; known are llama, qwen2, qwen3, gpt2"),
+    (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    (dict(attention_bias=True), "attention_bias True is not supported"),
+    (dict(mlp_bias=True), "mlp_bias True is not supported"),
+    (dict(use_sliding_window=True), "use_sliding_window True is not supported"),
+    (dict(is_causal=False), "is_causal False is not supported"),
+    (dict(partial_rotary_factor=0), "partial_rotary_factor 0 is not supported"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported"),
+    (dict(quantization_config={}), "quantization_config {} is not supported"),
+    (dict(dtype="float64"), "dtype 'float64' is not supported"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types 'sliding_attention' is not supported"),
+    (dict(layer_types="full_attention"), "layer_types is 'full_attention', which is no list"),
+    (dict(vocab_size="320"), "vocab_size is '320', which is no integer"),
+    (dict(vocab_size=320.0), "vocab_size is 320.0, which is no integer"),
+    (dict(vocab_size=True), "vocab_size is True, which is no integer"),
+    (dict(tie_word_embeddings=1), "tie_word_embeddings is 1, which is no bool"),
+    (dict(rope_theta=0), "rope_theta is 0, which is no positive number"),
+    (dict(rope_theta=-0.5), "rope_theta is -0.5, which is no positive number"),
+    (dict(rope_theta=1e300), "rope_theta is 1e+300, which is no positive number"),
+    (dict(rope_theta="10000"), "rope_theta is '10000', which is no positive number"),
+    (dict(rope_theta=True), "rope_theta is True, which is no positive number"),
+    (dict(vocab_size=None), "vocab_size is missing"),
+    (dict(hidden_size=None, vocab_size=None, rms_norm_eps=None), "vocab_size is missing"),
+    (dict(rms_norm_eps=None, intermediate_size=None), "intermediate_size is missing"),
+    (dict(rope_scaling=dict(rope_type="yarn")), "rope scaling 'yarn' is not supported"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope scaling 'linear' is not supported"),
+    (dict(rope_scaling=BENT | dict(beta=1, alpha=2)), "rope scaling with alpha is not supported"),
+    *((dict(rope_scaling=wrong), "rope scaling needs factor, low_freq_factor, high_freq_factor, "
+       "original_max_position_embeddings, the second less than the third")
+      for wrong in (without(BENT, "factor"), without(BENT, "original_max_position_embeddings"),
+                    BENT | dict(low_freq_factor=4.0), BENT | dict(low_freq_factor=5.0), dict(rope_type="llama3")))])
+def test_a_config_that_this_model_does_not_compute(change, fault):
+    with pytest.raises(Fault) as e:
+        pretrained.read_config(LLAMA | change)
+    assert str(e.value) == fault
+
+
+def test_a_gpt2_without_channels():
+    with pytest.raises(Fault, match="^n_embd is missing$"):
+        pretrained.read_config(without(GPT2, "n_embd"))
+
+
+def test_what_counts_of_two_thetas():
+    read = lambda **rope: pretrained.read_rope(rope)["rope_theta"]
+    assert read() == 10000.0 and read(rope_theta=7) == 7.0
+    assert read(rope_theta=7, rope_scaling=dict(rope_theta=8.0)) == 8.0
+    assert read(rope_scaling=dict(rope_theta=8.0), rope_parameters=dict(rope_theta=9.0)) == 8.0
+    assert pretrained.read_rope(dict(rope_scaling=BENT))["rope_scaling"] == (8.0, 1.0, 4.0, 64.0)
+
+
+# ------------------------------------------------------------------------------- a folder's tensors
+
+def fault_of(folder):
+    """Why the model in a folder is refused."""
+    with pytest.raises(Fault) as e:
+        pretrained.load(folder)
+    return str(e.value)
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    folder, ends = tmp_path / "model", "; --init names its folder"
+    assert fault_of(folder) == f"no model in {folder}: config.json: there is none{ends}"
+    (folder / "config.json").mkdir(parents=True)
+    said = fault_of(folder)
+    assert said.startswith(f"no model in {folder}: config.json: IsADirectoryError: [Errno ") and said.endswith(ends)
+
+
+@pytest.mark.parametrize("gone, more", [(1, 0), (3, 2)])
+def test_the_first_of_the_tensors_that_are_missing_is_named(gone, more, tmp_path, model):
+    """In the order of their names."""
+    pretrained.save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensors[name] for name in sorted(tensors)[1 + gone:]} | {
+        name: tensors[name] for name in sorted(tensors)[:1]}, tmp_path / "model.safetensors")
+    assert fault_of(tmp_path) == (
+        f"{tmp_path}: no tensor model.layers.0.input_layernorm.weight, and {more} more missing")
+
+
+@pytest.mark.parametrize("config, name", [(LLAMA | dict(tie_word_embeddings=True), "model.embed_tokens.weight"),
+                                          (GPT2, "transformer.wte.weight")], ids=["llama", "gpt2"])
+def test_a_tied_head_in_the_file_is_the_embedding(config, name, tmp_path):
+    """It is left out, or the same; another one would be lost."""
+    pretrained.save(pretrained.allocate(pretrained.of_config(config)), tmp_path)
+    tensors = {n: torch.randn_like(x) for n, x in load_file(tmp_path / "model.safetensors").items()}
+    assert name in tensors and "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors[name].clone()}, tmp_path / "model.safetensors")
+    assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, tensors[name])
+    save_file(tensors | {"lm_head.weight": tensors[name] + 1}, tmp_path / "model.safetensors")
+    assert "tie_word_embeddings is true, and lm_head.weight is not the embedding" in fault_of(tmp_path)
+
+
+def test_a_model_in_parts(tmp_path, model):
+    """The index counts only where there is no whole file, and names files beside it."""
+    pretrained.save(model, tmp_path)
+    index, whole = tmp_path / "model.safetensors.index.json", tmp_path / "model.safetensors"
+    index.write_text(json.dumps({"weight_map": {"a": "none.safetensors"}}))
+    assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, model.embed_tokens.weight)
+    tensors = load_file(whole)
+    whole.unlink()
+    parts = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(parts.values()):
+        save_file({name: x for name, x in tensors.items() if parts[name] == file}, tmp_path / file)
+    index.write_text(json.dumps({"weight_map": parts}))
+    assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, model.embed_tokens.weight)
+    for wrong in ("../model.safetensors", "/dev/null", 3, None):
+        index.write_text(json.dumps({"weight_map": parts | {"a": wrong}}))
+        assert fault_of(tmp_path) == f"{index}: weight_map names what is no file beside it"
+    index.unlink()
+    said = fault_of(tmp_path)
+    assert said.startswith(f"{tmp_path}: cannot read its tensors (FileNotFoundError: ") and str(whole) in said
+
+
+def test_a_model_is_written_as_others_write_theirs(tmp_path, model):
+    """In a folder that need not be there; JSON with two spaces a level, as transformers writes it."""
+    folder = tmp_path / "a" / "b"
+    pretrained.save(model, folder, {"c/d.json": "{}"})
+    lines = (folder / "config.json").read_text().splitlines()
+    assert {len(line) - len(line.lstrip()) for line in lines} == {0, 2, 4}
+    assert (folder / "c" / "d.json").read_text() == "{}"

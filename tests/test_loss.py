@@ -106,6 +106,23 @@ def test_nothing_sampled_is_no_loss(mean):
     assert loss.item() == 0 and x.grad.abs().sum() == 0
 
 
+def test_a_token_that_is_alone_has_all_the_weight():
+    on = torch.tensor([[False, True]])
+    for mean, max_new in (("sequence", 8), ("token", 8), ("constant", 1)):
+        assert token_weights(on, mean, 1, 1, max_new).tolist() == [[0, 1]], mean
+
+
+def test_a_row_without_tokens_leaves_the_ratios_of_the_others_alone():
+    """Beside a row with two; as a mean over nothing its ratio once would have been no number."""
+    logp = torch.zeros(2, 3, requires_grad=True)
+    on = torch.tensor([[False, True, True], [False, False, False]])
+    loss, stats = policy_loss(logp, torch.zeros(2, 3), None, torch.ones(2, 3), on, on / 2, 2,
+                              Config(ratio="sequence", kl="none"), 0.0)
+    loss.backward()
+    assert loss.item() == -1 and logp.grad.tolist() == [[0, -0.5, -0.5], [0, 0, 0]]
+    assert stats["clip_share"] == 0
+
+
 # ---------------------------------------------------------------------------------------- loss
 
 def one(ratio, adv, beta=0.0, ref=None):

@@ -854,11 +854,11 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypa
 def test_a_fit_takes_64_rows_a_step(monkeypatch):
     seen = []
     monkeypatch.setattr(batches, "fit", lambda *given: seen.append(given[3:]))
-    for rows in (20, 64, 300):
+    for rows in (20, 64, 126, 128, 300, 318, 320):
         mask = torch.ones(rows, 3, dtype=torch.bool)
         head = model.ScalarHead(4)
         reward.fit(head, dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
-    assert seen == [(n, 3e-4, 1.0) for n in (1, 1, 4)]
+    assert seen == [(n, 3e-4, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
 
 
 def test_what_the_readme_says_of_the_people_and_the_problems():

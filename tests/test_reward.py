@@ -348,3 +348,56 @@ def test_rollouts_without_a_place_to_go_on_from():
     (r, ends), batch = rewards_of(["~3000", "~2726"], "process")
     batch.reward, batch.ends = r, ends
     assert torch.equal(rollout_labels(None, None, batch, None), r)
+
+
+def test_components_stay_in_the_order_of_the_first_row():
+    """Whatever the order in which the task names them later."""
+    toy = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "a": 2.0} if text == "x" else {"a": 3.0, "correct": 0.0})
+    batch = reward.score(toy, byte_encoding(), [task.Problem("47*58=", "2726")], batch_of(["x", "y"]))
+    assert [(name, x.tolist()) for name, x in batch.parts.items()] == [("correct", [1, 0]), ("a", [2, 3])]
+
+
+@pytest.mark.parametrize("noise, draw, err", [(0.0, 0.0, False), (1.0, 1 - 2 ** -53, True), (0.5, 0.5, False), (0.5, 0.499, True)])
+def test_people_err_in_just_the_share_that_is_told(noise, draw, err):
+    """Numbers from 0 up to, but not, 1: without noise not even a 0 is an error, with all of it the largest is one."""
+    source = SimpleNamespace(random=lambda: draw, choice=lambda items: items[0])
+    assert choose(torch.tensor([[1.0, 0.0]]), noise, source).tolist() == [[0.0, 1.0] if err else [1.0, 0.0]]
+    on = torch.tensor([[True, False]])
+    labels = reward.noisy_labels({"ends": on, "label": on.float()}, 1, noise, source)["label"]
+    assert labels.tolist() == [[0.0 if err else 1.0, 0.0]]
+
+
+def test_a_step_is_tried_four_times_and_128_of_them_at_once():
+    (r, ends), batch = rewards_of(["\n".join(["1*1=1+0=1"] + [f"1*{i}={i}" for i in range(2, 70)])] * 2, "process")
+    ends[:, :] = batch.mask                                             # each token is a step
+    batch.reward, batch.ends, sizes = r, ends, []
+
+    def complete(prefixes, tries, u, room):
+        sizes.append((len(prefixes), tries, len(u)))
+        return batch_of(["?"] * len(u))
+    agent = grpo.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
+    rollout_labels(complete, agent, batch, random.Random(0))
+    n = int(ends.sum()) - 2                                             # the last ones are known
+    assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
+    assert {tries for _, tries, _ in sizes} == {4} and all(rows == 4 * size for size, _, rows in sizes)
+
+
+def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypatch):
+    """A step has no rivals: `choices` only says how many completions a problem has."""
+    seen, s = [], scorer_of()
+    monkeypatch.setattr(reward, "fit", lambda scorer, data, K, *_: seen.append((K, len(data["ids"]))))
+    batch, a = labelled(20, 4, 0)
+    batch.reward = torch.where(batch.ends, (torch.tensor(a)[:, None] > 3).float(), 0)
+    refit(s, rows_of(batch), {}, Config(supervision="process", choices=4, fit_prompts=20), random.Random(0))
+    assert seen == [(1, 72)] and s.norm.tolist() == [0, 1]
+    refit(s, rows_of(batch), {}, Config(choices=4, fit_prompts=20), random.Random(0))
+    assert seen[1:] == [(4, 72)] and s.norm.tolist() != [0, 1]
+
+
+def test_each_tenth_of_certainty_is_judged_by_itself():
+    """Steps of chance 0.69 that are bad and of 0.71 that are good: the two errors do not cancel."""
+    score = torch.tensor([0.69, 0.71]).logit()
+    accuracy, error = quality(score, torch.tensor([0.0, 1.0]), 1)
+    assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.29) / 2)
+    accuracy, error = quality(score[[0, 0]], torch.tensor([0.0, 1.0]), 1)       # of one tenth they do
+    assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.69 - 1) / 2)

@@ -204,3 +204,40 @@ def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
     token, logp = draw(logits, 0.5, u)
     assert token.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
+
+
+def ending(at, prompt):
+    """A Batch whose row i samples the token 9 up to its turn at[i], and there 256: the model finds both as likely, and
+    numbers below and above a half choose. Also the rows and the slots of the cache that it is given turn by turn."""
+    model, seen = tiny_model(), []
+    forward = model.forward
+
+    def watched(ids, pos, cache):
+        seen.append((len(ids), cache.size(4)))
+        return forward(ids, pos, cache)
+    model.forward = watched
+    model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([9, 256]), 0.0)
+    u = torch.where(torch.arange(9) == torch.tensor(at)[:, None], 0.9, 0.1).double()
+    return sample(model, [prompt], len(at), 9, 1.0, STOP, u), seen
+
+
+def test_ended_rows_leave_once_they_are_a_tenth_of_the_batch():
+    """Of 20 rows one ends at the first turn and stays; with the second, at the next, both leave."""
+    at = [0, 1] + [4] * 2 + [6] * 16
+    b, seen = ending(at, [1, 2])
+    assert b.mask.sum(1).tolist() == [n + 1 for n in at] and b.finished.all()
+    assert [rows for rows, _ in seen] == [1, 20, 18, 18, 18, 16, 16]
+
+
+@pytest.mark.parametrize("longest", [1, 14, 15, 16, 17])
+def test_the_cache_that_is_read_holds_just_what_was_written(longest):
+    """Its slots a multiple of 16."""
+    _, seen = ending([3], [1] * longest)
+    assert [slots for _, slots in seen] == [16 if n <= 16 else 32 for n in range(longest, longest + 4)]
+
+
+def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
+    b, _ = ending([2], [7, 8])
+    assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
+    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 0, STOP)
+    assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]

@@ -159,7 +159,7 @@ def test_a_new_models_context_is_the_least_power_of_two(longest, context, encodi
 
 
 def test_new_weights_follow_from_the_seed_alone(encoding):
-    """Its own stream, as 63 bits, which is what a Generator takes of a positive number."""
+    """By a stream of their own."""
     cfg = dataclasses.replace(CFG, n_embd=16, n_head=2, seed=5)
     model = start.new_model(cfg, encoding, 8)
     number = machine.rng(cfg, "weights").getrandbits(63)

@@ -1,0 +1,246 @@
+"""What grpo.py joins, function by function, with all that is around it played."""
+import dataclasses
+import math
+import random
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import data
+import grpo
+import reward
+from data import Fault
+from data.tokenizer import byte_encoding
+from grpo import Agent, Config
+from run import batches, folder, machine, show, start
+
+PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
+CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile="off")
+
+
+def with_(**changes):
+    return dataclasses.replace(CFG, **changes)
+
+
+# ------------------------------------------------------------------------------------ the models
+
+@pytest.mark.parametrize("changes, needed", [
+    ({}, True), (dict(beta=0.0), False), (dict(kl="none"), False), (dict(kl="reward"), True), (dict(kl="watch"), True),
+    (dict(kl="watch", beta=0.0), True), (dict(kl="none", reward="model"), True), (dict(beta=0.0, reward="model"), True)])
+def test_who_needs_a_reference(changes, needed):
+    """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
+    assert with_(**changes).needs_reference is needed
+    agent = grpo.new_agent(with_(**changes), None, None, tiny_model())
+    assert (agent.ref is not None) is needed
+
+
+def test_an_agent_for_answers_is_a_policy_alone():
+    agent = Agent(CFG, None, None, tiny_model())
+    assert [name for name, x in vars(agent).items() if x is None or not x] == [
+        "task", "encoding", "ref", "critic", "reward_model", "sampler", "opt", "beta", "history"]
+    assert grpo.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
+
+
+@pytest.mark.parametrize("baseline, critic, there, own", [
+    ("group", "separate", False, False), ("value", "shared", True, False), ("value", "separate", True, True),
+    ("group+value", "shared", True, False), ("group+value", "separate", True, True)])
+def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there, own):
+    agent = grpo.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
+    assert (agent.critic is not None) is there
+    if own:
+        pairs = zip(agent.policy.parameters(), agent.critic.trunk.parameters(), strict=True)
+        assert all(torch.equal(p, q) and p is not q for p, q in pairs)
+    assert not there or (agent.critic.trunk is not None) is own
+
+
+def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
+    """Its weights have a standard deviation of 1 / sqrt(C + 1), and follow from the seed."""
+    agent = grpo.new_agent(with_(reward="model"), None, None, tiny_model())
+    number = random.Random("1/scorer/0").getrandbits(63)
+    draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
+    torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
+    pairs = zip(agent.policy.parameters(), agent.reward_model.trunk.parameters(), strict=True)
+    assert all(torch.equal(p, q) and p is not q for p, q in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
+    agent = grpo.new_agent(with_(dtype=dtype), None, None, start.to_device(tiny_model(), with_(dtype=dtype)))
+    assert (agent.sampler is not None) is (dtype == "bfloat16")
+
+
+# ------------------------------------------------------------------------------------- a step
+
+def test_speeds_are_tokens_by_seconds(monkeypatch):
+    """8 tokens sampled in 2 seconds and learned in 5."""
+    clock, batch = iter([10.0, 12.0, 17.0]), SimpleNamespace(mask=torch.arange(12).view(2, 6) < 8)
+    monkeypatch.setattr(grpo.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(grpo, "rollout", lambda agent, drawn, source: (batch, {"reward": len(drawn)}))
+    monkeypatch.setattr(grpo, "update", lambda agent, batch, source: {"kl": 0.5})
+    got, stats = grpo.train_step(Agent(CFG, None, None, None, beta=0.04), PROBLEMS, 3)
+    assert got is batch and stats == dict(reward=2, kl=0.5, seconds=7.0, rollout_tok_s=4.0, update_tok_s=1.6, beta=0.04)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
+    """All rewards alike, and the critic without an opinion: a share of 0, which once could have been no number."""
+    cfg = with_(baseline="value", scale="none", kl="none", gamma=1.0, lam=1.0)
+    task = SimpleNamespace(reward=lambda p, text: {"correct": value}, DEFAULTS={})
+    agent = grpo.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent.encoding.stop = frozenset(range(257))                     # all end with their first token
+    _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
+    assert stats["explained_variance"] == 1 and stats["reward"] == value
+
+
+# ------------------------------------------------------------------------------- the reward model
+
+@pytest.mark.parametrize("fit_prompts, apart", [(30, 3), (18, 1), (19, 1), (20, 2)])
+def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, monkeypatch):
+    """Both rounded down: of 30 problems the first 3 are never fitted."""
+    parts = []
+    monkeypatch.setattr(batches, "parts", lambda name, drawn, size: parts.append((drawn, size)) or [])
+    monkeypatch.setattr(batches, "concatenate", lambda *rows: {})
+    monkeypatch.setattr(reward, "refit", lambda *given: ({"ids": 1}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
+    cfg = with_(reward="model", fit_prompts=fit_prompts, choices=2)
+    agent = Agent(cfg, None, None, None, reward_model=1)
+    assert grpo.begin_iteration(agent, PROBLEMS, 0) == {"rm_accuracy": 1.0, "rm_error": 0.0}
+    (drawn, size), = parts
+    numbers = [PROBLEMS.index(p) for p in drawn]
+    assert len(set(numbers)) == len(numbers) == fit_prompts and size == 2 * 2       # at most the rows of a rollout
+    assert all(i < 3 for i in numbers[:apart]) and all(i >= 3 for i in numbers[apart:])
+    assert agent.history == {"ids": 1}
+
+
+@pytest.mark.parametrize("labels, rank, asked", [("rule", 0, False), ("rollouts", 0, True), ("rollouts", 1, True)])
+def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked, monkeypatch):
+    """The ranks label rows of their own; all else they draw alike."""
+    streams, got = [], []
+    rng = machine.rng
+    monkeypatch.setattr(machine, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
+    monkeypatch.setattr(machine, "world", lambda: (rank, 2))
+    rows = SimpleNamespace(ids=torch.zeros(2, 3), mask=torch.ones(2, 3), ends=torch.ones(2, 3), reward=torch.zeros(2, 3))
+    monkeypatch.setattr(grpo, "generate", lambda agent, part, u: rows)
+    monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (batch.reward, batch.ends))
+    monkeypatch.setattr(reward, "rollout_labels", lambda complete, agent, batch, source: got.append(source) or torch.ones(2, 3))
+    monkeypatch.setattr(reward, "refit", lambda model, rows, history, cfg, source: (
+        rows, {"rm_accuracy": rows["label"].mean().item(), "rm_error": 0.0}))
+    cfg = with_(reward="model", supervision="process", labels=labels, fit_prompts=10, choices=2)
+    agent = Agent(cfg, None, None, None, reward_model=1)
+    assert grpo.begin_iteration(agent, PROBLEMS, 4)["rm_accuracy"] == asked and bool(got) is asked
+    assert streams == [("fit", 4), (f"labels of rank {rank}", 4)]
+
+
+# ------------------------------------------------------------------------------- the order of a run
+
+@pytest.fixture
+def order(monkeypatch):
+    """A function that makes a run whose parts only note when they are at work, one a step; and the notes. It is
+    asked to stop at the step `halt`."""
+    notes, at = [], [0]
+
+    def note(module, name, text, got=None):
+        monkeypatch.setattr(module, name, lambda *given: (notes.append(text(*given)), got)[1])
+
+    def train_step(agent, problems, step):
+        at[0] = step
+        notes.append(f"step {step}")
+        return "batch", {"loss": step}
+
+    def made(halt=None, checkpoint=None, **changes):
+        cfg = with_(**changes)
+        monkeypatch.setattr(start, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
+        monkeypatch.setattr(grpo, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
+        monkeypatch.setattr(machine, "stop_asked", lambda: 15 if at[0] == halt else 0)
+        notes.clear()
+        try:
+            grpo.train(cfg, task=SimpleNamespace(), checkpoint=checkpoint)
+        except machine.Stopped as when:
+            notes.append(f"stopped {when}")
+        return notes
+    note(grpo, "begin_iteration", lambda agent, problems, i: f"iteration {i}", {})
+    note(grpo, "evaluate", lambda agent, problems: f"evaluation on {problems[0].prompt}", {"greedy": 0.5})
+    note(folder, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
+    note(folder, "save", lambda agent, step, *_: f"save {step}")
+    note(show, "farewell", lambda cfg, question: f"try {question}")
+    monkeypatch.setattr(show, "header", lambda *given: None)
+    monkeypatch.setattr(show, "step_line", lambda *given: None)
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    return made
+
+
+def test_the_order_of_a_run(order):
+    """Two iterations of three steps. Evaluations are before the first, every 4 and after the last; saves every 5, and
+    at the end of an iteration, which the next one may change."""
+    assert order(steps=3, iterations=2, eval_every=4, save_every=5) == [
+        "evaluation on 20=", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
+        "step 3", "log 3 loss", "save 3", "iteration 1", "step 4", "evaluation on 20=", "log 4 loss greedy",
+        "step 5", "log 5 loss", "save 5", "step 6", "evaluation on 20=", "log 6 loss greedy", "save 6", "try 20="]
+
+
+def test_without_steps_a_run_is_an_evaluation(order):
+    assert order(steps=0) == ["evaluation on 20=", "log 0 greedy", "save 0", "try 20="]
+
+
+def test_a_run_that_is_asked_to_stop_saves_the_step(order):
+    assert order(halt=2, steps=4) == [
+        "evaluation on 20=", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
+        "save 2", "stopped after step 2"]
+    assert order(halt=4, steps=4)[-3:] == ["log 4 loss greedy", "save 4", "try 20="]        # it is done anyway
+
+
+def test_a_resumed_run_goes_on_with_the_next_step(order):
+    """Or with the evaluation of the last one, if that was still to come."""
+    checkpoint = SimpleNamespace(step=3, stats={})
+    assert order(checkpoint=checkpoint, steps=3, iterations=2, eval_every=3)[:2] == ["iteration 1", "step 4"]
+    checkpoint.stats = {"reward": 1.0}
+    assert order(checkpoint=checkpoint, steps=3, iterations=2, eval_every=3)[:5] == [
+        "evaluation on 20=", "log 3 reward greedy", "save 3", "iteration 1", "step 4"]
+
+
+# ------------------------------------------------------------------------------ the command line
+
+def test_a_question_may_leave_no_room_for_an_answer():
+    """A context of 64: with 63 tokens of a prompt there is one for the answer; with 64 a line says so."""
+    agent = Agent(CFG, None, byte_encoding(), tiny_model())
+    assert len(grpo.ask(agent, "1" * 63)) >= 63
+    assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
+    with pytest.raises(Fault, match="64 tokens and --max_new 1 do not fit"):
+        grpo.ask(agent, "1" * 64)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A function that gives the code with which a command ends; and what it tried, with ranks on which device."""
+    tried = []
+    monkeypatch.setattr(machine, "prepare", lambda: None)
+    monkeypatch.setattr(machine, "start_ranks", tried.append)
+    monkeypatch.setattr(machine, "exit_with", tried.append)
+    monkeypatch.setattr(data, "load_task", lambda name: SimpleNamespace(
+        DEFAULTS={}, problems=lambda cfg: (PROBLEMS[:20], PROBLEMS[20:])))
+
+    def ended(*args):
+        tried.clear()
+        grpo.main([*args, "--device", "cpu"])
+        return tried
+    return ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_ends_with_the_code_of_its_signal(number, command, monkeypatch, capsys):
+    def train(cfg, checkpoint):
+        signal.raise_signal(number)
+        raise machine.Stopped("after step 3")
+    monkeypatch.setattr(grpo, "train", train)
+    assert command("--out", "there") == [torch.device("cpu"), 128 + int(number)]
+    assert capsys.readouterr().out == "stopped after step 3; go on with: python grpo.py --resume --out there\n"
+
+
+def test_an_evaluation_is_on_the_problems_held_out(command, monkeypatch, capsys):
+    monkeypatch.setattr(start, "trained_model", lambda cfg: (byte_encoding(), tiny_model()))
+    asked = []
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: asked.append(problems) or {"greedy": 0.125})
+    assert command("--eval_only", "--out", "there") == [torch.device("cpu"), 0]
+    assert asked == [PROBLEMS[20:]] and "12.5%" in capsys.readouterr().out

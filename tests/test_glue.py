@@ -180,6 +180,13 @@ def test_the_order_of_a_run(order):
         "step 5", "log 5 loss", "save 5", "step 6", "evaluation on 20=", "log 6 loss greedy", "save 6", "try 20="]
 
 
+def test_iterations_are_counted_from_0(order):
+    """Of one step each, or of two."""
+    for steps in (1, 2):
+        begun = [x for x in order(steps=steps, iterations=3) if x.startswith(("iteration", "step"))]
+        assert begun == [x for i in range(3) for x in [f"iteration {i}"] + [f"step {i * steps + k + 1}" for k in range(steps)]]
+
+
 def test_without_steps_a_run_is_an_evaluation(order):
     assert order(steps=0) == ["evaluation on 20=", "log 0 greedy", "save 0", "try 20="]
 

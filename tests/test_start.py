@@ -12,7 +12,7 @@ import data.arithmetic as arithmetic
 from data import Fault
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import batches, machine, pretrained, start
+from run import batches, folder, machine, pretrained, start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -98,6 +98,25 @@ def test_problems_that_are_not_two_lists(found):
 def test_the_first_held_out_problems_are_taken():
     assert start.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
     assert start.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
+
+
+@pytest.mark.parametrize("step, stats, steps, iterations, at_its_end", [
+    (6, {}, 3, 2, True), (6, {}, 6, 1, True), (5, {}, 3, 2, False), (3, {}, 3, 2, False), (6, {}, 12, 2, False),
+    (6, {"reward": 1.0}, 3, 2, False)])         # its last evaluation is still to come
+def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, monkeypatch, capsys, tmp_path):
+    """And goes on, with the model of its checkpoint, which needs no warm start; the longest prompt has 3 tokens."""
+    cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
+    checkpoint = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
+    monkeypatch.setattr(folder, "claim", lambda *given: calls.append("claim"))
+    monkeypatch.setattr(folder, "open_run", lambda *given: calls.append("open"))
+    monkeypatch.setattr(start, "costs", lambda policy, cfg, longest, mean: f"{policy} {longest} {mean:.2f}")
+    monkeypatch.setattr(start, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
+    got = start.begin(cfg, toy(), checkpoint)
+    assert got[0] is cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
+    assert calls == ["claim", ({"a": "config"}, 3), "open"]
+    mean = sum(len(p.prompt) for p in PROBLEMS + HELD_OUT) / 80
+    assert capsys.readouterr().out.splitlines() == [
+        f"the run in {tmp_path} is at its end; --steps can make it longer"] * at_its_end + [f"policy 3 {mean:.2f}"]
 
 
 # ------------------------------------------------------------------------ the tokenizer and the model

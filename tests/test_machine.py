@@ -264,6 +264,13 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
     assert got["ids"].shape == got["mask"].shape == (12, 5) and torch.equal(got["mask"], got["ids"] > 0)
 
 
+def test_rows_of_one_length_stay_in_their_order():
+    """As no sort need leave them: which rows go together then follows from their lengths alone."""
+    length = 1 + torch.arange(1000) % 3
+    order = [i for rows, _ in batches.micro_batches(length, 30) for i in rows.tolist()]
+    assert order == sorted(range(1000), key=lambda i: -(1 + i % 3))
+
+
 def test_one_rank_and_one_set_stay_what_they_are():
     rows = dict(ids=torch.arange(12).view(4, 3), label=torch.rand(4, 3))
     for got in (batches.of_all_ranks(rows, 2), batches.concatenate(rows)):

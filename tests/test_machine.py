@@ -84,11 +84,25 @@ def test_a_device_that_is_not_there(gpus):
 def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     """And up to 64 graphs may be made of them: prompts, tokens and training have their own."""
     options, config = [], SimpleNamespace(recompile_limit=8)
-    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=config))
+    monkeypatch.setitem(vars(torch), "_dynamo", SimpleNamespace(config=config))     # without its import
     module = SimpleNamespace(compile=lambda **given: options.append(given))
     machine.compile_all(Config(device="cpu", compile=asked), module, None, module)
     assert options == [dict(dynamic=True)] * 2 * (asked == "on")
     assert config.recompile_limit == (64 if asked == "on" else 8)
+
+
+@pytest.mark.parametrize("seconds", [[0.5, 2, 4, 4, 4, 4], [0.5, 4, 4, 4, 4, 2]])
+def test_the_rate_of_products_is_the_best_of_five(seconds, monkeypatch):
+    """But for the first, in which threads wake up. A product of 1024 by 1024 has as many sums of 1024 products."""
+    ticks = iter([x for i, s in enumerate(seconds) for x in (100.0 * i, 100.0 * i + s)])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks))
+    rate = machine.matrix_rate.__wrapped__(torch.device("cpu"), "float32")
+    assert rate == pytest.approx(1024 * 1024 * (1024 + 1024) / 2) and next(ticks, None) is None
+
+
+def test_only_mps_has_no_float64():
+    wide = [machine.double(torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
+    assert wide == [torch.float64, torch.float64, torch.float32]
 
 
 # As glibc's malloc.h has them. A threshold of mmap is at most half of what a heap may be, 32 MiB.
@@ -191,6 +205,23 @@ def test_ranks_end_together_unless_one_has_a_fault(ranks, code, events, monkeypa
     monkeypatch.setattr(sys, "exit", lambda code: seen.append(f"SystemExit {code}"))
     machine.exit_with(code)
     assert seen[:len(events)] == events and bool(seen) == bool(events)
+
+
+def test_each_rank_in_turn_takes_one(monkeypatch):
+    """Alone it takes all."""
+    assert machine.world() == (0, 1) and machine.deal("abcdefg") == "abcdefg"
+    for rank, share in enumerate(("adg", "be", "cf")):
+        monkeypatch.setattr(machine, "world", lambda: (rank, 3))
+        assert machine.deal("abcdefg") == share
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_only_ranks_wait_for_each_other(ranks, monkeypatch):
+    met = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks)
+    monkeypatch.setattr(dist, "barrier", lambda: met.append("here"))
+    machine.wait_for_all()
+    assert met == ["here"] * ranks
 
 
 # ----------------------------------------------------------------------------------- random streams

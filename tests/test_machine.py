@@ -95,9 +95,12 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
 def test_the_rate_of_products_is_the_best_of_five(seconds, monkeypatch):
     """But for the first, in which threads wake up. A product of 1024 by 1024 has as many sums of 1024 products."""
     ticks = iter([x for i, s in enumerate(seconds) for x in (100.0 * i, 100.0 * i + s)])
+    sizes, rand = [], torch.rand
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(torch, "rand", lambda *size, device: sizes.append(size) or rand(2, 2))
     rate = machine.matrix_rate.__wrapped__(torch.device("cpu"), "float32")
     assert rate == pytest.approx(1024 * 1024 * (1024 + 1024) / 2) and next(ticks, None) is None
+    assert sizes == [(1024, 1024)]
 
 
 def test_only_mps_has_no_float64():
@@ -186,7 +189,7 @@ def test_a_variance_is_of_the_numbers_of_all_ranks(first, second, monkeypatch):
 
 
 def test_means_are_of_all_ranks(monkeypatch):
-    one, two = dict(a=torch.tensor([1, 2, 6]), b=torch.tensor([True])), dict(a=torch.tensor([5, 5, 5]), b=torch.tensor([False]))
+    one, two = ({"a": torch.tensor(a), "b": torch.tensor(b)} for a, b in (([1, 2, 6], [True]), ([5, 5, 5], [False])))
     assert two_ranks(monkeypatch, machine.means, [one], [two]) == (dict(a=4.0, b=0.5),) * 2
     monkeypatch.undo()
     assert machine.means(one) == dict(a=3.0, b=1.0)

@@ -257,7 +257,8 @@ def test_activations_of_gelu():
     assert start.memory(tiny_model(mlp="gelu"), cfg, 4)["activations"] == 100 * 2 * ONE["gelu"]
 
 
-@pytest.mark.parametrize("prompts, names", [(1, ["gradients", "activations", "logits"]), (600, ["cache", "logits of a token"])])
+@pytest.mark.parametrize("prompts, names", [
+    (1, ["gradients", "activations", "logits"]), (600, ["cache", "logits of a token"])])
 def test_of_rollout_and_update_the_larger_counts(prompts, names):
     need = start.memory(tiny_model(), Config(prompts=prompts, group=2, max_new=8, micro_tokens=100, device="cpu"), 4)
     assert [*need][-len(names):] == names and [*need][0] == "weights" and len(need) == 6 + len(names)

@@ -185,7 +185,7 @@ def test_sizes_have_bounds(name, most):
 
 def test_heads_share_the_channels_alike_unless_they_have_a_size_of_their_own():
     assert GPTConfig(n_embd=34, n_head=4, n_kv_head=4, head_size=6).head_size == 6
-    for wrong in (dict(n_embd=34, n_head=4, n_kv_head=4), dict(n_head=4, n_kv_head=3), dict(n_head=4, n_kv_head=3, head_size=6)):
+    for wrong in (dict(n_embd=34, n_kv_head=4), dict(n_kv_head=3), dict(n_kv_head=3, head_size=6)):
         with pytest.raises(Fault, match="must be a multiple of n_head 4, and that of n_kv_head"):
             GPTConfig(**wrong)
     with pytest.raises(Fault, match="^RoPE turns pairs: the size of a head, 7, is odd$"):
@@ -287,9 +287,9 @@ def test_what_a_config_leaves_out():
 @pytest.mark.parametrize("harmless", [
     dict(hidden_act="silu"), dict(attention_bias=False), dict(mlp_bias=False), dict(use_sliding_window=False),
     dict(is_causal=True), dict(partial_rotary_factor=1), dict(partial_rotary_factor=1.0), dict(add_cross_attention=False),
-    dict(quantization_config=None), dict(dtype="float16"), dict(torch_dtype="bfloat16"), dict(layer_types=["full_attention"] * 2),
-    dict(layer_types=None), dict(rope_scaling=None), dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1)),
-    dict(rope_theta=10000), dict(head_dim=None), dict(bos_token_id=3)])
+    dict(quantization_config=None), dict(dtype="float16"), dict(torch_dtype="bfloat16"), dict(layer_types=None),
+    dict(layer_types=["full_attention"] * 2), dict(rope_scaling=None),
+    dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1)), dict(rope_theta=10000), dict(head_dim=None), dict(bos_token_id=3)])
 def test_what_says_only_how_it_is_anyway(harmless):
     assert pretrained.read_config(LLAMA | harmless) == pretrained.read_config(LLAMA)
 

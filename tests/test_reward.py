@@ -357,7 +357,8 @@ def test_components_stay_in_the_order_of_the_first_row():
     assert [(name, x.tolist()) for name, x in batch.parts.items()] == [("correct", [1, 0]), ("a", [2, 3])]
 
 
-@pytest.mark.parametrize("noise, draw, err", [(0.0, 0.0, False), (1.0, 1 - 2 ** -53, True), (0.5, 0.5, False), (0.5, 0.499, True)])
+@pytest.mark.parametrize("noise, draw, err", [
+    (0.0, 0.0, False), (1.0, 1 - 2 ** -53, True), (0.5, 0.5, False), (0.5, 0.499, True)])
 def test_people_err_in_just_the_share_that_is_told(noise, draw, err):
     """Numbers from 0 up to, but not, 1: without noise not even a 0 is an error, with all of it the largest is one."""
     source = SimpleNamespace(random=lambda: draw, choice=lambda items: items[0])

@@ -190,8 +190,8 @@ def test_new_weights_follow_from_the_seed_alone(encoding):
 
 
 @pytest.mark.parametrize("dtypes, told", [
-    ({}, None), (dict(dtype="float32"), None), (dict(dtype="bfloat16"), "bfloat16"), (dict(torch_dtype="float16"), "float16"),
-    (dict(dtype="bfloat16", torch_dtype="float32"), "bfloat16")])
+    ({}, None), (dict(dtype="float32"), None), (dict(dtype="bfloat16"), "bfloat16"),
+    (dict(torch_dtype="float16"), "float16"), (dict(dtype="bfloat16", torch_dtype="float32"), "bfloat16")])
 def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encoding, capsys):
     path = saved / "config.json"
     path.write_text(json.dumps({n: x for n, x in json.loads(path.read_text()).items() if n != "dtype"} | dtypes))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import data.gsm8k as gsm8k
 import grpo
@@ -323,3 +324,34 @@ def test_free_memory_is_what_the_system_says(monkeypatch):
     assert start.free_memory(cpu) is None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
     assert start.free_memory(torch.device("cuda", 0)) == 7
+
+
+# ------------------------------------------------------------------------------- the least time
+
+@pytest.mark.parametrize("changes, ranks, passes", [
+    (dict(kl="none"), 1, 0), ({}, 1, 1), (dict(baseline="value", epochs=2), 1, 2), (dict(kl="none", dtype="bfloat16"), 1, 1),
+    (dict(epochs=3), 2, 1)])
+def test_the_least_time_of_a_step_is_that_of_its_products(changes, ranks, passes, monkeypatch):
+    """As torch counts them, attention left out, in a model's forward passes: a backward pass takes two more. Prompts
+    are read once, and of 5 tokens; each of the 8 rows has 10 more, which alone come to the head. `passes` are without a
+    gradient. At a rate that makes it all in 10 seconds."""
+    model = tiny_model()
+
+    def count(f, *given):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            f(*given)
+        return sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    layers = count(model, torch.zeros(1, 1, dtype=torch.int64))                 # of a token
+    head = count(model.head, torch.zeros(1, 32))
+    rollout = 2 * 5 * layers + 8 * 10 * (layers + head)
+    once = 8 * (15 * layers + 10 * head)
+    cfg = Config(**dict(prompts=2, group=4, max_new=10, device="cpu", dtype="float32") | changes)
+    rate = (rollout + (passes + 3 * cfg.epochs) * once) / ranks / 10
+    monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+    monkeypatch.setattr(machine, "matrix_rate", lambda device, dtype: rate)
+    monkeypatch.setattr(start, "memory", lambda *_: {"weights": 1.75e9, "Adam": 2e9})
+    for free, known in ((None, ""), (4_250_000_000, " of 4.2 free")):
+        monkeypatch.setattr(start, "free_memory", lambda device: free)
+        assert start.costs(model, cfg, 7, 5) == (
+            f"memory about 3.8 GB{known}; a step with completions of 10 tokens takes at least 10 s "
+            f"(0 GFLOP/s in {cfg.dtype})")

@@ -355,3 +355,14 @@ def test_the_least_time_of_a_step_is_that_of_its_products(changes, ranks, passes
         assert start.costs(model, cfg, 7, 5) == (
             f"memory about 3.8 GB{known}; a step with completions of 10 tokens takes at least 10 s "
             f"(0 GFLOP/s in {cfg.dtype})")
+
+
+@pytest.mark.parametrize("need, free, rate, told", [
+    (1_750_000_000, 4_250_000_000, 3_500_000_000, "memory about 1.8 GB of 4.2 free; (4 GFLOP/s in float32)"),
+    (1_250_000_000, 4_750_000_000, 2_500_000_000, "memory about 1.2 GB of 4.8 free; (2 GFLOP/s in float32)")])
+def test_costs_are_told_in_thousand_millions(need, free, rate, told, monkeypatch):
+    monkeypatch.setattr(machine, "matrix_rate", lambda device, dtype: rate)
+    monkeypatch.setattr(start, "memory", lambda *_: {"weights": need})
+    monkeypatch.setattr(start, "free_memory", lambda device: free)
+    said = start.costs(tiny_model(), Config(max_new=8, device="cpu", dtype="float32"), 7, 5)
+    assert said.partition("a step")[0] + said[said.index("("):] == told

@@ -168,6 +168,7 @@ def order(monkeypatch):
     note(show, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(show, "step_line", lambda *given: None)
+    monkeypatch.setattr(folder, "log_samples", lambda *given, last: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made
 

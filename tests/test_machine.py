@@ -3,6 +3,7 @@ import ctypes
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 from types import SimpleNamespace
@@ -180,12 +181,12 @@ def test_a_group_that_cannot_be_joined_is_one_line(error, torchrun, monkeypatch)
 
 
 @pytest.mark.parametrize("first, second", [([1.0, 4.0, 9.0], [2.0]), ([1.0, 5.0], []), ([7.0], []), ([], [])])
-def test_a_variance_is_of_the_numbers_of_all_ranks(first, second, monkeypatch):
-    """Of one number or of none it is 0."""
-    whole = torch.tensor(first + second)
-    want = whole.var(correction=0).item() if len(whole) > 1 else 0
-    for got in two_ranks(monkeypatch, machine.variance, [torch.tensor(first)], [torch.tensor(second)]):
-        assert got.item() == pytest.approx(want)
+def test_mean_and_std_are_of_the_numbers_of_all_ranks(first, second, monkeypatch):
+    """Of one number the std is 0, and so are both of none."""
+    whole = first + second
+    want = (statistics.fmean(whole), statistics.pstdev(whole)) if whole else (0, 0)
+    for got in two_ranks(monkeypatch, machine.mean_and_std, [torch.tensor(first)], [torch.tensor(second)]):
+        assert [x.item() for x in got] == pytest.approx(want)
 
 
 def test_means_are_of_all_ranks(monkeypatch):

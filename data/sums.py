@@ -27,7 +27,7 @@ STORIES = {
           "Of {a} {things}, {b} are broken. How many {things} are whole?",
           "{name} needs {a} {things} and has {b}. How many {things} are missing?")}
 # Possessive (`++`): a run of digits is taken whole, so the time is linear.
-LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+")
+LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+|\.[0-9]++")
 
 
 class Problem(NamedTuple):

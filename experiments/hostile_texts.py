@@ -13,11 +13,12 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from data import arithmetic, countdown, gsm8k  # noqa: E402
+from data import arithmetic, countdown, gsm8k, sums  # noqa: E402
 
 CASES = [(arithmetic, arithmetic.Problem("13*12=", "156"), "\n13*10=130\n13*2=26\n130+26=156"),
          (countdown, countdown.Problem("", (3, 4, 25), 13, ""), "<answer>(25-3*4)</answer>"),
          (countdown, countdown.Problem("", (3, 4, 25), 59, ""), "<answer>34+25</answer>"),  # near
+         (sums, sums.Problem("", "1234", ""), "1,200 + 34 = 1,234."), (sums, sums.Problem("", "25", ""), "12+13=25"),
          (gsm8k, gsm8k.Problem("", "5", ""), "2+3=5\n<answer>$5.00</answer>"),
          (gsm8k, gsm8k.Problem("", "1080", ""), "<answer>1,080 dollars.</answer>")]
 WORDS = {"million", "minus", "plus", "one", "half", "k", "M"}           # with one another number
@@ -41,6 +42,9 @@ def right(task, problem, text):
     """Whether a completion has the right answer; Python's own parser reads its expression."""
     if task is arithmetic:
         return text.split("=")[-1].strip() in (problem.answer, "~" + problem.answer)
+    if task is sums:        # the last number; a comma before three digits is in it
+        last = re.split(",(?![0-9]{3}(?![0-9]))", re.findall("[0-9.,]*[0-9]", text)[-1])[-1]
+        return re.sub(r"^0+(?=\d)|\.0+$", "", last.replace(",", "")) == problem.answer
     said = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.S)[-1].strip()
     if task is gsm8k:
         n = said.replace("{,}", ",").replace(r"\boxed{", "").strip("${} .")

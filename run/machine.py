@@ -30,7 +30,7 @@ def resolve(cfg):
 @functools.cache
 def matrix_rate(device, dtype):
     """Floating-point operations a second in products of matrices 1024 wide: the best of five."""
-    a = torch.rand(1024, 1024, device=device).to(getattr(torch, dtype))
+    a = torch.ones(1024, 1024, dtype=getattr(torch, dtype), device=device)
     took = []
     for _ in range(6):                      # the first one only wakes the threads up
         began = time.perf_counter()

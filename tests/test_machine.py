@@ -96,12 +96,12 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
 def test_the_rate_of_products_is_the_best_of_five(seconds, monkeypatch):
     """But for the first, in which threads wake up. A product of 1024 by 1024 has as many sums of 1024 products."""
     ticks = iter([x for i, s in enumerate(seconds) for x in (100.0 * i, 100.0 * i + s)])
-    sizes, rand = [], torch.rand
+    sizes, ones = [], torch.ones
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(torch, "rand", lambda *size, device: sizes.append(size) or rand(2, 2))
+    monkeypatch.setattr(torch, "ones", lambda *size, **how: sizes.append((size, how["dtype"])) or ones(2, 2))
     rate = machine.matrix_rate.__wrapped__(torch.device("cpu"), "float32")
     assert rate == pytest.approx(1024 * 1024 * (1024 + 1024) / 2) and next(ticks, None) is None
-    assert sizes == [(1024, 1024)]
+    assert sizes == [((1024, 1024), torch.float32)]
 
 
 def test_only_mps_has_no_float64():

@@ -897,7 +897,8 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
             for n in [int(on.nonzero()[-1]) + 1]]
     prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(Config(difficulty=1))[0]}
-    assert len(rows) == 4 and encoding.end in encoding.stop and encoding.frame.after
+    assert len(rows) == 4 and {256, encoding.end} <= encoding.stop and encoding.frame.after
+    assert encoding.end == encoding.special["<|im_end|>"] != 256
     for ids, on in rows:
         assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
         assert encoding.end not in ids[on].tolist()[:-1]

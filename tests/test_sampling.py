@@ -199,6 +199,19 @@ def test_a_greedy_row_beside_sampled_ones():
             assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()
 
 
+def test_at_temperature_0_the_log_probability_is_that_of_temperature_1():
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    token, logp = draw(logits, 0, torch.rand(3).double())
+    assert token.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
+
+
+def test_a_share_of_0_is_no_sign_to_be_greedy():
+    """It takes the first token that can be."""
+    logits = torch.tensor([[-float("inf"), 0.0, 5.0]])
+    assert [draw(logits, 1.0, torch.tensor([u]).double())[0].item() for u in (0.0, -1e-9)] == [1, 2]
+
+
 def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
     logits, u = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)), torch.full((3,), -1.0).double()
     token, logp = draw(logits, 0.5, u)

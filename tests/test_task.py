@@ -25,7 +25,7 @@ from data import Fault, chat, load_task
 from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
-from data.tokenizer import opening, split_at, step_tokens
+from data.tokenizer import opening, split_at, step_tokens, stop_tokens
 from run import files, start
 
 P = Problem("47*58=", "2726")
@@ -760,6 +760,20 @@ def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty)
     assert sums.problems(SimpleNamespace(difficulty=difficulty)) == (train, held_out)
 
 
+@pytest.mark.parametrize("difficulty, n, first, last, sums_of", [
+    (1, 480, "What is 9 + 12?", "What is 6 + 15?", "0 40"), (2, 12066, "What is 29 + 35?", "What is 58 + 18?", "0 198"),
+    (3, 8936, "What is 99 + 68 + 40?", "What is 8 + 48 + 69?", "0 288"),
+    (4, 3645, "There are 30 marbles in one box and 34 in another. How many marbles is that?",
+     "Clara has 19 stamps and gets 32 more. How many stamps does Clara have now?", "0 100")])
+def test_the_problems_of_sums_stay_what_they_are(difficulty, n, first, last, sums_of):
+    """Results on the 128 held-out ones can be compared only as long as they are the same."""
+    train, held_out = sums.problems(SimpleNamespace(difficulty=difficulty))
+    assert (len(train), train[0].prompt, held_out[-1].prompt) == (n, first, last) and len(held_out) == 128
+    results = [int(p.answer) for p in train]
+    assert f"{min(results)} {max(results)}" == sums_of
+    assert difficulty != 3 or any(p.solution.count("+") == 1 and p.answer == "0" for p in train)
+
+
 def test_sums_have_four_difficulties():
     with pytest.raises(Fault, match="sums have 1 to 4"):
         sums.problems(SimpleNamespace(difficulty=5))
@@ -802,3 +816,35 @@ def test_pass_at_k_is_the_mean_over_all_sets():
     (2, [0, 0, 0, 1], "aaab", 0), (3, [0, 1, 1, 0, 0, 1], ["b", "a", "a", "", "b", "a"], 0.5)])
 def test_majority_of_k(k, right, said, share):
     assert majority_at(k, right, list(said)) == share
+
+
+# ------------------------------------------------------------------------- what ends a completion
+
+@pytest.mark.parametrize("ends, said", [(["x", -1], "'x'"), ([-1, "y"], "-1"), ([2, 1.5], "1.5"), ([True], "True")])
+def test_what_ends_a_completion_is_an_id(ends, said):
+    """The first that is none is named."""
+    with pytest.raises(Fault, match=f"^eos_token_id {said} is no token$"):
+        stop_tokens({}, [{"eos_token_id": ends}], {}, "")
+
+
+def test_the_end_of_a_turn_comes_first_of_what_ends_a_completion():
+    special = {"<end>": 7, "<eos>": 8}
+    assert stop_tokens({"eos_token": "<eos>"}, [{"eos_token_id": [9, 7]}, {"eos_token_id": 5}], special, "<end>") == [7, 8, 9, 7, 5]
+    assert stop_tokens({"eos_token": {"content": "<eos>"}}, [{}], special, "")[0] == 8
+    with pytest.raises(Fault, match="no file names a token"):
+        stop_tokens({}, [{}], special, "")
+
+
+def test_variables_of_a_template_are_the_tokens_alone(tmp_path):
+    """No other text of the tokenizer's settings, and no token that is null."""
+    chat_folder(tmp_path, "{{ tokenizer_class }}{{ pad_token }}{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+    assert load_encoding(tmp_path).frame.before == "<|endoftext|>"
+
+
+def test_a_damaged_map_of_special_tokens_is_named(tmp_path):
+    chat_folder(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(Fault, match="special_tokens_map.json is not JSON"):
+        load_encoding(tmp_path)

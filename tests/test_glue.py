@@ -254,3 +254,67 @@ def test_an_evaluation_is_on_the_problems_held_out(command, monkeypatch, capsys)
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: asked.append(problems) or {"greedy": 0.125})
     assert command("--eval_only", "--out", "there") == [torch.device("cpu"), 0]
     assert asked == [PROBLEMS[20:]] and "12.5%" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------- evaluations
+
+@pytest.mark.parametrize("prompts, group, at_a_time", [(6, 6, 4), (7, 5, 3), (2, 2, 1)])
+def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts, group, at_a_time, monkeypatch):
+    """A greedy row and 8 samples of each of 9 problems. What counts for each is of its own rows: problem
+    i is solved by i of its samples, which agree, and its others by i differ; the greedy row is right
+    where i is odd."""
+    problems, parts = [SimpleNamespace(prompt=str(i)) for i in range(9)], []
+
+    def generate(agent, part, u):
+        """Texts and what is right, known beforehand."""
+        parts.append(len(part))
+        right = [x for p in part for i in [int(p.prompt)] for x in (i % 2, *(k >= 8 - i for k in range(8)))]
+        texts = [x for p in part for i in [int(p.prompt)]
+                 for x in (f"greedy {i}", *(f"right {i}" if k >= 8 - i else f"wrong {i} {k}" for k in range(8)))]
+        assert u.shape == (len(part), 9, 8) and (u[:, 0] == -1).all() and (u[:, 1:] >= 0).all()
+        return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
+                               parts={"correct": torch.tensor(right).float()})
+    monkeypatch.setattr(grpo, "generate", generate)
+    agent = Agent(with_(prompts=prompts, group=group), SimpleNamespace(answer=str), None, tiny_model())
+    found = grpo.evaluate(agent, problems)
+    assert parts == [at_a_time] * (9 // at_a_time) + [9 % at_a_time] * (9 % at_a_time > 0)
+    assert found["greedy"] == pytest.approx(4 / 9) and found["pass@1"] == pytest.approx(36 / 8 / 9)
+    assert found["pass@8"] == pytest.approx(8 / 9) and found["maj@8"] == pytest.approx(7 / 9)
+
+
+def test_samples_that_are_all_right_are_no_others(monkeypatch):
+    """The votes of a problem begin after its greedy row and end before the next one's."""
+    def generate(agent, part, u):
+        """Greedy rows are wrong, and say what the samples of the next problem say."""
+        return SimpleNamespace(finished=torch.ones(6, dtype=torch.bool), texts=["b", "a", "c", "a", "b", "d"],
+                               parts={"correct": torch.tensor([0., 1, 0, 0, 1, 0])})
+    monkeypatch.setattr(grpo, "generate", generate)
+    agent = Agent(with_(prompts=2, group=3, samples=2), SimpleNamespace(answer=str), None, tiny_model())
+    assert grpo.evaluate(agent, PROBLEMS[:2]) == {"greedy": 0, "pass@1": 0.5, "pass@2": 1, "maj@2": 1}
+
+
+def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
+    def read_command(argv):
+        """Ctrl-C comes."""
+        raise KeyboardInterrupt
+    monkeypatch.setattr(grpo, "read_command", read_command)
+    with pytest.raises(SystemExit) as ended:
+        grpo.main([])
+    assert ended.value.code == 130 and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("group, choices, sizes", [(4, 2, [6, 6, 6, 2]), (2, 4, [3] * 6 + [2]), (4, 4, [3] * 6 + [2])])
+def test_labelling_has_as_many_rows_as_a_rollout_but_a_problem_a_prompt(group, choices, sizes, monkeypatch):
+    seen = []
+
+    def generate(agent, part, u):
+        """Completions of one token."""
+        seen.append(len(part))
+        n = u.size(0) * u.size(1)
+        return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None, None)
+    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(reward, "of_steps", lambda task, b, *_: (torch.zeros(b.ids.shape), b.mask))
+    monkeypatch.setattr(reward, "refit", lambda *_: ({}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
+    cfg = with_(prompts=3, group=group, choices=choices, fit_prompts=20, reward="model")
+    grpo.begin_iteration(Agent(cfg, None, None, None, reward_model=1), PROBLEMS, 0)
+    assert seen == sizes

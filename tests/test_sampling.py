@@ -254,3 +254,13 @@ def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
     assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
     b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 0, STOP)
     assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]
+
+
+def test_a_share_at_the_border_of_two_blocks_takes_a_token_that_can_be():
+    """Up to rounding it is where the second block begins, whose first tokens have no probability."""
+    logits = torch.randn(4000, 1024, generator=torch.Generator().manual_seed(0))
+    logits.unflatten(1, (4, 256))[:, :, :100] = -float("inf")
+    blocks = logits.log_softmax(-1).exp().unflatten(1, (4, 256)).sum(-1).double().cumsum(-1)
+    for k in range(3):
+        token, logp = draw(logits, 1.0, blocks[:, k] / blocks[:, 3])
+        assert logp.isfinite().all() and set((token // 256).tolist()) <= {k, k + 1}

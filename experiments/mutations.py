@@ -157,15 +157,16 @@ def reach():
 
 
 def tests_of(change, known, caught=(), budget=BUDGET):
-    """The tests that reach a change, as many as fit into `budget` seconds; those that reach its file,
-    if only the import or another process comes to it. First those that caught changes nearby, then those that reach
+    """The tests that reach a change, as many as fit into `budget` seconds; those that reach its file
+    and all quick ones, if only the import or another process comes to it. First those that caught changes nearby, then those that reach
     few lines: they look the closest; of those that reach many, the ones that caught the most."""
     lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
     before = Counter(r["caught"] for r in caught)
     near = {r["caught"] for r in caught
             if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20}
     tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
-    tests = tests or {test for some in lines.values() for test in some} or seconds
+    quick = {test for test, s in seconds.items() if s < 0.1}
+    tests = tests or quick | {test for some in lines.values() for test in some}
 
     def promise(test):
         """The less, the sooner."""

@@ -201,3 +201,19 @@ def test_the_readmes_own_task_learns(tmp_path):
                str(tmp_path / "out")])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.2
+
+
+def test_every_change_that_no_test_sees_has_a_reason():
+    """And the numbers of the page are those in the docs."""
+    page = (ROOT / "experiments" / "mutations.md").read_text()
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    files, missed = ([row for row in rows if len(row) == n] for n in (5, 4))
+    total = next(row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| all |"))
+    changes, caught, same = map(int, total[1:4])
+    assert [sum(int(row[i]) for row in files) for i in (1, 2, 3)] == [changes, caught, same]
+    unexplained = [row for row in missed if row[3].startswith("?")]
+    assert changes - caught == len(missed) and same == len(missed) - len(unexplained)
+    share = caught / (changes - same)
+    assert total[4] == f"{share:.1%}" and share >= 0.95
+    said = f"{changes:,} changes, {caught:,} of them caught; no test can see {same} others"
+    assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]

@@ -284,3 +284,19 @@ def test_a_warm_start_notes_the_ranks_and_the_device(monkeypatch):
         note = json.loads(start.warm_note(CFG, arithmetic))
         assert (note["ranks"], note["device"], note["dtype"]) == (ranks, "cpu", "float32")
         assert {name: note[name] for name in start.WARM} == {name: getattr(CFG, name) for name in start.WARM}
+
+
+def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch):
+    """On each file of --init's folder; without one, on no file of the folder one happens to be in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+
+    def notes():
+        """Those of a run without and with a checkpoint."""
+        return [start.warm_note(dataclasses.replace(CFG, init=init), arithmetic) for init in ("", "model")]
+    seen = [notes()]
+    for path in ("here.txt", "model/config.json", "model/a.safetensors"):
+        (tmp_path / path).write_text("x")
+        seen.append(notes())
+    assert len({new for new, _ in seen}) == 1
+    assert seen[0][1] == seen[1][1] != seen[2][1] != seen[3][1] and seen[0][0] != seen[0][1]

@@ -431,16 +431,17 @@ def resume(both, where):
     return ["--resume", "--task", str(both[0] / "letters.py"), "--out", str(where)]
 
 
-@pytest.mark.parametrize("sig, receiver", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
-def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig, receiver):
-    """What it gives up is the evaluation of that step. And two ranks that go on end to the bit where
-    they would have, one process up to rounding. The second rank once ended with another code."""
-    out, whole = tmp_path / "run", both[0] / "two" / "ppo"
-    codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, flags(both, "ppo", out=out))
+@pytest.mark.parametrize("sig, receiver, when", [(signal.SIGTERM, 1, "after step 1"), (signal.SIGINT, 0, "in the evaluation")])
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig, receiver, when):
+    """Or in its evaluation, which they give up. And two ranks that go on end to the bit where they
+    would have, one process up to rounding. The second rank once ended with another code."""
+    out, whole, after = tmp_path / "run", both[0] / "two" / "ppo", when == "after step 1"
+    args = flags(both, "ppo", out=out, eval_every=0 if after else 1)
+    codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, args)
     assert codes == [128 + sig] * 2 and err == ["", ""] and silent == ""
-    assert said.splitlines()[-1].startswith("stopped in the evaluation, which will begin anew; go on with: "
-                                            f"python grpo.py --resume --out {out}")
-    assert folder.load(out, grpo.Config)[1].step == 1 == metrics(out)[-1]["step"] + 1
+    assert re.match(rf"stopped {when}(, which will begin anew)?; go on with: python grpo.py --resume --out {out}",
+                    said.splitlines()[-1])
+    assert folder.load(out, grpo.Config)[1].step == 1 == metrics(out)[-1]["step"] + (not after)
     shutil.copytree(out, tmp_path / "alone")
     codes, (said, silent), err = pair(tmp_path, plain, resume(both, out))
     assert codes == [0, 0] and err == ["", ""] and silent == "" and "step 2/2" in said

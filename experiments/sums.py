@@ -2,7 +2,7 @@
 
     pip install -r tests/requirements-peers.txt trl==1.16.0
     python experiments/smollm2.py                   # the model, into out/smollm2
-    python experiments/sums.py 1 2 3                # a run for each seed, half an hour each
+    python experiments/sums.py 1 2 3                # a run for each seed
     python experiments/sums.py --trl 1              # TRL: the same prompts, groups, lengths, rate
     python experiments/sums.py --check 1            # its greedy answers by transformers' generate
     python experiments/sums.py --readme             # sums.json and sums.png of all that was made

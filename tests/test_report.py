@@ -375,7 +375,7 @@ def folder_of(where, records, steps=4, **config):
     for step in range(steps + 1):
         folder.append(where / "metrics.jsonl", {"step": step} | (dict(reward=step / steps, accuracy=0.5, kl=0.01,
                       entropy=1.0, length=9.0, dead_groups=0.1, style=0.2) if step else {}) | (
-                      {"greedy": step / 10, "pass@8": 0.9} if step % 2 == 0 else {}))
+                      {"greedy": step / 10, "pass@4": 0.7, "maj@2": 0.2, "pass@8": 0.9} if step % 2 == 0 else {}))
     (where / "run.json").write_text(json.dumps(dict(config=config, command=["grpo.py"], versions={})))
     return report.write([where])
 
@@ -537,7 +537,8 @@ def test_what_is_hostile_shows_as_text(opened, tmp_path):
 
 
 def test_curves_of_several_runs(opened, page, tmp_path):
-    """Each in its colour, with the folder's name; what is not of first interest is folded away."""
+    """Each in its colour, with the folder's name; what is not of first interest is folded away, and of
+    pass@k and maj@k those between the least k and the largest are left out."""
     small = page.parent
     other = folder_of(tmp_path / "other", [], 8, group=5).parent
     page = opened(report.write([small, other], tmp_path))

@@ -455,7 +455,7 @@ def update(agent, batch, source):
         mask, gap = batch.mask[rows], batch.logp.new_zeros(())
         tokens = machine.all_reduce(mask.sum()).clamp(min=1)
         weight = token_weights(mask, cfg.mean, size, tokens, cfg.max_new)
-        for micro, T in batches.micro_batches(batches.row_lengths(mask), cfg.micro_tokens):
+        for micro, T in batches.micro_batches(batch.ids[rows], mask, cfg.micro_tokens):
             b, w = batch.select(rows[micro], T), weight[micro, :T]
             logp, value = model.token_logps(agent.policy, b.ids, b.mask, cfg.temperature,
                                             agent.critic)

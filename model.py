@@ -2,7 +2,7 @@
 positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters
 carry Llama's names; `run/pretrained.py` reads and writes checkpoints.
 
-Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels of a head, L
+Dimensions: B rows, T tokens, n distinct ones, C channels, H query heads, K key/value heads, D channels of a head, L
 layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all
 that keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its
 row.
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data import Fault
-
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -54,7 +53,6 @@ class GPTConfig:
         if self.head_size % 2 and self.positions == "rope":
             raise Fault(f"RoPE turns pairs: the size of a head, {self.head_size}, is odd")
 
-
 # ---------------------------------------------------------------------------------- the model
 
 class RMSNorm(nn.Module):
@@ -67,11 +65,23 @@ class RMSNorm(nn.Module):
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
         return x * (square + self.eps).rsqrt() * self.weight
 
-
 def rotate(x, cos, sin):
     """RoPE: turn the pairs (x[i], x[i + D/2]) of each head by their angles. x (B, T, H, D)."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
 
+def distinct(ids, mask):
+    """The tokens of rows (B, T) that have to be computed: up to the last one in `mask` (B, T) of
+    their row, but where the row above has begun in the same way. Gives the places of these n
+    tokens, counted through all rows, (n,); and which of them stands at each place, (B, T)."""
+    used = mask.flip(1).cumsum(1).flip(1) > 0
+    shared = ((ids[1:] == ids[:-1]) & used[:-1]).cumprod(1).bool()
+    new = used & ~F.pad(shared, (0, 0, 1, 0))
+    count = new.flatten().cumsum(0).view_as(ids)
+    return new.flatten().nonzero()[:, 0], torch.where(new, count - 1, 0).cummax(0).values
+
+def in_rows(x, at):
+    """Heads x (n, H, D) of tokens at their places, for attention: (B, H, T, D)."""
+    return F.embedding(at, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
 
 class Attention(nn.Module):
     def __init__(self, cfg):
@@ -84,28 +94,28 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = ((RMSNorm(D, cfg.norm_eps) for _ in range(2)) if cfg.qk_norm
                                     else (nn.Identity(), nn.Identity()))
 
-    def forward(self, x, rope, pos, cache, bias):
-        B, T, _ = x.size()
+    def forward(self, x, rope, place, cache):
         H, K = self.n_head, self.n_kv_head
-        q = self.q_norm(self.q_proj(x).view(B, T, H, -1))                    # (B, T, H, D)
-        k = self.k_norm(self.k_proj(x).view(B, T, K, -1))                    # (B, T, K, D)
-        v = self.v_proj(x).view(B, T, K, -1)                                 # (B, T, K, D)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (H, -1)))               # (n, H, D), or
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (K, -1)))               # (B, T, K, D)
+        v = self.v_proj(x).unflatten(-1, (K, -1))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is None:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            new, at = place
+            q, k, v = in_rows(q, at), in_rows(k, at), in_rows(v, at)         # (B, H or K, T, D)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
-            y = y.transpose(1, 2)                                            # (B, T, H, D)
+            y = F.embedding(new, y.transpose(1, 2).flatten(2).flatten(0, 1))        # (n, H * D)
         else:
+            (pos, bias), (B, T, _) = place, x.size()
             rows = torch.arange(B, device=x.device)[:, None]
             cache[0][rows, :, pos], cache[1][rows, :, pos] = k.to(cache.dtype), v.to(cache.dtype)
             # The query heads that share a key head stand side by side as if they were time, so the
             # cache is read once, not repeated H / K times.
             q = q.view(B, T, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, -1)
             y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=bias)
-            y = y.view(B, H, T, -1).transpose(1, 2)                          # (B, T, H, D)
-        return self.o_proj(y.reshape(B, T, -1))
-
+            y = y.view(B, H, T, -1).transpose(1, 2).reshape(B, T, -1)
+        return self.o_proj(y)
 
 class MLP(nn.Module):
     def __init__(self, cfg):
@@ -119,7 +129,6 @@ class MLP(nn.Module):
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -129,10 +138,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm(cfg.n_embd, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x, rope, pos, cache, bias):
-        x = x + self.self_attn(self.input_layernorm(x), rope, pos, cache, bias)
+    def forward(self, x, rope, place, cache):
+        x = x + self.self_attn(self.input_layernorm(x), rope, place, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
-
 
 class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
@@ -169,38 +177,42 @@ class GPT(nn.Module):
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
-    def forward(self, ids, pos=None, cache=None):
+    def forward(self, ids, pos=None, cache=None, mask=None):
         """Hidden states (B, T, C) after the last norm, for `head`; ids (B, T).
 
-        Without a cache, row positions are 0..T-1. With one (`new_cache`), pos (B, T) says where
-        each token stands in its row: its key and value are written there, in place, and it sees the
-        slots up to itself.
+        Without a cache, row positions are 0..T-1. What rows one below the other begin with alike,
+        as completions with their prompt, is computed once, and what comes after the last token in
+        mask (B, T) not at all: attention sees rows, the rest a list of n tokens, (n, C). With a
+        cache (`new_cache`), pos (B, T) says where each token stands in its row: its key and value
+        are written there, in place, and it sees the slots up to itself.
         """
         if ids.size(1) > self.cfg.block_size:
             raise Fault(f"{ids.size(1)} tokens do not fit the model's context of "
                         f"{self.cfg.block_size}")
         with self.autocast():
-            T = ids.size(1)
-            x = self.embed_tokens(ids)                                       # (B, T, C)
-            where = slice(T) if pos is None else pos
-            if self.cfg.positions == "learned":
-                x, rope = x + self.embed_positions.weight[where], None
+            if cache is None:
+                new, at = distinct(ids, torch.ones_like(ids) if mask is None else mask)
+                place, pos, ids = (new, at), new % ids.size(1), ids.flatten()[new]
             else:
-                rope = self.cos[where], self.sin[where]                      # (B or none, T, 1, D)
-            bias = None if cache is None else self.cache_bias(cache, pos, x.dtype)
+                place = pos, self.cache_bias(cache, pos)
+            x, rope = self.embed_tokens(ids), None                           # (n, C) or (B, T, C)
+            if self.cfg.positions == "learned":
+                x = x + self.embed_positions(pos)
+            else:
+                rope = self.cos[pos], self.sin[pos]                          # (.., 1, D)
             for i, layer in enumerate(self.layers):
                 if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(layer, x, rope, pos, None, None, use_reentrant=False)
+                    x = checkpoint(layer, x, rope, place, None, use_reentrant=False)
                 else:
-                    x = layer(x, rope, pos, None if cache is None else cache[i], bias)
-            return self.norm(x)
+                    x = layer(x, rope, place, None if cache is None else cache[i])
+            x = self.norm(x)
+            return F.embedding(at, x) if cache is None else x
 
-    def cache_bias(self, cache, pos, dtype):
+    def cache_bias(self, cache, pos):
         """What attention adds to its scores, 0 for the slots up to the token's own and -inf for
         those after it, (B, 1, H / K * T, S): once for each query head of a key head."""
         seen = torch.arange(cache.size(4), device=pos.device) <= pos[..., None]          # (B, T, S)
-        bias = torch.zeros(seen.shape, dtype=dtype, device=pos.device)
-        bias = bias.masked_fill(~seen, float("-inf"))
+        bias = torch.where(seen, 0, float("-inf")).to(self.norm.weight.dtype)
         return bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
 
     def head(self, x):
@@ -244,7 +256,6 @@ class GPT(nn.Module):
         own = {} if self.cfg.tied else {"lm_head.weight": other.table.weight}
         self.load_state_dict(other.state_dict() | own)
 
-
 class ScalarHead(nn.Module):
     """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
     without one of hidden states that are handed in. A critic, or a reward model."""
@@ -256,16 +267,14 @@ class ScalarHead(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
 
-    def forward(self, ids, h=None):
-        """(B, T) of ids (B, T); h (B, T, C) where there is no trunk."""
-        h = h if self.trunk is None else self.trunk(ids)
+    def forward(self, ids, mask=None, h=None):
+        """(B, T) of ids (B, T), up to the last in `mask`; h (B, T, C) where there is no trunk."""
+        h = h if self.trunk is None else self.trunk(ids, mask=mask)
         return self.head(h.float())[..., 0]
-
 
 # ------------------------------------------------------------------------------- log-probabilities
 
 CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
-
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
@@ -273,15 +282,15 @@ def token_logps(model, ids, mask, temperature, critic=None):
     are made in parts, and again in the backward pass: there is no (B, T, V) tensor."""
     def logps_of(h, tokens):
         """log pi of the `tokens` (n,) after the states h (n, C)."""
-        logits = model.head(h) / temperature                                               # (n, V)
+        logits = model.head(h / temperature)                                               # (n, V)
         return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
     def in_columns(x):
         """The numbers x (n,) of the sampled tokens in their columns, (B, T)."""
         return F.pad(x.new_zeros(sampled.shape).masked_scatter(sampled, x), (1, 0))
 
-    h = model(ids[:, :-1])                          # (B, T - 1, C): column t predicts token t + 1
     sampled = mask[:, 1:]
+    h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
     states, tokens = h[sampled], ids[:, 1:][sampled]                                # (n, C), (n,)
     size = max(1, CHUNK // model.cfg.vocab_size)
     if len(tokens) > size:
@@ -289,5 +298,5 @@ def token_logps(model, ids, mask, temperature, critic=None):
                           for part in zip(states.split(size), tokens.split(size))])
     else:
         logp = logps_of(states, tokens)
-    value = None if critic is None else in_columns(critic(ids[:, :-1], h)[sampled])
+    value = None if critic is None else in_columns(critic(ids[:, :-1], sampled, h)[sampled])
     return in_columns(logp), value

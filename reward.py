@@ -63,7 +63,8 @@ def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
     def of_rows(ids, mask):
         """Of some rows, as `by_parts` wants it."""
-        return [reward_model(ids.to(reward_model.head.weight.device))]
+        ids, mask = (x.to(reward_model.head.weight.device) for x in (ids, mask))
+        return [reward_model(ids, mask)]
     return batches.by_parts(of_rows, ids, mask, cfg.micro_tokens)[0]
 
 def learned(reward_model, batch, cfg):
@@ -159,7 +160,7 @@ def fit(reward_model, data, K, cfg, source):
     """One pass over labelled rows that every rank holds, in sets of K, 64 rows a step."""
     n = len(data["ids"]) // K
     steps, order = max(1, n * K // 64), torch.tensor(source.sample(range(n), n))
-    longest = batches.row_lengths(data["mask"]).view(-1, K).amax(1)                 # of each set
+    whole = {name: data[name].unflatten(0, (n, K)) for name in ("ids", "mask")}     # (n, K, T)
     device = reward_model.head.weight.device
 
     def rows_of(sets):
@@ -171,9 +172,10 @@ def fit(reward_model, data, K, cfg, source):
         sets = order.tensor_split(steps)[step]
         count = data["ends"][rows_of(sets)].sum() / K                               # of all ranks
         sets = machine.deal(sets)
-        for micro, T in batches.micro_batches(longest[sets], cfg.micro_tokens // K):
+        ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
+        for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens // K):
             part = {name: x[rows_of(sets[micro]), :T].to(device) for name, x in data.items()}
-            score = reward_model(part["ids"])[part["ends"]]
+            score = reward_model(part["ids"], part["mask"])[part["ends"]]
             yield reward_loss(score, part["label"][part["ends"]], K) / count
     batches.fit("reward model", reward_model, losses, steps, cfg.fit_lr, cfg.grad_clip)
 

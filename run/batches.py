@@ -34,23 +34,25 @@ def minibatches(cfg, source, device):
         for part in permutation.tensor_split(cfg.minibatches):
             yield torch.isin(local, part).nonzero()[:, 0].to(device), len(part)
 
-def micro_batches(length, budget):
-    """Chunks of rows (indices, longest length), each of at most `budget` tokens with its padding;
-    rows go by length (B,), and none is padded to more than twice its own."""
-    order = length.argsort(descending=True, stable=True)
-    sizes = length[order].tolist()
-    i = 0
-    while i < len(sizes):
-        fits = [j for j in range(i, min(len(sizes), i + max(1, budget // sizes[i])))
-                if 2 * sizes[j] >= sizes[i]]
-        yield order[i:fits[-1] + 1], sizes[i]
-        i = fits[-1] + 1
+def micro_batches(ids, mask, budget):
+    """Chunks of rows (indices, longest length) of ids and mask (B, T), each of at most `budget`
+    tokens with its padding, or of one row. Rows that begin alike are put one below the other: a
+    model computes that beginning once."""
+    ids, length, chunk, longest = ids.tolist(), row_lengths(mask).tolist(), [], 0
+    for row in sorted(range(len(ids)), key=ids.__getitem__):
+        if chunk and (len(chunk) + 1) * max(longest, length[row]) > budget:
+            yield torch.tensor(chunk), longest
+            chunk, longest = [], 0
+        chunk.append(row)
+        longest = max(longest, length[row])
+    if chunk:
+        yield torch.tensor(chunk), longest
 
 @torch.no_grad()
 def by_parts(f, ids, mask, budget):
     """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
     out = None
-    for rows, T in micro_batches(row_lengths(mask), budget):
+    for rows, T in micro_batches(ids, mask, budget):
         parts = f(ids[rows, :T], mask[rows, :T])
         out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
         for whole, part in zip(out, parts):

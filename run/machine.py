@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data import Fault
+from model import Block
 
 # ------------------------------------------------------------------------------------- the device
 
@@ -43,13 +44,15 @@ def double(device):
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """torch.compile, if cfg says so, of each module that is not None. They are of one class, so all
-    their graphs (prompts, one token, training; a batch of one row) count against one limit, by
-    default 8."""
+    """torch.compile, if cfg says so, of each layer of the modules that are not None. Layers share
+    their graphs (prompts, one token, training; a batch of one row), whichever module they are of.
+    These count against one limit, by default 8."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
-        for module in filter(None, modules):
-            module.compile(dynamic=True)
+        layers = [layer for module in filter(None, modules) for layer in module.modules()]
+        for layer in layers:
+            if isinstance(layer, Block):
+                layer.compile(dynamic=True)
 
 def prepare():
     """Let stdout replace what the terminal cannot show, and have glibc keep freed memory: handed

@@ -25,7 +25,7 @@ def chosen(cfg, step, batch):
         rows["random"] = slice(begin, begin + cfg.group)
     return rows
 
-def entropies(policy, temperature, ids, h):
+def entropies(policy, temperature, ids, mask, h):
     """The entropy of the next token in each state h (B, T, C), in nats, (B, T). For `token_logps`
     it takes the place of a critic: it too is a number of the state before a token."""
     found = []

@@ -148,7 +148,7 @@ def warm_start(model, task, problems, cfg, encoding):
         rows = machine.deal(rows)
         ids = padded([prompt + text for prompt, text in rows], device)
         mask = padded([[False] * len(prompt) + [True] * len(text) for prompt, text in rows], device)
-        for micro, T in batches.micro_batches(batches.row_lengths(mask), cfg.micro_tokens):
+        for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
     batches.fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr, cfg.grad_clip)
@@ -267,17 +267,16 @@ def memory(model, cfg, longest):
 
 def costs(model, cfg, longest, tokens):
     """A line on the memory that a run needs, and the least time of a step with prompts of so many
-    `tokens`, in which all completions are as long as they may be: its operations at the speed of
-    products of matrices."""
+    `tokens`, in which all completions are as long as they may be, and share no more than their
+    prompt: its operations at the speed of products of matrices."""
     device, dtype, _ = machine.resolve(cfg)
     need, free = sum(memory(model, cfg, longest).values()), free_memory(device)
     linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     head, rows = model.table.weight.numel(), cfg.prompts * cfg.group / machine.world()[1]
-    row = linear * (tokens + cfg.max_new) + head * cfg.max_new
-    passes = cfg.needs_reference + ("value" in cfg.baseline or dtype == "bfloat16")
-    once = linear * rows / cfg.group * tokens + (linear + head) * rows * cfg.max_new    # sampling
+    passes = 1 + cfg.needs_reference + ("value" in cfg.baseline or dtype == "bfloat16")
+    once = linear * rows / cfg.group * tokens + (linear + head) * rows * cfg.max_new
     rate = machine.matrix_rate(device, dtype)
-    seconds = (2 * once + (2 * passes + 6 * cfg.epochs) * rows * row) / rate
+    seconds = (2 * passes + 6 * cfg.epochs) * once / rate
     known = "" if free is None else f" of {free / 1e9:.1f} free"
     return (f"memory about {need / 1e9:.1f} GB{known}; a step with completions of {cfg.max_new} "
             f"tokens takes at least {seconds:.2g} s ({rate / 1e9:.0f} GFLOP/s in {dtype})")

@@ -394,16 +394,30 @@ def test_nan_in_the_loss_stops_the_run():
     assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
 
 
+def up_to(length, T):
+    """Masks whose rows end after so many of T tokens, (B, T)."""
+    return torch.arange(1, T + 1) == length[:, None]
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget():
     length = torch.tensor([3, 50, 7, 20, 21, 50, 4, 3, 30])
-    chunks = list(micro_batches(length, 60))
+    ids = torch.randint(0, 9, (9, 50))
+    chunks = list(micro_batches(ids, up_to(length, 50), 60))
     assert sorted(torch.cat([rows for rows, _ in chunks]).tolist()) == list(range(9))
     for rows, T in chunks:
-        assert T == length[rows].max() and 2 * length[rows].min() >= T
+        assert T == length[rows].max()
         assert len(rows) * T <= 60 or len(rows) == 1
-    assert len(chunks) < 8 and list(micro_batches(length[:0], 60)) == []
-    chunks = [(rows.tolist(), longest) for rows, longest in micro_batches(torch.tensor([4, 10, 5, 3]), 100)]
-    assert chunks == [([1, 2], 10), ([0, 3], 4)]
+    assert len(chunks) < 8 and list(micro_batches(ids[:0], ids[:0] > 0, 60)) == []
+
+
+def test_rows_that_begin_alike_are_put_one_below_the_other():
+    ids = torch.tensor([[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]])
+    length = torch.tensor([3, 3, 2, 3, 3, 3])
+    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 100)] == [([5, 3, 1, 2, 0, 4], 3)]
+    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 6)] == [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]
+    # A longer row makes those before it longer too, and the next chunk begins anew.
+    length = torch.tensor([1, 1, 1, 3, 1, 1])
+    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 4)] == [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]
 
 
 def test_no_float64_where_there_is_none(monkeypatch):
@@ -446,15 +460,16 @@ def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
                     token_logps(model, ids, torch.ones(rows, T, dtype=torch.bool), 1.0)
 
 
-def test_compilations_do_not_grow_with_the_lengths():
-    """Without dynamic shapes every rollout length compiles anew."""
+def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
+    """Without dynamic shapes every rollout length compiles anew; and the layers share their graphs."""
     torch._dynamo.reset()
     seen = []
     def count(graph, example):
         seen.append(1)
         return graph.forward
-    model = tiny_model()
-    model.compile(backend=count, dynamic=True)
+    model, real = tiny_model(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend=count, **how))
+    machine.compile_all(Config(compile="on"), model)
     for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
         token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
     assert 1 <= len(seen) <= 3

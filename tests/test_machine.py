@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import tiny_model
 
 from data import Fault
 from grpo import Config
+from model import Block, ScalarHead
 from run import batches, machine, show
 
 
@@ -86,9 +88,10 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     """And up to 64 graphs may be made of them: prompts, tokens and training have their own."""
     options, config = [], SimpleNamespace(recompile_limit=8)
     monkeypatch.setitem(vars(torch), "_dynamo", SimpleNamespace(config=config))     # without its import
-    module = SimpleNamespace(compile=lambda **given: options.append(given))
-    machine.compile_all(Config(device="cpu", compile=asked), module, None, module)
-    assert options == [dict(dynamic=True)] * 2 * (asked == "on")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: options.append((type(self), given)))
+    machine.compile_all(Config(device="cpu", compile=asked), tiny_model(), None, ScalarHead(32, tiny_model()),
+                        ScalarHead(32))
+    assert options == [(Block, dict(dynamic=True))] * 4 * (asked == "on")
     assert config.recompile_limit == (64 if asked == "on" else 8)
 
 
@@ -299,11 +302,11 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
     assert got["ids"].shape == got["mask"].shape == (12, 5) and torch.equal(got["mask"], got["ids"] > 0)
 
 
-def test_rows_of_one_length_stay_in_their_order():
-    """As no sort need leave them: which rows go together then follows from their lengths alone."""
-    length = 1 + torch.arange(1000) % 3
-    order = [i for rows, _ in batches.micro_batches(length, 30) for i in rows.tolist()]
-    assert order == sorted(range(1000), key=lambda i: -(1 + i % 3))
+def test_equal_rows_stay_in_their_order():
+    """As no sort need leave them: which rows go together then follows from what they hold alone."""
+    ids = torch.arange(1000)[:, None] % 3
+    order = [i for rows, _ in batches.micro_batches(ids, ids >= 0, 30) for i in rows.tolist()]
+    assert order == sorted(range(1000), key=lambda i: i % 3)
 
 
 def test_one_rank_and_one_set_stay_what_they_are():

@@ -240,7 +240,7 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     label = torch.rand(batch.ends.shape)
     data, s, cfg = rows_of(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
     raw, seen, steps = scores(s, batch.ids, batch.mask, Config()), [], []
-    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids: (
+    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
         seen.append(ids), torch.stack([raw[(batch.ids[:, :len(row)] == row).all(1)][0, :len(row)] for row in ids]))[1])
 
     def fit(name, module, losses, n, lr, clip):

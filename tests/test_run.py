@@ -831,9 +831,8 @@ def test_the_costs_of_a_run(monkeypatch):
     layer, head = 4 * 8 * 8 + 3 * 8 * 16, 8 * 16
     for flags, passes in ((dict(beta=0), 0), ({}, 1), (dict(baseline="value"), 2)):
         cfg = Config(prompts=10, group=2, max_new=5, device="cpu", dtype="float32", epochs=2, **flags)
-        rollout = 10 * 3 * layer + 20 * 5 * (layer + head)
-        once = 20 * 8 * layer + 20 * 5 * head
-        seconds = (2 * rollout + (2 * passes + 12) * once) / 1e3
+        once = 10 * 3 * layer + 20 * 5 * (layer + head)
+        seconds = (2 + 2 * passes + 12) * once / 1e3
         assert start.costs(policy, cfg, 3, 3) == (
             f"memory about 0.0 GB of 2.5 free; a step with completions of 5 tokens takes at least {seconds:.2g} s "
             "(0 GFLOP/s in float32)")

@@ -2,10 +2,10 @@
 positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters
 carry Llama's names; `run/pretrained.py` reads and writes checkpoints.
 
-Dimensions: B rows, T tokens, n distinct ones, C channels, H query heads, K key/value heads, D channels of a head, L
-layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so a causal mask is all
-that keeps real tokens from seeing padding; with a cache, the slot of a token is its position in its
-row.
+Dimensions: B rows, T tokens, n distinct ones, C channels, H query heads, K key/value heads, D
+channels of a head, L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right,
+so a causal mask is all that keeps real tokens from seeing padding; with a cache, the slot of a
+token is its position in its row.
 """
 import copy
 import dataclasses

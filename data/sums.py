@@ -5,6 +5,7 @@
 """
 import random
 import re
+from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ def answer(completion):
 
 
 def reward(problem, completion):
-    """1 for the right number, a tenth for any."""
+    """1 for the right number; for any, up to a fifth, the nearer it is to the right one the more.
+    So of a group that is all wrong, some still learn in which direction."""
     said = answer(completion)
-    return {"correct": float(said == problem.answer), "number": 0.1 * (said != "")}
+    near = 0.2 / (1 + abs(Fraction(said) - int(problem.answer))) if said else 0.0
+    return {"correct": float(said == problem.answer), "near": near}

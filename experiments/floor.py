@@ -4,7 +4,8 @@
 
 Floor: (6 N tokens trained + 2 N tokens read or decoded + 2 N tokens of the reference) / the rate of
 a float32 matrix product, N the parameters in matrix products (the embedding counts once, as the
-head). Tokens are those of the rows without their padding. The rate is the median of 2048 x 2048 x
+head). Tokens are those of the rows without their padding; where rows of a micro-batch begin alike,
+that beginning counts once. The rate is the median of 2048 x 2048 x
 2048 products, measured before and after each step. Attention, norms, softmax, sampling and the
 optimizer are no part of the floor. Takes the flags of grpo.py; with --readme the result replaces
 floor.json, which the docs quote.
@@ -21,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo  # noqa: E402
 from data import load_task  # noqa: E402
+from model import distinct  # noqa: E402
 from run import batches, machine, start  # noqa: E402
 
 
@@ -49,7 +51,9 @@ def main():
         grpo.update(agent, batch, machine.rng(cfg, "update", step))
         seconds = time.perf_counter() - began
         flops_s = (before + rate()) / 2
-        new, tokens = int(batch.mask.sum()), int(batches.row_lengths(batch.mask).sum())
+        new, tokens = int(batch.mask.sum()), 0
+        for chunk, T in batches.micro_batches(batch.ids, batch.mask, cfg.micro_tokens):
+            tokens += len(distinct(batch.ids[chunk, :T], batch.mask[chunk, :T])[0])
         read = sum(len(encoding.encode_ordinary(p.prompt)) for p in chosen)
         floor = N * (6 * cfg.epochs * tokens + 2 * (read + new) + 2 * tokens) / flops_s
         rows.append({"seconds": seconds, "floor": floor, "ratio": seconds / floor,

@@ -83,7 +83,7 @@ def with_trl(seed):
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "trl.jsonl").unlink(missing_ok=True)
-    trainer = GRPOTrainer(str(INIT), [part("correct"), part("number")], GRPOConfig(
+    trainer = GRPOTrainer(str(INIT), [part("correct"), part("near")], GRPOConfig(
         str(out / "trainer"), per_device_train_batch_size=cfg.prompts * cfg.group, num_generations=cfg.group,
         gradient_accumulation_steps=1, max_steps=cfg.steps, max_completion_length=cfg.max_new,
         learning_rate=cfg.lr, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=cfg.grad_clip,

@@ -755,7 +755,7 @@ def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty)
         assert difficulty == 4 or p.prompt == f"What is {text}?"
     for p in train[:100]:
         said = sums.demonstration(p, None)
-        assert sums.reward(p, said) == {"correct": 1, "number": 0.1}
+        assert sums.reward(p, said) == {"correct": 1, "near": 0.2}
         assert sums.steps(p, said) == [(len(said), True)]
     assert sums.problems(SimpleNamespace(difficulty=difficulty)) == (train, held_out)
 
@@ -787,8 +787,15 @@ def test_sums_have_four_difficulties():
     ("9" * 15, "9" * 15), ("9" * 16, ""), ("\u0661\u0669", ""), ("19\n\nSo 20", "20")])
 def test_the_last_number_counts(text, said):
     assert sums.answer(text) == said
-    assert sums.reward(sums.Problem("What is 7 + 12?", "19", ""), text) == {
-        "correct": said == "19", "number": 0.1 * (said != "")}
+    parts = sums.reward(sums.Problem("What is 7 + 12?", "19", ""), text)
+    assert [*parts] == ["correct", "near"] and parts["correct"] == (said == "19") and (parts["near"] > 0) == (said != "")
+
+
+@pytest.mark.parametrize("text, near", [("19", 0.2), ("18", 0.1), ("20", 0.1), ("22", 0.05), ("14", 0.2 / 6), ("-5", 0.008),
+                                        ("18.5", 0.4 / 3), ("", 0), ("nineteen", 0), ("9" * 16, 0)])
+def test_a_number_counts_the_more_the_nearer_it_is(text, near):
+    parts = sums.reward(sums.Problem("What is 7 + 12?", "19", ""), text)
+    assert type(parts["near"]) is float and parts["near"] == pytest.approx(near, rel=1e-12)
 
 
 @pytest.mark.parametrize("text", ["9" * 10 ** 5, "1," * 50000, "- " * 50000 + "5", "1 " * 50000,

@@ -13,7 +13,7 @@ from data import Fault
 from data.answers import one_number, steps  # noqa: F401, steps is the task's
 
 # For SmolLM2-135M-Instruct (experiments/smollm2.py) on two CPU cores.
-DEFAULTS = dict(difficulty=1, steps=60, prompts=8, group=8, max_new=32, lr=1e-5, save_every=20,
+DEFAULTS = dict(difficulty=1, steps=45, prompts=16, group=16, max_new=32, lr=3e-5, save_every=5,
                 sample_every=2)
 
 HELD_OUT = 128      # problems kept away from all training

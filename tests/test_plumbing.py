@@ -762,7 +762,7 @@ TASKS = {                                       # what differs from Config
                        fit_lr=1e-3),
     "countdown": dict(task="countdown", difficulty=3, **LARGE),
     "gsm8k": dict(task="gsm8k", **LARGE),
-    "sums": dict(task="sums", difficulty=1, steps=45, prompts=16, group=16, max_new=32, lr=3e-5, save_every=5,
+    "sums": dict(task="sums", difficulty=1, steps=45, group=16, max_new=32, lr=3e-5, save_every=5,
                  sample_every=2)}
 
 

@@ -53,8 +53,6 @@ class GPTConfig:
         if self.head_size % 2 and self.positions == "rope":
             raise Fault(f"RoPE turns pairs: the size of a head, {self.head_size}, is odd")
 
-# ---------------------------------------------------------------------------------- the model
-
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
@@ -186,13 +184,13 @@ class GPT(nn.Module):
         cache (`new_cache`), pos (B, T) says where each token stands in its row: its key and value
         are written there, in place, and it sees the slots up to itself.
         """
-        if ids.size(1) > self.cfg.block_size:
-            raise Fault(f"{ids.size(1)} tokens do not fit the model's context of "
-                        f"{self.cfg.block_size}")
+        T, most = ids.size(1), self.cfg.block_size
+        if T > most:
+            raise Fault(f"{T} tokens do not fit the model's context of {most}")
         with self.autocast():
             if cache is None:
                 new, at = distinct(ids, torch.ones_like(ids) if mask is None else mask)
-                place, pos, ids = (new, at), new % ids.size(1), ids.flatten()[new]
+                place, pos, ids = (new, at), new % T, ids.flatten()[new]
             else:
                 place = pos, self.cache_bias(cache, pos)
             x, rope = self.embed_tokens(ids), None                           # (n, C) or (B, T, C)

@@ -102,7 +102,8 @@ class Config:
     minibatches: int = 1        # Make this many optimizer steps in a pass.
     micro_tokens: int = 2048    # Put at most this many tokens into one forward and backward pass.
     recompute: Literal["off", "on"] = "off"     # Save memory: make activations again when needed.
-    lr: float = 1e-6            # Learn at this rate, constant as in the paper.
+    lr: float = 1e-6            # Learn at this rate.
+    half_life: int = 0          # Halve it in every so many steps; 0: constant, as in the paper.
     adam_eps: float = 1e-8      # Add this to Adam's denominator (PPO adds 1e-5).
     grad_clip: float = 1.0      # Scale a gradient down to this norm.
     # a new model, and the warm start: supervised fine-tuning on the task's demonstrations
@@ -198,17 +199,18 @@ class Batch:
         tensors = {n: x[rows] for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
 
-def draw(logits, temperature, u):
-    """A token for each row of logits (b, V), and its log-probability at that temperature, (b,).
-    It is where the row's cumulative distribution passes u (b,), uniform in [0, 1): a row's tokens
-    follow from its own u alone, whichever rows are beside it and however many ranks there are.
-    Where u is negative, and at temperature 0, it is the likeliest token."""
+def draw(logits, temperature, u, state):
+    """A token for each row, and its log-probability at that temperature, (r,), by the logits (b, V)
+    of its `state` (r,). It is where their cumulative distribution passes the row's u (r,), uniform
+    in [0, 1): a row's tokens follow from its own u alone, whichever rows are beside it and however
+    many ranks there are. Where u is negative, and at temperature 0, it is the likeliest token."""
     logps = (logits / (temperature or 1)).log_softmax(-1)                                   # (b, V)
     blocks = F.pad(logps.exp(), (0, -logps.size(1) % 256)).unflatten(1, (-1, 256))     # (b, ., 256)
-    block, rest = passed(blocks.sum(-1), u)
-    token, _ = passed(blocks[torch.arange(len(u), device=u.device), block], rest)
-    token = torch.where((u < 0) | (temperature == 0), logits.argmax(-1), 256 * block + token)
-    return token, logps.gather(-1, token[:, None])[:, 0]
+    block, rest = passed(blocks.sum(-1)[state], u)
+    token, _ = passed(blocks[state, block], rest)
+    likeliest = logits.argmax(-1)[state]
+    token = torch.where((u < 0) | (temperature == 0), likeliest, 256 * block + token)
+    return token, logps[state, token]
 
 def passed(p, u):
     """Where the running sum of each row of p (b, n) passes the share u (b,) of the whole: the index
@@ -233,39 +235,47 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     u = torch.rand(P * group, most.max(), dtype=torch.float64) if u is None else u
     u, stop = u.to(device, machine.double(device)), torch.tensor(sorted(stop), device=device)
 
-    # 1. Read each prompt once, and hand its cache to the whole group.
+    # 1. Read each prompt once. All rows of its group are in the same state.
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
     length = torch.tensor([len(p) for p in prompts], device=device)                        # (P,)
     pos = torch.arange(longest, device=device).expand(P, -1)
     cache = policy.new_cache(P, batches.by_16(T))                            # (L, 2, P, K, S, D)
     h = policy(ids[:, :longest], pos, cache[..., :batches.by_16(longest), :])           # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1]                                      # (P, C)
-    h, ids, begin, most = (x.repeat_interleave(group, 0) for x in (h, ids, length, most.to(device)))
-    cache, column = cache.repeat_interleave(group, 2), begin
+    ids, begin, most = (x.repeat_interleave(group, 0) for x in (ids, length, most.to(device)))
     mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
-    finished = torch.zeros_like(column, dtype=torch.bool)
+    finished = torch.zeros_like(begin, dtype=torch.bool)
 
-    # 2. A token a turn, for the decode batch: its `rows`, which are `active`, their next `column`.
-    rows, active = torch.arange(P * group, device=device), ~finished
+    # 2. A token a turn for each of the `rows` that go on, by the logits of its `state`.
+    rows = torch.arange(P * group, device=device)                                          # (r,)
+    state = rows // group
     for n in range(u.size(1)):
-        token, token_logp = draw(policy.head(h), temperature, u[rows, n])                  # (b,)
-        r, c = rows[active], column[active]
-        ids[r, c], logp[r, c], mask[r, c] = token[active], token_logp[active], True
-        finished[r] = torch.isin(token[active], stop)
-
-        # 3. Ended rows leave once they are a tenth of the batch: copying the cache costs too.
-        active = active & ~finished[rows] & (n + 1 < most[rows])
-        left = int(active.sum())
-        if left == 0:
+        token, token_logp = draw(policy.head(h), temperature, u[rows, n], state)           # (r,)
+        column = begin[rows] + n
+        ids[rows, column], logp[rows, column], mask[rows, column] = token, token_logp, True
+        finished[rows] = torch.isin(token, stop)
+        on = ~finished[rows] & (n + 1 < most[rows])
+        rows, state, token, column = rows[on], state[on], token[on], column[on]
+        if len(rows) == 0:
             break
-        if left <= 0.9 * len(rows):
-            rows, column, token = rows[active], column[active], token[active]
-            cache, active = cache[:, :, active], active[active]
+
+        # 3. Compute the next states, each once for all of its rows.
+        cache, state = successors(cache, state, token)
+        token, column = (x.new_zeros(cache.size(2)).scatter(0, state, x) for x in (token, column))
         seen = cache[..., :batches.by_16(longest + n + 1), :]
         h = policy(token[:, None], column[:, None], seen)[:, 0]                            # (b, C)
-        column = column + active            # what has ended stands still
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], begin)
+
+def successors(cache, state, token):
+    """The cache of the next states, and which of them each row is in, (r,), if it was in `state`
+    (r,) and drew `token` (r,): rows that were in one and drew alike share the next. If none part,
+    states keep their places until a tenth of them is not needed: copying the cache costs too."""
+    pair, after = torch.stack((state, token)).unique(dim=1, return_inverse=True)
+    before = pair[0]                                                                       # (b,)
+    if len(before) > 0.9 * cache.size(2) and before.diff().all():
+        return cache, state
+    return cache[:, :, before], after
 
 def complete(agent, prompts, group, u, most=None):
     """`sample` from the policy as it is, at most `most` or --max_new tokens."""
@@ -284,40 +294,27 @@ def generate(agent, problems, u):
     return reward.score(agent.task, agent.encoding, problems, batch)
 
 # ---------------------------------------------------------------- advantages: rewards to credit
-def outcome_scores(reward, group, baseline="group", scale="group"):
-    """Outcome supervision (DeepSeekMath 4.1.2): rewards (B,) against those of their group, (B,);
-    and which groups are dead, (P,).
+def group_scores(reward, ends, group, baseline="group", scale="group"):
+    """Rewards (B, T) of steps, in the columns `ends` (B, T), against those of all steps of their
+    group, (B, T); and which groups are dead, (P,). Under outcome supervision (DeepSeekMath 4.1.2) a
+    row is one step, under process supervision (4.1.3) it has several.
 
     The std is without Bessel's correction (the paper is silent): the mean square is 1 at every G.
     No epsilon: the reward's scale does not matter. Rewards equal up to rounding get exactly 0.
     """
-    r = reward.to(machine.double(reward.device)).view(-1, group)                           # (P, G)
-    mean, std = r.mean(1, keepdim=True), r.std(1, correction=0, keepdim=True)              # (P, 1)
-    others = (r.sum(1, keepdim=True) - r) / (group - 1)
-    score, dead = relative(r, mean, std, others, baseline, scale)
-    return score.flatten().float(), dead.flatten()
-
-def process_scores(reward, ends, group, baseline="group", scale="group"):
-    """Process supervision (4.1.3): the same of rewards (B, T) of steps, in the columns `ends`
-    (B, T), over all the steps of a group."""
     r = torch.where(ends, reward, 0).to(machine.double(reward.device))
     r, on = (x.view(-1, group, x.size(1)) for x in (r, ends))                           # (P, G, T)
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
     mean = total / n
-    std = torch.where(on, r - mean, 0).square().sum((1, 2), True).div(n).sqrt()         # (P, 1, 1)
-    others = (total - r.sum(2, True)) / (n - on.sum(2, True))                           # (P, G, 1)
-    score, dead = relative(r, mean, std, others, baseline, scale)
-    return torch.where(on, score, 0).view_as(reward).float(), dead.flatten()
-
-def relative(r, mean, std, others, baseline, scale):
-    """Rewards less their baseline, and over the group's std if that is the scale; and which groups
-    are dead. The baseline: the group's mean, or that of the `others` in it (RLOO), or nothing."""
+    std = torch.where(on, r - mean, 0).square().sum((1, 2), True).div(n).sqrt()
     dead = std <= 1e-6 * mean.abs()
     if "group" in baseline:             # "group+value" too; under "value" the critic comes later
         r = torch.where(dead, 0, r - mean)
-    elif baseline == "leave-one-out":
-        r = r - others
-    return r / torch.where(dead, 1, std) if scale == "group" else r, dead
+    elif baseline == "leave-one-out":   # the mean of the other rows
+        r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
+    if scale == "group":
+        r = r / torch.where(dead, 1, std)
+    return torch.where(on, r, 0).view_as(reward).float(), dead.flatten()
 
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
@@ -341,14 +338,9 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     `penalty` (B, T): what the KL takes from the reward of each token. Without a value baseline a
     row is one action: its penalties count at its end, and a token's advantage is the sum over the
     steps that end at or after it. `value` (B, T) or None."""
-    choices = cfg.group, cfg.baseline, cfg.scale
     if value is None:
         reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
-    if cfg.supervision == "outcome":
-        score, dead = outcome_scores(reward.sum(1), *choices)                              # (B,)
-        score = torch.where(ends, score[:, None], 0)
-    else:
-        score, dead = process_scores(reward, ends, *choices)                            # (B, T)
+    score, dead = group_scores(reward, ends, cfg.group, cfg.baseline, cfg.scale)        # (B, T)
     if value is None:
         adv, returns = torch.where(mask, score.flip(1).cumsum(1).flip(1), 0), None
     else:
@@ -379,8 +371,11 @@ def rollout(agent, problems, source):
         penalty = agent.beta * torch.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
+    # The mean of -log pi estimates the entropy, to be looked at. As a bonus in the loss it would do
+    # nothing: its gradient is 0 in the mean over samples of the policy.
+    entropy, _ = machine.mean_and_std(-batch.old_logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
-              "finished": batch.finished}
+              "finished": batch.finished, "entropy": entropy}
     if batch.value is not None:             # 1: the critic knows the returns; 0: just their mean
         error = batch.returns - batch.value
         (_, left), (_, own) = (machine.mean_and_std(x[batch.mask]) for x in (error, batch.returns))
@@ -426,9 +421,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     per_token = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
     clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-    # The mean of -log pi estimates the entropy, to be looked at. As a bonus in the loss it would do
-    # nothing: its gradient is 0 in the mean over samples of the policy.
-    stats = {"entropy": -logp.sum() / tokens, "clip_share": clipped.sum() / tokens}
+    stats = {"clip_share": clipped.sum() / tokens}
     if ref_logp is not None:
         kl = kl_estimate(logp, kept(ref_logp), ratio, cfg.estimator)
         stats["kl"] = kl.sum() / tokens
@@ -450,10 +443,13 @@ def update(agent, batch, source):
     """The optimizer steps of one rollout: epochs x minibatches, each the sum of its micro-batches.
     Changes the models; gives the mean statistics. Raises Fault if before the first step the
     sampler's and the trainer's log-probabilities disagree."""
-    cfg, total, norm, mismatch = agent.cfg, {}, 0.0, None
+    cfg, norm, mismatch, zero = agent.cfg, 0.0, None, batch.logp.new_zeros(())
+    total = {"loss": zero, "clip_share": zero}
     for rows, size in batches.minibatches(cfg, source, batch.ids.device):
-        mask, gap = batch.mask[rows], batch.logp.new_zeros(())
-        tokens = machine.all_reduce(mask.sum()).clamp(min=1)
+        tokens = machine.all_reduce(batch.mask[rows].sum()).clamp(min=1)
+        if agent.ref is None and agent.critic is None:      # no advantage then means no gradient
+            rows = rows[batch.adv[rows].any(1)]
+        mask, gap = batch.mask[rows], zero
         weight = token_weights(mask, cfg.mean, size, tokens, cfg.max_new)
         for micro, T in batches.micro_batches(batch.ids[rows], mask, cfg.micro_tokens):
             b, w = batch.select(rows[micro], T), weight[micro, :T]
@@ -543,6 +539,8 @@ def new_agent(cfg, task, encoding, policy, checkpoint=None):
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch to look at, and its statistics."""
     cfg, began = agent.cfg, time.perf_counter()
+    if cfg.half_life:
+        agent.opt.param_groups[0]["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, machine.rng(cfg, "rollout", step))
     sampled = time.perf_counter()

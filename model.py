@@ -289,12 +289,12 @@ def token_logps(model, ids, mask, temperature, critic=None):
 
     sampled = mask[:, 1:]
     h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
-    states, tokens = h[sampled], ids[:, 1:][sampled]                                # (n, C), (n,)
+    new, at = distinct(ids, mask)
+    once, which = at[mask].unique(return_inverse=True)      # what rows begin with alike, once
+    row, t = torch.unravel_index(new[once], ids.shape)
+    states, tokens = h[row, t - 1], ids[row, t]                                     # (n, C), (n,)
     size = max(1, CHUNK // model.cfg.vocab_size)
-    if len(tokens) > size:
-        logp = torch.cat([checkpoint(logps_of, *part, use_reentrant=False)
-                          for part in zip(states.split(size), tokens.split(size))])
-    else:
-        logp = logps_of(states, tokens)
+    of = logps_of if len(tokens) <= size else partial(checkpoint, logps_of, use_reentrant=False)
+    logp = torch.cat([of(*part) for part in zip(states.split(size), tokens.split(size))])
     value = None if critic is None else in_columns(critic(ids[:, :-1], sampled, h)[sampled])
-    return in_columns(logp), value
+    return in_columns(logp[which]), value

@@ -4,7 +4,7 @@
     python experiments/smollm2.py                   # the model, into out/smollm2
     python experiments/sums.py 1 2 3                # a run for each seed
     python experiments/sums.py --trl 1              # TRL: the same prompts, groups, lengths, rate
-    python experiments/sums.py --check 1            # its greedy answers by transformers' generate
+    python experiments/sums.py --check 1 2 3        # greedy answers by transformers; KL to the start
     python experiments/sums.py --readme             # sums.json and sums.png of all that was made
 
 Settings beside these are those of data/sums.py. The held-out problems measure both; a reward counts
@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 INIT = ROOT / "out" / "smollm2"
+PART = 32           # rows that TRL puts into one forward and backward pass; 256 need more than 24 GB
+LIMIT = 30 * 60     # seconds after which TRL begins no other step
 MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
 
 
@@ -52,10 +54,11 @@ def ours(seed):
 
 
 def with_trl(seed):
-    """The same with TRL's GRPOTrainer; a line a step into trl.jsonl, then the held-out problems by
-    our evaluation of the folder that it saves."""
+    """The same with TRL's GRPOTrainer, for as long as LIMIT; a line a step into trl.jsonl, then the
+    held-out problems by our evaluation of the folder that it saves."""
+    import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     import grpo
@@ -81,16 +84,20 @@ def with_trl(seed):
             with open(out / "trl.jsonl", "a") as f:
                 f.write(json.dumps({"step": state.global_step, "seconds": time.time() - began} | logs) + "\n")
 
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop |= time.time() - began > LIMIT
+
     out.mkdir(parents=True, exist_ok=True)
     (out / "trl.jsonl").unlink(missing_ok=True)
-    trainer = GRPOTrainer(str(INIT), [part("correct"), part("near")], GRPOConfig(
-        str(out / "trainer"), per_device_train_batch_size=cfg.prompts * cfg.group, num_generations=cfg.group,
-        gradient_accumulation_steps=1, max_steps=cfg.steps, max_completion_length=cfg.max_new,
-        learning_rate=cfg.lr, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=cfg.grad_clip,
-        beta=cfg.beta, loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False,
-        logging_steps=1, save_strategy="no", report_to=[], seed=seed, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"}),
-        Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Log()])
+    model = AutoModelForCausalLM.from_pretrained(INIT, dtype=torch.float32)
+    opt = torch.optim.AdamW(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    trainer = GRPOTrainer(model, [part("correct"), part("near")], GRPOConfig(
+        str(out / "trainer"), per_device_train_batch_size=PART, gradient_accumulation_steps=cfg.prompts * cfg.group // PART,
+        num_generations=cfg.group, max_steps=cfg.steps, max_completion_length=cfg.max_new, max_grad_norm=cfg.grad_clip,
+        beta=cfg.beta * cfg.applies_kl, loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False,
+        logging_steps=1, save_strategy="no", report_to=[], seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False),
+        Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Log()],
+        optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5 ** (step / cfg.half_life))))
     began = time.time()
     trainer.train()
     costs = {"seconds": time.time() - began, "peak": peak()}
@@ -99,6 +106,22 @@ def with_trl(seed):
                                     out / "model"], text=True)
     measured = {name: float(x) / 100 for name, x in re.findall(r"(\S+) ([\d.]+)%", said)}
     (out / "costs.json").write_text(json.dumps(costs | measured))
+
+
+def kl_to_the_start(where):
+    """The KL to the model that the run in a folder began with, k3 in the mean over the tokens of a
+    completion of each held-out problem."""
+    import grpo
+    from data import sums
+    from run import batches, machine, start
+    cfg = grpo.make_config(task="sums", init=str(where))
+    encoding, policy = start.trained_model(cfg)
+    _, first = start.trained_model(grpo.make_config(task="sums", init=str(INIT)))
+    held_out = sums.problems(cfg)[1]
+    u = machine.uniform(machine.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
+    batch = grpo.generate(grpo.Agent(cfg, sums, encoding, policy), held_out, u)
+    logp, ref_logp = (batches.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
+    return grpo.kl_estimate(logp, ref_logp, None, "k3").mean().item()
 
 
 def check(seed):
@@ -120,9 +143,10 @@ def check(seed):
         right += ended and sums.reward(p, tokenizer.decode(new, skip_special_tokens=True))["correct"]
     share = right / len(held_out)
     last = lines(where / "metrics.jsonl")[-1]["greedy"]
-    print(f"greedy by transformers {share:.1%}, by this code {last:.1%}")
+    kl = kl_to_the_start(where)
+    print(f"greedy by transformers {share:.1%}, by this code {last:.1%}; KL to the start {kl:.2f} a token")
     costs = json.loads((where / "costs.json").read_text())
-    (where / "costs.json").write_text(json.dumps(costs | {"greedy by transformers": share}))
+    (where / "costs.json").write_text(json.dumps(costs | {"greedy by transformers": share, "kl": kl}))
 
 
 def lines(path):
@@ -135,12 +159,12 @@ def of_run(where):
     steps = [m for m in found if m["step"]]
     texts = {s["step"]: s for s in lines(where / "samples.jsonl")}
     return {"before": {name: found[0][name] for name in MEASURED}, "after": {name: found[-1][name] for name in MEASURED},
-            "curve": {name: [round(m[name], 4) for m in steps] for name in ("accuracy", "length", "kl", "seconds")},
+            "curve": {name: [round(m[name], 4) for m in steps] for name in ("accuracy", "length", "entropy", "seconds")},
             "samples": [texts[min(texts)], texts[max(texts)]], **json.loads((where / "costs.json").read_text())}
 
 
 def draw(result, file):
-    """Accuracy over steps and over time, of both; length and KL of ours."""
+    """Accuracy over time, of both; length and entropy of ours over steps."""
     try:
         import matplotlib
     except ImportError:
@@ -153,10 +177,10 @@ def draw(result, file):
         minutes = [sum(curve["seconds"][:i + 1]) / 60 for i in range(len(curve["seconds"]))]
         axes[0].plot(minutes, curve["accuracy"], color="tab:blue", alpha=0.7)
         axes[1].plot(curve["length"], color="tab:blue", alpha=0.7)
-        axes[2].plot(curve["kl"], color="tab:blue", alpha=0.7)
+        axes[2].plot(curve["entropy"], color="tab:blue", alpha=0.7)
     for run in result["trl"].values():
         axes[0].plot([s / 60 for s in run["curve"]["seconds"]], run["curve"]["accuracy"], color="tab:orange", alpha=0.7)
-    for axis, title, x in zip(axes, ("accuracy, sampled (orange: TRL)", "tokens of a completion", "KL to the start (k3)"),
+    for axis, title, x in zip(axes, ("accuracy, sampled (orange: TRL)", "tokens of a completion", "entropy of a token"),
                               ("minutes", "step", "step")):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(x)

@@ -198,6 +198,7 @@ class Oracle:
         adv, returns, dead = credit(rows, rewards, penalties, value, cfg)
 
         stats = self.measures(rows, rewards, dead)
+        stats["entropy"] = mean([-x for row in old for x in row])
         if value is not None:
             target, left = ([x for row in table for x in row] for table in (returns, [
                 [r - v for r, v in zip(*both)] for both in zip(returns, value)]))
@@ -233,7 +234,7 @@ class Oracle:
         over all tokens."""
         cfg, lengths = self.cfg, [len(d["adv"]) for d in rows]
         loss = errors = torch.zeros((), requires_grad=True)         # all may be clipped
-        clipped, entropy, kls = 0, [], []
+        clipped, tokens, kls = 0, 0, []
         for d in rows:
             logp, n = logps(self.policy, d["row"], cfg.temperature), len(d["adv"])
             value = self.critic and values(self.policy, self.critic, d["row"])
@@ -246,7 +247,7 @@ class Oracle:
                     gain, clipped, self.high = (1 + cfg.clip_high) * A, clipped + 1, self.high + 1
                 if A < 0 and ratio < 1 - cfg.clip_low:
                     gain, clipped, self.low = (1 - cfg.clip_low) * A, clipped + 1, self.low + 1
-                entropy.append(-logp[t].item())
+                tokens += 1
                 if d["ref"]:
                     kl = kl_of_token(logp[t], d["ref"][t], ratio, cfg.estimator)
                     kls.append(kl.item())
@@ -256,8 +257,8 @@ class Oracle:
                 if value:
                     errors = errors + weight * value_error(value[t], d["value"][t],
                                                            d["returns"][t], cfg.value_clip)
-        stats = {"loss": loss.item(), "clip_share": clipped / len(entropy),
-                 "entropy": mean(entropy)} | ({"kl": mean(kls)} if kls else {})
+        stats = {"loss": loss.item(), "clip_share": clipped / tokens}
+        stats |= {"kl": mean(kls)} if kls else {}
         if self.critic is not None:
             stats["value_loss"] = errors.item()
         return stats | {"grad_norm": self.descend(loss + cfg.value_coef * errors)}

@@ -187,7 +187,7 @@ def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, caps
     assert stop.value.code == 2 and "warm start 20/20" in out and "step 1" not in out
     said = " ".join(re.search(r"^```\n(error: .*?)^```", PAGE, re.M | re.S)[1].split())
     assert [re.sub(r"are \S+ apart", "", x.strip()) for x in (err, said)] == [
-        "error: sampler and trainer disagree: their log-probabilities , more than the 0.0001 of "
+        "error: sampler and trainer disagree: their log-probabilities , more than the 0.001 of "
         "rounding"] * 2
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import (ALGOS, Config, advantages, gae, kl_estimate, outcome_scores, policy_loss,
+from grpo import (ALGOS, Config, advantages, gae, group_scores, kl_estimate, policy_loss,
                   token_weights, value_loss, whiten)
 from model import ScalarHead, token_logps
 from run.batches import last_tokens
@@ -169,9 +169,8 @@ def test_group_and_value_is_gae_on_the_groups_scores():
     reward, value = torch.where(LAST, torch.arange(4.0)[:, None], 0), random_values()
     cfg = Config(group=2, baseline="group+value", scale="group")
     adv, *_ = advantages(reward, LAST, MASK, ZERO, value, cfg)
-    scores, _ = outcome_scores(reward.sum(1), 2)
-    assert scores.tolist() == pytest.approx([-1, 1, -1, 1])
-    placed = torch.where(LAST, scores[:, None], 0)
+    placed, _ = group_scores(reward, LAST, 2)
+    assert placed[LAST].tolist() == pytest.approx([-1, 1, -1, 1]) and (placed[~LAST] == 0).all()
     torch.testing.assert_close(adv, slow_gae(placed, value, MASK, 1.0, 0.95))
 
 

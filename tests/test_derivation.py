@@ -271,18 +271,24 @@ def group(section, rollout):
     reward = batch.reward.sum(1)
     yield from [*reward, *mean_and_std(reward, batch.adv[:, 0]), loss, gradient[0, 0]]
     assert gradient[0, 0] == gradient[0, 1] and loss == pytest.approx(sum(rows))
-    yield grpo.outcome_scores(torch.tensor([1.0, 5, 2, 2, 0]), 5)[0].square().mean()
+    yield outcome_scores(torch.tensor([1.0, 5, 2, 2, 0])).square().mean()
     yield from [reward.std(), batch.adv[0, 0] / reward.std(), batch.adv[1, 0] / reward.std()]
-    yield from [*(10 * reward), *grpo.outcome_scores(10 * reward, 4)[0]]
-    yield grpo.outcome_scores(torch.full((4,), 0.1), 4)[0].abs().max()
+    yield from [*(10 * reward), *outcome_scores(10 * reward)]
+    yield outcome_scores(torch.full((4,), 0.1)).abs().max()
     yield from [weights(cfg)[3, 0], weights(cfg)[1, 0]]
+
+
+def outcome_scores(reward):
+    """The scores of a group of rows of one step, (G,)."""
+    score, _ = grpo.group_scores(reward[:, None], torch.ones(len(reward), 1, dtype=torch.bool), len(reward))
+    return score[:, 0]
 
 
 def process(section, rollout):
     """Rewards of steps; their mean and std are what undoes the standardising."""
     cfg = config(*flags_of(section))
     batch = rollout(cfg)
-    score = grpo.process_scores(batch.reward, batch.ends, 4)[0]
+    score = grpo.group_scores(batch.reward, batch.ends, 4)[0]
     for i, ends in enumerate(batch.ends):
         yield from [*ends.nonzero()[:, 0] + 1, *batch.reward[i, ends], *score[i, ends],
                     *batch.adv[i, MASK[i]]]

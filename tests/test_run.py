@@ -194,6 +194,23 @@ def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
     assert Config(reward="model").scale == "group"                          # the paper's
 
 
+def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch):
+    """It follows from the step alone; 0: it stays as it is."""
+    rates, real = [], grpo.batches.optimizer_step
+
+    def step(opt, grad_clip):
+        rates.append(opt.param_groups[0]["lr"])
+        return real(opt, grad_clip)
+    monkeypatch.setattr(grpo.batches, "optimizer_step", step)
+    for name, half_life in (("constant", "0"), ("falling", "2"), ("cut", "2")):
+        copy_warm_start(unbroken, tmp_path / name)
+        main([*SMALL, "--half_life", half_life, "--steps", "2" if name == "cut" else "3", "--out", str(tmp_path / name)])
+    main(["--resume", "--steps", "3", "--out", str(tmp_path / "cut")])
+    falling = pytest.approx([1e-3 * 0.5 ** (i / 2) for i in (0, 0, 1, 1, 2, 2)])    # two optimizer steps in each
+    assert rates[:6] == [1e-3] * 6 and rates[6:12] == falling and rates[12:] == falling
+    assert weights(tmp_path / "cut") == weights(tmp_path / "falling") != weights(tmp_path / "constant")
+
+
 def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
     """Far from the target beta moves by 0.1 * 0.2 a step; an interrupted run goes on with it."""
     for name, target, factor in (("up", "1e-9", 1.02), ("down", "1e9", 0.98)):

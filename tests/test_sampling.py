@@ -171,7 +171,7 @@ def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
     cdf = p.cumsum(-1)
     u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
-    token, logp = draw(logits, temperature, u)
+    token, logp = draw(logits, temperature, u, torch.arange(40))
     drawn = torch.arange(40), token
     assert (p[drawn] > 0).all()
     assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
@@ -180,9 +180,9 @@ def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
 
 def test_every_token_has_its_share_over_a_grid_of_u():
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
-    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).expand(10 ** 5, -1)
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
     u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
-    seen = torch.cat([draw(part, 1.0, at)[0] for part, at in zip(logits.split(2 ** 14), u.split(2 ** 14))])
+    seen, _ = draw(logits, 1.0, u, torch.zeros(10 ** 5, dtype=torch.int64))
     want = 1e5 * logits[0].double().softmax(-1)
     assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=1000) - want).abs().max() < 1.2
 
@@ -201,7 +201,7 @@ def test_a_greedy_row_beside_sampled_ones():
 
 def test_at_temperature_0_the_log_probability_is_that_of_temperature_1():
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
-    token, logp = draw(logits, 0, torch.rand(3).double())
+    token, logp = draw(logits, 0, torch.rand(3).double(), torch.arange(3))
     assert token.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
 
@@ -209,19 +209,19 @@ def test_at_temperature_0_the_log_probability_is_that_of_temperature_1():
 def test_a_share_of_0_is_no_sign_to_be_greedy():
     """It takes the first token that can be."""
     logits = torch.tensor([[-float("inf"), 0.0, 5.0]])
-    assert [draw(logits, 1.0, torch.tensor([u]).double())[0].item() for u in (0.0, -1e-9)] == [1, 2]
+    assert [draw(logits, 1.0, torch.tensor([u]).double(), torch.tensor([0]))[0].item() for u in (0.0, -1e-9)] == [1, 2]
 
 
 def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
     logits, u = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)), torch.full((3,), -1.0).double()
-    token, logp = draw(logits, 0.5, u)
+    token, logp = draw(logits, 0.5, u, torch.arange(3))
     assert token.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
 
 
-def ending(at, prompt):
+def ending(at, prompts, group=1):
     """A Batch whose row i samples the token 9 up to its turn at[i], and there 256: the model finds both as likely, and
-    numbers below and above a half choose. Also the rows and the slots of the cache that it is given turn by turn."""
+    numbers below and above a half choose. Also the states and the slots of the cache that it is given turn by turn."""
     model, seen = tiny_model(), []
     forward = model.forward
 
@@ -231,26 +231,56 @@ def ending(at, prompt):
     model.forward = watched
     model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([9, 256]), 0.0)
     u = torch.where(torch.arange(9) == torch.tensor(at)[:, None], 0.9, 0.1).double()
-    return sample(model, [prompt], len(at), 9, 1.0, STOP, u), seen
+    return sample(model, prompts, group, 9, 1.0, STOP, u), seen
 
 
-def test_ended_rows_leave_once_they_are_a_tenth_of_the_batch():
-    """Of 20 rows one ends at the first turn and stays; with the second, at the next, both leave."""
+def test_states_leave_once_a_tenth_of_them_is_not_needed():
+    """Of 20 rows one ends at the first turn and its state stays; with the second, at the next, both leave."""
     at = [0, 1] + [4] * 2 + [6] * 16
-    b, seen = ending(at, [1, 2])
+    b, seen = ending(at, [[i, 2] for i in range(20)])
     assert b.mask.sum(1).tolist() == [n + 1 for n in at] and b.finished.all()
-    assert [rows for rows, _ in seen] == [1, 20, 18, 18, 18, 16, 16]
+    assert [states for states, _ in seen] == [20, 20, 18, 18, 18, 16, 16]
+
+
+def test_rows_that_drew_alike_share_a_state():
+    """It is computed once for all of them, from the prompt to where they part, and is in each of them the same."""
+    b, seen = ending([2, 5, 5, 3, 3, 3], [[1, 2], [3]], 3)
+    assert [states for states, _ in seen] == [2] * 4 + [1] * 2
+    assert b.mask.sum(1).tolist() == [3, 6, 6, 4, 4, 4]
+    model, counts = tiny_model(), []
+    forward = model.forward
+    model.forward = lambda ids, pos, cache: (counts.append(len(ids)), forward(ids, pos, cache))[1]
+    u = uniform(1, 12).repeat(8, 1)
+    u[4:, 5] = torch.tensor([0.1, 0.3, 0.6, 0.9])       # rows 4 to 7 part there, and then each goes on alike
+    b = sample(model, PROMPTS[:1], 8, 12, 1.0, set(), u)
+    texts = [tuple(row[3:9].tolist()) for row in b.ids]
+    assert len(set(texts[:4])) == 1 and len(set(texts)) == 5
+    assert counts == [1] * 6 + [5] * 6
+    torch.testing.assert_close(token_logps(tiny_model(), b.ids, b.mask, 1.0)[0], b.logp, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_every_row_is_what_it_is_alone_however_rows_part_and_end(temperature):
+    """Random trees: many rows of few prompts, over a head with few likely tokens, some of which end a row."""
+    model, u = tiny_model(), uniform(40, 16, seed=3)
+    head, model.head = model.head, lambda h: 4 * head(h)
+    b = sample(model, PROMPTS[:2], 20, 16, temperature, set(range(0, 257, 7)), u)
+    assert len(set(b.mask.sum(1).tolist())) > 3
+    for row in range(40):
+        alone = sample(model, [PROMPTS[row // 20]], 1, 16, temperature, set(range(0, 257, 7)), u[row:row + 1])
+        assert b.ids[row][b.mask[row]].tolist() == alone.ids[0][alone.mask[0]].tolist()
+        torch.testing.assert_close(b.logp[row][b.mask[row]], alone.logp[0][alone.mask[0]], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("longest", [1, 14, 15, 16, 17])
 def test_the_cache_that_is_read_holds_just_what_was_written(longest):
     """Its slots a multiple of 16."""
-    _, seen = ending([3], [1] * longest)
+    _, seen = ending([3], [[1] * longest])
     assert [slots for _, slots in seen] == [16 if n <= 16 else 32 for n in range(longest, longest + 4)]
 
 
 def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
-    b, _ = ending([2], [7, 8])
+    b, _ = ending([2], [[7, 8]])
     assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
     b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 0, STOP)
     assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]
@@ -262,5 +292,5 @@ def test_a_share_at_the_border_of_two_blocks_takes_a_token_that_can_be():
     logits.unflatten(1, (4, 256))[:, :, :100] = -float("inf")
     blocks = logits.log_softmax(-1).exp().unflatten(1, (4, 256)).sum(-1).double().cumsum(-1)
     for k in range(3):
-        token, logp = draw(logits, 1.0, blocks[:, k] / blocks[:, 3])
+        token, logp = draw(logits, 1.0, blocks[:, k] / blocks[:, 3], torch.arange(4000))
         assert logp.isfinite().all() and set((token // 256).tolist()) <= {k, k + 1}

@@ -42,7 +42,7 @@ BUGS = [
     ("the mask is one column off", "model.py",
      "sampled = mask[:, 1:]", "sampled = mask[:, :-1]", "sampling"),
     ("random numbers move with the batch", "grpo.py",
-     "u[rows, n])", "u[:len(rows), n])", "sampling"),
+     "u[rows, n], state)", "u[:len(rows), n], state)", "sampling"),
     ("prompt tokens are in the loss", "grpo.py",
      "        return torch.where(mask, x, 0)\n    logp, adv",
      "        return x\n    logp, adv", "loss"),
@@ -247,8 +247,7 @@ BUGS = [
     ("the text of a continuation begins at its prefix", "reward.py",
      "ended.start = batch.start[row].repeat_interleave(tries)", "pass", "reward"),
     ("the score of an outcome is every token's in GAE", "grpo.py",
-     "score = torch.where(ends, score[:, None], 0)",
-     "score = torch.where(mask, score[:, None], 0)", "credit"),
+     "return torch.where(on, r, 0).view_as", "return r.view_as", "credit"),
 ]
 
 

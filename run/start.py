@@ -253,7 +253,7 @@ def memory(model, cfg, longest):
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # of a token
     stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
-    # The cache twice: when finished rows leave, what stays is copied.
+    # The cache twice: when rows part or end, what goes on is copied.
     rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
                "logits of a token": 24 * rows * V}
     update = {"gradients": 4 * N * trained, "activations": stored * tokens * trained,

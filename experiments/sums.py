@@ -26,7 +26,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 INIT = ROOT / "out" / "smollm2"
 PART = 32           # rows that TRL puts into one forward and backward pass; 256 need more than 24 GB
-LIMIT = 30 * 60     # seconds after which TRL begins no other step
+LIMIT = 15 * 60     # seconds after which TRL begins no other step
 MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
 
 
@@ -157,10 +157,30 @@ def of_run(where):
     """What a run was like before and after, and its curves."""
     found = lines(where / "metrics.jsonl")
     steps = [m for m in found if m["step"]]
-    texts = {s["step"]: s for s in lines(where / "samples.jsonl")}
+    texts = {s["step"]: {name: s[name] for name in ("prompt", "completions")} for s in lines(where / "samples.jsonl")}
     return {"before": {name: found[0][name] for name in MEASURED}, "after": {name: found[-1][name] for name in MEASURED},
             "curve": {name: [round(m[name], 4) for m in steps] for name in ("accuracy", "length", "entropy", "seconds")},
             "samples": [texts[min(texts)], texts[max(texts)]], **json.loads((where / "costs.json").read_text())}
+
+
+def rows(result):
+    """The lines of the README's table: before, after, and TRL's after; medians, of several with the
+    lowest and the highest in brackets."""
+    runs, trl = result["runs"].values(), result["trl"].values()
+
+    def cell(numbers, form):
+        x = sorted(numbers)
+        spread = f" ({x[0]:{form}} to {x[-1]:{form}})" if len(x) > 1 else ""
+        return f"{statistics.median(x):{form}}{spread}"
+    for name in MEASURED:
+        before = cell([run["before"][name] for run in runs], ".1%")
+        after = [cell([run["after"][name] for run in found], ".1%") for found in (runs, trl)]
+        yield f"| {name} | {before} | {after[0]} | {after[1]} |"
+    lengths = [cell([run["curve"]["length"][i] for run in found], ".1f") for found, i in ((runs, 0), (runs, -1), (trl, -1))]
+    yield f"| tokens of a completion, in training | {' | '.join(lengths)} |"
+    for title, form, name, unit in (("minutes", ".1f", "seconds", 60), ("peak memory, GiB", ".1f", "peak", 2 ** 30)):
+        costs = [cell([run[name] / unit for run in found], form) for found in (runs, trl)]
+        yield f"| {title} | | {costs[0]} | {costs[1]} |"
 
 
 def draw(result, file):
@@ -205,12 +225,12 @@ def main():
             found = [m for m in lines(p / "trl.jsonl") if "reward" in m]
             curve = {name: [m[key] for m in found] for name, key in (
                 ("seconds", "seconds"), ("accuracy", "rewards/correct/mean"), ("length", "completions/mean_length"))}
-            result["trl"][seed] = json.loads((p / "costs.json").read_text()) | {"curve": curve}
+            costs = json.loads((p / "costs.json").read_text())
+            after = {name: costs.pop(name) for name in MEASURED}
+            result["trl"][seed] = costs | {"after": after, "steps": len(found), "curve": curve}
         (HERE / "sums.json").write_text(json.dumps(result, indent=1) + "\n")
         draw(result, HERE / "sums.png")
-        for name in MEASURED:
-            print(name, [f"{statistics.median(r[when][name] for r in result['runs'].values()):.1%}"
-                         for when in ("before", "after")])
+        print("\n".join(rows(result)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
-    scripts = {"readme", "nproc_per_node", "seeds", "rows"}        # of experiments/ and of torchrun
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl"}        # of experiments/ and of torchrun
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
@@ -74,7 +74,7 @@ def test_line_counts():
     sources = [ROOT / f"{name}.py" for name in ("grpo", "reward", "model")] + [
         *(ROOT / "run").glob("*.py"), *(ROOT / "data" / f"{n}.py" for n in ("__init__", "answers", "chat", "tokenizer", "arithmetic"))]
     lines = [len(path.read_text().splitlines()) for path in sources]     # a fork may add a few
-    one, all_of_it = re.search(r"lines to read \| (\d+) \(([\d,]+)\)", README).groups()
+    one, all_of_it = re.search(r"lines to read \| (\d+) \(([\d,]+)\)", MEASURED).groups()
     assert abs(lines[0] - int(one)) <= 15 and f"one\nfile of {one} lines" in README
     assert abs(sum(lines) - int(all_of_it.replace(",", ""))) <= 60
 
@@ -111,6 +111,20 @@ def test_the_five_seeds(results):
     assert table["seeds"] == 5 and all(line in README for line in seeds.rows(table))
     assert table["pass@1"]["before"]["most"] < 0.5 and table["pass@1"]["after"]["least"] > 0.95
     assert f"was {table['mismatch']:.1e}".replace("e-0", "e-") in MEASURED.replace("\n", " ")
+
+
+def test_the_table_of_sums(results):
+    """And that all seeds of the real model reach what is claimed."""
+    import sums
+    table = results("sums")
+    rows = list(sums.rows(table))
+    assert all(row in MEASURED for row in rows) and sum(row in README for row in rows) == 3
+    assert len(table["runs"]) == 3 and len(table["trl"]) == 1
+    for run in table["runs"].values():
+        assert run["before"]["pass@1"] < 0.05 and run["after"]["pass@1"] >= 0.75 and run["seconds"] < 30 * 60
+        assert abs(run["greedy by transformers"] - run["after"]["greedy"]) < 1e-6
+    kl = sorted(run["kl"] for run in table["runs"].values())
+    assert f"is {kl[0]:.2f} to {kl[-1]:.2f} nats" in MEASURED.replace("\n", " ")
 
 
 def test_the_table_of_algorithms(results):

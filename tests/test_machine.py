@@ -330,7 +330,7 @@ def test_an_optimizer_step_is_on_the_sum_of_all_ranks(monkeypatch):
     assert opt.state[unused.weight]["step"] == 2 and not opt.state[unused.weight]["exp_avg"].any()
 
 
-@pytest.mark.parametrize("dtype, most", [(None, 1e-4), (torch.bfloat16, 2.0)])
+@pytest.mark.parametrize("dtype, most", [(None, 1e-3), (torch.bfloat16, 2.0)])
 def test_a_gap_may_be_as_large_as_the_rounding_and_no_larger(dtype, most):
     gap = torch.tensor(most, dtype=torch.float64)
     assert batches.checked_gap(gap, dtype) == most

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 INIT = ROOT / "out" / "smollm2"
-PART = 32           # rows that TRL puts into one forward and backward pass; 256 need more than 24 GB
+PART = 32           # rows that TRL puts into one forward and backward pass (8.5 GiB in all)
 LIMIT = 15 * 60     # seconds after which TRL begins no other step
 MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
 

@@ -14,7 +14,7 @@ from data.answers import one_number, steps  # noqa: F401, steps is the task's
 
 # For SmolLM2-135M-Instruct (experiments/smollm2.py) on two CPU cores. Without a KL, groups that are
 # dead cost no update, and k3 has no rare token whose gradient is all there is in a step. At a
-# constant rate, 3e-5 or 1e-5, it stops at 75 %; at one that falls it goes on (docs/measurements.md).
+# constant rate, 3e-5 or 1e-5, it stops at 75 %; at one that falls it goes on (measurements.md).
 DEFAULTS = dict(difficulty=1, steps=100, prompts=16, group=16, max_new=24, lr=3e-5, half_life=25,
                 kl="none", micro_tokens=4096, save_every=25)
 

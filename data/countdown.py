@@ -59,9 +59,11 @@ def expression(numbers, rng):
 
 
 def demonstration(problem, rng):
-    """A solution, without a thought that led to it."""
-    return f"<think>\n{problem.solution}={problem.target}\n</think>\n" \
-           f"<answer>{problem.solution}</answer>"
+    """Up to three expressions that miss the target, as one tries them, then a solution."""
+    tried = [expression(problem.numbers, rng) for _ in range(rng.randrange(4))]
+    lines = [f"{text}={value}" for value, text in tried if value != problem.target]
+    working = "\n".join([*dict.fromkeys(lines), f"{problem.solution}={problem.target}"])
+    return f"<think>\n{working}\n</think>\n<answer>{problem.solution}</answer>"
 
 
 def answer(completion):

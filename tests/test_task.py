@@ -542,6 +542,22 @@ def test_countdown(difficulty):
         assert all(truth for _, truth in countdown.steps(p, countdown.demonstration(p, random)))
 
 
+@pytest.mark.parametrize("difficulty", [2, 4])
+def test_countdown_shows_what_was_tried(difficulty):
+    """Up to three other expressions of the same numbers, all different, each with the value that it has; then a solution."""
+    tried = []
+    for p in countdown.problems(SimpleNamespace(difficulty=difficulty))[0][:200]:
+        shown = countdown.demonstration(p, random).splitlines()
+        assert shown[0] == "<think>" and shown[-2:] == ["</think>", f"<answer>{p.solution}</answer>"]
+        *misses, last = [line.split("=") for line in shown[1:-2]]
+        assert last == [p.solution, str(p.target)] and len(misses) == len({text for text, _ in misses}) <= 3
+        for text, value in misses:
+            assert countdown.evaluate(text) == countdown.evaluate(value) != p.target
+            assert sorted(map(int, re.findall(r"\d+", text))) == sorted(p.numbers)
+        tried.append(len(misses))
+    assert {*tried} == {0, 1, 2, 3}
+
+
 def test_countdown_has_2_to_6_numbers(monkeypatch):
     monkeypatch.setattr(countdown, "DRAWS", 20)
     for difficulty in (2, 6):

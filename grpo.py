@@ -25,7 +25,7 @@ import data
 import model
 import reward
 from data import answers, tokenizer
-from run import batches, flags, folder, machine, report, show, start
+from run import batches, flags, folder, machine, report, shard, show, start
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, by how they differ from Config. A ladder from the raw reward to GRPO:
@@ -124,6 +124,8 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # Run on this; auto: the best.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Multiply in this; auto: bf16 on cuda.
     compile: Literal["auto", "on", "off"] = "auto"      # Use torch.compile; auto does so on cuda.
+    shard: Literal["off", "on"] = "off"     # Keep on each rank its part of the models alone.
+    profile: Literal["off", "on"] = "off"   # Write a trace of three steps, for a viewer.
 
     def __post_init__(self):
         flags.check(self, LEAST, MOST)
@@ -146,7 +148,7 @@ class Config:
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of 1 has no spread: 0/0
 MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every"}  # --resume: alter no step
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every", "profile"}     # --resume
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
@@ -238,7 +240,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     # 1. Read each prompt once. All rows of its group are in the same state.
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
     length = torch.tensor([len(p) for p in prompts], device=device)                        # (P,)
-    pos = torch.arange(longest, device=device).expand(P, -1)
+    pos = torch.arange(longest, device=device).repeat(P, 1)
     cache = policy.new_cache(P, batches.by_16(T))                            # (L, 2, P, K, S, D)
     h = policy(ids[:, :longest], pos, cache[..., :batches.by_16(longest), :])           # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1]                                      # (P, C)
@@ -273,15 +275,15 @@ def successors(cache, state, token):
     states keep their places until a tenth of them is not needed: copying the cache costs too."""
     pair, after = torch.stack((state, token)).unique(dim=1, return_inverse=True)
     before = pair[0]                                                                       # (b,)
-    if len(before) > 0.9 * cache.size(2) and before.diff().all():
+    if max(len(before), 2) > 0.9 * cache.size(2) and before.diff().all():
         return cache, state
+    if len(before) == 1:                # a state alone would be compiled anew
+        before = before.repeat(2)
     return cache[:, :, before], after
 
 def complete(agent, prompts, group, u, most=None):
     """`sample` from the policy as it is, at most `most` or --max_new tokens."""
     cfg, policy = agent.cfg, agent.sampler or agent.policy
-    if agent.sampler is not None:           # under bfloat16 a copy, whose weights are rounded once
-        policy.take(agent.policy)
     return sample(policy, prompts, group, most or cfg.max_new, cfg.temperature, agent.encoding.stop,
                   u)
 
@@ -349,6 +351,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     return whiten(adv, mask) if cfg.scale == "batch" else adv, returns, dead
 
 # ----------------------------------------------------------- rollout: completions, rewards, credit
+@torch.profiler.record_function("rollout")
 def rollout(agent, problems, source):
     """One step's completions, rewards and advantages: the Batch, and its statistics."""
     cfg = agent.cfg
@@ -363,7 +366,8 @@ def rollout(agent, problems, source):
     batch.reward = reward.at_the_limit(batch, cfg.unfinished)
     batch.old_logp = batch.logp
     if agent.critic is not None or agent.policy.amp:        # bfloat16 rounds otherwise in training
-        batch.old_logp, batch.value = batches.logps(agent.policy, batch, cfg, agent.critic)
+        batch.old_logp, batch.value = batches.logps(agent.sampler or agent.policy, batch, cfg,
+                                                    agent.critic)
     if agent.ref is not None:
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
@@ -439,12 +443,14 @@ def value_loss(value, old_value, returns, mask, weight, clip):
     return (weight * error).sum() / 2
 
 # ------------------------------------------------------------------------------------ the update
+@torch.profiler.record_function("update")
 def update(agent, batch, source):
     """The optimizer steps of one rollout: epochs x minibatches, each the sum of its micro-batches.
     Changes the models; gives the mean statistics. Raises Fault if before the first step the
     sampler's and the trainer's log-probabilities disagree."""
     cfg, norm, mismatch, zero = agent.cfg, 0.0, None, batch.logp.new_zeros(())
     total = {"loss": zero, "clip_share": zero}
+    shard.release(agent)
     for rows, size in batches.minibatches(cfg, source, batch.ids.device):
         tokens = machine.all_reduce(batch.mask[rows].sum()).clamp(min=1)
         if agent.ref is None and agent.critic is None:      # no advantage then means no gradient
@@ -462,10 +468,11 @@ def update(agent, batch, source):
                 loss, stats["value_loss"] = loss + cfg.value_coef * error, error.detach()
             loss.backward()
             total = {name: total.get(name, 0.0) + x for name, x in stats.items()}
-            gap = torch.maximum(gap, (logp.detach() - b.logp).abs().max())
+            gap = torch.cat((gap[None], (logp.detach() - b.logp).abs().flatten())).max()
         if mismatch is None:
             mismatch = batches.checked_gap(gap, agent.policy.amp)
         norm += batches.optimizer_step(agent.opt, cfg.grad_clip)    # reduce, clip, step, zero_grad
+    shard.refresh(agent)
     steps = cfg.epochs * cfg.minibatches
     means = (machine.all_reduce(torch.stack([*total.values()])) / steps).tolist()
     return dict(zip(total, means)) | {"grad_norm": norm / steps, "mismatch": mismatch}
@@ -476,7 +483,7 @@ def begin_iteration(agent, problems, iteration):
     model learns from their labels and from 10 % of history. Gives the measures of the fit."""
     cfg = agent.cfg
     if agent.ref is not None:
-        agent.ref.take(agent.policy)
+        shard.take(agent.ref, agent.policy)
     if agent.reward_model is None:
         return {}
     source = machine.rng(cfg, "fit", iteration)
@@ -520,24 +527,28 @@ def evaluate(agent, problems):
 def new_agent(cfg, task, encoding, policy, checkpoint=None):
     """All models, as they are before the first step or in a Checkpoint."""
     agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
+    dealt = partial(shard.deal, cfg)
     if cfg.needs_reference:
-        agent.ref = policy.frozen()         # stays what the policy is now
-    if "value" in cfg.baseline:             # starts at 0: no opinion
+        agent.ref = dealt(policy.frozen())      # stays what the policy is now
+    if "value" in cfg.baseline:                 # starts at 0: no opinion
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        agent.critic = model.ScalarHead(C, trunk).to(policy.device)
+        agent.critic = dealt(model.ScalarHead(C, trunk).to(policy.device))
     if cfg.reward == "model":
         generator = torch.Generator().manual_seed(machine.rng(cfg, "scorer").getrandbits(63))
-        agent.reward_model = model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
-                                              generator=generator).to(policy.device)
-    agent.sampler = policy.frozen() if policy.amp else None
+        agent.reward_model = dealt(model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+                                                    generator=generator).to(policy.device))
+    agent.sampler = policy.frozen() if policy.amp or shard.shards(cfg) else None
+    dealt(policy)
     agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
     if checkpoint and checkpoint.model:
         folder.restore(agent, checkpoint)
+    shard.refresh(agent)
     machine.compile_all(cfg, policy, agent.ref, agent.critic, agent.reward_model, agent.sampler)
     return agent
 
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch to look at, and its statistics."""
+    machine.tick()
     cfg, began = agent.cfg, time.perf_counter()
     if cfg.half_life:
         agent.opt.param_groups[0]["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
@@ -620,7 +631,7 @@ def main(argv=None):
             show.print0(show.percentages(evaluate(agent, start.problems_of(cfg, agent.task)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
-            with machine.stoppable(), folder.alone():
+            with machine.stoppable(), machine.profiled(cfg), folder.alone():
                 train(cfg, checkpoint=checkpoint)
     except machine.Stopped as when:
         show.print0(f"stopped {when}; go on with: {show.resume_command(cfg)}")

@@ -249,11 +249,6 @@ class GPT(nn.Module):
                 layer.weight.data = layer.weight.data.to(self.amp)
         return copied
 
-    def take(self, other):
-        """Take the weights of another model, of which this is a frozen copy."""
-        own = {} if self.cfg.tied else {"lm_head.weight": other.table.weight}
-        self.load_state_dict(other.state_dict() | own)
-
 class ScalarHead(nn.Module):
     """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
     without one of hidden states that are handed in. A critic, or a reward model."""
@@ -268,7 +263,7 @@ class ScalarHead(nn.Module):
     def forward(self, ids, mask=None, h=None):
         """(B, T) of ids (B, T), up to the last in `mask`; h (B, T, C) where there is no trunk."""
         h = h if self.trunk is None else self.trunk(ids, mask=mask)
-        return self.head(h.float())[..., 0]
+        return h.float() @ self.head.weight[0] + self.head.bias
 
 # ------------------------------------------------------------------------------- log-probabilities
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from data import Fault
 from model import token_logps
-from run import machine, show
+from run import machine, shard, show
 
 # --------------------------------------------------------------------------------------- the rows
 
@@ -37,16 +37,21 @@ def minibatches(cfg, source, device):
 def micro_batches(ids, mask, budget):
     """Chunks of rows (indices, longest length) of ids and mask (B, T), each of at most `budget`
     tokens with its padding, or of one row. Rows that begin alike are put one below the other: a
-    model computes that beginning once."""
-    ids, length, chunk, longest = ids.tolist(), row_lengths(mask).tolist(), [], 0
-    for row in sorted(range(len(ids)), key=ids.__getitem__):
-        if chunk and (len(chunk) + 1) * max(longest, length[row]) > budget:
-            yield torch.tensor(chunk), longest
-            chunk, longest = [], 0
-        chunk.append(row)
+    model computes that beginning once. All ranks have as many chunks, the last ones without a row:
+    where models are dealt, each takes part in every pass."""
+    rows, length, chunks, longest = ids.tolist(), row_lengths(mask).tolist(), [], 0
+    for row in sorted(range(len(rows)), key=rows.__getitem__):
         longest = max(longest, length[row])
-    if chunk:
-        yield torch.tensor(chunk), longest
+        if chunks and (len(chunks[-1]) + 1) * longest <= budget:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+            longest = length[row]
+    most = machine.all_reduce(torch.tensor(len(chunks), device=ids.device), dist.ReduceOp.MAX)
+    for chunk in chunks:
+        yield torch.tensor(chunk), max(length[row] for row in chunk)
+    for _ in range(len(chunks), most):
+        yield torch.tensor([], dtype=torch.int64), ids.size(1)
 
 @torch.no_grad()
 def by_parts(f, ids, mask, budget):
@@ -99,7 +104,7 @@ def of_all_ranks(rows, K):
 def new_optimizer(modules, lr, eps=1e-8):
     """AdamW of the modules that are not None. Without weight decay: what holds the weights here is
     the KL to the reference."""
-    params = [p for module in filter(None, modules) for p in module.parameters()]
+    params = [p for module in filter(None, modules) for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 
 def optimizer_step(opt, grad_clip):
@@ -108,8 +113,8 @@ def optimizer_step(opt, grad_clip):
     of a common factor out again."""
     params = [p for group in opt.param_groups for p in group["params"]]
     for p in params:
-        p.grad = machine.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(params, grad_clip).item()
+        p.grad = shard.summed(torch.zeros_like(p) if p.grad is None else p.grad)
+    norm = shard.whole(torch.nn.utils.clip_grad_norm_(params, grad_clip)).item()
     if not math.isfinite(norm):
         raise Fault(f"the norm of the gradient is {norm}")
     opt.step()

@@ -24,8 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import Fault, read_json
-from run import files, machine, pretrained, report, samples, show
-from run.tensors import MOMENTS, check, load_tensors, modules, sha256_of, training_state
+from run import files, machine, pretrained, report, samples, shard, show
+from run.tensors import MOMENTS, check, named_parameters, sha256_of, training_state
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
@@ -37,13 +37,13 @@ def log_metrics(folder, step, stats):
 def log_samples(agent, step, batch, last):
     """Add two groups to samples.jsonl at the first step, every --sample_every steps and at the
     `last` one, on the first rank; and show one of the first step."""
-    if machine.world()[0] > 0:
-        return
-    if step == 1:
+    first = machine.world()[0] == 0
+    if step == 1 and first:
         show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
     if step in (1, last) or step % agent.cfg.sample_every == 0:
-        for record in samples.records(agent, step, batch):
-            append(agent.cfg.folder / "samples.jsonl", record)
+        for record in samples.records(agent, step, batch):      # by all ranks: a model may be dealt
+            if first:
+                append(agent.cfg.folder / "samples.jsonl", record)
 
 def append(path, record):
     """Add a line to a file of JSON lines."""
@@ -77,17 +77,20 @@ class Checkpoint:
 def save(agent, step, batch=None, stats=()):
     """Write the policy, for use, the checkpoint after `step`, and the report, on the first rank;
     show a group of the batch. `stats`: of a step that is still to be evaluated."""
+    folder, tensors = agent.cfg.folder, training_state(agent)
+    shard.check_alike(tensors)
+    tensors = {n: shard.for_the_first_rank(x) for n, x in tensors.items()}
     if machine.world()[0] > 0:
         return
-    folder = agent.cfg.folder
     if batch and step > 1:
         show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
-    pretrained.save(agent.policy, folder, agent.encoding.files)
+    policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
+    pretrained.save(agent.policy, folder, agent.encoding.files, policy)
     state = dict(step=step, stats=dict(stats), beta=agent.beta,
                  model=pretrained.config_json(agent.policy),
                  sizes={name: size_on_disk(folder / name) for name in LOGS},
                  data=load(folder, type(agent.cfg), whole=False)[1].data)
-    write_checkpoint(agent.cfg, Checkpoint(**state, tensors=training_state(agent)))
+    write_checkpoint(agent.cfg, Checkpoint(**state, tensors=tensors))
     report.write([folder])
 
 @contextlib.contextmanager
@@ -174,20 +177,17 @@ def settings(folder, given=None):
 def restore(agent, checkpoint):
     """Put what `save` wrote back in its places, and let go of the file; raises Fault for a tensor
     that is not as this run has it."""
-    def under(prefix):
-        """The tensors whose name begins so, by the rest of their name."""
-        return {n.removeprefix(prefix): x for n, x in checkpoint.tensors.items()
-                if n.startswith(prefix)}
+    tensors = checkpoint.tensors
     check(agent, checkpoint)
-    for role, module in modules(agent).items():
-        load_tensors(module, under(f"{role}."))
-        for n, p in module.named_parameters():          # no moments before the first optimizer step
-            moments = {key: under(f"opt.{key}.").get(f"{role}.{n}") for key in MOMENTS}
-            if moments["step"] is not None:
-                agent.opt.state[p] = {key: x.to(p.device, copy=True) for key, x in moments.items()}
-    agent.history, agent.beta = under("history."), checkpoint.beta
-    agent.history = {n: x.clone() for n, x in agent.history.items()}
-    checkpoint.tensors.clear()          # they are a map of the file, which they would keep open
+    for name, p in named_parameters(agent).items():
+        p.data.copy_(shard.like(p, tensors[name]))
+        if f"opt.step.{name}" in tensors:               # not before the first optimizer step
+            agent.opt.state[p] = {key: shard.like(p, tensors[f"opt.{key}.{name}"])
+                                  for key in MOMENTS}
+    agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
+                     if n.startswith("history.")}
+    agent.beta = checkpoint.beta
+    tensors.clear()                     # they are a map of the file, which they would keep open
 
 def resume(folder, config, flags, may_change):
     """The `config` and the Checkpoint to go on with, of which `flags` may change only some. A run's

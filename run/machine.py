@@ -49,6 +49,7 @@ def compile_all(cfg, *modules):
     These count against one limit, by default 8."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
+        torch.fx.experimental._config.use_duck_shape = False    # sizes that are equal by chance
         layers = [layer for module in filter(None, modules) for layer in module.modules()]
         for layer in layers:
             if isinstance(layer, Block):
@@ -63,6 +64,32 @@ def prepare():
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
+
+PROFILERS = []      # the one at work, if any
+
+@contextlib.contextmanager
+def profiled(cfg):
+    """In this context --profile traces three steps, from the second one that is made: the first may
+    compile. A viewer of traces, such as ui.perfetto.dev, opens the file."""
+    if cfg.profile == "off" or world()[0] > 0:
+        yield
+        return
+    three = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+
+    def write(profiler):
+        """The trace as a file."""
+        profiler.export_chrome_trace(str(cfg.folder / "trace.json"))
+    with torch.profiler.profile(schedule=three, on_trace_ready=write) as profiler:
+        PROFILERS.append(profiler)
+        try:
+            yield
+        finally:
+            PROFILERS.clear()
+
+def tick():
+    """Tell the profiler that a step begins."""
+    for profiler in PROFILERS:
+        profiler.step()
 
 # -------------------------------------------------------------------------------------- the ranks
 
@@ -94,6 +121,11 @@ def all_reduce(x, op=dist.ReduceOp.SUM):
         x = x.clone()
         dist.all_reduce(x, op)
     return x
+
+def common_device():
+    """Where a tensor must be that the ranks reduce."""
+    cuda = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda" if cuda else "cpu")
 
 def mean_and_std(x):
     """Of the numbers x (n,) of all ranks, without Bessel's correction."""
@@ -145,13 +177,19 @@ def ask_to_stop(number, frame):
 
 @contextlib.contextmanager
 def stoppable():
-    """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before."""
+    """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before. That
+    another rank is no longer there raises Fault."""
     before = {number: signal.signal(number, ask_to_stop)
               for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except Stopped as when:
         when.number = stop_asked()
+        raise
+    except RuntimeError as e:           # gloo's has no type of its own
+        if isinstance(e, dist.DistError) or "gloo" in str(e):
+            raise Fault("another rank has ended; go on from the last checkpoint with "
+                        "--resume") from e
         raise
     finally:
         for number, handler in before.items():
@@ -160,6 +198,5 @@ def stoppable():
 
 def stop_asked():
     """The number of a signal that came to any rank; 0 without one."""
-    cuda = dist.is_initialized() and dist.get_backend() == "nccl"
-    device = torch.device("cuda" if cuda else "cpu")
-    return all_reduce(torch.tensor(max(ASKED, default=0), device=device), dist.ReduceOp.MAX).item()
+    number = torch.tensor(max(ASKED, default=0), device=common_device())
+    return all_reduce(number, dist.ReduceOp.MAX).item()

@@ -180,10 +180,10 @@ def each_tensor(folder):
     except (OSError, SafetensorError) as e:
         raise Fault(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
 
-def parameters_by_file_name(model):
+def parameters_by_file_name(model, parameters=None):
     """Lists of parameters by their name in a file: GPT-2's joins query, key and value."""
     held, gpt2 = {}, config_json(model)["model_type"] == "gpt2"
-    for name, p in model.named_parameters():
+    for name, p in (parameters or dict(model.named_parameters())).items():
         if gpt2:
             for ours, theirs in GPT2_PARTS.items():
                 name = name.replace(ours, theirs)
@@ -194,10 +194,11 @@ def parameters_by_file_name(model):
 
 # ----------------------------------------------------------------------------------------- writing
 
-def save(model, folder, files=()):
+def save(model, folder, files=(), parameters=None):
     """Write config.json and model.safetensors as they came, in names and layout, and `files` beside
-    them, their bytes by name. The dtype is that of training, whatever it came in: at small rates
-    most weights move by less than half a step of bfloat16, and would be what they were."""
+    them, their bytes by name; of a model that is dealt to ranks its whole `parameters` by name. The
+    dtype is that of training, whatever it came in: at small rates most weights move by less than
+    half a step of bfloat16, and would be what they were."""
     folder, hf = Path(folder), config_json(model)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +207,7 @@ def save(model, folder, files=()):
         (folder / name).parent.mkdir(exist_ok=True)     # a template may lie in a folder of its own
         write_whole(folder / name, content)
     tensors = {}
-    for name, parts in parameters_by_file_name(model).items():
+    for name, parts in parameters_by_file_name(model, parameters).items():
         whole = torch.cat([p.detach() for p in parts])
         tensors[name] = whole.T if TURNED.search(name) else whole
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})

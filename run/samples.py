@@ -41,8 +41,9 @@ def as_it_is_now(policy, ids, mask, temperature):
     logps, entropy = [], []
     for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
         row, on = row[None, :T], on[None, :T]
-        logp, left = token_logps(policy, row, on, temperature,
-                                 partial(entropies, policy, temperature))
+        with torch.compiler.set_stance("force_eager"):      # a row alone would be compiled anew
+            logp, left = token_logps(policy, row, on, temperature,
+                                     partial(entropies, policy, temperature))
         logps.append(rounded(logp[on]))
         entropy.append(rounded(left[on]))
     return logps, entropy

@@ -12,7 +12,7 @@ import data
 from data import Fault, check_parts, require
 from data.tokenizer import byte_encoding, load_encoding
 from model import CHUNK, GPT, GPTConfig, token_logps
-from run import batches, folder, machine, pretrained, show
+from run import batches, folder, machine, pretrained, shard, show
 from run.files import write_whole
 
 # ------------------------------------------------------------------------------------ a run begins
@@ -221,9 +221,9 @@ def check_room(model, cfg, longest):
     if not longest:
         need = {"weights": 4 * sum(p.numel() for p in model.parameters()),
                 "RoPE's tables": rope_tables(model.cfg)}
-    if free is not None and sum(need.values()) > free:
+    if free is not None and total(need) > free:
         parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
-        raise Fault(f"this needs about {sum(need.values()) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
+        raise Fault(f"this needs about {total(need) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
                     f"free ({parts}): lower --micro_tokens, --max_new, --group or --prompts")
 
 def free_memory(device):
@@ -253,24 +253,34 @@ def memory(model, cfg, longest):
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # of a token
     stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
+    dealt = shard.shards(cfg)
+    own = N / (machine.world()[1] if dealt else 1)      # parameters of a model that a rank keeps
     # The cache twice: when rows part or end, what goes on is copied.
     rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
-               "logits of a token": 24 * rows * V}
-    update = {"gradients": 4 * N * trained, "activations": stored * tokens * trained,
-              "logits": 12 * min(CHUNK, V * tokens)}
-    models = trained + cfg.needs_reference + half + learned
-    return {"weights": 4 * N * trained, "Adam": 8 * N * trained,
-            "reference": frozen * cfg.needs_reference,
-            "sampler": frozen * half, "reward model": 16 * N * learned,
-            "RoPE's tables": rope_tables(c) * models,
-            **(rollout if sum(rollout.values()) > sum(update.values()) else update)}
+               "logits of a token": 24 * rows * V, "whole sampler": frozen * dealt}
+    # Of a model that is dealt two layers are whole at a time, and what is in none.
+    update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
+              "logits": 12 * min(CHUNK, V * tokens),
+              "whole layers": 4 * (N - linear + 2 * linear // c.n_layer) * dealt}
+    models = trained + cfg.needs_reference + (half or dealt) + learned
+    run = {"weights": 4 * own * trained, "Adam": 8 * own * trained,
+           "reference": frozen * own / N * cfg.needs_reference,
+           "sampler": frozen * (half and not dealt), "reward model": 16 * own * learned,
+           "RoPE's tables": rope_tables(c) * models, **max(rollout, update, key=total)}
+    begun = {"weights before they are dealt": 4 * N * dealt, "copies of them": 2 * frozen * dealt,
+             "the warm start's gradients and Adam": 12 * N * dealt * (cfg.warm_steps > 0)}
+    return max(run, begun, key=total)
+
+def total(need):
+    """Bytes in all, of what `memory` gives."""
+    return sum(need.values())
 
 def costs(model, cfg, longest, tokens):
     """A line on the memory that a run needs, and the least time of a step with prompts of so many
     `tokens`, in which all completions are as long as they may be, and share no more than their
     prompt: its operations at the speed of products of matrices."""
     device, dtype, _ = machine.resolve(cfg)
-    need, free = sum(memory(model, cfg, longest).values()), free_memory(device)
+    need, free = total(memory(model, cfg, longest)), free_memory(device)
     linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     head, rows = model.table.weight.numel(), cfg.prompts * cfg.group / machine.world()[1]
     passes = 1 + cfg.needs_reference + ("value" in cfg.baseline or dtype == "bfloat16")

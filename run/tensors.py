@@ -4,6 +4,7 @@ import hashlib
 import torch
 
 from data import Fault
+from run import shard
 
 ROLES = ("policy", "ref", "critic", "reward_model")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # of each parameter, in Adam
@@ -13,11 +14,15 @@ def modules(agent):
     """The modules of a run by role, those that it has."""
     return {role: getattr(agent, role) for role in ROLES if getattr(agent, role) is not None}
 
+def named_parameters(agent):
+    """The parameters of a run by role and name; of those that are dealt, this rank's parts."""
+    return {f"{role}.{n}": p for role, module in modules(agent).items()
+            for n, p in shard.parameters(module).items()}
+
 def training_state(agent):
     """Every tensor of a run by name: parameters of the modules by role, state of the optimizer,
     and of the labelled rows in the history."""
-    named = {f"{role}.{n}": p for role, module in modules(agent).items()
-             for n, p in module.named_parameters()}
+    named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
     rows = {f"history.{n}": x for n, x in agent.history.items()}
@@ -25,8 +30,7 @@ def training_state(agent):
 
 def wanted(agent, checkpoint):
     """The tensors that a Checkpoint must have: by name, one of the same shape and dtype."""
-    want = {f"{role}.{n}": p for role, module in modules(agent).items()
-            for n, p in module.named_parameters()}
+    want = named_parameters(agent)
     if checkpoint.step > 0:                         # all moments after a step, none before
         trained = {p for group in agent.opt.param_groups for p in group["params"]}
         want |= {f"opt.{key}.{n}": torch.zeros(()) if key == "step" else p
@@ -58,12 +62,6 @@ def check(agent, checkpoint):
         wrong.append("history.ids")
     if wrong:
         raise Fault(f"{agent.cfg.folder}: numbers that cannot be in the tensor {wrong[0]}")
-
-@torch.no_grad()
-def load_tensors(module, tensors):
-    """Copy in every parameter by name."""
-    for name, p in module.named_parameters():
-        p.copy_(tensors[name])
 
 def sha256_of(tensors):
     """SHA-256 of tensors on the CPU by name: names, dtypes, shapes, bytes. 2 GB take seconds."""

@@ -312,8 +312,8 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(rewards, "of_steps", lambda task, b, *_: (torch.rand(b.ids.shape), b.mask))
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
-    agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy",
-                       ref=SimpleNamespace(take=loaded.append),
+    monkeypatch.setattr(grpo.shard, "take", lambda copied, policy: loaded.append((copied, policy)))
+    agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):
         grpo.begin_iteration(agent, range(1000), iteration)
@@ -321,7 +321,7 @@ def iterations(section, rollout, monkeypatch):
     learned, replayed = fitted[0], fitted[1] - fitted[0]
     assert len(agent.history["ids"]) == 2 * learned
     apart = labelled - learned
-    assert loaded == ["the policy"] * 2
+    assert loaded == [("the reference", "the policy")] * 2
     yield from [cfg.fit_prompts, cfg.choices, labelled, apart, apart / cfg.choices]
     yield from [learned, replayed]
     yield round(100 * replayed / learned)

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 # From the ground up: a room uses those before it.
 FLOORS = ["data", "data.answers", "data.chat", "data.tokenizer", "model", "run.machine", "run.show", "run.flags",
-          "run.files", "run.batches", "run.samples", "run.report", "run.tensors", "run.pretrained", "run.folder",
+          "run.files", "run.shard", "run.batches", "run.samples", "run.report", "run.tensors", "run.pretrained", "run.folder",
           "run.start", "reward", "grpo"]
 TASKS = ["data.arithmetic", "data.countdown", "data.gsm8k", "data.sums"]
 PACKAGES = {"torch", "tiktoken", "numpy", "safetensors", "jinja2"}       # torch requires jinja2

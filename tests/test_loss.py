@@ -10,9 +10,10 @@ from conftest import tiny_model
 
 import grpo
 from data import Fault
+from data.tokenizer import byte_encoding
 from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
 from model import ScalarHead, token_logps
-from run import machine
+from run import machine, pretrained
 from run.batches import last_tokens, micro_batches, new_optimizer
 
 CFG = Config()
@@ -495,6 +496,30 @@ def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
                 ids = torch.randint(0, 256, (rows, T))
                 with torch.set_grad_enabled(grad):
                     token_logps(model, ids, torch.ones(rows, T, dtype=torch.bool), 1.0)
+
+
+def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
+    """Prompts, tokens, a pass without gradients and one with them; in bfloat16 too, where the reference and
+    the sampler have the same ones. A prompt or a row that is alone would have more."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend="eager", **how))
+    pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
+    lengths = []
+    real_step = grpo.train_step
+    def train_step(*given):
+        batch, stats = real_step(*given)
+        lengths.append((batch.ids.size(1), stats["length"]))
+        return batch, stats
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    grpo.main(["--task", "arithmetic", "--difficulty", "1", "--init", str(tmp_path / "start"), "--warm_steps", "0",
+               "--out", str(tmp_path / "run"), "--device", "cpu", "--compile", "on", "--dtype", "bfloat16", "--lr", "0.01",
+               "--prompts", "4", "--group", "4", "--max_new", "24", "--steps", "6", "--sample_every", "2", "--held_out", "8",
+               "--samples", "1"])
+    assert len({*lengths}) > 2
+    counted = torch._dynamo.utils.counters
+    assert counted["stats"]["unique_graphs"] == 4 and not counted["graph_break"]
 
 
 def test_compilations_do_not_grow_with_the_lengths(monkeypatch):

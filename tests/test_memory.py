@@ -15,7 +15,7 @@ import model as model_py
 from data import Fault
 from grpo import Config
 from model import GPT, GPTConfig, ScalarHead, token_logps
-from run import machine, pretrained, start
+from run import machine, pretrained, shard, start
 from run.files import save_file
 
 
@@ -85,7 +85,7 @@ def test_a_frozen_copy_is_half_and_gives_the_same():
     with torch.no_grad():                                   # later steps reach it
         model.layers[0].mlp.up_proj.weight.mul_(2)
         model.embed_tokens.weight.mul_(1.5)
-    copied.take(model)
+    shard.take(copied, model)
     with torch.no_grad():
         assert torch.equal(model.head(model(ids)), copied.head(copied(ids)))
         assert torch.equal(copied.embed_tokens.weight, model.embed_tokens.weight)
@@ -259,10 +259,42 @@ def test_activations_of_gelu():
 
 
 @pytest.mark.parametrize("prompts, names", [
-    (1, ["gradients", "activations", "logits"]), (600, ["cache", "logits of a token"])])
+    (1, ["gradients", "activations", "logits", "whole layers"]),
+    (600, ["cache", "logits of a token", "whole sampler"])])
 def test_of_rollout_and_update_the_larger_counts(prompts, names):
     need = start.memory(tiny_model(), Config(prompts=prompts, group=2, max_new=8, micro_tokens=100, device="cpu"), 4)
     assert [*need][-len(names):] == names and [*need][0] == "weights" and len(need) == 6 + len(names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_model_that_is_dealt_a_rank_needs_its_part(dtype, monkeypatch):
+    """And at times two layers with all that is in none; or to sample all weights, which it lets go of."""
+    cfg, model = Config(shard="on", dtype=dtype, device="cpu", reward="model", group=2, micro_tokens=256, max_new=4,
+                        warm_steps=0), tiny_model(n_layer=5)
+    alone = start.memory(model, cfg, 2)
+    assert not alone["whole layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
+    monkeypatch.setattr(machine, "world", lambda: (1, 4))
+    parts, rollout = (start.memory(model, dataclasses.replace(cfg, prompts=p), 2) for p in (1, 4000))
+    for name in ("weights", "Adam", "reference", "reward model"):
+        assert parts[name] == rollout[name] == alone[name] / 4 > 0
+    assert parts["gradients"] == parts["weights"] and parts["sampler"] == 0
+    own = dict(model.named_parameters())
+    layer = sum(p.numel() for n, p in own.items() if n.startswith("layers.0.") and p.dim() == 2)
+    outside = sum(p.numel() for n, p in own.items() if not n.startswith("layers.") or p.dim() == 1)
+    assert parts["whole layers"] == 4 * (2 * layer + outside)
+    assert rollout["whole sampler"] == alone["reference"] and "gradients" not in rollout
+
+
+def test_a_model_is_whole_before_it_is_dealt(monkeypatch):
+    """With a warm start so are its gradients and moments; that counts where it is more than the run."""
+    model = tiny_model(n_layer=5)
+    N = sum(p.numel() for p in model.parameters())
+    cfg = Config(shard="on", dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
+    alone = start.memory(model, cfg, 1)
+    assert alone["weights"] == 4 * N and "copies of them" not in alone
+    monkeypatch.setattr(machine, "world", lambda: (1, 64))
+    assert start.total(start.memory(model, cfg, 1)) == 4 * N + 2 * 4 * N
+    assert start.total(start.memory(model, dataclasses.replace(cfg, warm_steps=1), 1)) == 12 * N + 12 * N
 
 
 # ---------------------------------------------------------------------------- whether it fits

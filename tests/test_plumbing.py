@@ -643,7 +643,9 @@ SETTINGS = dict(
     labels=(dict(reward="model", supervision="process"), {"rollouts": "fit"}),
     device=({}, {"auto": None}),
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
-    compile=({}, {"auto": None, "on": "compiled"}))
+    compile=({}, {"auto": None, "on": "compiled"}),
+    shard=({}, {"on": None}),
+    profile=(dict(steps=2), {"on": None}))
 TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
 
 
@@ -738,7 +740,7 @@ OURS = dict(
     seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, sample_every=10, temperature=1.0, unfinished=0.0, target_kl=0.0,
     micro_tokens=2048, recompute="off", half_life=0, adam_eps=1e-8, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, fit_lr=3e-4, choices=4, label_noise=0.0, labels="rule", device="auto",
-    dtype="auto", compile="auto")
+    dtype="auto", compile="auto", shard="off", profile="off")
 
 WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
 ROWS = {                                        # what differs from GRPO
@@ -882,7 +884,7 @@ def test_a_config_cannot_be_changed():
 def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: 1e-3, torch.bfloat16: 2.0}            # troubleshooting
     assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
-    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "sample_every"}
+    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "sample_every", "profile"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)
     assert grpo.MOST == dict(gamma=1, lam=1, label_noise=1, warm_batch=1_000_000, choices=10_000)

@@ -1,0 +1,131 @@
+"""What tells where time goes: a trace of some steps, and the scripts that compare speeds."""
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+
+import grpo
+from data.tokenizer import byte_encoding
+from run import machine, pretrained
+
+TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
+        "--held_out 2 --samples 1").split()
+
+
+@pytest.fixture
+def experiments(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(ROOT)
+
+
+def folder_of(model, where):
+    pretrained.config_json(model)["eos_token_id"] = 256
+    pretrained.save(model, where, byte_encoding().files)
+    return where
+
+
+def names(trace):
+    """What ran, by the name that the code gave it, in the order of time."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    events = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in ("rollout", "update")]
+    return [e["name"] for e in sorted(events, key=lambda e: e["ts"])]
+
+
+@pytest.mark.parametrize("steps, traced", [(6, 3), (3, 2), (1, 0)])
+def test_a_profile_is_of_three_steps_after_the_first(tmp_path, steps, traced):
+    """Of those that are made; the run is the same."""
+    start = folder_of(tiny_model(), tmp_path / "start")
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    command = [*TINY, "--init", str(start), "--steps", str(steps)]
+    grpo.main([*command, "--out", str(out), "--profile", "on"])
+    assert names(out / "trace.json") == ["rollout", "update"] * traced if traced else not (out / "trace.json").exists()
+    grpo.main([*command, "--out", str(plain)])
+    assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    assert not (plain / "trace.json").exists() and machine.PROFILERS == []
+
+
+def test_the_floor_counts_what_must_be_done(experiments, monkeypatch, tmp_path):
+    """Two prompts of 2 and 1 tokens, two rows each, in two ways: one by one, and by hand."""
+    from experiments import speed
+    monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e6)
+    monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e30)
+    ids = torch.tensor([[1, 2, 5, 6, 0], [1, 2, 5, 7, 8], [3, 4, 0, 0, 0], [3, 9, 9, 0, 0]])
+    mask = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0]]).bool()
+    agent = grpo.Agent(grpo.Config(device="cpu", dtype="float32", micro_tokens=1000), None, None, tiny_model())
+    batch = grpo.Batch(ids, mask, None, None, None, adv=mask.float())
+    linear = sum(m.weight.numel() for m in agent.policy.layers.modules() if isinstance(m, torch.nn.Linear))
+    head = agent.policy.embed_tokens.weight.numel()
+    read = {(1,), (1, 2), (1, 2, 5), (1, 2, 5, 7), (3,), (3, 9)}        # the beginnings after which one is sampled, or less
+    sampled = {(1, 2), (1, 2, 5), (1, 2, 5, 7), (3,), (3, 9)}
+    found = speed.floors(agent, batch)
+    operations = 2 * (linear * len(read) + head * len(sampled))
+    assert found["rollout"] == pytest.approx(operations / 1e6) and found["update"] == pytest.approx(3 * operations / 1e6)
+    agent.ref = agent.policy
+    assert speed.floors(agent, batch)["rollout"] == pytest.approx(2 * operations / 1e6)
+    agent.ref, batch.adv = None, batch.adv * torch.tensor([1.0, 1, 0, 0])[:, None]      # a group that is dead
+    assert speed.floors(agent, batch)["update"] == pytest.approx(6 * (4 * linear + 3 * head) / 1e6)
+    monkeypatch.setattr(speed, "bandwidth", lambda *_: 1.0)                             # decoding waits for memory
+    c = agent.policy.cfg
+    slots = 2 * c.n_layer * c.n_kv_head * c.head_size * sum(len(x) - 1 for x in sampled)
+    assert speed.floors(agent, batch)["rollout"] == pytest.approx(4 * (3 * (linear + head) + slots))
+
+
+def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, capsys):
+    """Of this code alone: TRL is no part of the suite."""
+    from experiments import speed
+    start = folder_of(tiny_model(), tmp_path / "start")
+    monkeypatch.setitem(speed.SIZES, "tiny", dict(task="arithmetic", difficulty=1, prompts=2, group=2, max_new=6))
+    monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e9)
+    monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(speed.subprocess, "check_output", lambda *_, **__: f"{2 ** 30}\n")
+    monkeypatch.setattr(sys, "argv", ["speed.py", "tiny", "--who", "ours", "ours bfloat16", "--turns", "3", "--device",
+                                      "cpu", "--arithmetic", str(start), "--out", str(tmp_path / "speed.json")])
+    speed.main()
+    found = json.loads((tmp_path / "speed.json").read_text())["sizes"]["tiny"]
+    assert set(found) == {"ours", "ours bfloat16"}
+    for x in found.values():
+        assert x["seconds"] > x["floors"]["rollout"] + x["floors"]["update"] > 0 and x["peak"] == 2 ** 30
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 3 + 2 and lines[-2].startswith("| tiny, ours | ") and lines[-1].endswith(" 1.00 |")
+
+
+def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_path, capsys):
+    """Tiny, on the CPU, in this process: so that it works the first time where there is a GPU."""
+    from experiments import gpu, speed
+    commands = []
+
+    def child(command, limit):
+        """The command, here."""
+        commands.append(command)
+        if "pytest" in command:
+            return "1 passed", {"seconds": 0.0, "code": 0}
+        name = next(i for i, part in enumerate(command) if str(part).endswith(".py") or part == gpu.CHILD)
+        flags = command[name + 1:]
+        if command[name] == gpu.CHILD:
+            grpo.main(flags)
+            print("peak", 10 ** 9)
+        else:
+            monkeypatch.setattr(sys, "argv", [command[name], *flags])
+            speed.main()
+        return capsys.readouterr().out, {"seconds": 1.0, "code": 0}
+    monkeypatch.setattr(gpu, "child", child)
+    monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e9)
+    monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(speed.subprocess, "check_output", lambda *_, **__: f"{2 ** 30}\n")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path / "gpu")])
+    with pytest.raises(SystemExit) as e:
+        gpu.main()
+    assert not e.value.code
+    found = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
+    assert set(gpu.PARTS) <= set(found) and found["device"] == "cpu"
+    for name in ("eager", "compiled", "float32", "ppo", "learned", "resume", "profile"):
+        part = found[name]
+        assert part["peak GB"] == 1 and part["estimated GB"] >= 0 and len(part["mismatch"]) == 4
+        assert part["before"]["pass@1"] >= 0 and part["after"]["pass@1"] >= 0 and part["seconds"] > 0
+    assert found["resume"]["largest difference"] == 0 and found["resume"]["resumed"] == 0
+    assert found["profile"]["trace MB"] > 0 and (tmp_path / "gpu" / "trace.json").exists()
+    assert found["speed"]["sizes"]["tiny"]["ours"]["seconds"] > 0
+    warm = [command for command in commands if gpu.CHILD in command]
+    assert len(warm) == 9

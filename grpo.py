@@ -534,9 +534,9 @@ def new_agent(cfg, task, encoding, policy, checkpoint=None):
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = dealt(model.ScalarHead(C, trunk).to(policy.device))
     if cfg.reward == "model":
-        generator = torch.Generator().manual_seed(machine.rng(cfg, "scorer").getrandbits(63))
-        agent.reward_model = dealt(model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
-                                                    generator=generator).to(policy.device))
+        scorer = model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+                                  generator=machine.generator(cfg, "scorer"))
+        agent.reward_model = dealt(scorer.to(policy.device))
     agent.sampler = policy.frozen() if policy.amp or shard.shards(cfg) else None
     dealt(policy)
     agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)

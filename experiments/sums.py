@@ -39,12 +39,12 @@ def peak():
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def ours(seed):
-    """A run of this code, as a child, with its time and memory."""
+def ours(seed, out=None, *flags):
+    """A run of this code, as a child, with its time and memory; of sums if no other flags are given."""
     code = ("import sys, grpo\nfrom experiments.sums import peak\n"
             "grpo.main(sys.argv[1:])\nprint('peak', peak())")
-    out, began = folder("s", seed), time.time()
-    flags = ["--task", "sums", "--init", str(INIT), "--seed", str(seed), "--out", str(out)]
+    out, began = out or folder("s", seed), time.time()
+    flags = [*(flags or ["--task", "sums"]), "--init", str(INIT), "--seed", str(seed), "--out", str(out)]
     child = subprocess.Popen([sys.executable, "-c", code, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE)
     for line in child.stdout:
         print(line, end="", flush=True)

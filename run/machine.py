@@ -157,6 +157,10 @@ def rng(cfg, purpose, at=0):
     """A random stream for each purpose and step: it follows from the seed, so nothing is stored."""
     return random.Random(f"{cfg.seed}/{purpose}/{at}")
 
+def generator(cfg, purpose):
+    """The same for what torch draws: weights of a new model."""
+    return torch.Generator().manual_seed(rng(cfg, purpose).getrandbits(63))
+
 def uniform(source, *shape):
     """Numbers in [0, 1) from a random stream, float64, the same on every machine."""
     return torch.from_numpy(np.random.default_rng(source.getrandbits(64)).random(shape))

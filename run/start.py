@@ -101,8 +101,7 @@ def new_model(cfg, encoding, longest):
                       n_inner=4 * cfg.n_embd, block_size=context)
     with torch.device("meta"):
         check_room(GPT(shape), cfg, longest)
-    seed = machine.rng(cfg, "weights").getrandbits(63)
-    model = to_device(GPT(shape, torch.Generator().manual_seed(seed)), cfg)
+    model = to_device(GPT(shape, machine.generator(cfg, "weights")), cfg)
     pretrained.config_json(model)["eos_token_id"] = encoding.end
     return model
 

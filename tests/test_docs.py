@@ -10,10 +10,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import grpo
-from run import flags
+from data import gsm8k
+from model import GPT, GPTConfig
+from run import flags, machine, start
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -29,7 +32,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
-    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl"}        # of experiments/ and of torchrun
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained"}        # of experiments/ and of torchrun
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
@@ -150,14 +153,43 @@ def test_the_curves_of_overoptimization(results):
     assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in MEASURED and max(right) > right[-1] + 0.2
 
 
-def test_floor_and_memory(results):
-    memory, floor = results("memory"), results("floor")
+def test_speeds_beside_trl(results):
+    import speed
+    found = results("speed")
+    assert all(row in MEASURED for row in speed.rows(found)) and set(found["sizes"]) >= {"arithmetic-512", "arithmetic-64"}
+    for size, who in found["sizes"].items():
+        trl = min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
+        assert who["ours"]["seconds"] < 0.5 * trl
+        assert size != "arithmetic-512" or who["ours bfloat16"]["seconds"] < 0.4 * trl
+    half, whole = (found["sizes"]["arithmetic-512"][name]["floors"]["gflops"] for name in ("ours bfloat16", "ours"))
+    assert f"products are {half / whole:.1f} times as fast" in MEASURED
+
+
+def test_what_fits_on_a_gpu(monkeypatch):
+    """Qwen2.5's shapes with the defaults of gsm8k, in bfloat16."""
+    shapes = {"0.5": (24, 14, 2, 896, 4864), "1.5": (28, 12, 2, 1536, 8960), "3": (36, 16, 2, 2048, 11008),
+              "7": (28, 28, 4, 3584, 18944)}
+    for name, shape in shapes.items():
+        names = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_inner")
+        with torch.device("meta"):
+            gpt = GPT(GPTConfig(**dict(zip(names, shape)), vocab_size=151936 + 128 * (name == "7"), bias="qkv",
+                                block_size=32768, tied=name != "7"))
+        cells = []
+        for ranks, how in ((1, {}), (1, dict(recompute="on")), (2, dict(shard="on")), (8, dict(shard="on"))):
+            monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+            cfg = grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu", warm_steps=0, **how)
+            cells.append(f"{start.total(start.memory(gpt, cfg, 300)) / 1e9:.1f}")
+        assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
+
+
+def test_memory_of_logits_and_of_ranks(results):
+    memory = results("memory")
     text = MEASURED.replace("\n", " ")
+    for dtype, most in (("float32", 0.7), ("bfloat16", 0.6)):
+        share = memory[f"a rank, {dtype}"]["share"]
+        assert share <= most and f"{share:.0%} " in text
     assert f"peaks at {memory['parts'] / 1e9:.1f} GB instead of {memory['whole'] / 1e9:.1f} " in text
     assert memory["share"] < 1 / 3
-    assert f"{floor['ratio']:.2f} times its floating-point floor" in text
-    assert (f"{floor['seconds']:.2f} s against {floor['floor']:.2f} s at "
-            f"{floor['gflops']:.0f} GFLOP/s") in text
 
 
 def test_all_bugs_put_in_were_caught(results):

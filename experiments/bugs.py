@@ -187,7 +187,7 @@ BUGS = [
      "p.grad = shard.summed(torch.zeros_like(p) if p.grad is None else p.grad)",
      "p.grad = torch.zeros_like(p) if p.grad is None else p.grad", "ranks"),
     ("the copy to sample from stays what the policy was", "run/shard.py",
-     "    if agent.sampler is not None:", "    if False:", "loss -k bfloat16"),
+     "    if agent.sampler is not None:", "    if False:", "speed -k copy"),
     ("a dealt gradient is the mean over the ranks", "run/shard.py",
      "            part.set_gradient_divide_factor(1.0)        # a plain sum: the loss has its weights\n"
      "            part.set_force_sum_reduction_for_comms(True)\n", "            pass\n", "ranks -k dealt"),

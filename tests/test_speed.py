@@ -7,8 +7,10 @@ import torch
 from conftest import ROOT, tiny_model
 
 import grpo
+from data import arithmetic
 from data.tokenizer import byte_encoding
 from run import machine, pretrained
+from run.start import to_device
 
 TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
         "--held_out 2 --samples 1").split()
@@ -44,6 +46,21 @@ def test_a_profile_is_of_three_steps_after_the_first(tmp_path, steps, traced):
     grpo.main([*command, "--out", str(plain)])
     assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
     assert not (plain / "trace.json").exists() and machine.PROFILERS == []
+
+
+def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
+    """After an update, and after a resume, it has the weights of the policy, rounded."""
+    start, out = folder_of(tiny_model(), tmp_path / "start"), tmp_path / "run"
+    cfg = grpo.make_config(task="arithmetic", difficulty=1, init=str(start), warm_steps=0, device="cpu", dtype="bfloat16",
+                           prompts=2, group=8, max_new=6, held_out=2, samples=1, lr=0.01, steps=2, unfinished=1.0, out=str(out))
+    monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2)})
+    first, agent = dict(tiny_model().named_parameters()), grpo.train(cfg)
+    checkpoint = grpo.folder.load(out, grpo.Config)[1]
+    again = grpo.new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint)
+    for made in (agent, again):
+        copied = dict(made.sampler.named_parameters())
+        for name, p in made.policy.named_parameters():
+            assert torch.equal(copied[name], p.to(copied[name].dtype)) and not torch.equal(p, first[name])
 
 
 def test_the_floor_counts_what_must_be_done(experiments, monkeypatch, tmp_path):

@@ -118,7 +118,7 @@ BUGS = [
     ("beta is steered the wrong way", "grpo.py",
      'stats["kl"] / cfg.target_kl - 1', '1 - stats["kl"] / cfg.target_kl', "run -k steered"),
     ("the reference is not frozen", "grpo.py",
-     "agent.ref = policy.frozen()", "agent.ref = policy", "run -k reference_stays"),
+     "agent.ref = dealt(policy.frozen())", "agent.ref = policy", "run -k reference_stays"),
     # PPO, process supervision
     ("the value knows its token", "model.py",
      "in_columns(critic(ids[:, :-1], sampled, h)[sampled])",

@@ -12,6 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,24 +42,11 @@ def rows(result):
         yield f"| {name} | {result['untrained'][name]:.1%} | {cell('before', name)} | {cell('after', name)} |"
 
 
-def draw(result, file):
-    """Accuracy, length and dead groups over the steps of each seed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no figure: matplotlib is not installed")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+def draw(axes, result):
+    """Accuracy, length and entropy over the steps of each seed."""
     for run in result["runs"].values():
         for axis, name in zip(axes, ("accuracy", "length", "entropy")):
             axis.plot(range(1, 1 + len(run["curve"][name])), run["curve"][name], color="tab:blue", alpha=0.7)
-    for axis, title in zip(axes, ("accuracy, sampled", "tokens of a completion", "entropy of a token")):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
 
 
 def main():
@@ -79,7 +67,8 @@ def main():
                   "runs": {p.name.removeprefix("countdown-s"): sums.of_run(p)
                            for p in sorted((ROOT / "out").glob("countdown-s[0-9]*"))}}
         (HERE / "countdown.json").write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, HERE / "countdown.png")
+        sums.figure_of(HERE / "countdown.png", partial(draw, result=result), {
+            "accuracy, sampled": "step", "tokens of a completion": "step", "entropy of a token": "step"})
         print("\n".join(rows(result)))
 
 

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -183,8 +184,8 @@ def rows(result):
         yield f"| {title} | | {costs[0]} | {costs[1]} |"
 
 
-def draw(result, file):
-    """Accuracy over time, of both; length and entropy of ours over steps."""
+def figure_of(file, draw, titles):
+    """Three plots in a row, as `draw(axes)` makes them, with a title and what the x axis is for each."""
     try:
         import matplotlib
     except ImportError:
@@ -192,6 +193,17 @@ def draw(result, file):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    draw(axes)
+    for axis, (title, x) in zip(axes, titles.items()):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(x)
+        axis.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def draw(axes, result):
+    """Accuracy over time, of both; length and entropy of ours over steps."""
     for run in result["runs"].values():
         curve = run["curve"]
         minutes = [sum(curve["seconds"][:i + 1]) / 60 for i in range(len(curve["seconds"]))]
@@ -200,13 +212,6 @@ def draw(result, file):
         axes[2].plot(curve["entropy"], color="tab:blue", alpha=0.7)
     for run in result["trl"].values():
         axes[0].plot([s / 60 for s in run["curve"]["seconds"]], run["curve"]["accuracy"], color="tab:orange", alpha=0.7)
-    for axis, title, x in zip(axes, ("accuracy, sampled (orange: TRL)", "tokens of a completion", "entropy of a token"),
-                              ("minutes", "step", "step")):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x)
-        axis.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
 
 
 def main():
@@ -229,7 +234,8 @@ def main():
             after = {name: costs.pop(name) for name in MEASURED}
             result["trl"][seed] = costs | {"after": after, "steps": len(found), "curve": curve}
         (HERE / "sums.json").write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, HERE / "sums.png")
+        figure_of(HERE / "sums.png", partial(draw, result=result), {
+            "accuracy, sampled (orange: TRL)": "minutes", "tokens of a completion": "step", "entropy of a token": "step"})
         print("\n".join(rows(result)))
 
 

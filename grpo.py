@@ -148,7 +148,7 @@ class Config:
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, unfinished=-1e9, adam_eps=1e-15)   # a group of 1 has no spread: 0/0
 MOST = dict(gamma=1, lam=1, label_noise=1, warm_batch=10 ** 6, choices=10 ** 4)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every", "profile"}     # --resume
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every", "profile"}  # by --resume
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row

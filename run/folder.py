@@ -38,10 +38,12 @@ def log_samples(agent, step, batch, last):
     """Add two groups to samples.jsonl at the first step, every --sample_every steps and at the
     `last` one, on the first rank; and show one of the first step."""
     first = machine.world()[0] == 0
+    if not (first or shard.is_dealt(agent.policy)):     # of such a policy all ranks make each pass
+        return
     if step == 1 and first:
         show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
     if step in (1, last) or step % agent.cfg.sample_every == 0:
-        for record in samples.records(agent, step, batch):      # by all ranks: a model may be dealt
+        for record in samples.records(agent, step, batch):
             if first:
                 append(agent.cfg.folder / "samples.jsonl", record)
 

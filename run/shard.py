@@ -65,6 +65,8 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raise Fault if the ranks no longer hold the same numbers in what is not dealt."""
+    if machine.world()[1] == 1:
+        return
     total = 0
     for x in tensors.values():          # bytes count by their place among the tensors
         bits = x.new_zeros(0) if is_dealt(x) else x.contiguous().flatten()

@@ -161,6 +161,9 @@ def test_speeds_beside_trl(results):
         trl = min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
         assert who["ours"]["seconds"] < 0.5 * trl
         assert size != "arithmetic-512" or who["ours bfloat16"]["seconds"] < 0.4 * trl
+    ratios = [who["ours"]["seconds"] / min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
+              for who in (found["sizes"]["arithmetic-512"], found["sizes"]["arithmetic-64"])]
+    assert ratios == pytest.approx([1 / 5, 1 / 3], abs=0.02) and "a fifth to a third of TRL's time" in README
     half, whole = (found["sizes"]["arithmetic-512"][name]["floors"]["gflops"] for name in ("ours bfloat16", "ours"))
     assert f"products are {half / whole:.1f} times as fast" in MEASURED
 

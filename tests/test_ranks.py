@@ -549,6 +549,23 @@ def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
         assert all(a[x] == pytest.approx(b[x], rel=3e-4, abs=3e-6) for x in a.keys() - TIMES - {"mismatch"})
 
 
+@pytest.mark.parametrize("name", ["critic of its own", "steps learned"])
+def test_ranks_go_on_with_what_is_dealt(both, tmp_path, name):
+    """After a stop they end to the bit where they would have: weights, moments, labelled rows."""
+    out, whole = tmp_path / "run", both[0] / "dealt" / name
+    args = command(**settings(name, both[0] / "dealt") | dict(out=out))
+    at = 2 if name == "critic of its own" else 4            # in the first step; before it there is a fit
+    codes, _, err = pair(tmp_path, interrupted, 0, signal.SIGTERM, at, args)
+    assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""]
+    assert folder.load(out, grpo.Config)[1].step == 1
+    codes, _, err = pair(tmp_path, plain, resume(both, out))
+    assert codes == [0, 0] and err == ["", ""]
+    for a, b in zip(metrics(whole), metrics(out), strict=True):
+        assert all(a[x] == b[x] for x in a.keys() - TIMES)
+    one, two = tensors(whole), tensors(out)
+    assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
+
+
 @pytest.mark.parametrize("what", ["policy", "history"])
 def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what):
     """A bit of a weight, or of a labelled row, is enough."""

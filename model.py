@@ -78,7 +78,9 @@ def distinct(ids, mask):
     return new.flatten().nonzero()[:, 0], torch.where(new, count - 1, 0).cummax(0).values
 
 def in_rows(x, at):
-    """Heads x (n, H, D) of tokens at their places, for attention: (B, H, T, D)."""
+    """Heads x (n, H, D) of tokens at their places, for attention: (B, H, T, D). On a CPU bfloat16
+    becomes float32: of its attention the backward pass takes five times as long there."""
+    x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
     return F.embedding(at, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
 
 class Attention(nn.Module):
@@ -102,7 +104,8 @@ class Attention(nn.Module):
         if cache is None:
             new, at = place
             q, k, v = in_rows(q, at), in_rows(k, at), in_rows(v, at)         # (B, H or K, T, D)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
+            with torch.autocast("cpu", enabled=False):      # it would round them again
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
             y = F.embedding(new, y.transpose(1, 2).flatten(2).flatten(0, 1))        # (n, H * D)
         else:
             (pos, bias), (B, T, _) = place, x.size()

@@ -284,8 +284,7 @@ def costs(model, cfg, longest, tokens):
     head, rows = model.table.weight.numel(), cfg.prompts * cfg.group / machine.world()[1]
     passes = 1 + cfg.needs_reference + ("value" in cfg.baseline or dtype == "bfloat16")
     once = linear * rows / cfg.group * tokens + (linear + head) * rows * cfg.max_new
-    rate = machine.matrix_rate(device, dtype)
-    seconds = (2 * passes + 6 * cfg.epochs) * once / rate
+    seconds = (2 * passes + 6 * cfg.epochs) * once / machine.matrix_rate(device, dtype)
     known = "" if free is None else f" of {free / 1e9:.1f} free"
     return (f"memory about {need / 1e9:.1f} GB{known}; a step with completions of {cfg.max_new} "
-            f"tokens takes at least {seconds:.2g} s ({rate / 1e9:.0f} GFLOP/s in {dtype})")
+            f"tokens takes at least {seconds:.2g} s ({machine.rates(device, dtype)})")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import chat_folder, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -203,6 +204,24 @@ def test_a_model_is_its_parameters(model):
     """What follows from the shape, the tables of RoPE, is in no file."""
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
     assert {n for n, _ in model.named_buffers()} == {"cos", "sin"}
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
+    """Under autocast too: products of weights are in bfloat16 alone."""
+    model, asked, attend = tiny_model(), [], F.scaled_dot_product_attention
+    model.amp = amp
+
+    def recorded(q, k, v, **how):
+        y = attend(q, k, v, **how)
+        asked.extend(x.dtype for x in (q, k, v, y))
+        return y
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    products = []
+    for layer in model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, given, made: products.append(made.dtype))
+    model(torch.tensor([[1, 2, 3]]))
+    assert {*asked} == {torch.float32} and {*products} == {amp or torch.float32}
 
 
 @pytest.mark.parametrize("amp, dtype", [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])

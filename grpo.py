@@ -35,9 +35,9 @@ ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
     "reinforce": dict(baseline="none", scale="none", kl="none", mean="constant", **UNCLIPPED),
     "a2c": dict(baseline="value", scale="batch", kl="none", adam_eps=1e-5, **UNCLIPPED),
-    "ppo": dict(baseline="value", scale="batch", kl="reward", estimator="k1", adam_eps=1e-5),
-    "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", estimator="k1",
-                 mean="constant", **UNCLIPPED),                                     # 2402.14740
+    "ppo": dict(baseline="value", scale="batch", kl="reward", adam_eps=1e-5),
+    "rloo": dict(baseline="leave-one-out", scale="none", kl="reward", mean="constant",
+                 **UNCLIPPED),                                                      # 2402.14740
     "dr_grpo": dict(scale="none", kl="none", mean="constant"),                      # 2503.20783
     "dapo": dict(clip_high=0.28, kl="none", mean="token"),  # 2503.14476, but no dynamic sampling
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
@@ -45,6 +45,8 @@ ALGOS = {
 # The paper divides a learned reward by the group's std too. Once all completions of a group are
 # good, that std is the noise of the reward model, and the policy would follow it.
 REWARDS = {"rule": {}, "model": dict(scale="none")}
+# In the reward the paper has k1 (eq. 2), the one whose gradient there is that of the KL.
+PENALTY = dict(estimator="k1")
 # A checkpoint starts as it is; with --warm_steps, at a rate that leaves it what it has learned.
 CHECKPOINT = dict(warm_steps=0, warm_lr=2e-5)
 
@@ -152,12 +154,13 @@ MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "sample_every", "profi
 
 def make_config(**given):
     """The Config of a command line or a notebook. Later ones win: the task's own DEFAULTS, the row
-    of REWARDS, the row of ALGOS named `algo`, CHECKPOINT if there is an `init`, `given`. Raises
-    Fault for what cannot be."""
+    of REWARDS, the row of ALGOS named `algo`, PENALTY if the KL is in the reward, CHECKPOINT if
+    there is an `init`, `given`. Raises Fault for what cannot be."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
+    fields |= PENALTY if (fields | given).get("kl") == "reward" else {}
     fields |= (CHECKPOINT if chosen.get("init") else {}) | given
     return flags.build(Config, {name: x for name, x in fields.items() if name != "algo"})
 
@@ -371,8 +374,8 @@ def rollout(agent, problems, source):
     if agent.ref is not None:
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
-    if cfg.kl == "reward" and agent.ref is not None:        # k1 of the old policy, token by token
-        penalty = agent.beta * torch.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
+    if cfg.kl == "reward" and agent.ref is not None:        # of the old policy: its ratio is 1
+        penalty = agent.beta * kl_estimate(batch.old_logp, batch.ref_logp, 1.0, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
     # The mean of -log pi estimates the entropy, to be looked at. As a bonus in the loss it would do

@@ -128,7 +128,7 @@ BUGS = [
     ("GAE without lambda", "grpo.py",
      "delta + gamma * lam * ahead", "delta + gamma * ahead", "credit"),
     ("PPO with Adam's own epsilon", "grpo.py",
-     'estimator="k1", adam_eps=1e-5)', 'estimator="k1")', "run -k epsilon"),
+     'kl="reward", adam_eps=1e-5)', 'kl="reward")', "run -k epsilon"),
     ("the outcome at another token", "run/batches.py",
      "(mask.flip(1).cumsum(1).flip(1) == 1)", "(mask.cumsum(1) == 1)", "credit reward"),
     ("whitening over padding", "grpo.py",

@@ -193,7 +193,8 @@ class Oracle:
             value = [numbers(values(self.policy, self.critic, row)) for row in rows]
         penalties = [[0.0] * len(row.completion) for row in rows]
         if cfg.kl == "reward" and ref:
-            penalties = [[self.beta * (a - b) for a, b in zip(*both)] for both in zip(old, ref)]
+            penalties = [[self.beta * kl_of_token(torch.tensor(a), torch.tensor(b), 1, cfg.estimator).item()
+                          for a, b in zip(*both)] for both in zip(old, ref)]
         rewards = [step_rewards(row, cfg, self.norm) for row in rows]
         adv, returns, dead = credit(rows, rewards, penalties, value, cfg)
 

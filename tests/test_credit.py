@@ -193,6 +193,18 @@ def test_gradients_of_the_estimators_by_enumeration(estimator, direction):
         assert mean.item() == pytest.approx(exact["reverse"].item())
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "ratio*k3"])
+def test_gradients_of_the_estimators_in_the_reward_by_enumeration(estimator):
+    """On-policy: there E k grad log pi is the gradient of KL(pi || ref) for k1, and for no other."""
+    x = torch.randn(6, dtype=torch.float64, generator=G, requires_grad=True)
+    ref = torch.randn(6, dtype=torch.float64, generator=G).log_softmax(-1)
+    logp = x.log_softmax(-1)
+    old = logp.detach()
+    got, = torch.autograd.grad((old.exp() * kl_estimate(old, ref, 1.0, estimator) * logp).sum(), x, retain_graph=True)
+    want, = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), x)
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-12) is (estimator == "k1")
+
+
 def test_kl_in_the_reward_or_nowhere_is_not_in_the_loss():
     logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old, ref, on = logp.detach(), torch.tensor([[-3.0, -0.5]]), torch.ones(1, 2, dtype=torch.bool)

@@ -787,6 +787,12 @@ def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
     assert difference(make_config(reward="model"), make_config()) == dict(reward="model", scale="none")
 
 
+def test_in_the_reward_the_kl_is_k1_unless_another_is_asked_for():
+    assert make_config(kl="reward").estimator == make_config(algo="ppo").estimator == "k1"
+    assert make_config(algo="ppo", kl="loss").estimator == make_config(kl="watch").estimator == "k3"
+    assert make_config(algo="ppo", estimator="k2").estimator == make_config(kl="reward", estimator="k2").estimator == "k2"
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_each_task_has_its_own_settings(task):
     assert difference(make_config(task=task), Config()) == TASKS[task]

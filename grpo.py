@@ -11,9 +11,8 @@ iteration (Algorithm 1). Beside it PPO. Where the paper is silent, the reason st
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
     torchrun --nproc_per_node 2 grpo.py                   # the prompts dealt to 2 processes
 """
-import copy
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -166,21 +165,6 @@ def make_config(**given):
 
 # ------------------------------------------------------------------- sampling: prompts to a group
 @dataclass
-class Agent:
-    """What a run works with; ref, critic and reward_model are None where they are not needed."""
-    cfg: Config
-    task: object
-    encoding: object
-    policy: model.GPT
-    ref: model.GPT = None                   # the reference, frozen
-    critic: model.ScalarHead = None         # the value of a state
-    reward_model: model.ScalarHead = None
-    sampler: model.GPT = None               # the policy in bfloat16, to sample from
-    opt: torch.optim.Optimizer = None
-    beta: float = 0.0                       # weight of the KL, which --target_kl steers
-    history: dict = field(default_factory=dict)     # labelled rows that the reward model learned
-
-@dataclass
 class Batch:
     """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t."""
     ids: torch.Tensor               # (B, T) int64    prompt, completion, padding on the right
@@ -244,8 +228,8 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
     ids = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)           # (P, T)
     length = torch.tensor([len(p) for p in prompts], device=device)                        # (P,)
     pos = torch.arange(longest, device=device).repeat(P, 1)
-    cache = policy.new_cache(P, batches.by_16(T))                            # (L, 2, P, K, S, D)
-    h = policy(ids[:, :longest], pos, cache[..., :batches.by_16(longest), :])           # (P, ., C)
+    cache = policy.new_cache(P, batches.by_16(longest))                      # (L, 2, P, K, S, D)
+    h = policy(ids[:, :longest], pos, cache)                                            # (P, ., C)
     h = h[torch.arange(P, device=device), length - 1]                                      # (P, C)
     ids, begin, most = (x.repeat_interleave(group, 0) for x in (ids, length, most.to(device)))
     mask, logp = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
@@ -267,8 +251,9 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None):
         # 3. Compute the next states, each once for all of its rows.
         cache, state = successors(cache, state, token)
         token, column = (x.new_zeros(cache.size(2)).scatter(0, state, x) for x in (token, column))
-        seen = cache[..., :batches.by_16(longest + n + 1), :]
-        h = policy(token[:, None], column[:, None], seen)[:, 0]                            # (b, C)
+        if longest + n == cache.size(4):        # it is full: more slots
+            cache = F.pad(cache, (0, 0, 0, 16))
+        h = policy(token[:, None], column[:, None], cache)[:, 0]                           # (b, C)
     T = longest + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], begin)
 
@@ -282,7 +267,7 @@ def successors(cache, state, token):
         return cache, state
     if len(before) == 1:                # a state alone would be compiled anew
         before = before.repeat(2)
-    return cache[:, :, before], after
+    return cache.index_select(2, before), after
 
 def complete(agent, prompts, group, u, most=None):
     """`sample` from the policy as it is, at most `most` or --max_new tokens."""
@@ -527,28 +512,6 @@ def evaluate(agent, problems):
     return dict(zip(names, (x / count for x in solved)))
 
 # --------------------------------------------------------------------------------------- the run
-def new_agent(cfg, task, encoding, policy, checkpoint=None):
-    """All models, as they are before the first step or in a Checkpoint."""
-    agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
-    dealt = partial(shard.deal, cfg)
-    if cfg.needs_reference:
-        agent.ref = dealt(policy.frozen())      # stays what the policy is now
-    if "value" in cfg.baseline:                 # starts at 0: no opinion
-        trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        agent.critic = dealt(model.ScalarHead(C, trunk).to(policy.device))
-    if cfg.reward == "model":
-        scorer = model.ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
-                                  generator=machine.generator(cfg, "scorer"))
-        agent.reward_model = dealt(scorer.to(policy.device))
-    agent.sampler = policy.frozen() if policy.amp or shard.shards(cfg) else None
-    dealt(policy)
-    agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
-    if checkpoint and checkpoint.model:
-        folder.restore(agent, checkpoint)
-    shard.refresh(agent)
-    machine.compile_all(cfg, policy, agent.ref, agent.critic, agent.reward_model, agent.sampler)
-    return agent
-
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch to look at, and its statistics."""
     machine.tick()
@@ -573,7 +536,7 @@ def train(cfg, task=None, checkpoint=None):
     """A whole run, or the rest of one from a Checkpoint."""
     task = task or data.load_task(cfg.task)
     cfg, encoding, policy, problems, held_out = start.begin(cfg, task, checkpoint)
-    agent = new_agent(cfg, task, encoding, policy, checkpoint)
+    agent = start.new_agent(cfg, task, encoding, policy, checkpoint)
     show.header(agent, problems, held_out)
     (first, stats), total, done = folder.ahead(checkpoint), cfg.steps * cfg.iterations, []
     for step in range(first, total + 1):                    # step 0 only measures
@@ -630,7 +593,7 @@ def main(argv=None):
         if mode["report"]:
             show.print0(f"the report is in {report.write(mode['report'], cfg.out)}")
         elif mode["ask"] is not None or mode["eval_only"]:
-            agent = Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
+            agent = start.Agent(cfg, data.load_task(cfg.task), *start.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, start.problems_of(cfg, agent.task)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:

@@ -36,7 +36,7 @@ BUGS = [
     ("rows that drew differently share a state", "grpo.py",
      " and before.diff().all():", ":", "sampling"),
     ("a state reads the cache of another", "grpo.py",
-     "return cache[:, :, before], after", "return cache[:, :, before.flip(0)], after", "sampling"),
+     "return cache.index_select(2, before), after", "return cache.index_select(2, before.flip(0)), after", "sampling"),
     ("the last column of a padded prompt is read", "grpo.py",
      "h[torch.arange(P, device=device), length - 1]", "h[:, -1]", "sampling"),
     ("the mask is one column off", "model.py",
@@ -117,7 +117,7 @@ BUGS = [
      'if cfg.kl == "loss":', "if True:", "credit"),
     ("beta is steered the wrong way", "grpo.py",
      'stats["kl"] / cfg.target_kl - 1', '1 - stats["kl"] / cfg.target_kl', "run -k steered"),
-    ("the reference is not frozen", "grpo.py",
+    ("the reference is not frozen", "run/start.py",
      "agent.ref = dealt(policy.frozen())", "agent.ref = policy", "run -k reference_stays"),
     # PPO, process supervision
     ("the value knows its token", "model.py",

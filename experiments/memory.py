@@ -64,7 +64,7 @@ def a_rank(shard, dtype):
     machine.start_ranks(torch.device("cpu"))
     before = peak()
     policy = start.to_device(GPT(LARGE, torch.Generator().manual_seed(0)), cfg)
-    agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), policy)
+    agent = start.new_agent(cfg, arithmetic, byte_encoding(), policy)
     for step in (1, 2):
         grpo.train_step(agent, arithmetic.problems(cfg)[0], step)
     print(peak() - before, flush=True)

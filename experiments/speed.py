@@ -75,7 +75,7 @@ def ours(size, who):
     """A function that makes a step: its problems' number to what it measured."""
     cfg = settings(size, who)
     task = load_task(cfg.task)
-    agent = grpo.new_agent(cfg, task, *start.trained_model(cfg))
+    agent = start.new_agent(cfg, task, *start.trained_model(cfg))
     problems = task.problems(cfg)[0]
 
     def turn(step):

@@ -120,7 +120,7 @@ def kl_to_the_start(where):
     _, first = start.trained_model(grpo.make_config(task="sums", init=str(INIT)))
     held_out = sums.problems(cfg)[1]
     u = machine.uniform(machine.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
-    batch = grpo.generate(grpo.Agent(cfg, sums, encoding, policy), held_out, u)
+    batch = grpo.generate(start.Agent(cfg, sums, encoding, policy), held_out, u)
     logp, ref_logp = (batches.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
     return grpo.kl_estimate(logp, ref_logp, None, "k3").mean().item()
 

@@ -1,8 +1,11 @@
-"""What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations.
-And whether it can run: what the task has, the sizes, the memory it takes."""
+"""What a run starts from: a checkpoint's folder, or a new model, warm-started on demonstrations;
+and all its models. And whether it can run: what the task has, the sizes, the memory it takes."""
+import copy
 import hashlib
 import json
 import re
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 import data
 from data import Fault, check_parts, require
 from data.tokenizer import byte_encoding, load_encoding
-from model import CHUNK, GPT, GPTConfig, token_logps
+from model import CHUNK, GPT, GPTConfig, ScalarHead, token_logps
 from run import batches, folder, machine, pretrained, shard, show
 from run.files import write_whole
 
@@ -121,6 +124,45 @@ def starting_model(cfg, task, longest, encoding):
             show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
         return model, warm and not known
     return new_model(cfg, encoding, longest), True
+
+# -------------------------------------------------------------------------------- all the models
+
+@dataclass
+class Agent:
+    """What a run works with; ref, critic and reward_model are None where they are not needed."""
+    cfg: object
+    task: object
+    encoding: object
+    policy: GPT
+    ref: GPT = None                     # the reference, frozen
+    critic: ScalarHead = None           # the value of a state
+    reward_model: ScalarHead = None
+    sampler: GPT = None                 # the policy in bfloat16, to sample from
+    opt: torch.optim.Optimizer = None
+    beta: float = 0.0                   # weight of the KL, which --target_kl steers
+    history: dict = field(default_factory=dict)     # labelled rows that the reward model learned
+
+def new_agent(cfg, task, encoding, policy, checkpoint=None):
+    """All models, as they are before the first step or in a Checkpoint."""
+    agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
+    dealt = partial(shard.deal, cfg)
+    if cfg.needs_reference:
+        agent.ref = dealt(policy.frozen())      # stays what the policy is now
+    if "value" in cfg.baseline:                 # starts at 0: no opinion
+        trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
+        agent.critic = dealt(ScalarHead(C, trunk).to(policy.device))
+    if cfg.reward == "model":
+        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+                            generator=machine.generator(cfg, "scorer"))
+        agent.reward_model = dealt(scorer.to(policy.device))
+    agent.sampler = policy.frozen() if policy.amp or shard.shards(cfg) else None
+    dealt(policy)
+    agent.opt = batches.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
+    if checkpoint and checkpoint.model:
+        folder.restore(agent, checkpoint)
+    shard.refresh(agent)
+    machine.compile_all(cfg, policy, agent.ref, agent.critic, agent.reward_model, agent.sampler)
+    return agent
 
 # ------------------------------------------------------------------------------------ warm start
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import reward as rewards  # noqa: E402
 from data import arithmetic  # noqa: E402
-from run import batches, flags  # noqa: E402
+from run import batches, flags, start  # noqa: E402
 
 PAGE = (ROOT / "docs" / "derivation.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -101,7 +101,7 @@ def rollout(monkeypatch):
     def run(cfg):
         """The Batch, with rewards and advantages."""
         policy, ref = (SimpleNamespace(name=name, amp=None) for name in models)
-        agent = grpo.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
+        agent = start.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
                            ref=ref if cfg.needs_reference else None,
                            critic="value" in cfg.baseline or None)
         return grpo.rollout(agent, [PROBLEM], random.Random(0))[0]
@@ -313,7 +313,7 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
     monkeypatch.setattr(grpo.shard, "take", lambda copied, policy: loaded.append((copied, policy)))
-    agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
+    agent = start.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):
         grpo.begin_iteration(agent, range(1000), iteration)

@@ -104,7 +104,7 @@ def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, checkpoint = folder.resume(again, Config, {"steps": 3}, {"steps"})
     kept = {x.untyped_storage().data_ptr() for x in checkpoint.tensors.values()}
     _, encoding, policy, *_ = grpo.start.begin(cfg, grpo.data.load_task(cfg.task), checkpoint)
-    agent = grpo.new_agent(cfg, None, encoding, policy, checkpoint)
+    agent = start.new_agent(cfg, None, encoding, policy, checkpoint)
     state = tensors.training_state(agent)
     assert not checkpoint.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}
     files.unlock()

@@ -14,8 +14,9 @@ import grpo
 import reward
 from data import Fault
 from data.tokenizer import byte_encoding
-from grpo import Agent, Config
+from grpo import Config
 from run import batches, folder, machine, show, start
+from run.start import Agent
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile="off")
@@ -33,7 +34,7 @@ def with_(**changes):
 def test_who_needs_a_reference(changes, needed):
     """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
     assert with_(**changes).needs_reference is needed
-    agent = grpo.new_agent(with_(**changes), None, None, tiny_model())
+    agent = start.new_agent(with_(**changes), None, None, tiny_model())
     assert (agent.ref is not None) is needed
 
 
@@ -41,14 +42,14 @@ def test_an_agent_for_answers_is_a_policy_alone():
     agent = Agent(CFG, None, None, tiny_model())
     assert [name for name, x in vars(agent).items() if x is None or not x] == [
         "task", "encoding", "ref", "critic", "reward_model", "sampler", "opt", "beta", "history"]
-    assert grpo.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
+    assert start.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
 
 
 @pytest.mark.parametrize("baseline, critic, there, own", [
     ("group", "separate", False, False), ("value", "shared", True, False), ("value", "separate", True, True),
     ("group+value", "shared", True, False), ("group+value", "separate", True, True)])
 def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there, own):
-    agent = grpo.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
+    agent = start.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
     assert (agent.critic is not None) is there
     if own:
         pairs = zip(agent.policy.parameters(), agent.critic.trunk.parameters(), strict=True)
@@ -58,7 +59,7 @@ def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there
 
 def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
     """Its weights have a standard deviation of 1 / sqrt(C + 1), and follow from the seed."""
-    agent = grpo.new_agent(with_(reward="model"), None, None, tiny_model())
+    agent = start.new_agent(with_(reward="model"), None, None, tiny_model())
     number = random.Random("1/scorer/0").getrandbits(63)
     draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
     torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
@@ -68,7 +69,7 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
-    agent = grpo.new_agent(with_(dtype=dtype), None, None, start.to_device(tiny_model(), with_(dtype=dtype)))
+    agent = start.new_agent(with_(dtype=dtype), None, None, start.to_device(tiny_model(), with_(dtype=dtype)))
     assert (agent.sampler is not None) is (dtype == "bfloat16")
 
 
@@ -89,7 +90,7 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
     """All rewards alike, and the critic without an opinion: a share of 0, which once could have been no number."""
     cfg = with_(baseline="value", scale="none", kl="none", gamma=1.0, lam=1.0)
     task = SimpleNamespace(reward=lambda p, text: {"correct": value}, DEFAULTS={})
-    agent = grpo.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent = start.new_agent(cfg, task, byte_encoding(), tiny_model())
     agent.encoding.stop = frozenset(range(257))                     # all end with their first token
     _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     assert stats["explained_variance"] == 1 and stats["reward"] == value
@@ -153,7 +154,7 @@ def order(monkeypatch):
     def made(halt=None, checkpoint=None, **changes):
         cfg = with_(**changes)
         monkeypatch.setattr(start, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
-        monkeypatch.setattr(grpo, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
+        monkeypatch.setattr(start, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
         monkeypatch.setattr(machine, "stop_asked", lambda: 15 if at[0] == halt else 0)
         notes.clear()
         try:

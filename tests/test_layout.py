@@ -74,9 +74,9 @@ def test_rooms_hold_only_what_they_say():
     assert not re.search(r"(?<![\w.])print\(", printed)
 
 
-@pytest.mark.parametrize("name, most", [("grpo", 650), ("model", 300), ("reward", 250)])
+@pytest.mark.parametrize("name, most", [("grpo", 630), ("model", 300), ("reward", 250)])
 def test_files_stay_short(name, most):
-    """They have 647, 295 and 200 lines: a fork may add a few before something has to move out."""
+    """They have 613, 298 and 200 lines: a fork may add a few before something has to move out."""
     assert len(SOURCES[name].read_text().splitlines()) <= most
 
 

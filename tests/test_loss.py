@@ -11,10 +11,11 @@ from conftest import tiny_model
 import grpo
 from data import Fault
 from data.tokenizer import byte_encoding
-from grpo import Agent, Config, bounded, policy_loss, sample, token_weights
+from grpo import Config, bounded, policy_loss, sample, token_weights
 from model import ScalarHead, token_logps
 from run import machine, pretrained
 from run.batches import last_tokens, micro_batches, new_optimizer
+from run.start import Agent
 
 CFG = Config()
 

@@ -197,7 +197,7 @@ def bytes_of(*modules):
 def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     """Of a run's own models after a step, and of a cache. The maps to a number, of a few bytes, are left out."""
     cfg = Config(prompts=3, group=4, max_new=8, micro_tokens=500, device="cpu", dtype=dtype, **settings)
-    agent = grpo.new_agent(cfg, None, None, start.to_device(tiny_model(**shape), cfg))
+    agent = start.new_agent(cfg, None, None, start.to_device(tiny_model(**shape), cfg))
     trunk, learned = agent.critic and agent.critic.trunk, agent.reward_model and agent.reward_model.trunk
     trained = [p for module in (agent.policy, trunk) if module is not None for p in module.parameters()]
     for p in (p for group in agent.opt.param_groups for p in group["params"]):

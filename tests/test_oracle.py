@@ -13,7 +13,7 @@ from conftest import tiny_model
 from oracle import Oracle, Row
 
 import grpo
-from run import batches, machine
+from run import batches, machine, start
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
@@ -81,7 +81,7 @@ def new_agent(cfg):
     reward model a mean and std that are not 0 and 1."""
     policy = tiny_model(cfg.seed, 3.0, vocab_size=len(TEXTS) + 2, n_layer=1, n_head=2, n_kv_head=1,
                         n_embd=16, n_inner=24, block_size=16)
-    agent = grpo.new_agent(cfg, TASK, ENCODING, policy)
+    agent = start.new_agent(cfg, TASK, ENCODING, policy)
     if agent.ref is not None:
         shaken(agent.ref, 0.1, 1)
     if agent.critic is not None:

@@ -427,7 +427,7 @@ def policy_of(where, **changes):
     """An Agent with the policy of a run's folder, and the settings TINY."""
     cfg = Config(**TINY | dict(init=str(where), chat="none") | changes)
     encoding, policy = start.trained_model(cfg)
-    return grpo.new_agent(cfg, TASK, encoding, policy)
+    return start.new_agent(cfg, TASK, encoding, policy)
 
 
 def test_a_step_is_the_same_again_and_another_step_another(places):
@@ -826,7 +826,7 @@ def test_the_optimizer_is_adamw_without_weight_decay(places):
     assert not agent.critic.head.weight.any() and not agent.critic.head.bias.any()
     assert agent.critic.norm.tolist() == agent.reward_model.norm.tolist() == [0, 1]
     cfg = Config(**TINY | dict(reward="model", n_embd=1024))
-    wide = grpo.new_agent(cfg, TASK, None, start.new_model(cfg, byte_encoding(), 3)).reward_model
+    wide = start.new_agent(cfg, TASK, None, start.new_model(cfg, byte_encoding(), 3)).reward_model
     assert wide.head.weight.std().item() == pytest.approx(1025 ** -0.5, rel=0.1) and not wide.head.bias.any()
 
 

@@ -14,7 +14,7 @@ from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
 from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import batches, machine, show
+from run import batches, machine, show, start
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -288,7 +288,7 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
     cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
-    agent = grpo.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    agent = start.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(Config(difficulty=1))[0]
     grpo.begin_iteration(agent, problems, 0)
     source = machine.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
@@ -329,7 +329,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    agent = grpo.Agent(Config(max_new=64), toy, byte_encoding(), None)
+    agent = start.Agent(Config(max_new=64), toy, byte_encoding(), None)
     label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
@@ -376,7 +376,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     def complete(prefixes, tries, u, room):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
-    agent = grpo.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
+    agent = start.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
     rollout_labels(complete, agent, batch, random.Random(0))
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]

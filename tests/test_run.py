@@ -230,7 +230,7 @@ def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
 def test_ppo_has_an_epsilon_of_its_own(cfg, model):
     for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
         cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
-        assert grpo.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
+        assert start.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
 
 
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
@@ -416,7 +416,7 @@ def measured(monkeypatch, texts, finished):
                                parts={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     policy = SimpleNamespace(device=torch.device("cpu"))
-    found = evaluate(grpo.Agent(Config(), task, None, policy), problems)
+    found = evaluate(start.Agent(Config(), task, None, policy), problems)
     assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     return {name: found[name] for name in ("greedy", "pass@1", "pass@8", "maj@8")}
 
@@ -925,7 +925,7 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
 
 @pytest.mark.parametrize("compile", ["on", "off"])
 def test_the_header_says_with_what_a_run_works(capsys, compile):
-    agent = grpo.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
+    agent = start.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
     show.header(agent, range(70), range(5))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"

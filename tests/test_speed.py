@@ -10,7 +10,7 @@ import grpo
 from data import arithmetic
 from data.tokenizer import byte_encoding
 from run import machine, pretrained
-from run.start import to_device
+from run.start import Agent, new_agent, to_device
 
 TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
         "--held_out 2 --samples 1").split()
@@ -56,7 +56,7 @@ def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {"correct": float(len(text) > 2)})
     first, agent = dict(tiny_model().named_parameters()), grpo.train(cfg)
     checkpoint = grpo.folder.load(out, grpo.Config)[1]
-    again = grpo.new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint)
+    again = new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint)
     for made in (agent, again):
         copied = dict(made.sampler.named_parameters())
         for name, p in made.policy.named_parameters():
@@ -70,7 +70,7 @@ def test_the_floor_counts_what_must_be_done(experiments, monkeypatch, tmp_path):
     monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e30)
     ids = torch.tensor([[1, 2, 5, 6, 0], [1, 2, 5, 7, 8], [3, 4, 0, 0, 0], [3, 9, 9, 0, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0]]).bool()
-    agent = grpo.Agent(grpo.Config(device="cpu", dtype="float32", micro_tokens=1000), None, None, tiny_model())
+    agent = Agent(grpo.Config(device="cpu", dtype="float32", micro_tokens=1000), None, None, tiny_model())
     batch = grpo.Batch(ids, mask, None, None, None, adv=mask.float())
     linear = sum(m.weight.numel() for m in agent.policy.layers.modules() if isinstance(m, torch.nn.Linear))
     head = agent.policy.embed_tokens.weight.numel()

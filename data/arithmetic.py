@@ -19,7 +19,7 @@ from typing import NamedTuple
 from data import Fault
 
 # What Config starts from for this task.
-DEFAULTS = dict(difficulty=2, steps=34, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4,
+DEFAULTS = dict(difficulty=2, steps=24, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4,
                 minibatches=2, fit_prompts=2048, fit_lr=1e-3)
 
 # The people who demonstrate: some only guess, by rounding the factors; the others show their work.

@@ -55,7 +55,7 @@ class Study:
     def __init__(self, args):
         self.args, self.out = args, Path(args.out).resolve()
         self.flags = ["--task", "arithmetic", "--device", args.device, *(TINY if args.tiny else [])]
-        self.main = ["--steps", "4" if args.tiny else "34"]
+        self.main = ["--steps", "4" if args.tiny else "24"]
         self.few = ["--steps", "4", *([] if args.tiny else ["--held_out", "20"])]
         self.warm = self.out / "eager" / "warm_start"
 

@@ -761,7 +761,7 @@ ROWS = {                                        # what differs from GRPO
 
 LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
 TASKS = {                                       # what differs from Config
-    "arithmetic": dict(steps=34, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
+    "arithmetic": dict(steps=24, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048,
                        fit_lr=1e-3),
     "countdown": dict(task="countdown", difficulty=3, **LARGE),
     "gsm8k": dict(task="gsm8k", **LARGE),

@@ -3,7 +3,7 @@
     python experiments/algorithms.py --rows GRPO PPO --seeds 1          # some of it
     python experiments/algorithms.py --readme                           # the table of the docs
 
-A row is a line of ROWS; other flags go on to every run. Writes algorithms.json into --out, or with
+A row is a line of ROWS, and a run has 34 steps; other flags go on to every run. Writes algorithms.json into --out, or with
 --readme where the docs take it from, after every run, and goes on with what is missing. pass@1 is
 on the held-out problems, before and after RL; seconds are those of a step, memory is the peak of
 the whole run. All takes about 2 hours on 2 cores.
@@ -45,7 +45,7 @@ def run(flags, seed, out, more=()):
     shutil.rmtree(folder, ignore_errors=True)
     if warm.exists():
         shutil.copytree(warm, folder / "warm_start")
-    command = [sys.executable, str(HERE.parent / "grpo.py"), *flags.split(), *more,
+    command = [sys.executable, str(HERE.parent / "grpo.py"), "--steps", "34", *flags.split(), *more,
                "--seed", str(seed), "--out", str(folder)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)

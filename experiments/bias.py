@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python experiments/bias.py [--readme]
 
 A GPT of 4 tokens and completions of 4 is small enough to sum over all 256 of them: no sample, no noise. The
-policy stands at three distances from the reference. In the loss a form adds the estimates of a row's tokens
+policy stands at three distances from the reference, in float64 (logits in float32). In the loss a form adds the estimates of a row's tokens
 up; in the reward their sum is the row's penalty, and the gradient is that of REINFORCE. Exact is the gradient
 of the KL of whole completions. Both are on-policy, the ratio is 1.
 """
@@ -51,7 +51,9 @@ def at_distance(ref, other, kl):
             for p, a, b in zip(model.parameters(), ref.parameters(), other.parameters()):
                 p.copy_(torch.lerp(a, b, middle))
             logp = token_logps(model, ids, mask, 1.0)[0].sum(1)
-            low, high = (middle, high) if (logp.exp() * (logp - target)).sum() < kl else (low, middle)
+            found = (logp.exp() * (logp - target)).sum().item()
+            low, high = (middle, high) if found < kl else (low, middle)
+    assert abs(found / kl - 1) < 1e-3, "the other model is not that far away"
     return model
 
 
@@ -91,7 +93,8 @@ def main():
     for form, of in result.items():
         print(f"| {form} | " + " | ".join(f"{x['error']:.2f}, {x['cosine']:.2f}" for x in of.values()) + " |")
     if args.readme:
-        (HERE / "bias.json").write_text(json.dumps(result, indent=1) + "\n")
+        (HERE / "answers").mkdir(exist_ok=True)
+        (HERE / "answers" / "bias.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

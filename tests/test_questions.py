@@ -1,0 +1,162 @@
+"""The studies of experiments/questions.py: their rows, what they measure, and what they change."""
+import json
+import math
+import random
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments"))
+import bias  # noqa: E402
+import data  # noqa: E402
+import grpo  # noqa: E402
+import questions  # noqa: E402
+import reward  # noqa: E402
+import runs  # noqa: E402
+from data import arithmetic  # noqa: E402
+
+TINY = ("--task experiments/slips.py --difficulty 1 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 "
+        "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Tasks are paths from there; what a patch changes is put back."""
+    monkeypatch.chdir(ROOT)
+    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo.shard, "take")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
+
+
+@pytest.mark.parametrize("question", questions.QUESTIONS)
+def test_the_rows_of_a_question_can_run_and_differ(question):
+    found = [runs.read([*questions.SETTING, *row.split()]) for row in questions.QUESTIONS[question].values()]
+    assert len({json.dumps([vars(cfg), patches]) for cfg, patches in found}) == len(found) > 1
+    for cfg, patches in found:
+        assert max(cfg.prompts, cfg.fit_prompts) < 7000         # problems of two digits that are left to train on
+        assert all(patch.split("=")[0] in runs.PATCHES for patch in patches)
+
+
+def test_group_sizes_have_the_same_number_of_completions():
+    for name, row in questions.QUESTIONS["1"].items():
+        cfg, _ = runs.read([*questions.SETTING, *row.split()])
+        assert cfg.prompts * cfg.group * cfg.steps == 80 * 256 and cfg.steps // cfg.eval_every in (8, 10), name
+
+
+def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkeypatch):
+    made = []
+
+    def child(flags, folder):
+        """Writes what `run` waits for."""
+        made.append(folder.name)
+        (folder / "warm_start").mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(made))
+    monkeypatch.setattr(runs, "start_child", child)
+    for flags in (["--beta", "0.04"], ["--algo", "grpo"], ["--beta", "0.1"], ["--beta", "0.04", "--patch", "tries=2"]):
+        runs.run([*TINY, *flags], 1, tmp_path)
+    assert len(made) == 4 and made[0].startswith("warm-")           # one warm start, three runs
+    runs.run(TINY, 2, tmp_path)
+    assert len(made) == 6
+    monkeypatch.setattr(runs, "start_child", lambda *_: pytest.fail("it is there"))
+    assert runs.run_all([(TINY, 2), (TINY, 1)], tmp_path) == [made, made[:2]]
+
+
+def test_a_run_that_fails_is_left_out(tmp_path, monkeypatch, capsys):
+    def child(flags, folder):
+        raise RuntimeError("failed, see there")
+    monkeypatch.setattr(runs, "start_child", child)
+    assert runs.run_all([(TINY, 1)], tmp_path) == [None] and "seed 1: failed, see there" in capsys.readouterr().out
+
+
+def test_what_a_run_measures(tmp_path):
+    """A whole one, as it is in its own process."""
+    runs.child([*TINY, "--reward", "model", "--supervision", "process", "--fit_prompts", "10", "--labels", "rollouts", "--patch", "tries=2",
+                "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [p["step"] for p in found["points"]] == [0, 1, 2] and len(found["steps"]["length"]) == 2
+    tokens = [p["tokens"] for p in found["points"]]
+    assert tokens[0] == 0 and tokens[2] == pytest.approx(8 * sum(found["steps"]["length"]))
+    assert found["label tokens"] > 0 and found["peak"] > 1e8 and "--patch" in found["flags"]
+    assert {*runs.MEASURED} < {*found["final"]} and found["quality"].keys() == {"start", "end"}
+    assert abs(found["kl"]) < 1 and not (tmp_path / "checkpoint.safetensors").exists()
+    row = questions.summary(found)
+    assert row["area"] == runs.area(found) and row["step to it"] is None and row["tokens"] == tokens[2]
+
+
+def points(*levels):
+    return {"points": [{"step": 10 * i, "tokens": 100.0 * i * i, "seconds": 1.0 * i, "pass@1": x} for i, x in enumerate(levels)]}
+
+
+def test_areas_and_how_far_a_level_is():
+    run = points(0.2, 0.4, 0.4, 0.8)
+    assert runs.area(run, "step") == pytest.approx((0.3 + 0.4 + 0.6) / 3)
+    assert runs.area(run) == pytest.approx((100 * 0.3 + 300 * 0.4 + 500 * 0.6) / 900)
+    assert runs.until(run, 0.3, "step") == pytest.approx(5) and runs.until(run, 0.7, "tokens") == pytest.approx(400 + 0.75 * 500)
+    assert runs.until(run, 0.1, "step") == 0 and runs.until(run, 0.9, "step") is None
+
+
+def test_the_interval_of_paired_differences():
+    low, high = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert 1.4 <= low <= 2.0 and 4.0 <= high <= 4.6 and runs.interval([2.0] * 5) == (2.0, 2.0)
+
+
+def test_patches_change_what_they_say(monkeypatch):
+    asked = []
+    monkeypatch.setattr(reward, "replay", lambda history, rows, *more: asked.append(rows))
+    runs.patch_history("0.5")
+    reward.replay({}, 7, 4, None)
+    runs.patch_tries("16")
+    assert asked == [35] and reward.rollout_labels.__defaults__ == (16,)
+    monkeypatch.setattr(grpo, "begin_iteration", lambda agent, problems, iteration: asked.append(iteration))
+    monkeypatch.setattr(grpo.shard, "take", lambda *given: asked.append(given))
+    runs.patch_refit("never")
+    agent = grpo.start.Agent(None, None, None, "policy", ref="ref")
+    grpo.begin_iteration(agent, [], 0)
+    grpo.begin_iteration(agent, [], 1)
+    assert asked == [35, 0, ("ref", "policy")]
+    runs.patch_reference("kept")
+    grpo.begin_iteration(agent, [], 2)
+    assert len(asked) == 3
+
+
+def test_the_quality_of_a_reward_of_steps(monkeypatch):
+    """By hand, over lines of working alone: the second row is a guess."""
+    truth = torch.tensor([[1.0, 0, 1, 0, 1], [0, 0, 0, 0, 1]])
+    score = torch.tensor([[2.0, -1, 0.5, 1, -2], [0, 0, 0, 0, 9]])
+    ends = torch.tensor([[True] * 5, [False] * 4 + [True]])
+    batch = grpo.Batch(None, None, None, None, None, texts=["\n1", "~1"])
+    monkeypatch.setattr(runs, "completions", lambda *_: batch)
+    monkeypatch.setattr(reward, "of_steps", lambda *_: (truth, ends))
+    monkeypatch.setattr(reward, "scores", lambda *_: score)
+    found = runs.step_quality(grpo.start.Agent(None, None, None, None), None, [])
+    p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
+    gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
+    assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
+    assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
+
+
+def test_careless_people_slip():
+    task = data.load_task("experiments/slips.py")
+    cfg = grpo.make_config(task="experiments/slips.py")
+    source, problem = random.Random(0), arithmetic.Problem("47*58=", "2726")
+    shown = [x for x in (task.demonstration(problem, source) for _ in range(4000)) if x.startswith("\n")]
+    right = sum(task.reward(problem, x)["correct"] for x in shown) / len(shown)
+    assert right == pytest.approx(0.97 ** 9, abs=0.03) and arithmetic.SLIP == 0.0005       # 9 numbers are written
+    assert task.problems(cfg) == arithmetic.problems(cfg) and task.reward(problem, shown[0]).keys() == {"correct"}
+
+
+def test_development_problems_are_cut_from_the_training_ones():
+    cfg = grpo.make_config(task="experiments/development.py")
+    train, held_out = data.load_task(cfg.task).problems(cfg)
+    rest, never = arithmetic.problems(cfg)
+    pairs = [{frozenset(p.prompt[:-1].split("*")) for p in part} for part in (train, held_out, never)]
+    assert len(train) + len(held_out) == len(rest) and len(held_out) == 500
+    assert not pairs[0] & pairs[1] and not (pairs[0] | pairs[1]) & pairs[2]
+
+
+def test_only_k1_in_the_reward_has_the_exact_gradient():
+    found = bias.errors(0.5, seed=0)
+    assert found["reward, k1"]["error"] < 1e-5 and found["loss, k1"]["error"] == pytest.approx(1, abs=1e-5)
+    assert all(x["error"] > 0.05 for form, x in found.items() if form != "reward, k1")

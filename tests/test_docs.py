@@ -130,6 +130,17 @@ def test_the_table_of_sums(results):
     assert f"is {kl[0]:.2f} to {kl[-1]:.2f} nats" in MEASURED.replace("\n", " ")
 
 
+def test_the_table_of_countdown(results):
+    """All seeds learn from a supervised start what the model could not begin with."""
+    import countdown
+    table = results("countdown")
+    assert all(row in MEASURED for row in countdown.rows(table)) and len(table["runs"]) == 3
+    assert table["untrained"]["pass@8"] == 0
+    for run in table["runs"].values():
+        assert run["after"]["pass@1"] - run["before"]["pass@1"] > 0.15 and len(run["curve"]["accuracy"]) == 24
+        assert run["after"]["pass@8"] < run["before"]["pass@8"]
+
+
 def test_the_table_of_algorithms(results):
     import algorithms
     table = results("algorithms")

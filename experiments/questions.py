@@ -133,6 +133,7 @@ def lines(found):
 # Okabe and Ito's colours, which the colour-blind can tell apart; lines differ in print too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
+FIRST = {"1": ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic")}      # rows whose curves are drawn
 
 
 def curves(axis, found, names, x="step"):
@@ -161,10 +162,11 @@ def ranges(axis, found, names, key="pass@1", label="pass@1 at the end"):
 
 def frontier(axis, found, names):
     """pass@1 against the KL to the start, medians of each row; a form of the KL is a line over beta."""
-    forms = dict.fromkeys(name.rpartition(",")[0] for name in names)
-    for i, form in enumerate(forms):
-        own = sorted((statistics.median(run["kl"] for run in row.values()), statistics.median(run["pass@1"] for run in row.values()))
-                     for name, row in found["rows"].items() if name.rpartition(",")[0] == form)
+    forms = {}
+    for name in names:
+        forms.setdefault(", ".join(name.split(", ")[:2]), []).append(found["rows"][name].values())
+    for i, (form, rows) in enumerate(forms.items()):
+        own = sorted(tuple(statistics.median(run[key] for run in row) for key in ("kl", "pass@1")) for row in rows)
         axis.plot(*zip(*own), marker="os^v"[i % 4], markersize=4, label=form, color=COLOURS[i % 7], linestyle=LINES[i % 4])
     axis.set_xlabel("KL of a completion to the start, nats")
     axis.set_ylabel("pass@1 at the end")
@@ -184,7 +186,8 @@ def draw(question, found, file):
     if question == "2":
         frontier(axes[0], found, names)
     else:
-        curves(axes[0], found, names[:7], "tokens" if question == "1" else "step")
+        shown = [name for name in FIRST.get(question, names[:6]) if name in names]
+        curves(axes[0], found, shown, "tokens" if question == "1" else "step")
     ranges(axes[1], found, names)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

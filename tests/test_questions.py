@@ -97,6 +97,36 @@ def test_areas_and_how_far_a_level_is():
     assert runs.until(run, 0.1, "step") == 0 and runs.until(run, 0.9, "step") is None
 
 
+def result_of(*levels):
+    """What `runs.run` gives, as far as a table needs it."""
+    final = dict.fromkeys(runs.MEASURED, levels[-1])
+    return points(*levels) | {"final": final, "kl": 1.5, "peak": 2 ** 30, "label tokens": 0,
+                              "steps": {"length": [30.0, 40.0], "accuracy": [0.1, None]}}
+
+
+def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
+    """A row that failed is left out; differences are those of the same seeds."""
+    ends = {"": (0.8, 0.6), "--algo ppo": (0.9, 0.8), "--algo a2c": None}
+    monkeypatch.setitem(questions.QUESTIONS, "1", {"16 of 16": "", "PPO": "--algo ppo", "critic": "--algo a2c"})
+
+    def made(jobs, out):
+        """The end of a run by its flags and its seed."""
+        rows = [(ends[" ".join(flags[len(questions.SETTING):])], seed) for flags, seed in jobs]
+        return [found and result_of(0.2, found[seed - 1]) for found, seed in rows]
+    monkeypatch.setattr(runs, "run_all", made)
+    found = questions.answer("1", (1, 2), tmp_path)
+    assert [*found["rows"]] == ["16 of 16", "PPO"] and found["flags"]["critic"] == "--algo a2c"
+    head, rule, first, second = questions.lines(found)
+    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|")
+    assert first.startswith("| 16 of 16 | 70.0% (60.0% to 80.0%) |  | 45.0% |")
+    assert second.startswith("| PPO | 85.0% (80.0% to 90.0%) | +15.0 (+10.0 to +20.0) | 52.5% | +7.5 (+5.0 to +10.0) |")
+    assert "| 8 (1 of 2) |" in first and "| 1.50 | 40 |" in second
+    pytest.importorskip("matplotlib")
+    questions.draw("1", found, tmp_path / "1.png")
+    questions.draw("2", found, tmp_path / "2.png")
+    assert (tmp_path / "1.png").stat().st_size > 5000 and (tmp_path / "2.png").stat().st_size > 5000
+
+
 def test_the_interval_of_paired_differences():
     low, high = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert 1.4 <= low <= 2.0 and 4.0 <= high <= 4.6 and runs.interval([2.0] * 5) == (2.0, 2.0)

@@ -14,7 +14,9 @@ docs/questions.md quotes. A row is compared with the first of its question, seed
 same warm start. `rates` is what the settings were chosen by, on problems cut from the training ones.
 """
 import argparse
+import fnmatch
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ import runs
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers"
 SEEDS = {"rates": (11, 12)}                     # elsewhere 1 to 5
-LEVEL = 0.7                                     # of pass@1: how much a row takes to come there
+CURVES = ("accuracy", "length", "reward", "explained_variance", "dead_groups", "rm_accuracy", "grad_norm")   # kept of each run
 SETTING = ("--task experiments/slips.py --n_embd 128 --warm_steps 800 --steps 80 --prompts 16 --group 16 --lr 1e-4 --held_out 100 "
            "--samples 4 --eval_every 10").split()
 
@@ -96,35 +98,73 @@ def answer(question, seeds, out):
 
 def summary(result):
     """Of one run: what the tables and the figures need."""
+    curve = {name: [x if x is None else round(x, 4) for x in result["steps"][name]] for name in CURVES if name in result["steps"]}
+    quality = result.get("quality") or {}
     return {"area": runs.area(result), **{name: result["final"][name] for name in runs.MEASURED},
             "kl": result["kl"], "peak": result["peak"], "label tokens": result["label tokens"],
-            "length": result["steps"]["length"][-1], "seconds": result["points"][-1]["seconds"],
-            "tokens": result["points"][-1]["tokens"], "points": result["points"], "quality": result.get("quality"),
-            **{f"{x} to it": runs.until(result, LEVEL, x) for x in ("step", "tokens", "seconds")},
-            "curve": {name: [x if x is None else round(x, 4) for x in result["steps"][name]]
-                      for name in ("accuracy", "explained_variance", "reward", "kl", "dead_groups", "rm_accuracy") if name in result["steps"]}}
+            **{f"{name} {when}": quality[when][name] for when in quality for name in ("auc", "calibration")},
+            "points": result["points"], "curve": curve,
+            **{f"{name} {part}": mean(x) for name, own in curve.items() for part, x in
+               (("early", own[:len(own) // 4]), ("late", own[-len(own) // 4:]), ("all", own))}}
 
 
-def lines(found):
-    """A question's table: pass@1 at the end and its area over tokens; the mean difference of each to the
-    first row, seed by seed, with its interval, in points."""
-    names = ["pass@1", "", "area", "", "maj@8", "pass@8", "KL", "tokens", f"steps to {LEVEL:.0%}", "thousand tokens", "seconds"]
+def mean(numbers):
+    """Of those that are there; None if none is."""
+    x = [n for n in numbers if n is not None]
+    return statistics.mean(x) if x else None
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", "kl", ".2f", 1), ("tokens", "length late", ".0f", 1),
+           ("GiB", "peak", ".2f", 2 ** 30))         # title, name in a summary, form, unit
+OWN = {"1": (("dead groups", "dead_groups all", ".0%", 1), ("explained variance, early", "explained_variance early", ".2f", 1),
+             ("late", "explained_variance late", ".2f", 1)),
+       "3": (("reward model right", "rm_accuracy all", ".0%", 1),),
+       "4": (("AUC, first policy", "auc start", ".2f", 1), ("last", "auc end", ".2f", 1), ("calibration error", "calibration end", ".2f", 1),
+             ("million label tokens", "label tokens", ".2f", 1e6)),
+       "5": (("reward model right", "rm_accuracy all", ".0%", 1), ("label tokens, million", "label tokens", ".2f", 1e6)),
+       "6": (("explained variance, early", "explained_variance early", ".2f", 1), ("late", "explained_variance late", ".2f", 1))}
+SHARES = (0.8, 0.9)         # of the best row's pass@1 at the end: what it takes to come there
+
+
+def best(found):
+    """The pass@1 at the end of the row that ends highest, the median of its seeds."""
+    return max(statistics.median(run["points"][-1]["pass@1"] for run in row.values()) for row in found["rows"].values())
+
+
+def reached(row, level, x, form):
+    """The median over the seeds of how many x (steps, tokens, seconds) it takes to come to a level."""
+    needed = [runs.until(run, level, x) for run in row.values()]
+    middle = statistics.median(math.inf if n is None else n for n in needed)
+    return "never" if middle == math.inf else f"{middle / (1e3 if x == 'tokens' else 1):{form}}"
+
+
+def apart(row, first, key):
+    """The mean difference to another row, seed by seed, in points, with its interval; in bold where it has the
+    same sign in every seed and the interval leaves 0 out."""
+    x = [100 * (run[key] - first[seed][key]) for seed, run in row.items()]
+    low, high = runs.interval(x)
+    text = f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"**{text}**" if low * high > 0 and min(x) * max(x) > 0 else text
+
+
+def lines(question, found):
+    """A question's table: pass@1 at the end and its mean over the tokens sampled; the difference of each to the
+    first row; what it takes to come to two levels; and what is of this question alone."""
+    columns, levels = (*COLUMNS, *OWN.get(question, ())), [share * best(found) for share in SHARES]
+    names = ["pass@1", "to the first", "area", "to the first", *(f"{x} to {' / '.join(f'{n:.0%}' for n in levels)}" for x in
+             ("steps", "thousand tokens", "seconds")), *(title for title, *_ in columns)]
     yield f"| | {' | '.join(names)} |"
     yield "|---" * (1 + len(names)) + "|"
     first = next(iter(found["rows"].values()))
     for name, row in found["rows"].items():
-        def middle(key, form, scale=1.0):
-            x = [run[key] for run in row.values() if run[key] is not None]
-            part = f" ({len(x)} of {len(row)})" if len(x) < len(row) else ""
-            return f"{statistics.median(x) / scale:{form}}{part}" if x else "never"
-
-        def apart(key):
-            x = [100 * (run[key] - first[seed][key]) for seed, run in row.items()]
-            low, high = runs.interval(x)
-            return "" if row is first else f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})"
-        cells = [runs.spread([run["pass@1"] for run in row.values()]), apart("pass@1"), middle("area", ".1%"), apart("area"),
-                 middle("maj@8", ".1%"), middle("pass@8", ".1%"), middle("kl", ".2f"), middle("length", ".0f"),
-                 middle("step to it", ".0f"), middle("tokens to it", ".0f", 1e3), middle("seconds to it", ".0f")]
+        cells = [runs.spread([run["pass@1"] for run in row.values()]), "" if row is first else apart(row, first, "pass@1"),
+                 f"{statistics.median(run['area'] for run in row.values()):.1%}", "" if row is first else apart(row, first, "area")]
+        cells += [" / ".join(reached(row, level, x, ".0f") for level in levels) for x in ("step", "tokens", "seconds")]
+        for _, key, form, unit in columns:
+            x = [run[key] for run in row.values() if run.get(key) is not None]
+            cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
         yield f"| {name} | {' | '.join(cells)} |"
 
 
@@ -133,19 +173,34 @@ def lines(found):
 # Okabe and Ito's colours, which the colour-blind can tell apart; lines differ in print too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
-FIRST = {"1": ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic")}      # rows whose curves are drawn
+
+
+def band(axis, i, name, x, of_seeds):
+    """Medians of several curves, and a band from the least to the most."""
+    y = [sorted(v for v in values if v is not None) for values in zip(*of_seeds)]
+    x, y = zip(*((at, v) for at, v in zip(x, y) if v))
+    axis.plot(x, [statistics.median(v) for v in y], label=name, color=COLOURS[i % 7], linestyle=LINES[i % 4])
+    axis.fill_between(x, [v[0] for v in y], [v[-1] for v in y], color=COLOURS[i % 7], alpha=0.15, linewidth=0)
 
 
 def curves(axis, found, names, x="step"):
-    """pass@1 on 100 held-out problems over steps or tokens: medians, and bands from the least to the most."""
+    """pass@1 on 100 held-out problems over steps, or over thousand tokens sampled."""
     for i, name in enumerate(names):
         of_seeds = [run["points"] for run in found["rows"][name].values()]
         at = [statistics.median(p[x] for p in points) / (1 if x == "step" else 1e3) for points in zip(*of_seeds)]
-        y = [sorted(p["pass@1"] for p in points) for points in zip(*of_seeds)]
-        axis.plot(at, [statistics.median(v) for v in y], label=name, color=COLOURS[i % 7], linestyle=LINES[i % 4])
-        axis.fill_between(at, [v[0] for v in y], [v[-1] for v in y], color=COLOURS[i % 7], alpha=0.15, linewidth=0)
+        band(axis, i, name, at, [[p["pass@1"] for p in points] for points in of_seeds])
     axis.set_xlabel("optimization step" if x == "step" else "thousand tokens sampled")
     axis.set_ylabel("pass@1, held out")
+    axis.legend(fontsize=7)
+
+
+def course(axis, found, names, key, label):
+    """A number of the training over steps, the mean of five at a time."""
+    for i, name in enumerate(names):
+        of_seeds = [[mean(x[n:n + 5]) for n in range(0, len(x), 5)] for x in (run["curve"][key] for run in found["rows"][name].values())]
+        band(axis, i, name, [5 * n + 3 for n in range(len(of_seeds[0]))], of_seeds)
+    axis.set_xlabel("optimization step")
+    axis.set_ylabel(label)
     axis.legend(fontsize=7)
 
 
@@ -160,17 +215,36 @@ def ranges(axis, found, names, key="pass@1", label="pass@1 at the end"):
     axis.set_xlabel(label)
 
 
-def frontier(axis, found, names):
-    """pass@1 against the KL to the start, medians of each row; a form of the KL is a line over beta."""
+def against(axis, found, names, key, label):
+    """pass@1 at the end against another number, medians of each row; rows whose names begin alike are a line."""
     forms = {}
     for name in names:
         forms.setdefault(", ".join(name.split(", ")[:2]), []).append(found["rows"][name].values())
     for i, (form, rows) in enumerate(forms.items()):
-        own = sorted(tuple(statistics.median(run[key] for run in row) for key in ("kl", "pass@1")) for row in rows)
+        own = sorted(tuple(statistics.median(run[k] for run in row) for k in (key, "pass@1")) for row in rows)
         axis.plot(*zip(*own), marker="os^v"[i % 4], markersize=4, label=form, color=COLOURS[i % 7], linestyle=LINES[i % 4])
-    axis.set_xlabel("KL of a completion to the start, nats")
+    axis.set_xlabel(label)
     axis.set_ylabel("pass@1 at the end")
     axis.legend(fontsize=7)
+
+
+def among(names, *patterns):
+    """Those that match one of some patterns."""
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+SIZES = ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic")
+KL = "KL of a completion to the start, nats"
+LEARNED = ("1 iteration", "2 iterations", "4 iterations")
+PANELS = {          # of each question: (what draws, of which rows, more)
+    "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
+    "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
+    "3": ((curves, ("2 digits*",)), (curves, ("3 digits*",)), (ranges, None)),
+    "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc end", "AUC on the last policy"), (ranges, None)),
+    "5": ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None)),
+    "6": ((curves, None), (ranges, None)),
+    "rates": ((ranges, None),), **dict.fromkeys(("figure5", "figure6"), ((curves, None), (ranges, None))),
+    "ladder": ((curves, None),)}
 
 
 def draw(question, found, file):
@@ -181,15 +255,10 @@ def draw(question, found, file):
         return print("no figure: matplotlib is not installed")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    names = list(found["rows"])
-    figure, axes = plt.subplots(1, 2, figsize=(9, max(3.2, 0.22 * len(names))))
-    if question == "2":
-        frontier(axes[0], found, names)
-    else:
-        shown = [name for name in FIRST.get(question, names[:6]) if name in names]
-        curves(axes[0], found, shown, "tokens" if question == "1" else "step")
-    ranges(axes[1], found, names)
-    for axis in axes:
+    rows, panels = list(found["rows"]), PANELS[question]
+    figure, axes = plt.subplots(1, len(panels), figsize=(max(4.2 * len(panels), 6), max(3.4, 0.2 * len(rows))), squeeze=False)
+    for axis, (panel, names, *more) in zip(axes[0], panels):
+        panel(axis, found, rows if names is None else among(rows, *names), *more)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
@@ -208,7 +277,7 @@ def main():
         where.mkdir(parents=True, exist_ok=True)
         (where / f"{question}.json").write_text(json.dumps(found | {"command": " ".join(["python", *sys.argv])}, indent=1) + "\n")
         draw(question, found, where / f"{question}.png")
-        print("\n".join(lines(found)))
+        print("\n".join(lines(question, found)))
 
 
 if __name__ == "__main__":

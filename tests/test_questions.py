@@ -82,7 +82,9 @@ def test_what_a_run_measures(tmp_path):
     assert {*runs.MEASURED} < {*found["final"]} and found["quality"].keys() == {"start", "end"}
     assert abs(found["kl"]) < 1 and not (tmp_path / "checkpoint.safetensors").exists()
     row = questions.summary(found)
-    assert row["area"] == runs.area(found) and row["step to it"] is None and row["tokens"] == tokens[2]
+    assert row["area"] == runs.area(found) and row["calibration end"] == found["quality"]["end"]["calibration"] and row["points"] == found["points"]
+    assert row["length early"] is None and row["length late"] == found["steps"]["length"][1]
+    assert row["rm_accuracy all"] == found["steps"]["rm_accuracy"][0]
 
 
 def points(*levels):
@@ -101,7 +103,7 @@ def result_of(*levels):
     """What `runs.run` gives, as far as a table needs it."""
     final = dict.fromkeys(runs.MEASURED, levels[-1])
     return points(*levels) | {"final": final, "kl": 1.5, "peak": 2 ** 30, "label tokens": 0,
-                              "steps": {"length": [30.0, 40.0], "accuracy": [0.1, None]}}
+                              "steps": {"length": [30.0, 40.0, 50.0, 60.0], "accuracy": [0.1, None, 0.2, 0.3], "reward": [0.1] * 4, "explained_variance": [-0.1, 0, 0.1, 0.5]}}
 
 
 def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
@@ -116,15 +118,30 @@ def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "run_all", made)
     found = questions.answer("1", (1, 2), tmp_path)
     assert [*found["rows"]] == ["16 of 16", "PPO"] and found["flags"]["critic"] == "--algo a2c"
-    head, rule, first, second = questions.lines(found)
+    head, rule, first, second = questions.lines("1", found)
     assert head.count("|") == rule.count("|") == first.count("|") == second.count("|")
-    assert first.startswith("| 16 of 16 | 70.0% (60.0% to 80.0%) |  | 45.0% |")
-    assert second.startswith("| PPO | 85.0% (80.0% to 90.0%) | +15.0 (+10.0 to +20.0) | 52.5% | +7.5 (+5.0 to +10.0) |")
-    assert "| 8 (1 of 2) |" in first and "| 1.50 | 40 |" in second
+    assert "| steps to 68% / 77% |" in head                 # 80 % and 90 % of 85 %
+    assert first.startswith("| 16 of 16 | 70.0% (60.0% to 80.0%) |  | 45.0% |  | never / never | never / never |")
+    assert second.startswith("| PPO | 85.0% (80.0% to 90.0%) | **+15.0 (+10.0 to +20.0)** | 52.5% | **+7.5 (+5.0 to +10.0)** | 7 / 9 |")
+    assert second.endswith("| 1.50 | 60 | 1.00 |  | -0.10 | 0.50 |")
+
+
+def test_a_difference_is_bold_where_all_seeds_agree():
+    first = {"1": {"x": 0.0}, "2": {"x": 0.0}, "3": {"x": 0.0}}
+    for ends, bold in (((0.1, 0.2, 0.3), True), ((-0.1, -0.2, -0.1), True), ((0.5, 0.5, -0.001), False), ((0.1, 0.2, 0.0), False)):
+        row = {seed: {"x": x} for seed, x in zip(first, ends)}
+        assert questions.apart(row, first, "x").startswith("**") == bold
+
+
+@pytest.mark.parametrize("question", questions.QUESTIONS)
+def test_each_question_has_a_figure(question, tmp_path):
     pytest.importorskip("matplotlib")
-    questions.draw("1", found, tmp_path / "1.png")
-    questions.draw("2", found, tmp_path / "2.png")
-    assert (tmp_path / "1.png").stat().st_size > 5000 and (tmp_path / "2.png").stat().st_size > 5000
+    run = questions.summary(result_of(0.2, 0.5) | {"quality": {"end": {"auc": 0.7, "calibration": 0.1}}})
+    found = {"rows": {name: {"1": run, "2": run} for name in questions.QUESTIONS[question]}}
+    questions.draw(question, found, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 5000
+    for _, names, *_ in questions.PANELS[question]:
+        assert names is None or questions.among(found["rows"], *names)
 
 
 def test_the_interval_of_paired_differences():

@@ -1,0 +1,102 @@
+"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ... 64, before and after RL.
+
+    for s in 1 2 3 4 5; do python grpo.py --task arithmetic --seed $s --out out/s$s; done
+    python experiments/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5 [--readme]
+
+The runs of a call are seeds of one task; with --readme they replace those of their task in what the docs
+quote, and the figure is of all tasks. 64 completions of 100 held-out problems each, at the temperature of
+training (the paper's is 0.7).
+"""
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import grpo  # noqa: E402
+import runs  # noqa: E402
+from data import load_task  # noqa: E402
+from run import machine, start  # noqa: E402
+
+KS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def shares(folder, problems, samples):
+    """Of a run: what `evaluate` finds of its first model and of its last."""
+    kept = json.loads((folder / "run.json").read_text())["config"]
+    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
+    task, warm = load_task(cfg.task), folder / "warm_start"
+    found = {}
+    for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
+        its = dataclasses.replace(cfg, init=os.path.abspath(where))
+        agent = start.Agent(its, task, *start.trained_model(its))
+        found[when] = grpo.evaluate(agent, start.problems_of(its, task)[1])
+    return Path(cfg.task).stem, cfg.seed, found
+
+
+def rows(found):
+    """The table: medians over the seeds."""
+    yield "| | " + " | ".join(str(K) for K in KS) + " |"
+    yield "|---" * (1 + len(KS)) + "|"
+    for task, seeds in found.items():
+        for kind in ("pass@", "maj@"):
+            for when in ("before", "after"):
+                middle = [statistics.median(run[when][f"{kind}{K}"] for run in seeds.values()) for K in KS]
+                yield f"| {task}, {kind}K, {when} | {' | '.join(f'{x:.1%}' for x in middle)} |"
+
+
+def draw(found, file):
+    """A plot for each task; bands from the least to the most of the seeds."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no figure: matplotlib is not installed")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.2), squeeze=False)
+    for axis, (task, seeds) in zip(axes[0], found.items()):
+        for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
+            for when, line in (("before", "--"), ("after", "-")):
+                y = [sorted(run[when][f"{kind}{K}"] for run in seeds.values()) for K in KS]
+                axis.plot(KS, [statistics.median(v) for v in y], color=colour, linestyle=line, label=f"{kind}K, {when} RL")
+                axis.fill_between(KS, [v[0] for v in y], [v[-1] for v in y], color=colour, alpha=0.15, linewidth=0)
+        axis.set_title(f"{task}, {len(seeds)} seeds", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(KS, [str(K) for K in KS])
+        axis.set_xlabel("K, completions of a problem")
+        axis.set_ylabel("share of held-out problems")
+        axis.set_ylim(0, 1.02)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=KS[-1])
+    parser.add_argument("--out", type=Path, default=Path("out/questions"))
+    parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
+    args = parser.parse_args()
+    machine.prepare()
+    where = HERE / "answers" if args.readme else args.out
+    where.mkdir(parents=True, exist_ok=True)
+    file, found = where / "figure7.json", {}
+    for folder in args.folders:
+        task, seed, its = shares(folder, args.problems, args.samples)
+        found.setdefault(task, {})[str(seed)] = its
+    known = json.loads(file.read_text())["rows"] if file.exists() else {}
+    known |= found
+    file.write_text(json.dumps({**runs.about(), "problems": args.problems, "samples": args.samples, "rows": known}, indent=1) + "\n")
+    draw(known, file.with_suffix(".png"))
+    print("\n".join(rows(known)))
+
+
+if __name__ == "__main__":
+    main()

@@ -266,8 +266,9 @@ def spread(numbers, form=".1%"):
 
 def about():
     """What a result depends on beside the code."""
+    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     return {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
-            "cores": os.cpu_count()}
+            "cores": os.cpu_count(), "machine": model[1] if model else platform.processor()}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import grpo  # noqa: E402
+import runs  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
 
 V, N = 4, 4                         # tokens there are, tokens of a completion
@@ -83,15 +84,24 @@ def errors(kl, seed):
                    "cosine": torch.cosine_similarity(g, exact, dim=0).item()} for name, g in found.items()}
 
 
+def lines(result):
+    """The table: error and cosine at each distance."""
+    distances = list(next(iter(result["forms"].values())))
+    yield "| " + " | ".join(["form", *(f"{float(kl):g} nats" for kl in distances)]) + " |"
+    yield "|---" * (1 + len(distances)) + "|"
+    for form, of in result["forms"].items():
+        yield f"| {form} | " + " | ".join(f"{x['error']:.2f}, {x['cosine']:.2f}" for x in of.values()) + " |"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
     args = parser.parse_args()
     made = {kl: [errors(kl, seed) for seed in range(10)] for kl in DISTANCES}
-    result = {form: {kl: {part: torch.tensor([x[form][part] for x in made[kl]]).median().item()
-                          for part in ("error", "cosine")} for kl in DISTANCES} for form in made[DISTANCES[0]][0]}
-    for form, of in result.items():
-        print(f"| {form} | " + " | ".join(f"{x['error']:.2f}, {x['cosine']:.2f}" for x in of.values()) + " |")
+    forms = {form: {kl: {part: torch.tensor([x[form][part] for x in made[kl]]).median().item()
+                         for part in ("error", "cosine")} for kl in DISTANCES} for form in made[DISTANCES[0]][0]}
+    result = {**runs.about(), "command": "python experiments/bias.py --readme", "forms": forms}
+    print("\n".join(lines(result)))
     if args.readme:
         (HERE / "answers").mkdir(exist_ok=True)
         (HERE / "answers" / "bias.json").write_text(json.dumps(result, indent=1) + "\n")

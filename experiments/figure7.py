@@ -38,6 +38,11 @@ def shares(folder, problems, samples):
     return Path(cfg.task).stem, cfg.seed, found
 
 
+def of_seeds(seeds, when, kind, K):
+    """A share of all runs, in order; a vote of one is that one's answer."""
+    return sorted(run[when][f"{kind}{K}" if K > 1 else "pass@1"] for run in seeds.values())
+
+
 def rows(found):
     """The table: medians over the seeds."""
     yield "| | " + " | ".join(str(K) for K in KS) + " |"
@@ -45,8 +50,8 @@ def rows(found):
     for task, seeds in found.items():
         for kind in ("pass@", "maj@"):
             for when in ("before", "after"):
-                middle = [statistics.median(run[when][f"{kind}{K}"] for run in seeds.values()) for K in KS]
-                yield f"| {task}, {kind}K, {when} | {' | '.join(f'{x:.1%}' for x in middle)} |"
+                middle = [f"{statistics.median(of_seeds(seeds, when, kind, K)):.1%}" for K in KS]
+                yield f"| {task}, {kind}K, {when} | {' | '.join(middle)} |"
 
 
 def draw(found, file):
@@ -61,7 +66,7 @@ def draw(found, file):
     for axis, (task, seeds) in zip(axes[0], found.items()):
         for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
             for when, line in (("before", "--"), ("after", "-")):
-                y = [sorted(run[when][f"{kind}{K}"] for run in seeds.values()) for K in KS]
+                y = [of_seeds(seeds, when, kind, K) for K in KS]
                 axis.plot(KS, [statistics.median(v) for v in y], color=colour, linestyle=line, label=f"{kind}K, {when} RL")
                 axis.fill_between(KS, [v[0] for v in y], [v[-1] for v in y], color=colour, alpha=0.15, linewidth=0)
         axis.set_title(f"{task}, {len(seeds)} seeds", fontsize=10)

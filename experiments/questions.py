@@ -151,6 +151,8 @@ def apart(row, first, key):
     """The mean difference to another row, seed by seed, in points, with its interval; in bold where it has the
     same sign in every seed and the interval leaves 0 out."""
     x = [100 * (run[key] - first[seed][key]) for seed, run in row.items()]
+    if len(x) == 1:
+        return f"{x[0]:+.1f}"
     low, high = runs.interval(x)
     text = f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})"
     return f"**{text}**" if low * high > 0 and min(x) * max(x) > 0 else text

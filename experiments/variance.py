@@ -1,8 +1,9 @@
 """What each baseline leaves of noise: the variance of advantages and of gradients, of one policy.
 
-    python experiments/variance.py out/questions/RUN [--readme]
+    python experiments/variance.py start out/questions/WARM_START [--readme]
+    python experiments/variance.py end out/questions/RUN [--readme]
 
-The policy is that of a run. A critic of its own is fitted to it for every baseline that has one, on rollouts
+The policy is that of a run; a result has the name that is given first. A critic of its own is fitted to it for every baseline that has one, on rollouts
 that are then forgotten, until it explains no more of fresh ones. Then many rollouts are drawn, and each gives
 a gradient under every baseline, without a clip or a KL. Noise is the mean squared distance of a gradient from
 their mean, over the squared length of what their mean has of the true direction, that of leave-one-out, which
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import grpo  # noqa: E402
 import reward  # noqa: E402
+import runs  # noqa: E402
 from data import load_task  # noqa: E402
 from model import ScalarHead, token_logps  # noqa: E402
 from run import batches, machine, start  # noqa: E402
@@ -93,8 +95,19 @@ def gradient(agent, batch, adv, cfg):
     return found
 
 
+def lines(result):
+    """The table: for each policy the mean square of an advantage, the noise of a gradient, and its cosine."""
+    policies = result["policies"]
+    yield "| baseline | " + " | ".join(f"{name}: advantages | noise | cosine" for name in policies) + " |"
+    yield "|---" * (1 + 3 * len(policies)) + "|"
+    for row in BASELINES:
+        cells = [f"{x:.2f}" for found in policies.values() for x in found["rows"][row].values()]
+        yield f"| {row} | {' | '.join(cells)} |"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
     parser.add_argument("run", type=Path)
     parser.add_argument("--rollouts", type=int, default=64)
     parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
@@ -118,15 +131,17 @@ def main():
     noises = {name: (torch.stack(found) - means[name]).square().sum().item() / (len(found) - 1) for name, found in gradients.items()}
     true = means["leave-one-out"]
     signal = true.square().sum().item() - noises["leave-one-out"] / args.rollouts
-    result = {"explained": {name: share for name, (share, _) in fitted.items()}, "rows": {}}
+    found = {"explained": {name: share for name, (share, _) in fitted.items()}, "rollouts": args.rollouts, "rows": {}}
     for name, noise in noises.items():
         size = (means[name] @ true / true.square().sum()).item()
-        result["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise / size ** 2 / signal,
-                                "cosine": torch.cosine_similarity(means[name], true, dim=0).item()}
-        print(f"| {name} | " + " | ".join(f"{x:.3g}" for x in result["rows"][name].values()) + " |", flush=True)
-    if args.readme:
-        (HERE / "answers").mkdir(exist_ok=True)
-        (HERE / "answers" / "variance.json").write_text(json.dumps(result, indent=1) + "\n")
+        found["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise / size ** 2 / signal,
+                               "cosine": torch.cosine_similarity(means[name], true, dim=0).item()}
+    file = HERE / "answers" / "variance.json" if args.readme else args.run.parent / "variance.json"
+    file.parent.mkdir(exist_ok=True)
+    known = json.loads(file.read_text())["policies"] if file.exists() else {}
+    result = {**runs.about(), "command": "python experiments/variance.py NAME RUN --readme", "policies": known | {args.name: found}}
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(lines(result)))
 
 
 if __name__ == "__main__":

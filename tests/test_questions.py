@@ -1,8 +1,11 @@
 """The studies of experiments/questions.py: their rows, what they measure, and what they change."""
+import copy
 import json
 import math
 import random
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +14,14 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 import bias  # noqa: E402
 import data  # noqa: E402
+import figure7  # noqa: E402
 import grpo  # noqa: E402
 import questions  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
+import variance  # noqa: E402
 from data import arithmetic  # noqa: E402
+from model import ScalarHead  # noqa: E402
 
 TINY = ("--task experiments/slips.py --difficulty 1 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
@@ -87,6 +93,30 @@ def test_what_a_run_measures(tmp_path):
     assert row["rm_accuracy all"] == found["steps"]["rm_accuracy"][0]
 
 
+def test_a_run_before_and_after(tmp_path, monkeypatch):
+    """What figure 7 and the study of the variance make of the folder of a run."""
+    (tmp_path / "odd.py").write_text("from experiments.slips import DEFAULTS, answer, demonstration, problems\n"
+                                     "def reward(problem, completion):\n    return {'correct': len(completion) % 2}\n")
+    grpo.main([*TINY, "--task", str(tmp_path / "odd.py"), "--out", str(tmp_path / "run"), "--lr", "0.01", "--device", "cpu"])
+    task, seed, found = figure7.shares(tmp_path / "run", 4, 4)
+    assert (task, seed) == ("odd", 1) and found.keys() == {"before", "after"} and found["before"] != found["after"]
+    assert all(found[when].keys() == {"greedy", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"} for when in found)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "evaluate", lambda agent, problems: (Path(agent.cfg.init).name, len(problems), agent.cfg.samples))
+        assert figure7.shares(tmp_path / "run", 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
+    rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
+                                           for when, x in (("before", 0.25), ("after", 0.5))}}})]
+    assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
+    monkeypatch.setattr(variance, "fitted_critic", lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy))))
+    for name in ("start", "end"):
+        monkeypatch.setattr(sys, "argv", ["variance.py", name, str(tmp_path / "run"), "--rollouts", "3"])
+        variance.main()
+    made = json.loads((tmp_path / "variance.json").read_text())
+    assert made["policies"].keys() == {"start", "end"} and made["policies"]["end"]["rows"]["leave-one-out"]["cosine"] == pytest.approx(1)
+    table = [*variance.lines(made)]
+    assert len(table) == 2 + len(variance.BASELINES) and len({line.count("|") for line in table}) == 1
+
+
 def points(*levels):
     return {"points": [{"step": 10 * i, "tokens": 100.0 * i * i, "seconds": 1.0 * i, "pass@1": x} for i, x in enumerate(levels)]}
 
@@ -131,6 +161,7 @@ def test_a_difference_is_bold_where_all_seeds_agree():
     for ends, bold in (((0.1, 0.2, 0.3), True), ((-0.1, -0.2, -0.1), True), ((0.5, 0.5, -0.001), False), ((0.1, 0.2, 0.0), False)):
         row = {seed: {"x": x} for seed, x in zip(first, ends)}
         assert questions.apart(row, first, "x").startswith("**") == bold
+    assert questions.apart({"2": {"x": 0.1}}, first, "x") == "+10.0"       # of one there is no interval
 
 
 @pytest.mark.parametrize("question", questions.QUESTIONS)
@@ -207,3 +238,43 @@ def test_only_k1_in_the_reward_has_the_exact_gradient():
     found = bias.errors(0.5, seed=0)
     assert found["reward, k1"]["error"] < 1e-5 and found["loss, k1"]["error"] == pytest.approx(1, abs=1e-5)
     assert all(x["error"] > 0.05 for form, x in found.items() if form != "reward, k1")
+
+
+# ------------------------------------------------------------------------------- what the docs say of them
+
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("questions", "derivation")}
+SECTIONS = {title.replace("Question ", "").replace("Figure ", "figure"): text for title, text in
+            re.findall(r"^## (Question \d|Figure \d)(.*?)(?=^## |\Z)", PAGES["questions"], re.M | re.S)}
+MORE = {"2": ("bias", bias.lines), "6": ("variance", variance.lines)}       # what else a section has a table of
+NUMBER = r"[0-9]+\.[0-9]+"
+
+
+def kept(name):
+    return json.loads((ROOT / "experiments" / "answers" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_an_answer_says_what_was_measured(name):
+    """Its table is that of the results, and so is each number with a point in its text."""
+    text, found = SECTIONS[name], kept(name)
+    table = [*questions.lines(name, found)]
+    assert "\n".join(table) in text and f"](../experiments/answers/{name}.png)" in text
+    if name in MORE:
+        file, lines = MORE[name]
+        rows = "\n".join(lines(kept(file)))
+        assert rows in text
+        table.append(rows)
+    assert f"`python experiments/questions.py {name} --readme`" in text
+    prose = "".join(line for line in text.splitlines() if not line.startswith("|"))
+    assert not set(re.findall(NUMBER, prose)) - set(re.findall(NUMBER, "".join(table)))
+    assert {line.split(" | ")[0][2:] for line in table[2:] if line.startswith("| ")} >= {*questions.QUESTIONS[name]}      # none is left out
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "experiments" / "answers").glob("*.json")])
+def test_a_result_is_of_all_rows_and_seeds(name):
+    found = kept(name)
+    assert found.keys() > {"command", "date", "torch", "python", "cores", "machine"}
+    if name in questions.QUESTIONS:
+        assert found["flags"] == questions.QUESTIONS[name] and found["setting"] == " ".join(questions.SETTING)
+        seeds = [str(seed) for seed in questions.SEEDS.get(name, range(1, 6))]
+        assert all([*found["rows"][row]] == seeds for row in questions.QUESTIONS[name])

@@ -105,20 +105,33 @@ def answer(question, seeds, out):
 
 def summary(result):
     """Of one run: what the tables and the figures need."""
-    curve = {name: [x if x is None else round(x, 4) for x in result["steps"][name]] for name in CURVES if name in result["steps"]}
+    curve = {name: [mean(part) for part in sixteenths(result["steps"][name])] for name in CURVES if name in result["steps"]}
     quality = result.get("quality") or {}
     return {"area": runs.area(result), **{name: result["final"][name] for name in runs.MEASURED},
             "kl": result["kl"], "peak": result["peak"], "label tokens": result["label tokens"],
             **{f"{name} {when}": quality[when][name] for when in quality for name in ("auc", "calibration")},
             "points": result["points"], "curve": curve,
             **{f"{name} {part}": mean(x) for name, own in curve.items() for part, x in
-               (("early", own[:len(own) // 4]), ("late", own[-len(own) // 4:]), ("all", own))}}
+               (("early", own[:4]), ("late", own[-4:]), ("all", own))}}
+
+
+def sixteenths(numbers):
+    """Of a list, in order; a part of fewer than 16 may be empty."""
+    n = len(numbers)
+    return [numbers[n * i // 16:n * (i + 1) // 16] for i in range(16)]
 
 
 def mean(numbers):
-    """Of those that are there; None if none is."""
+    """Of those that are there, to 4 digits; None if none is."""
     x = [n for n in numbers if n is not None]
-    return statistics.mean(x) if x else None
+    return float(f"{statistics.mean(x):.4g}") if x else None
+
+
+def write(found, file):
+    """As JSON, with a line for each row."""
+    head = json.dumps({name: x for name, x in found.items() if name != "rows"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in found["rows"].items())
+    file.write_text(f"{head[:-2]},\n \"rows\": {{\n{rows}\n }}\n}}\n")
 
 
 # ------------------------------------------------------------------------------------- the tables
@@ -204,10 +217,11 @@ def curves(axis, found, names, x="step"):
 
 
 def course(axis, found, names, key, label):
-    """A number of the training over steps, the mean of five at a time."""
+    """A number of the training over steps, the mean of each sixteenth."""
     for i, name in enumerate(names):
-        of_seeds = [[mean(x[n:n + 5]) for n in range(0, len(x), 5)] for x in (run["curve"][key] for run in found["rows"][name].values())]
-        band(axis, i, name, [5 * n + 3 for n in range(len(of_seeds[0]))], of_seeds)
+        row = found["rows"][name].values()
+        steps = next(iter(row))["points"][-1]["step"]
+        band(axis, i, name, [steps * (n + 0.5) / 16 for n in range(16)], [run["curve"][key] for run in row])
     axis.set_xlabel("optimization step")
     axis.set_ylabel(label)
     axis.legend(fontsize=7)
@@ -284,7 +298,7 @@ def main():
         found = answer(question, args.seeds or SEEDS.get(question, (1, 2, 3, 4, 5)), args.out.resolve())
         where = ANSWERS if args.readme else args.out
         where.mkdir(parents=True, exist_ok=True)
-        (where / f"{question}.json").write_text(json.dumps(found | {"command": " ".join(["python", *sys.argv])}, indent=1) + "\n")
+        write(found | {"command": " ".join(["python", *sys.argv])}, where / f"{question}.json")
         draw(question, found, where / f"{question}.png")
         print("\n".join(lines(question, found)))
 

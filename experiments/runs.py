@@ -156,7 +156,7 @@ def child(flags):
     for m in metrics:
         tokens, seconds = tokens + m.get("length", 0) * rows, seconds + m.get("seconds", 0)
         if "pass@1" in m:
-            points.append({"step": m["step"], "tokens": tokens, "seconds": seconds, "pass@1": m["pass@1"]})
+            points.append({"step": m["step"], "tokens": tokens, "seconds": round(seconds, 2), "pass@1": m["pass@1"]})
     result |= {"points": points, "steps": {name: [m.get(name) for m in metrics[1:]] for name in CURVES
                                            if any(name in m for m in metrics)}}
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)

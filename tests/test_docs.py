@@ -116,6 +116,13 @@ def test_the_five_seeds(results):
     assert f"was {table['mismatch']:.1e}".replace("e-0", "e-") in MEASURED.replace("\n", " ")
 
 
+def test_three_seeds_in_bfloat16(results):
+    table = results("bfloat16/seeds")
+    before, after = ("{median:.1%} ({least:.1%} to {most:.1%})".format(**table["pass@1"][when]) for when in ("before", "after"))
+    assert table["seeds"] == 3 and f"{before} pass@1 to {after}" in MEASURED.replace("\n", " ")
+    assert table["pass@1"]["after"]["least"] > 0.95 and table["greedy"]["after"]["least"] > 0.97
+
+
 def test_the_table_of_sums(results):
     """And that all seeds of the real model reach what is claimed."""
     import sums

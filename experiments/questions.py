@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ANSWERS = HERE / "answers"
 SEEDS = {"rates": (11,)}                        # elsewhere 1 to 5
 CURVES = ("accuracy", "length", "reward", "explained_variance", "dead_groups", "rm_accuracy", "grad_norm")   # kept of each run
-SETTING = ("--task experiments/slips.py --n_embd 128 --warm_steps 800 --steps 80 --prompts 16 --group 16 --lr 1e-4 --held_out 100 "
+SETTING = ("--task experiments/slips.py --n_embd 128 --warm_steps 1200 --steps 80 --prompts 16 --group 16 --lr 1e-4 --held_out 100 "
            "--samples 4 --eval_every 10").split()
 
 
@@ -66,7 +66,7 @@ QUESTIONS = {
              for what, row in (("", ""), (", lambda 1", "--lam 1"), (", 2 of 128", sized(2, 128)))}},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward, k1, 0.2, std": "--kl reward --beta 0.2"},
     "3": {f"{digits} digits, {reward}, {kind}": f"--difficulty {digits} --reward {reward} --supervision {kind} --scale none" + more
-          for digits, more in ((2, ""), (3, " --max_new 160 --warm_steps 1600")) for reward in ("rule", "model")
+          for digits, more in ((2, ""), (3, " --max_new 160 --warm_steps 2400")) for reward in ("rule", "model")
           for kind in ("outcome", "process")},
     "4": {"truth": STEPS, "truth, 10 % wrong": f"{STEPS} --label_noise 0.1", "truth, 30 % wrong": f"{STEPS} --label_noise 0.3",
           **{f"{n} rollouts": f"{STEPS} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},

@@ -180,6 +180,7 @@ def lines(question, found):
     yield f"| | {' | '.join(names)} |"
     yield "|---" * (1 + len(names)) + "|"
     first = next(iter(found["rows"].values()))
+    yield f"| before RL | {runs.spread([run['points'][0]['pass@1'] for run in first.values()])} |{' |' * (len(names) - 1)}"
     for name, row in found["rows"].items():
         cells = [runs.spread([run["pass@1"] for run in row.values()]), "" if row is first else apart(row, first, "pass@1"),
                  f"{statistics.median(run['area'] for run in row.values()):.1%}", "" if row is first else apart(row, first, "area")]

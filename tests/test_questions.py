@@ -148,8 +148,9 @@ def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "run_all", made)
     found = questions.answer("1", (1, 2), tmp_path)
     assert [*found["rows"]] == ["16 of 16", "PPO"] and found["flags"]["critic"] == "--algo a2c"
-    head, rule, first, second = questions.lines("1", found)
-    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|")
+    head, rule, before, first, second = questions.lines("1", found)
+    assert head.count("|") == rule.count("|") == before.count("|") == first.count("|") == second.count("|")
+    assert before.startswith("| before RL | 20.0% (20.0% to 20.0%) | |")
     assert "| steps to 68% / 77% |" in head                 # 80 % and 90 % of 85 %
     assert first.startswith("| 16 of 16 | 70.0% (60.0% to 80.0%) |  | 45.0% |  | never / never | never / never |")
     assert second.startswith("| PPO | 85.0% (80.0% to 90.0%) | **+15.0 (+10.0 to +20.0)** | 52.5% | **+7.5 (+5.0 to +10.0)** | 7 / 9 |")

@@ -3,7 +3,7 @@ runs that are missing, a table and a figure:
 
     python experiments/questions.py 1           # GRPO or PPO, and what sampling costs
     python experiments/questions.py 2           # the KL in the loss or in the reward
-    python experiments/questions.py 3           # rewards of outcomes or of steps
+    python experiments/questions.py 3 3b        # rewards of outcomes or of steps; with problems of three digits
     python experiments/questions.py 4           # how to train a reward model of steps
     python experiments/questions.py 5           # does iterating help
     python experiments/questions.py 6           # group and critic together
@@ -48,6 +48,9 @@ STEPS = "--reward model --supervision process --scale none --fit_prompts 512"
 CHOICES = "--reward model --fit_prompts 1024"
 
 
+KINDS = {"outcomes": "outcome", "steps": "process"}
+
+
 def forms():
     """The KL's places, estimators and weights; without the group's std, which would divide a penalty too."""
     yield "no KL", "--kl none"
@@ -65,9 +68,8 @@ QUESTIONS = {
           **{f"PPO, {critic} critic{what}": f"--algo ppo --critic {kind} {row}" for critic, kind in (("shared", "shared"), ("own", "separate"))
              for what, row in (("", ""), (", lambda 1", "--lam 1"), (", 2 of 128", sized(2, 128)))}},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward, k1, 0.2, std": "--kl reward --beta 0.2"},
-    "3": {f"{digits} digits, {reward}, {kind}": f"--difficulty {digits} --reward {reward} --supervision {kind} --scale none" + more
-          for digits, more in ((2, ""), (3, " --max_new 160 --warm_steps 2400")) for reward in ("rule", "model")
-          for kind in ("outcome", "process")},
+    **{number: {f"{reward}, {kind}": f"{more} --reward {reward} --supervision {KINDS[kind]} --scale none" for reward in ("rule", "model")
+                for kind in ("outcomes", "steps")} for number, more in (("3", ""), ("3b", "--difficulty 3 --max_new 160 --warm_steps 2400"))},
     "4": {"truth": STEPS, "truth, 10 % wrong": f"{STEPS} --label_noise 0.1", "truth, 30 % wrong": f"{STEPS} --label_noise 0.3",
           **{f"{n} rollouts": f"{STEPS} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
           "16 rollouts of a tenth": f"{STEPS} --fit_prompts 50 --labels rollouts --patch tries=16",
@@ -140,7 +142,7 @@ COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", 
            ("GiB", "peak", ".2f", 2 ** 30))         # title, name in a summary, form, unit
 OWN = {"1": (("dead groups", "dead_groups all", ".0%", 1), ("explained variance, early", "explained_variance early", ".2f", 1),
              ("late", "explained_variance late", ".2f", 1)),
-       "3": (("reward model right", "rm_accuracy all", ".0%", 1),),
+       **dict.fromkeys(("3", "3b"), (("reward model right", "rm_accuracy all", ".0%", 1),)),
        "4": (("AUC, first policy", "auc start", ".2f", 1), ("last", "auc end", ".2f", 1), ("calibration error", "calibration end", ".2f", 1),
              ("million label tokens", "label tokens", ".2f", 1e6)),
        "5": (("reward model right", "rm_accuracy all", ".0%", 1), ("label tokens, million", "label tokens", ".2f", 1e6)),
@@ -263,11 +265,10 @@ LEARNED = ("1 iteration", "2 iterations", "4 iterations")
 PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
-    "3": ((curves, ("2 digits*",)), (curves, ("3 digits*",)), (ranges, None)),
     "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc end", "AUC on the last policy"), (ranges, None)),
     "5": ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None)),
     "6": ((curves, None), (ranges, None)),
-    "rates": ((ranges, None),), **dict.fromkeys(("figure5", "figure6"), ((curves, None), (ranges, None))),
+    "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure5", "figure6"), ((curves, None), (ranges, None))),
     "ladder": ((curves, None),)}
 
 

@@ -83,7 +83,8 @@ QUESTIONS = {
     "6": {f"{name}{what}": f"--baseline {baseline} {critic} --scale none {row}" for what, row in (("", ""), (", 2 of 128", sized(2, 128)))
           for name, baseline, critic in (("group", "group", ""), ("none", "none", ""), ("critic", "value", OWN),
                                          ("group and critic", "group+value", OWN))},
-    "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process"},
+    "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process",
+                "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none"},
     "figure6": {"1 iteration": f"{CHOICES} --steps 90", "2 iterations": f"{CHOICES} --steps 45 --iterations 2",
                 "3 iterations": f"{CHOICES} --steps 30 --iterations 3"},
     "ladder": {"1 raw reward: all tokens of a completion count alike": "--algo reinforce",
@@ -98,7 +99,7 @@ QUESTIONS = {
 def answer(question, seeds, out):
     """The results of all runs of a question: by row, then by seed; a row that failed is left out."""
     rows = {name: [*SETTING, *row.split()] for name, row in QUESTIONS[question].items()}
-    jobs = [(name, seed) for seed in seeds for name in rows]
+    jobs = [(name, seed) for name in rows for seed in seeds]
     made = dict(zip(jobs, runs.run_all([(rows[name], seed) for name, seed in jobs], out)))
     found = {name: {str(seed): summary(made[name, seed]) for seed in seeds} for name in rows
              if all(made[name, seed] for seed in seeds)}

@@ -276,6 +276,16 @@ def test_an_answer_says_what_was_measured(name):
     assert {line.split(" | ")[0][2:] for line in table if line.startswith("| ")} >= {*questions.QUESTIONS[name]}      # none is left out
 
 
+def test_the_rates_are_those_that_end_highest():
+    ends = {name: row["11"]["pass@1"] for name, row in kept("rates")["rows"].items()}
+    best = {}
+    for name in questions.FAMILIES:
+        best.setdefault(max(("3e-5", "1e-4", "3e-4"), key=lambda lr: ends[f"{name}, {lr}"]), []).append(name)
+    assert best.pop("3e-5") == ["2 of 16"] and best.pop("3e-4") == ["64 of 16"]
+    assert len(best["1e-4"]) == 8 and "in all eight rows of 256 completions" in PAGES["questions"]
+    assert "--lr 1e-4 " in " ".join(questions.SETTING)
+
+
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / "experiments" / "answers").glob("*.json")])
 def test_a_result_is_of_all_rows_and_seeds(name):
     found = kept(name)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -274,6 +275,13 @@ def test_an_answer_says_what_was_measured(name):
     prose = "".join(line for line in text.splitlines() if not line.startswith("|"))
     assert not set(re.findall(NUMBER, prose)) - set(re.findall(NUMBER, "".join(table)))
     assert {line.split(" | ")[0][2:] for line in table if line.startswith("| ")} >= {*questions.QUESTIONS[name]}      # none is left out
+
+
+def test_the_ladder_at_the_head_of_the_derivation():
+    ends = [f"{statistics.median(run['pass@1'] for run in row.values()):.1%}" for row in kept("ladder")["rows"].values()]
+    head = PAGES["derivation"].split("## The example")[0].replace("\n", " ")
+    assert f": {', '.join(ends[1:])} pass@1. " in head and f"ends highest, at {ends[0]}" in head
+    assert ends[1:] == sorted(ends[1:]) and max(ends) == ends[0]
 
 
 def test_the_rates_are_those_that_end_highest():

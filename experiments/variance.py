@@ -3,7 +3,8 @@
     python experiments/variance.py start out/questions/WARM_START [--readme]
     python experiments/variance.py end out/questions/RUN [--readme]
 
-The policy is that of a run; a result has the name that is given first. A critic of its own is fitted to it for every baseline that has one, on rollouts
+The policy is that of a run; its result has the name that is given first. A critic of its own is fitted to it
+for every baseline that has one, on rollouts
 that are then forgotten, until it explains no more of fresh ones. Then many rollouts are drawn, and each gives
 a gradient under every baseline, without a clip or a KL. Noise is the mean squared distance of a gradient from
 their mean, over the squared length of what their mean has of the true direction, that of leave-one-out, which

@@ -284,6 +284,16 @@ def test_the_ladder_rises_from_the_critic_on():
         assert "each step ends higher than the one before it" in page and "raw reward ends highest" in page
 
 
+def test_the_right_answers_alone_win():
+    rows = kept("figure5")["rows"]
+    level = 0.9 * questions.best({"rows": rows})
+    alone, group = (float(questions.reached(rows[name], level, "step", ".0f")) for name in ("right answers alone", "GRPO, outcomes"))
+    assert alone / group == pytest.approx(0.5, abs=0.05) and "take half of its steps to 80%" in PAGES["questions"]
+    for key in ("maj@8", "pass@8"):
+        ends = [statistics.median(run[key] for run in rows[name].values()) for name in ("right answers alone", "GRPO, outcomes")]
+        assert ends[0] < ends[1]
+
+
 def test_the_rates_are_those_that_end_highest():
     ends = {name: row["11"]["pass@1"] for name, row in kept("rates")["rows"].items()}
     best = {}

@@ -10,7 +10,7 @@ runs that are missing, a table and a figure:
     python experiments/questions.py figure5 figure6 ladder
 
 A run is kept in --out, so a study that was stopped goes on. With --readme the results replace those that
-docs/questions.md quotes. A row is compared with the first of its question, seed by seed: both begin with the
+docs/questions.md quotes. A row is compared with the nearest base above it, seed by seed: both begin with the
 same warm start. `rates` is what the settings were chosen by, on problems cut from the training ones.
 """
 import argparse
@@ -32,9 +32,9 @@ SETTING = ("--task experiments/slips.py --n_embd 128 --warm_steps 1200 --steps 8
 
 
 def sized(group, prompts):
-    """So many rows a step, and as many steps as give 20,480 rows in all, with 8 evaluations; the rate goes with
-    the square root of the rows, as the noise of a gradient does. On the development problems it is near the
-    best for 32, 256 and 1,024 rows."""
+    """So many rows a step, and as many steps as give 20,480 rows in all, with 8 evaluations or a few more; the rate
+    goes with the square root of the rows, as the noise of a gradient does. On the development problems it is near
+    the best for 32, 256 and 1,024 rows."""
     rows = group * prompts
     return (f"--group {group} --prompts {prompts} --steps {80 * 256 // rows} --eval_every {10 * 256 // rows} "
             f"--lr {1e-4 * (rows / 256) ** 0.5:.1e}")
@@ -44,10 +44,10 @@ OWN = "--critic separate"
 FAMILIES = {"GRPO": "", "G = 2": sized(2, 128), "G = 64": sized(64, 4), "2 of 16": sized(2, 16), "64 of 16": sized(64, 16),
             "REINFORCE": "--algo reinforce", "PPO": "--algo ppo", "PPO, own critic": f"--algo ppo {OWN}",
             "steps": "--supervision process", "no std": "--scale none"}
-STEPS = "--reward model --supervision process --scale none --fit_prompts 512"
-CHOICES = "--reward model --fit_prompts 1024"
-
-
+NO_KL = "--kl none"         # a KL of one weight would count more where rewards are smaller
+FAST = "--patch critic_lr=10"
+STEPS = f"--reward model --supervision process --scale none {NO_KL} --fit_prompts"
+CHOICES = "--reward model --fit_prompts"
 KINDS = {"outcomes": "outcome", "steps": "process"}
 
 
@@ -63,37 +63,46 @@ def forms():
 QUESTIONS = {
     "rates": {f"{name}, {lr}": f"{row} --task experiments/development.py --lr {lr}"
               for name, row in FAMILIES.items() for lr in ("3e-5", "1e-4", "3e-4")},
-    "1": {"16 of 16": "", **{f"{G} of {256 // G}": sized(G, 256 // G) for G in (2, 4, 8, 32, 64)},
-          **{f"{G} of 16": sized(G, 16) for G in (2, 4, 8, 32, 64)},
-          **{f"PPO, {critic} critic{what}": f"--algo ppo --critic {kind} {row}" for critic, kind in (("shared", "shared"), ("own", "separate"))
-             for what, row in (("", ""), (", lambda 1", "--lam 1"), (", 2 of 128", sized(2, 128)))}},
-    "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward, k1, 0.2, std": "--kl reward --beta 0.2"},
-    **{number: {f"{reward}, {kind}": f"{more} --reward {reward} --supervision {KINDS[kind]} --scale none" for reward in ("rule", "model")
+    "1": {name: f"{row} {NO_KL}" for name, row in {
+          "16 of 16": "", **{f"{G} of {256 // G}": sized(G, 256 // G) for G in (2, 4, 8, 32, 64)},
+          **{f"{G} of 16": sized(G, 16) for G in (2, 4, 8, 32, 64)}, "16 of 2": sized(16, 2),
+          "PPO, shared critic": "--algo ppo", "PPO, own critic": f"--algo ppo {OWN}",
+          "PPO, fast critic": f"--algo ppo {OWN} {FAST}", "PPO, fast critic, lambda 1": f"--algo ppo {OWN} {FAST} --lam 1",
+          "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
+          "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
+    "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward with std, k1, 0.2": "--kl reward --beta 0.2"},
+    **{number: {f"{reward}, {kind}": f"{more} --reward {reward} --supervision {KINDS[kind]} --scale none {NO_KL}" for reward in ("rule", "model")
                 for kind in ("outcomes", "steps")} for number, more in (("3", ""), ("3b", "--difficulty 3 --max_new 160 --warm_steps 2400"))},
-    "4": {"truth": STEPS, "truth, 10 % wrong": f"{STEPS} --label_noise 0.1", "truth, 30 % wrong": f"{STEPS} --label_noise 0.3",
-          **{f"{n} rollouts": f"{STEPS} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
-          "16 rollouts of a tenth": f"{STEPS} --fit_prompts 50 --labels rollouts --patch tries=16",
-          "4 rollouts, 10 % wrong": f"{STEPS} --labels rollouts --label_noise 0.1"},
-    "5": {"1 iteration": CHOICES, "1 iteration, twice the labels": "--reward model --fit_prompts 2048",
-          "2 iterations": f"{CHOICES} --steps 40 --iterations 2", "4 iterations": f"{CHOICES} --steps 20 --iterations 4",
-          "2, no history": f"{CHOICES} --steps 40 --iterations 2 --patch history=0",
-          "2, half history": f"{CHOICES} --steps 40 --iterations 2 --patch history=0.5",
-          "2, reference kept": f"{CHOICES} --steps 40 --iterations 2 --patch reference=kept",
-          "2, reward kept": f"{CHOICES} --steps 40 --iterations 2 --patch refit=never"},
-    "6": {f"{name}{what}": f"--baseline {baseline} {critic} --scale none {row}" for what, row in (("", ""), (", 2 of 128", sized(2, 128)))
-          for name, baseline, critic in (("group", "group", ""), ("none", "none", ""), ("critic", "value", OWN),
-                                         ("group and critic", "group+value", OWN))},
+    "4": {"truth": f"{STEPS} 512", "truth, 10 % wrong": f"{STEPS} 512 --label_noise 0.1", "truth, 30 % wrong": f"{STEPS} 512 --label_noise 0.3",
+          **{f"{n} rollouts": f"{STEPS} 512 --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+          "16 rollouts of a quarter": f"{STEPS} 128 --labels rollouts --patch tries=16 --patch passes=4",
+          "4 rollouts, 10 % wrong": f"{STEPS} 512 --labels rollouts --patch tries=4 --label_noise 0.1"},
+    "5": {"1 iteration": f"{CHOICES} 1024", "1 iteration, twice the labels": f"{CHOICES} 2048",
+          "1 iteration, four times the labels": f"{CHOICES} 4096", "4 iterations": f"{CHOICES} 1024 --steps 20 --iterations 4",
+          **{name: f"{CHOICES} 1024 --steps 40 --iterations 2 {row}" for name, row in
+             (("2 iterations", ""), ("2, no history", "--patch history=0"), ("2, half history", "--patch history=0.5"),
+              ("2, reference kept", "--patch reference=kept"), ("2, reward kept", "--patch refit=never"))}},
+    "6": {f"{name}{what}": f"--baseline {baseline} --scale none --lam {lam} {NO_KL} {critic} {row}" for what, row in
+          (("", ""), (", 2 of 128", sized(2, 128))) for name, baseline, lam, critic in
+          (("group", "group", 1, ""), ("none", "none", 1, ""), ("critic", "value", 1, f"{OWN} {FAST}"),
+           ("group and critic", "group+value", 1, f"{OWN} {FAST}"), ("critic, lambda 0.95", "value", 0.95, f"{OWN} {FAST}"),
+           ("group and critic, lambda 0.95", "group+value", 0.95, f"{OWN} {FAST}"))},
     "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process",
                 "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none"},
-    "figure6": {"1 iteration": f"{CHOICES} --steps 90", "2 iterations": f"{CHOICES} --steps 45 --iterations 2",
-                "3 iterations": f"{CHOICES} --steps 30 --iterations 3"},
+    "figure6": {"1 iteration": f"{CHOICES} 1024 --steps 90", "1 iteration, three times the labels": f"{CHOICES} 3072 --steps 90",
+                "2 iterations": f"{CHOICES} 1024 --steps 45 --iterations 2",
+                "3 iterations": f"{CHOICES} 1024 --steps 30 --iterations 3"},
     "ladder": {"1 raw reward: all tokens of a completion count alike": "--algo reinforce",
                "2 critic: only what was better than expected counts": "--algo a2c",
-               "3 clip: a rollout serves several steps, none of them too far": "--algo ppo --beta 0",
+               "3 clip: no step takes the policy too far from the rollout's": "--algo ppo --beta 0",
                "4 reference: the policy stays near where it began": "--algo ppo",
                "5 group: the other completions are the baseline": "",
                "6 steps: a reward for each line of the working": "--supervision process"},
 }
+
+
+BASES = {"3": ("model, outcomes",), "3b": ("model, outcomes",), "5": ("2 iterations",),       # the first row of each is one, too
+         "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}
 
 
 def answer(question, seeds, out):
@@ -110,9 +119,9 @@ def summary(result):
     """Of one run: what the tables and the figures need."""
     curve = {name: [mean(part) for part in sixteenths(result["steps"][name])] for name in CURVES if name in result["steps"]}
     quality = result.get("quality") or {}
-    return {"area": runs.area(result), **{name: result["final"][name] for name in runs.MEASURED},
+    return {**{name: result["final"][name] for name in runs.MEASURED},
             "kl": result["kl"], "peak": result["peak"], "label tokens": result["label tokens"],
-            **{f"{name} {when}": quality[when][name] for when in quality for name in ("auc", "calibration")},
+            **{f"{name} {when}": quality[when].get(name) for when in quality for name in ("auc", "calibration")},
             "points": result["points"], "curve": curve,
             **{f"{name} {part}": mean(x) for name, own in curve.items() for part, x in
                (("early", own[:4]), ("late", own[-4:]), ("all", own))}}
@@ -141,12 +150,11 @@ def write(found, file):
 
 COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", "kl", ".2f", 1), ("tokens", "length late", ".0f", 1),
            ("GiB", "peak", ".2f", 2 ** 30))         # title, name in a summary, form, unit
-OWN = {"1": (("dead groups", "dead_groups all", ".0%", 1), ("explained variance, early", "explained_variance early", ".2f", 1),
+AUC = (("AUC, first policy", "auc start", ".2f", 1), ("AUC, its last policy", "auc end", ".2f", 1),
+       ("label tokens, million", "label tokens", ".2f", 1e6))
+OWN_COLUMNS = {"1": (("dead groups", "dead_groups all", ".0%", 1), ("explained variance, early", "explained_variance early", ".2f", 1),
              ("late", "explained_variance late", ".2f", 1)),
-       **dict.fromkeys(("3", "3b"), (("reward model right", "rm_accuracy all", ".0%", 1),)),
-       "4": (("AUC, first policy", "auc start", ".2f", 1), ("last", "auc end", ".2f", 1), ("calibration error", "calibration end", ".2f", 1),
-             ("million label tokens", "label tokens", ".2f", 1e6)),
-       "5": (("reward model right", "rm_accuracy all", ".0%", 1), ("label tokens, million", "label tokens", ".2f", 1e6)),
+       **dict.fromkeys(("3", "3b", "5", "figure6"), AUC), "4": (*AUC, ("calibration error", "calibration start", ".2f", 1)),
        "6": (("explained variance, early", "explained_variance early", ".2f", 1), ("late", "explained_variance late", ".2f", 1))}
 SHARES = (0.8, 0.9)         # of the best row's pass@1 at the end: what it takes to come there
 
@@ -163,35 +171,44 @@ def reached(row, level, x, form):
     return "never" if middle == math.inf else f"{middle / (1e3 if x == 'tokens' else 1):{form}}"
 
 
-def apart(row, first, key):
-    """The mean difference to another row, seed by seed, in points, with its interval; in bold where it has the
-    same sign in every seed and the interval leaves 0 out."""
-    x = [100 * (run[key] - first[seed][key]) for seed, run in row.items()]
+def apart(row, base, of):
+    """The mean difference to another row, seed by seed, in points, with its interval; in bold where that leaves
+    0 out."""
+    x = [100 * (of(run) - of(base[seed])) for seed, run in row.items()]
     if len(x) == 1:
         return f"{x[0]:+.1f}"
     low, high = runs.interval(x)
     text = f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})"
-    return f"**{text}**" if low * high > 0 and min(x) * max(x) > 0 else text
+    return f"**{text}**" if low * high > 0 else text
+
+
+def last(run):
+    """pass@1 at the end."""
+    return run["pass@1"]
 
 
 def lines(question, found):
-    """A question's table: pass@1 at the end and its mean over the tokens sampled; the difference of each to the
-    first row; what it takes to come to two levels; and what is of this question alone."""
-    columns, levels = (*COLUMNS, *OWN.get(question, ())), [share * best(found) for share in SHARES]
-    names = ["pass@1", "to the first", "area", "to the first", *(f"{x} to {' / '.join(f'{n:.0%}' for n in levels)}" for x in
+    """A question's table: pass@1 at the end and its mean over the steps; the difference of each to the base above
+    it; what it takes to come to two levels; and what is of this question alone."""
+    columns, levels = (*COLUMNS, *OWN_COLUMNS.get(question, ())), [share * best(found) for share in SHARES]
+    names = ["pass@1", "difference", "area", "difference", *(f"{x} to {' / '.join(f'{n:.0%}' for n in levels)}" for x in
              ("steps", "thousand tokens", "seconds")), *(title for title, *_ in columns)]
     yield f"| | {' | '.join(names)} |"
     yield "|---" * (1 + len(names)) + "|"
-    first = next(iter(found["rows"].values()))
+    bases = {next(iter(QUESTIONS[question])), *BASES.get(question, ())}
+    base = first = found["rows"][next(iter(QUESTIONS[question]))]
     yield f"| before RL | {runs.spread([run['points'][0]['pass@1'] for run in first.values()])} |{' |' * (len(names) - 1)}"
     for name, row in found["rows"].items():
-        cells = [runs.spread([run["pass@1"] for run in row.values()]), "" if row is first else apart(row, first, "pass@1"),
-                 f"{statistics.median(run['area'] for run in row.values()):.1%}", "" if row is first else apart(row, first, "area")]
+        cells = [runs.spread([last(run) for run in row.values()]), "" if row is first else apart(row, base, last),
+                 f"{statistics.median(runs.area(run) for run in row.values()):.1%}", "" if row is first else apart(row, base, runs.area)]
         cells += [" / ".join(reached(row, level, x, ".0f") for level in levels) for x in ("step", "tokens", "seconds")]
         for _, key, form, unit in columns:
             x = [run[key] for run in row.values() if run.get(key) is not None]
             cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
-        yield f"| {name} | {' | '.join(cells)} |"
+        if name in bases:
+            base = row
+        marked = f"{name} (base)" if name in bases and len(bases) < len(found["rows"]) else name
+        yield f"| {marked} | {' | '.join(cells)} |"
 
 
 # ------------------------------------------------------------------------------------- the figures
@@ -260,13 +277,13 @@ def among(names, *patterns):
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-SIZES = ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic")
+SIZES = ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic", "PPO, fast critic")
 KL = "KL of a completion to the start, nats"
-LEARNED = ("1 iteration", "2 iterations", "4 iterations")
+LEARNED = ("1 iteration", "4 iterations", "2 iterations")
 PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
-    "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc end", "AUC on the last policy"), (ranges, None)),
+    "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     "5": ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None)),
     "6": ((curves, None), (ranges, None)),
     "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure5", "figure6"), ((curves, None), (ranges, None))),

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -82,27 +83,62 @@ def patch_refit(value):
     grpo.begin_iteration = first_only
 
 
-PATCHES = {"tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit}
+def patch_passes(value):
+    """How often a reward model sees its labelled rows."""
+    fit = reward.fit
+
+    def repeated(reward_model, data, *more):
+        fit(reward_model, {name: torch.cat([x] * int(value)) for name, x in data.items()}, *more)
+    reward.fit = repeated
 
 
-class Labelling:
-    """Counts the tokens that are sampled for a reward model's labels."""
+def patch_critic_lr(value):
+    """The rate of the critic, in rates of the policy."""
+    make = start.new_agent
+
+    def with_own_rate(*given):
+        agent = make(*given)
+        group, own = agent.opt.param_groups[0], {id(p) for p in agent.critic.parameters()}
+        whole = group["params"]
+        group["params"] = [p for p in whole if id(p) not in own]
+        agent.opt.add_param_group({"params": [p for p in whole if id(p) in own], "lr": group["lr"] * float(value)})
+        return agent
+    start.new_agent = with_own_rate
+
+
+PATCHES = {"tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
+           "passes": patch_passes, "critic_lr": patch_critic_lr}
+
+
+class Watch:
+    """What the metrics of a run do not tell: of each iteration the tokens and the seconds that its reward model
+    takes, and of each step how much the critic knows, on the same measure whatever lambda it learns by."""
 
     def __init__(self):
-        self.tokens, self.on = 0, False
-        begin, sample = grpo.begin_iteration, grpo.sample
+        self.fits, self.tokens, self.known = [], 0, []
+        self.begin, self.sample, self.advantages = grpo.begin_iteration, grpo.sample, grpo.advantages
+        grpo.begin_iteration, grpo.sample, grpo.advantages = self.timed_begin, self.counted_sample, self.measured_advantages
 
-        def counted_begin(*given):
-            self.on = True
-            found = begin(*given)
-            self.on = False
-            return found
+    def timed_begin(self, *given):
+        """`begin_iteration`, timed."""
+        began, self.tokens = time.perf_counter(), 0
+        found = self.begin(*given)
+        self.fits.append((self.tokens, time.perf_counter() - began))
+        return found
 
-        def counted_sample(*given):
-            batch = sample(*given)
-            self.tokens += int(batch.mask.sum()) * self.on
-            return batch
-        grpo.begin_iteration, grpo.sample = counted_begin, counted_sample
+    def counted_sample(self, *given):
+        """`sample`, its tokens counted."""
+        batch = self.sample(*given)
+        self.tokens += int(batch.mask.sum())
+        return batch
+
+    def measured_advantages(self, score, ends, mask, penalty, value, cfg):
+        """`advantages`; of the variance of what is still to come, the share that the critic explains."""
+        if value is not None:
+            to_come = self.advantages(score, ends, mask, penalty, value, dataclasses.replace(cfg, lam=1.0))[1]
+            own = to_come[mask].var().item()
+            self.known.append(1 - (to_come - value)[mask].var().item() / own if own > 1e-8 else None)
+        return self.advantages(score, ends, mask, penalty, value, cfg)
 
 
 def completions(agent, policy, problems, purpose):
@@ -119,20 +155,25 @@ def kl_to(agent, before, problems):
     return {"kl of a token": (gap.sum() / batch.mask.sum()).item(), "kl": gap.sum(1).mean().item()}
 
 
-def step_quality(agent, policy, problems):
-    """How well the reward model tells true steps of working from false ones in completions of a policy: the
-    area under the ROC curve, and the expected calibration error of its probability, in 10 bins."""
+def quality(agent, policy, problems):
+    """How well the reward model tells true steps of working from false ones in completions of a policy, or right
+    completions from wrong ones: the area under the ROC curve, and of the probability of a step the expected
+    calibration error in 10 bins. A guess is no step of working."""
     batch = completions(agent, policy, problems, "quality")
     truth, ends = reward.of_steps(agent.task, batch, agent.cfg, agent.encoding)
-    working = torch.tensor([text.startswith("\n") for text in batch.texts])[:, None]
-    score = reward.scores(agent.reward_model, batch.ids, batch.mask, agent.cfg)
-    score, truth = score[ends & working].double(), truth[ends & working] > 0.5
+    if agent.cfg.supervision == "process":
+        ends = ends & torch.tensor([text.startswith("\n") for text in batch.texts])[:, None]
+    score = reward.scores(agent.reward_model, batch.ids, batch.mask, agent.cfg)[ends].double()
+    truth = truth[ends] > 0.5
     rank = score.argsort().argsort().double()
-    good, bad = truth.sum(), (~truth).sum()
-    auc = (rank[truth].sum() - good * (good - 1) / 2) / (good * bad) if good and bad else torch.tensor(float("nan"))
-    p, gap = score.sigmoid(), torch.zeros(10, dtype=torch.float64)
-    gap.index_add_(0, (p * 10).long().clamp(max=9), p - truth.double())
-    return {"auc": auc.item(), "calibration": (gap.abs().sum() / len(p)).item(), "true": truth.double().mean().item(), "steps": len(p)}
+    good, bad = truth.sum().item(), (~truth).sum().item()
+    auc = (rank[truth].sum().item() - good * (good - 1) / 2) / (good * bad) if good and bad else None
+    found = {"auc": auc, "true": good / (good + bad), "steps": good + bad}
+    if agent.cfg.supervision == "process":
+        p, gap = score.sigmoid(), torch.zeros(10, dtype=torch.float64)
+        gap.index_add_(0, (p * 10).long().clamp(max=9), p - truth.double())
+        found["calibration"] = (gap.abs().sum() / len(p)).item()
+    return found
 
 
 def peak():
@@ -145,35 +186,48 @@ def child(flags):
     held-out problems."""
     machine.prepare()
     cfg, patches = read(flags)
-    labelling = Labelling()
+    watch = Watch()
     for patch in patches:
         name, value = patch.split("=")
         PATCHES[name](value)
     agent = grpo.train(cfg)
-    result = {"flags": flags, "peak": peak(), "label tokens": labelling.tokens, "sources": sources(cfg)}
+    result = {"flags": flags, "peak": peak(), "label tokens": sum(tokens for tokens, _ in watch.fits), "sources": sources()}
     metrics = [json.loads(line) for line in (cfg.folder / "metrics.jsonl").read_text().splitlines()]
-    rows, tokens, seconds, points = cfg.prompts * cfg.group, 0.0, 0.0, []
-    for m in metrics:
-        tokens, seconds = tokens + m.get("length", 0) * rows, seconds + m.get("seconds", 0)
-        if "pass@1" in m:
-            points.append({"step": m["step"], "tokens": tokens, "seconds": round(seconds, 2), "pass@1": m["pass@1"]})
-    result |= {"points": points, "steps": {name: [m.get(name) for m in metrics[1:]] for name in CURVES
-                                           if any(name in m for m in metrics)}}
+    result |= {"points": points_of(metrics, watch.fits, cfg),
+               "steps": {name: [m.get(name) for m in metrics[1:]] for name in CURVES if any(name in m for m in metrics)}}
+    if watch.known:
+        result["steps"]["explained_variance"] = watch.known
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)
     held_out = start.problems_of(agent.cfg, agent.task)[1]
     before = start.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
     result |= {"final": grpo.evaluate(agent, held_out), **kl_to(agent, before, held_out)}
-    if agent.reward_model is not None and cfg.supervision == "process":
-        result["quality"] = {when: step_quality(agent, gpt, held_out) for when, gpt in (("start", before), ("end", agent.policy))}
+    if agent.reward_model is not None:
+        result["quality"] = {when: quality(agent, gpt, held_out) for when, gpt in (("start", before), ("end", agent.policy))}
     (cfg.folder / "result.json").write_text(json.dumps(result))
     for large in ("checkpoint.safetensors", "report.html"):
         (cfg.folder / large).unlink(missing_ok=True)
 
 
-def sources(cfg):
-    """A name for the code that a run was made by."""
+def points_of(metrics, fits, cfg):
+    """Of each evaluation the step, pass@1, and the tokens and seconds until there. Those of a reward model count
+    where its iteration begins: before a first step, pass@1 stands still for them."""
+    tokens, seconds, points, fits = 0.0, 0.0, [], iter(fits)
+    for m in metrics:
+        if m["step"] and (m["step"] - 1) % cfg.steps == 0:
+            more = next(fits)
+            tokens, seconds = tokens + more[0], seconds + more[1]
+            if more[0] and points[-1]["step"] == m["step"] - 1:
+                points.append(points[-1] | {"tokens": tokens, "seconds": round(seconds, 2)})
+        tokens, seconds = tokens + m.get("length", 0) * cfg.prompts * cfg.group, seconds + m.get("seconds", 0)
+        if "pass@1" in m:
+            points.append({"step": m["step"], "tokens": tokens, "seconds": round(seconds, 2), "pass@1": m["pass@1"]})
+    return points
+
+
+def sources():
+    """A name for the code that a run is made by."""
     files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")), *sorted((ROOT / "data").glob("*.py")),
-             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "development.py"]
+             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "development.py", Path(__file__)]
     return name_of([path.read_text() for path in files])
 
 # ------------------------------------------------------------------------------------ from the parent
@@ -191,11 +245,19 @@ def start_child(flags, folder):
         raise RuntimeError(f"failed, see {folder / 'log'}")
 
 
+def made(folder):
+    """The result in a folder, if there is one of the code as it is."""
+    file = folder / "result.json"
+    found = json.loads(file.read_text()) if file.exists() else None
+    return found if found and found["sources"] == sources() else None
+
+
 def warm_folder(cfg, flags, out):
     """The folder of the warm start of a run, made if it is not there."""
     folder = out / f"warm-{name_of({name: getattr(cfg, name) for name in start.WARM})}-{cfg.seed}"
     with LOCKS[folder]:
-        if not (folder / "result.json").exists():
+        if not made(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             start_child([*flags, "--steps", "0", "--iterations", "1", "--reward", "rule"], folder)
     return folder
 
@@ -207,12 +269,12 @@ def run(flags, seed, out):
     settings = {name: x for name, x in vars(cfg).items() if name not in ("seed", "out")}
     folder = out / f"{name_of([settings, patches])}-{seed}"
     with LOCKS[folder]:
-        if not (folder / "result.json").exists():
+        if not made(folder):
             warm = warm_folder(cfg, flags, out)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(warm / "warm_start", folder / "warm_start")
             start_child(flags, folder)
-    return json.loads((folder / "result.json").read_text())
+        return made(folder)
 
 
 def run_all(jobs, out):
@@ -224,17 +286,17 @@ def run_all(jobs, out):
         except (RuntimeError, grpo.data.Fault) as e:
             print(f"{' '.join(job[0])}, seed {job[1]}: {e}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = []
+        results = []
         for result in pool.map(one, jobs):
-            made.append(result)
-            print(f"{len(made)} of {len(jobs)} runs", flush=True)
-    return made
+            results.append(result)
+            print(f"{len(results)} of {len(jobs)} runs", flush=True)
+    return results
 
 # ----------------------------------------------------------------------------------- what came of it
 
-def area(result, x="tokens"):
-    """The mean of pass@1 over the tokens that were sampled, by trapezoids."""
-    at, y = ([point[name] for point in result["points"]] for name in (x, "pass@1"))
+def area(result):
+    """The mean of pass@1 over the steps of a run, by trapezoids."""
+    at, y = ([point[name] for point in result["points"]] for name in ("step", "pass@1"))
     return float(np.trapezoid(y, at) / (at[-1] - at[0]))
 
 
@@ -250,12 +312,14 @@ def until(result, level, x):
     return None
 
 
-def interval(differences, times=10_000):
-    """The 95 % interval of the mean of paired differences, by bootstrap. Of five it is narrow: what differs
-    has the same sign in all of them, too."""
-    x = np.asarray(differences)
-    drawn = np.random.default_rng(0).integers(len(x), size=(times, len(x)))
-    return tuple(float(q) for q in np.quantile(x[drawn].mean(1), (0.025, 0.975)))
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}         # quantiles of Student's t, 97.5 %, of n numbers
+
+
+def interval(differences):
+    """The 95 % interval of the mean of paired differences, Student's: a bootstrap of five is too narrow."""
+    n, middle = len(differences), statistics.mean(differences)
+    half = STUDENT[n] * statistics.stdev(differences) / n ** 0.5
+    return middle - half, middle + half
 
 
 def spread(numbers, form=".1%"):

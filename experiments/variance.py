@@ -4,11 +4,11 @@
     python experiments/variance.py end out/questions/RUN [--readme]
 
 The policy is that of a run; its result has the name that is given first. A critic of its own is fitted to it
-for every baseline that has one, on rollouts
-that are then forgotten, until it explains no more of fresh ones. Then many rollouts are drawn, and each gives
-a gradient under every baseline, without a clip or a KL. Noise is the mean squared distance of a gradient from
-their mean, over the squared length of what their mean has of the true direction, that of leave-one-out, which
-has no bias; the cosine of the two is what a bias would lower.
+for every baseline that has one, on rollouts that are then forgotten, until it explains no more of fresh ones.
+Then many rollouts are drawn, and each gives a gradient under every baseline, without a clip or a KL. Noise is
+the mean squared distance of a gradient from their mean, over the squared length of what their mean has of the
+true direction, that of leave-one-out, which has no bias; the cosine of the two is what a bias would lower.
+Products of two means are of different halves of the rollouts, so that noise adds nothing to them.
 """
 import argparse
 import copy
@@ -128,15 +128,17 @@ def main():
             adv, _ = credit(agent, batch, its, fitted.get(its.baseline, (0, None))[1])
             gradients[name].append(gradient(agent, batch, adv, its))
             squares[name].append(adv[batch.mask].square().mean().item())
-    means = {name: torch.stack(found).mean(0) for name, found in gradients.items()}
-    noises = {name: (torch.stack(found) - means[name]).square().sum().item() / (len(found) - 1) for name, found in gradients.items()}
-    true = means["leave-one-out"]
-    signal = true.square().sum().item() - noises["leave-one-out"] / args.rollouts
+    halves = {name: [torch.stack(made[n::2]).double().mean(0) for n in range(2)] for name, made in gradients.items()}
+    true = halves["leave-one-out"]
+
+    def product(a, b):
+        """Of the means of two baselines, without what their noise has in common."""
+        return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
     found = {"explained": {name: share for name, (share, _) in fitted.items()}, "rollouts": args.rollouts, "rows": {}}
-    for name, noise in noises.items():
-        size = (means[name] @ true / true.square().sum()).item()
-        found["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise / size ** 2 / signal,
-                               "cosine": torch.cosine_similarity(means[name], true, dim=0).item()}
+    for name, own in halves.items():
+        noise, along = torch.stack(gradients[name]).var(0).sum().item(), product(own, true)
+        found["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise * product(true, true) / along ** 2,
+                               "cosine": along / (product(own, own) * product(true, true)) ** 0.5}
     file = HERE / "answers" / "variance.json" if args.readme else args.run.parent / "variance.json"
     file.parent.mkdir(exist_ok=True)
     known = json.loads(file.read_text())["policies"] if file.exists() else {}

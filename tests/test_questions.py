@@ -1,5 +1,6 @@
 """The studies of experiments/questions.py: their rows, what they measure, and what they change."""
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -32,7 +33,8 @@ TINY = ("--task experiments/slips.py --difficulty 1 --n_embd 32 --n_head 4 --n_l
 def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
-    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo.shard, "take")):
+    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (grpo.shard, "take"),
+                         (reward, "fit"), (grpo.start, "new_agent")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
 
@@ -59,7 +61,7 @@ def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkey
         """Writes what `run` waits for."""
         made.append(folder.name)
         (folder / "warm_start").mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").write_text(json.dumps(made))
+        (folder / "result.json").write_text(json.dumps({"made": made, "sources": runs.sources()}))
     monkeypatch.setattr(runs, "start_child", child)
     for flags in (["--beta", "0.04"], ["--algo", "grpo"], ["--beta", "0.1"], ["--beta", "0.04", "--patch", "tries=2"]):
         runs.run([*TINY, *flags], 1, tmp_path)
@@ -67,7 +69,10 @@ def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkey
     runs.run(TINY, 2, tmp_path)
     assert len(made) == 6
     monkeypatch.setattr(runs, "start_child", lambda *_: pytest.fail("it is there"))
-    assert runs.run_all([(TINY, 2), (TINY, 1)], tmp_path) == [made, made[:2]]
+    assert [found["made"] for found in runs.run_all([(TINY, 2), (TINY, 1)], tmp_path)] == [made, made[:2]]
+    with pytest.raises(pytest.fail.Exception, match="it is there"):
+        monkeypatch.setattr(runs, "sources", lambda: "other code")          # what that made is made anew
+        runs.run(TINY, 2, tmp_path)
 
 
 def test_a_run_that_fails_is_left_out(tmp_path, monkeypatch, capsys):
@@ -82,14 +87,15 @@ def test_what_a_run_measures(tmp_path):
     runs.child([*TINY, "--reward", "model", "--supervision", "process", "--fit_prompts", "10", "--labels", "rollouts", "--patch", "tries=2",
                 "--out", str(tmp_path)])
     found = json.loads((tmp_path / "result.json").read_text())
-    assert [p["step"] for p in found["points"]] == [0, 1, 2] and len(found["steps"]["length"]) == 2
-    tokens = [p["tokens"] for p in found["points"]]
-    assert tokens[0] == 0 and tokens[2] == pytest.approx(8 * sum(found["steps"]["length"]))
+    assert [p["step"] for p in found["points"]] == [0, 0, 1, 2] and len(found["steps"]["length"]) == 2
+    tokens, seconds = ([p[x] for p in found["points"]] for x in ("tokens", "seconds"))
+    assert tokens[:2] == [0, found["label tokens"]] and tokens[3] == pytest.approx(tokens[1] + 8 * sum(found["steps"]["length"]))
+    assert 0 == seconds[0] < seconds[1] < seconds[2] < seconds[3]
     assert found["label tokens"] > 0 and found["peak"] > 1e8 and "--patch" in found["flags"]
     assert {*runs.MEASURED} < {*found["final"]} and found["quality"].keys() == {"start", "end"}
     assert abs(found["kl"]) < 1 and not (tmp_path / "checkpoint.safetensors").exists()
     row = questions.summary(found)
-    assert row["area"] == runs.area(found) and row["calibration end"] == found["quality"]["end"]["calibration"] and row["points"] == found["points"]
+    assert runs.area(row) == runs.area(found) and row["calibration end"] == found["quality"]["end"]["calibration"] and row["points"] == found["points"]
     assert row["length early"] is None and row["length late"] == pytest.approx(found["steps"]["length"][1], rel=1e-3)
     assert row["rm_accuracy all"] == pytest.approx(found["steps"]["rm_accuracy"][0], rel=1e-3)
 
@@ -124,8 +130,7 @@ def points(*levels):
 
 def test_areas_and_how_far_a_level_is():
     run = points(0.2, 0.4, 0.4, 0.8)
-    assert runs.area(run, "step") == pytest.approx((0.3 + 0.4 + 0.6) / 3)
-    assert runs.area(run) == pytest.approx((100 * 0.3 + 300 * 0.4 + 500 * 0.6) / 900)
+    assert runs.area(run) == pytest.approx((0.3 + 0.4 + 0.6) / 3)
     assert runs.until(run, 0.3, "step") == pytest.approx(5) and runs.until(run, 0.7, "tokens") == pytest.approx(400 + 0.75 * 500)
     assert runs.until(run, 0.1, "step") == 0 and runs.until(run, 0.9, "step") is None
 
@@ -139,8 +144,9 @@ def result_of(*levels):
 
 def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
     """A row that failed is left out; differences are those of the same seeds."""
-    ends = {"": (0.8, 0.6), "--algo ppo": (0.9, 0.8), "--algo a2c": None}
-    monkeypatch.setitem(questions.QUESTIONS, "1", {"16 of 16": "", "PPO": "--algo ppo", "critic": "--algo a2c"})
+    ends = {"": (0.8, 0.6), "--algo ppo": (0.9, 0.81), "--algo a2c": None, "--algo rloo": (0.8, 0.7)}
+    monkeypatch.setitem(questions.QUESTIONS, "1", {"16 of 16": "", "PPO": "--algo ppo", "critic": "--algo a2c", "RLOO": "--algo rloo"})
+    monkeypatch.setitem(questions.BASES, "1", ("PPO",))
 
     def made(jobs, out):
         """The end of a run by its flags and its seed."""
@@ -148,31 +154,32 @@ def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
         return [found and result_of(0.2, found[seed - 1]) for found, seed in rows]
     monkeypatch.setattr(runs, "run_all", made)
     found = questions.answer("1", (1, 2), tmp_path)
-    assert [*found["rows"]] == ["16 of 16", "PPO"] and found["flags"]["critic"] == "--algo a2c"
-    head, rule, before, first, second = questions.lines("1", found)
-    assert head.count("|") == rule.count("|") == before.count("|") == first.count("|") == second.count("|")
+    assert [*found["rows"]] == ["16 of 16", "PPO", "RLOO"] and found["flags"]["critic"] == "--algo a2c"
+    head, rule, before, first, second, third = questions.lines("1", found)
+    assert head.count("|") == rule.count("|") == before.count("|") == first.count("|") == second.count("|") == third.count("|")
     assert before.startswith("| before RL | 20.0% (20.0% to 20.0%) | |")
     assert "| steps to 68% / 77% |" in head                 # 80 % and 90 % of 85 %
-    assert first.startswith("| 16 of 16 | 70.0% (60.0% to 80.0%) |  | 45.0% |  | never / never | never / never |")
-    assert second.startswith("| PPO | 85.0% (80.0% to 90.0%) | **+15.0 (+10.0 to +20.0)** | 52.5% | **+7.5 (+5.0 to +10.0)** | 7 / 9 |")
+    assert first.startswith("| 16 of 16 (base) | 70.0% (60.0% to 80.0%) |  | 45.0% |  | never / never | never / never |")
+    assert second.startswith("| PPO (base) | 85.5% (81.0% to 90.0%) | +15.5 (-54.4 to +85.4) | 52.8% | +7.8 (-27.2 to +42.7) | 7 / 9 |")
+    assert third.startswith("| RLOO | 75.0% (70.0% to 80.0%) | **-10.5 (-16.9 to -4.1)** |")       # to PPO
     assert second.endswith("| 1.50 | 60 | 1.00 |  | -0.10 | 0.50 |")
     questions.write(found, tmp_path / "1.json")
     assert json.loads((tmp_path / "1.json").read_text()) == found
     assert [len(x) for x in questions.sixteenths(list(range(40)))] == [2, 3] * 8 and questions.mean([1, None, 2.00001]) == 1.5
 
 
-def test_a_difference_is_bold_where_all_seeds_agree():
-    first = {"1": {"x": 0.0}, "2": {"x": 0.0}, "3": {"x": 0.0}}
-    for ends, bold in (((0.1, 0.2, 0.3), True), ((-0.1, -0.2, -0.1), True), ((0.5, 0.5, -0.001), False), ((0.1, 0.2, 0.0), False)):
-        row = {seed: {"x": x} for seed, x in zip(first, ends)}
-        assert questions.apart(row, first, "x").startswith("**") == bold
-    assert questions.apart({"2": {"x": 0.1}}, first, "x") == "+10.0"       # of one there is no interval
+def test_a_difference_is_bold_where_its_interval_leaves_0_out():
+    base = {"1": {"pass@1": 0.0}, "2": {"pass@1": 0.0}, "3": {"pass@1": 0.0}}
+    for ends, bold in (((0.1, 0.12, 0.14), True), ((-0.1, -0.11, -0.1), True), ((0.1, 0.2, 0.4), False), ((0.1, 0.1, -0.1), False)):
+        row = {seed: {"pass@1": x} for seed, x in zip(base, ends)}
+        assert questions.apart(row, base, questions.last).startswith("**") == bold
+    assert questions.apart({"2": {"pass@1": 0.1}}, base, questions.last) == "+10.0"        # of one there is no interval
 
 
 @pytest.mark.parametrize("question", questions.QUESTIONS)
 def test_each_question_has_a_figure(question, tmp_path):
     pytest.importorskip("matplotlib")
-    run = questions.summary(result_of(0.2, 0.5) | {"quality": {"end": {"auc": 0.7, "calibration": 0.1}}})
+    run = questions.summary(result_of(0.2, 0.5) | {"quality": {"start": {"auc": 0.7, "calibration": 0.1}}})
     found = {"rows": {name: {"1": run, "2": run} for name in questions.QUESTIONS[question]}}
     questions.draw(question, found, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 5000
@@ -181,8 +188,8 @@ def test_each_question_has_a_figure(question, tmp_path):
 
 
 def test_the_interval_of_paired_differences():
-    low, high = runs.interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert 1.4 <= low <= 2.0 and 4.0 <= high <= 4.6 and runs.interval([2.0] * 5) == (2.0, 2.0)
+    assert runs.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.0368, 4.9632), abs=1e-3)       # scipy.stats.t.interval
+    assert runs.interval([2.0] * 5) == (2.0, 2.0)
 
 
 def test_patches_change_what_they_say(monkeypatch):
@@ -202,6 +209,47 @@ def test_patches_change_what_they_say(monkeypatch):
     runs.patch_reference("kept")
     grpo.begin_iteration(agent, [], 2)
     assert len(asked) == 3
+    monkeypatch.setattr(reward, "fit", lambda reward_model, data, K: asked.append((data["ids"].tolist(), K)))
+    runs.patch_passes("3")
+    reward.fit(None, {"ids": torch.tensor([[1], [2]])}, 1)
+    assert asked[3] == ([[1], [2]] * 3, 1)
+
+
+@pytest.mark.parametrize("critic", ("shared", "separate"))
+def test_a_critic_can_learn_at_a_rate_of_its_own(critic, tmp_path):
+    cfg, patches = runs.read([*TINY, "--algo", "ppo", "--critic", critic, "--lr", "0.001", "--patch", "critic_lr=10"])
+    runs.patch_critic_lr("10")
+    task = data.load_task(cfg.task)
+    cfg, encoding, policy, *_ = grpo.start.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
+    agent = grpo.start.new_agent(cfg, task, encoding, policy)
+    ours, own = agent.opt.param_groups
+    assert ours["lr"] == 0.001 and own["lr"] == 0.01 and own["betas"] == ours["betas"]
+    assert [id(p) for p in ours["params"]] == [id(p) for p in policy.parameters() if p.requires_grad]
+    assert [id(p) for p in own["params"]] == [id(p) for p in agent.critic.parameters() if p.requires_grad]
+
+
+def test_what_a_critic_explains_is_measured_against_the_returns_themselves():
+    """By hand: two rows of three tokens, the reward at their ends."""
+    mask, value = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[0.5, 0.6, 0.7], [0.5, 0.4, 0.1]])
+    score = torch.tensor([[0.0, 0, 1], [0, 0, 0]])
+    watch = runs.Watch()
+    cfg = grpo.make_config(algo="ppo", lam=0.5, group=2, scale="none")
+    given = score, score.new_tensor([[0, 0, 1], [0, 0, 1]]).bool(), mask, torch.zeros(2, 3), value, cfg
+    assert all(torch.equal(a, b) for a, b in zip(grpo.advantages(*given), watch.advantages(*given)))
+    to_come = [1, 1, 1, 0, 0, 0]
+    left = statistics.variance(a - b for a, b in zip(to_come, value.flatten().tolist()))
+    assert watch.known == [pytest.approx(1 - left / statistics.variance(to_come), rel=1e-4)]
+    watch.measured_advantages(score * 0, *given[1:])
+    assert watch.known[1] is None           # there is nothing to explain
+
+
+def test_what_a_reward_model_costs_is_counted_where_it_is_fitted():
+    cfg = grpo.make_config(steps=2, iterations=2, prompts=1, group=2)
+    metrics = [{"step": 0, "pass@1": 0.1}, *({"step": n, "length": 5.0, "seconds": 1.0} for n in (1, 2, 3, 4))]
+    metrics[2]["pass@1"], metrics[4]["pass@1"] = 0.2, 0.3
+    found = [tuple(p.values()) for p in runs.points_of(metrics, [(100, 3.0), (50, 2.0)], cfg)]
+    assert found == [(0, 0.0, 0.0, 0.1), (0, 100.0, 3.0, 0.1), (2, 120.0, 5.0, 0.2), (2, 170.0, 7.0, 0.2), (4, 190.0, 9.0, 0.3)]
+    assert len(runs.points_of(metrics, [(0, 0.0), (0, 0.0)], cfg)) == 3
 
 
 def test_the_quality_of_a_reward_of_steps(monkeypatch):
@@ -213,11 +261,16 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
     monkeypatch.setattr(runs, "completions", lambda *_: batch)
     monkeypatch.setattr(reward, "of_steps", lambda *_: (truth, ends))
     monkeypatch.setattr(reward, "scores", lambda *_: score)
-    found = runs.step_quality(grpo.start.Agent(None, None, None, None), None, [])
+    found = runs.quality(grpo.start.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
     p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
     gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
     assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
     assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
+    of_outcomes = grpo.start.Agent(grpo.make_config(), None, None, None)
+    found = runs.quality(of_outcomes, None, [])         # the guess counts, too
+    assert found == {"auc": pytest.approx(5 / 8), "true": pytest.approx(4 / 6), "steps": 6}
+    truth.fill_(1)
+    assert runs.quality(of_outcomes, None, [])["auc"] is None
 
 
 def test_careless_people_slip():
@@ -274,7 +327,7 @@ def test_an_answer_says_what_was_measured(name):
     assert f"`python experiments/questions.py {' '.join(names)} --readme`" in text
     prose = "".join(line for line in text.splitlines() if not line.startswith("|"))
     assert not set(re.findall(NUMBER, prose)) - set(re.findall(NUMBER, "".join(table)))
-    assert {line.split(" | ")[0][2:] for line in table if line.startswith("| ")} >= {*questions.QUESTIONS[name]}      # none is left out
+    assert {line.split(" | ")[0][2:].removesuffix(" (base)") for line in table if line.startswith("| ")} >= {*questions.QUESTIONS[name]}      # none is left out
 
 
 def test_the_ladder_rises_from_the_critic_on():

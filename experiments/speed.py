@@ -226,18 +226,19 @@ def median(turns):
 
 
 def study(size, who, turns):
-    """All of `who`, in turn: medians, and each one's memory in a process of its own."""
+    """All of `who`, in turn: medians, and each one's memory in a process of its own, before this one takes any."""
+    peaks = {}
+    for name in who:
+        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"], "--arithmetic", SIZES["tiny"]["init"]]
+        peaks[name] = int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[-1])
+        print(f"{size}  {name}  {peaks[name] / 2 ** 30:.2f} GiB", flush=True)
     step = {name: (ours if name.startswith("ours") else with_trl)(size, name) for name in who}
     made = {name: [] for name in who}
     for n in range(1, turns + 1):
         for name in who:
             made[name].append(step[name](n))
             print(f"{size}  {name}  {made[name][-1]['seconds']:.2f} s  {made[name][-1]['tokens']} tokens", flush=True)
-    result = {name: median(found[1:]) for name, found in made.items()}
-    for name in who:
-        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"], "--arithmetic", SIZES["tiny"]["init"]]
-        result[name]["peak"] = int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[-1])
-    return result
+    return {name: median(found[1:]) | {"peak": peaks[name]} for name, found in made.items()}
 
 
 def rows(result):

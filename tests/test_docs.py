@@ -32,7 +32,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
-    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained"}        # of experiments/ and of torchrun
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who"}        # of experiments/ and of torchrun
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
@@ -174,11 +174,13 @@ def test_the_curves_of_overoptimization(results):
 def test_speeds_beside_trl(results):
     import speed
     found = results("speed")
-    assert all(row in MEASURED for row in speed.rows(found)) and set(found["sizes"]) >= {"arithmetic-512", "arithmetic-64"}
+    assert all(row in MEASURED for row in speed.rows(found)) and set(found["sizes"]) == {"arithmetic-512", "arithmetic-64", "smollm2"}
     for size, who in found["sizes"].items():
-        trl = min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
+        trl = min(who[name]["seconds"] for name in ("TRL", "TRL in parts") if name in who)
         assert who["ours"]["seconds"] < 0.5 * trl
         assert size != "arithmetic-512" or who["ours bfloat16"]["seconds"] < 0.4 * trl
+    small = found["sizes"]["smollm2"]
+    assert small["ours bfloat16"]["seconds"] / small["ours"]["seconds"] == pytest.approx(0.6, abs=0.05)
     ratios = [who["ours"]["seconds"] / min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
               for who in (found["sizes"]["arithmetic-512"], found["sizes"]["arithmetic-64"])]
     assert ratios == pytest.approx([1 / 5, 1 / 3], abs=0.02) and "a fifth to a third of TRL's time" in README

@@ -46,9 +46,11 @@ FAMILIES = {"GRPO": "", "G = 2": sized(2, 128), "G = 64": sized(64, 4), "2 of 16
             "steps": "--supervision process", "no std": "--scale none"}
 NO_KL = "--kl none"         # a KL of one weight would count more where rewards are smaller
 FAST = "--patch critic_lr=10"
-STEPS = f"--reward model --supervision process --scale none {NO_KL} --fit_prompts"
+STEPS = "--reward model --supervision process --scale none --fit_prompts"         # with the KL: without it all are farmed
 CHOICES = "--reward model --fit_prompts"
+PASSES = "--patch passes=4"
 KINDS = {"outcomes": "outcome", "steps": "process"}
+RULE_OR_MODEL = {"rule": "--scale none", "model": f"--reward model --scale none --fit_prompts 1024 {PASSES}"}
 
 
 def forms():
@@ -71,12 +73,15 @@ QUESTIONS = {
           "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
           "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward with std, k1, 0.2": "--kl reward --beta 0.2"},
-    **{number: {f"{reward}, {kind}": f"{more} --reward {reward} --supervision {KINDS[kind]} --scale none {NO_KL}" for reward in ("rule", "model")
-                for kind in ("outcomes", "steps")} for number, more in (("3", ""), ("3b", "--difficulty 3 --max_new 160 --warm_steps 2400"))},
-    "4": {"truth": f"{STEPS} 512", "truth, 10 % wrong": f"{STEPS} 512 --label_noise 0.1", "truth, 30 % wrong": f"{STEPS} 512 --label_noise 0.3",
-          **{f"{n} rollouts": f"{STEPS} 512 --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
-          "16 rollouts of a quarter": f"{STEPS} 128 --labels rollouts --patch tries=16 --patch passes=4",
-          "4 rollouts, 10 % wrong": f"{STEPS} 512 --labels rollouts --patch tries=4 --label_noise 0.1"},
+    "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {kl}" for end, kl in (("", ""), (", no KL", NO_KL))
+          for reward in RULE_OR_MODEL for kind in KINDS},
+    "3b": {f"{reward}, {kind}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} --difficulty 3 --max_new 160 --warm_steps 2400"
+           for reward in RULE_OR_MODEL for kind in KINDS},
+    "4": {name: f"{STEPS} {row}" for name, row in {
+          "truth": f"1024 {PASSES}", "truth, 10 % wrong": f"1024 {PASSES} --label_noise 0.1", "truth, 30 % wrong": f"1024 {PASSES} --label_noise 0.3",
+          **{f"{n} rollouts": f"1024 {PASSES} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+          "16 rollouts of a quarter": "256 --patch passes=16 --labels rollouts --patch tries=16",
+          "4 rollouts, 10 % wrong": f"1024 {PASSES} --labels rollouts --patch tries=4 --label_noise 0.1"}.items()},
     "5": {"1 iteration": f"{CHOICES} 1024", "1 iteration, twice the labels": f"{CHOICES} 2048",
           "1 iteration, four times the labels": f"{CHOICES} 4096", "4 iterations": f"{CHOICES} 1024 --steps 20 --iterations 4",
           **{name: f"{CHOICES} 1024 --steps 40 --iterations 2 {row}" for name, row in
@@ -88,7 +93,9 @@ QUESTIONS = {
            ("group and critic", "group+value", 1, f"{OWN} {FAST}"), ("critic, lambda 0.95", "value", 0.95, f"{OWN} {FAST}"),
            ("group and critic, lambda 0.95", "group+value", 0.95, f"{OWN} {FAST}"))},
     "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process",
-                "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none"},
+                "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none",
+                "GRPO, outcomes, all tokens alike": "--mean constant", "right answers alone, each alike": "--algo reinforce --mean sequence",
+                "right answers alone, KL": "--algo reinforce --kl loss"},
     "figure6": {"1 iteration": f"{CHOICES} 1024 --steps 90", "1 iteration, three times the labels": f"{CHOICES} 3072 --steps 90",
                 "2 iterations": f"{CHOICES} 1024 --steps 45 --iterations 2",
                 "3 iterations": f"{CHOICES} 1024 --steps 30 --iterations 3"},
@@ -101,7 +108,7 @@ QUESTIONS = {
 }
 
 
-BASES = {"3": ("model, outcomes",), "3b": ("model, outcomes",), "5": ("2 iterations",),       # the first row of each is one, too
+BASES = {"3": ("model, outcomes", "rule, outcomes, no KL", "model, outcomes, no KL"), "3b": ("model, outcomes",), "5": ("2 iterations",),       # the first row of each is one, too
          "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}
 
 

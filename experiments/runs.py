@@ -132,13 +132,13 @@ class Watch:
         self.tokens += int(batch.mask.sum())
         return batch
 
-    def measured_advantages(self, score, ends, mask, penalty, value, cfg):
+    def measured_advantages(self, rewards, ends, mask, penalty, value, cfg):
         """`advantages`; of the variance of what is still to come, the share that the critic explains."""
         if value is not None:
-            to_come = self.advantages(score, ends, mask, penalty, value, dataclasses.replace(cfg, lam=1.0))[1]
+            to_come = self.advantages(rewards, ends, mask, penalty, value, dataclasses.replace(cfg, lam=1.0))[1]
             own = to_come[mask].var().item()
             self.known.append(1 - (to_come - value)[mask].var().item() / own if own > 1e-8 else None)
-        return self.advantages(score, ends, mask, penalty, value, cfg)
+        return self.advantages(rewards, ends, mask, penalty, value, cfg)
 
 
 def completions(agent, policy, problems, purpose):
@@ -214,7 +214,7 @@ def points_of(metrics, fits, cfg):
     tokens, seconds, points, fits = 0.0, 0.0, [], iter(fits)
     for m in metrics:
         if m["step"] and (m["step"] - 1) % cfg.steps == 0:
-            more = next(fits)
+            more = next(fits, (0, 0.0))         # none where a reward model is kept
             tokens, seconds = tokens + more[0], seconds + more[1]
             if more[0] and points[-1]["step"] == m["step"] - 1:
                 points.append(points[-1] | {"tokens": tokens, "seconds": round(seconds, 2)})

@@ -250,6 +250,7 @@ def test_what_a_reward_model_costs_is_counted_where_it_is_fitted():
     found = [tuple(p.values()) for p in runs.points_of(metrics, [(100, 3.0), (50, 2.0)], cfg)]
     assert found == [(0, 0.0, 0.0, 0.1), (0, 100.0, 3.0, 0.1), (2, 120.0, 5.0, 0.2), (2, 170.0, 7.0, 0.2), (4, 190.0, 9.0, 0.3)]
     assert len(runs.points_of(metrics, [(0, 0.0), (0, 0.0)], cfg)) == 3
+    assert [p["tokens"] for p in runs.points_of(metrics, [(100, 3.0)], cfg)] == [0, 100, 120, 140]      # --patch refit=never
 
 
 def test_the_quality_of_a_reward_of_steps(monkeypatch):

@@ -100,6 +100,17 @@ def test_what_a_run_measures(tmp_path):
     assert row["rm_accuracy all"] == pytest.approx(found["steps"]["rm_accuracy"][0], rel=1e-3)
 
 
+@pytest.mark.parametrize("row, kept", (
+    ("--reward model --fit_prompts 10 --iterations 2 --patch refit=never", 3 + 1),
+    ("--reward model --fit_prompts 10 --iterations 2 --patch history=0.5 --patch reference=kept --patch passes=2", 3 + 2),
+    ("--algo ppo --critic separate --patch critic_lr=10", 3)))
+def test_a_run_with_patches_goes_through(row, kept, tmp_path):
+    runs.child([*TINY, *row.split(), "--steps", "1" if "iterations" in row else "2", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert len(found["points"]) == kept and ("explained_variance" in found["steps"]) == ("ppo" in row)
+    assert ("quality" in found) == ("model" in row)
+
+
 def test_a_run_before_and_after(tmp_path, monkeypatch):
     """What figure 7 and the study of the variance make of the folder of a run."""
     (tmp_path / "odd.py").write_text("from experiments.slips import DEFAULTS, answer, demonstration, problems\n"

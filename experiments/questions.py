@@ -95,7 +95,7 @@ QUESTIONS = {
     "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process",
                 "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none",
                 "GRPO, outcomes, all tokens alike": "--mean constant", "right answers alone, each alike": "--algo reinforce --mean sequence",
-                "right answers alone, KL": "--algo reinforce --kl loss", "right answers alone, clip": "--algo reinforce --clip 0.2"},
+                "right answers alone, KL": "--algo reinforce --kl loss", "right answers alone, clip": "--algo reinforce --clip_low 0.2 --clip_high 0.2"},
     "figure6": {"1 iteration": f"{CHOICES} 1024 --steps 90", "1 iteration, three times the labels": f"{CHOICES} 3072 --steps 90",
                 "2 iterations": f"{CHOICES} 1024 --steps 45 --iterations 2",
                 "3 iterations": f"{CHOICES} 1024 --steps 30 --iterations 3"},

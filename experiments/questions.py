@@ -293,7 +293,8 @@ PANELS = {          # of each question: (what draws, of which rows, more)
     "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     "5": ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None)),
     "6": ((curves, None), (ranges, None)),
-    "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure5", "figure6"), ((curves, None), (ranges, None))),
+    "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure6"), ((curves, None), (ranges, None))),
+    "figure5": ((curves, tuple(QUESTIONS["figure5"])[:4]), (ranges, None)),
     "ladder": ((curves, None),)}
 
 

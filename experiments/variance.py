@@ -96,6 +96,16 @@ def gradient(agent, batch, adv, cfg):
     return found
 
 
+def halves(gradients):
+    """The means of two halves of them."""
+    return [torch.stack(gradients[n::2]).double().mean(0) for n in range(2)]
+
+
+def product(a, b):
+    """Of the means of two baselines, each in halves, without what their noise has in common."""
+    return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
+
+
 def lines(result):
     """The table: for each policy the mean square of an advantage, the noise of a gradient, and its cosine."""
     policies = result["policies"]
@@ -128,14 +138,10 @@ def main():
             adv, _ = credit(agent, batch, its, fitted.get(its.baseline, (0, None))[1])
             gradients[name].append(gradient(agent, batch, adv, its))
             squares[name].append(adv[batch.mask].square().mean().item())
-    halves = {name: [torch.stack(made[n::2]).double().mean(0) for n in range(2)] for name, made in gradients.items()}
-    true = halves["leave-one-out"]
-
-    def product(a, b):
-        """Of the means of two baselines, without what their noise has in common."""
-        return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
+    means = {name: halves(made) for name, made in gradients.items()}
+    true = means["leave-one-out"]
     found = {"explained": {name: share for name, (share, _) in fitted.items()}, "rollouts": args.rollouts, "rows": {}}
-    for name, own in halves.items():
+    for name, own in means.items():
         noise, along = torch.stack(gradients[name]).var(0).sum().item(), product(own, true)
         found["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise * product(true, true) / along ** 2,
                                "cosine": along / (product(own, own) * product(true, true)) ** 0.5}

@@ -135,6 +135,15 @@ def test_a_run_before_and_after(tmp_path, monkeypatch):
     assert len(table) == 2 + len(variance.BASELINES) and len({line.count("|") for line in table}) == 1
 
 
+def test_noise_adds_nothing_to_a_product_of_means():
+    """Gradients that are nothing but noise, the same under two baselines."""
+    made = [*torch.randn(400, 50, generator=torch.Generator().manual_seed(0))]
+    of_all, of_halves = torch.stack(made).mean(0), variance.halves(made)
+    assert of_all @ of_all > 0.08 and abs(variance.product(of_halves, of_halves)) < 0.08
+    assert variance.product(variance.halves([torch.tensor([x]) for x in (1.0, 2.0, 3.0, 5.0)]),
+                            variance.halves([torch.tensor([x]) for x in (0.0, 1.0, 0.0, 3.0)])) == (2 * 2 + 3.5 * 0) / 2
+
+
 def points(*levels):
     return {"points": [{"step": 10 * i, "tokens": 100.0 * i * i, "seconds": 1.0 * i, "pass@1": x} for i, x in enumerate(levels)]}
 

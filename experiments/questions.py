@@ -46,7 +46,7 @@ FAMILIES = {"GRPO": "", "G = 2": sized(2, 128), "G = 64": sized(64, 4), "2 of 16
             "steps": "--supervision process", "no std": "--scale none"}
 NO_KL = "--kl none"         # a KL of one weight would count more where rewards are smaller
 FAST = "--patch critic_lr=10"
-STEPS = "--reward model --supervision process --scale none --fit_prompts"         # with the KL: without it all are farmed
+STEPS = "--reward model --supervision process --scale none --fit_prompts"         # with the KL: without it the policy farms them
 CHOICES = "--reward model --fit_prompts"
 PASSES = "--patch passes=4"
 KINDS = {"outcomes": "outcome", "steps": "process"}
@@ -95,7 +95,8 @@ QUESTIONS = {
     "figure5": {"GRPO, outcomes": "", "right answers alone": "--algo reinforce", "GRPO, steps": "--supervision process",
                 "right answers alone, but GRPO's loss": "--baseline none --scale none", "GRPO, outcomes, no KL": "--kl none",
                 "GRPO, outcomes, all tokens alike": "--mean constant", "right answers alone, each alike": "--algo reinforce --mean sequence",
-                "right answers alone, KL": "--algo reinforce --kl loss", "right answers alone, clip": "--algo reinforce --clip_low 0.2 --clip_high 0.2"},
+                "right answers alone, KL": "--algo reinforce --kl loss",
+                "right answers alone, clip": "--algo reinforce --clip_low 0.2 --clip_high 0.2"},
     "figure6": {"1 iteration": f"{CHOICES} 1024 --steps 90", "1 iteration, three times the labels": f"{CHOICES} 3072 --steps 90",
                 "2 iterations": f"{CHOICES} 1024 --steps 45 --iterations 2",
                 "3 iterations": f"{CHOICES} 1024 --steps 30 --iterations 3"},
@@ -108,8 +109,8 @@ QUESTIONS = {
 }
 
 
-BASES = {"3": ("model, outcomes", "rule, outcomes, no KL", "model, outcomes, no KL"), "3b": ("model, outcomes",), "5": ("2 iterations",),       # the first row of each is one, too
-         "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}
+BASES = {"3": ("model, outcomes", "rule, outcomes, no KL", "model, outcomes, no KL"), "3b": ("model, outcomes",),
+         "5": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
 
 
 def answer(question, seeds, out):
@@ -159,10 +160,10 @@ COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", 
            ("GiB", "peak", ".2f", 2 ** 30))         # title, name in a summary, form, unit
 AUC = (("AUC, first policy", "auc start", ".2f", 1), ("AUC, its last policy", "auc end", ".2f", 1),
        ("label tokens, million", "label tokens", ".2f", 1e6))
-OWN_COLUMNS = {"1": (("dead groups", "dead_groups all", ".0%", 1), ("explained variance, early", "explained_variance early", ".2f", 1),
-             ("late", "explained_variance late", ".2f", 1)),
-       **dict.fromkeys(("3", "3b", "5", "figure6"), AUC), "4": (*AUC, ("calibration error", "calibration start", ".2f", 1)),
-       "6": (("explained variance, early", "explained_variance early", ".2f", 1), ("late", "explained_variance late", ".2f", 1))}
+EXPLAINED = (("explained variance, early", "explained_variance early", ".2f", 1), ("late", "explained_variance late", ".2f", 1))
+OWN_COLUMNS = {"1": (("dead groups", "dead_groups all", ".0%", 1), *EXPLAINED), "6": EXPLAINED,
+               **dict.fromkeys(("3", "3b", "5", "figure6"), AUC),
+               "4": (*AUC, ("calibration error", "calibration start", ".2f", 1))}
 SHARES = (0.8, 0.9)         # of the best row's pass@1 at the end: what it takes to come there
 
 

@@ -48,6 +48,10 @@ def test_the_rows_of_a_question_can_run_and_differ(question):
         assert all(patch.split("=")[0] in runs.PATCHES for patch in patches)
 
 
+def test_what_rows_are_compared_with_is_there():
+    assert all(name in questions.QUESTIONS[question] for question, names in questions.BASES.items() for name in names)
+
+
 def test_group_sizes_have_the_same_number_of_completions():
     for name, row in questions.QUESTIONS["1"].items():
         cfg, _ = runs.read([*questions.SETTING, *row.split()])

@@ -5,7 +5,7 @@ runs that are missing, a table and a figure:
     python experiments/questions.py 2           # the KL in the loss or in the reward
     python experiments/questions.py 3 3b        # rewards of outcomes or of steps; with problems of three digits
     python experiments/questions.py 4           # how to train a reward model of steps
-    python experiments/questions.py 5           # does iterating help
+    python experiments/questions.py 5 5b        # does iterating help; with rewards of steps
     python experiments/questions.py 6           # group and critic together
     python experiments/questions.py figure5 figure6 ladder
 
@@ -46,11 +46,21 @@ FAMILIES = {"GRPO": "", "G = 2": sized(2, 128), "G = 64": sized(64, 4), "2 of 16
             "steps": "--supervision process", "no std": "--scale none"}
 NO_KL = "--kl none"         # a KL of one weight would count more where rewards are smaller
 FAST = "--patch critic_lr=10"
-STEPS = "--reward model --supervision process --scale none --fit_prompts"         # with the KL: without it the policy farms them
-CHOICES = "--reward model --fit_prompts"
 PASSES = "--patch passes=4"
+STEPS = "--reward model --supervision process --scale none"         # with the KL: without it the policy farms them
+CHOICES = "--reward model --fit_prompts"
+TAUGHT = f"{STEPS} {PASSES} --fit_prompts"
 KINDS = {"outcomes": "outcome", "steps": "process"}
 RULE_OR_MODEL = {"rule": "--scale none", "model": f"--reward model --scale none --fit_prompts 1024 {PASSES}"}
+
+
+def iterations(fitted):
+    """Iterations of a reward model, which is fitted to 1,024 prompts in each, if a row does not say otherwise."""
+    yield from {"1 iteration": f"{fitted} 1024", "1 iteration, twice the labels": f"{fitted} 2048",
+                "1 iteration, four times the labels": f"{fitted} 4096", "4 iterations": f"{fitted} 1024 --steps 20 --iterations 4"}.items()
+    for name, row in {"2 iterations": "", "2, no history": "--patch history=0", "2, half history": "--patch history=0.5",
+                      "2, reference kept": "--patch reference=kept", "2, reward kept": "--patch refit=never"}.items():
+        yield name, f"{fitted} 1024 --steps 40 --iterations 2 {row}"
 
 
 def forms():
@@ -77,16 +87,12 @@ QUESTIONS = {
           for reward in RULE_OR_MODEL for kind in KINDS},
     "3b": {f"{reward}, {kind}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} --difficulty 3 --max_new 160 --warm_steps 2400"
            for reward in RULE_OR_MODEL for kind in KINDS},
-    "4": {name: f"{STEPS} {row}" for name, row in {
-          "truth": f"1024 {PASSES}", "truth, 10 % wrong": f"1024 {PASSES} --label_noise 0.1", "truth, 30 % wrong": f"1024 {PASSES} --label_noise 0.3",
-          **{f"{n} rollouts": f"1024 {PASSES} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
-          "16 rollouts of a quarter": "256 --patch passes=16 --labels rollouts --patch tries=16",
-          "4 rollouts, 10 % wrong": f"1024 {PASSES} --labels rollouts --patch tries=4 --label_noise 0.1"}.items()},
-    "5": {"1 iteration": f"{CHOICES} 1024", "1 iteration, twice the labels": f"{CHOICES} 2048",
-          "1 iteration, four times the labels": f"{CHOICES} 4096", "4 iterations": f"{CHOICES} 1024 --steps 20 --iterations 4",
-          **{name: f"{CHOICES} 1024 --steps 40 --iterations 2 {row}" for name, row in
-             (("2 iterations", ""), ("2, no history", "--patch history=0"), ("2, half history", "--patch history=0.5"),
-              ("2, reference kept", "--patch reference=kept"), ("2, reward kept", "--patch refit=never"))}},
+    "4": {"truth": f"{TAUGHT} 1024", "truth, 10 % wrong": f"{TAUGHT} 1024 --label_noise 0.1",
+          "truth, 30 % wrong": f"{TAUGHT} 1024 --label_noise 0.3",
+          **{f"{n} rollouts": f"{TAUGHT} 1024 --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+          "16 rollouts of a quarter": f"{STEPS} --fit_prompts 256 --patch passes=16 --labels rollouts --patch tries=16",
+          "4 rollouts, 10 % wrong": f"{TAUGHT} 1024 --labels rollouts --patch tries=4 --label_noise 0.1"},
+    "5": dict(iterations(CHOICES)), "5b": dict(iterations(TAUGHT)),
     "6": {f"{name}{what}": f"--baseline {baseline} --scale none --lam {lam} {NO_KL} {critic} {row}" for what, row in
           (("", ""), (", 2 of 128", sized(2, 128))) for name, baseline, lam, critic in
           (("group", "group", 1, ""), ("none", "none", 1, ""), ("critic", "value", 1, f"{OWN} {FAST}"),
@@ -97,9 +103,9 @@ QUESTIONS = {
                 "GRPO, outcomes, all tokens alike": "--mean constant", "right answers alone, each alike": "--algo reinforce --mean sequence",
                 "right answers alone, KL": "--algo reinforce --kl loss",
                 "right answers alone, clip": "--algo reinforce --clip_low 0.2 --clip_high 0.2"},
-    "figure6": {"1 iteration": f"{CHOICES} 1024 --steps 90", "1 iteration, three times the labels": f"{CHOICES} 3072 --steps 90",
-                "2 iterations": f"{CHOICES} 1024 --steps 45 --iterations 2",
-                "3 iterations": f"{CHOICES} 1024 --steps 30 --iterations 3"},
+    "figure6": {"1 iteration": f"{TAUGHT} 1024 --steps 90", "1 iteration, three times the labels": f"{TAUGHT} 3072 --steps 90",
+                "2 iterations": f"{TAUGHT} 1024 --steps 45 --iterations 2",
+                "3 iterations": f"{TAUGHT} 1024 --steps 30 --iterations 3"},
     "ladder": {"1 raw reward: all tokens of a completion count alike": "--algo reinforce",
                "2 critic: only what was better than expected counts": "--algo a2c",
                "3 clip: no step takes the policy too far from the rollout's": "--algo ppo --beta 0",
@@ -110,7 +116,7 @@ QUESTIONS = {
 
 
 BASES = {"3": ("model, outcomes", "rule, outcomes, no KL", "model, outcomes, no KL"), "3b": ("model, outcomes",),
-         "5": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
+         "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
 
 
 def answer(question, seeds, out):
@@ -162,7 +168,7 @@ AUC = (("AUC, first policy", "auc start", ".2f", 1), ("AUC, its last policy", "a
        ("label tokens, million", "label tokens", ".2f", 1e6))
 EXPLAINED = (("explained variance, early", "explained_variance early", ".2f", 1), ("late", "explained_variance late", ".2f", 1))
 OWN_COLUMNS = {"1": (("dead groups", "dead_groups all", ".0%", 1), *EXPLAINED), "6": EXPLAINED,
-               **dict.fromkeys(("3", "3b", "5", "figure6"), AUC),
+               **dict.fromkeys(("3", "3b", "5", "5b", "figure6"), AUC),
                "4": (*AUC, ("calibration error", "calibration start", ".2f", 1))}
 SHARES = (0.8, 0.9)         # of the best row's pass@1 at the end: what it takes to come there
 
@@ -292,7 +298,7 @@ PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
     "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
-    "5": ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None)),
+    **dict.fromkeys(("5", "5b"), ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None))),
     "6": ((curves, None), (ranges, None)),
     "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure6"), ((curves, None), (ranges, None))),
     "figure5": ((curves, tuple(QUESTIONS["figure5"])[:4]), (ranges, None)),

@@ -379,6 +379,19 @@ def test_the_right_answers_alone_win():
     assert "**" not in questions.apart(rows["right answers alone, KL"], rows["GRPO, outcomes"], questions.last)
 
 
+def test_small_groups_do_and_ppo_lacks_a_lambda_of_1():
+    rows, page = kept("1")["rows"], " ".join(PAGES["questions"].split())
+    base, critic = rows["16 of 16"], rows["PPO, fast critic"]
+    told = [name for name in rows if "**" in questions.apart(rows[name], base, questions.last)]
+    assert not {"2 of 128", "8 of 32", "PPO, fast critic, lambda 1"} & {*told} and {"PPO, shared critic", "PPO, own critic"} < {*told}
+    assert "groups of 2 and 8 are not told apart from groups of 16" in page
+    areas = [statistics.median(runs.area(run) for run in rows[f"{G} of 16"].values()) for G in (2, 4, 8, 16, 32, 64)]
+    assert areas == sorted(areas, reverse=True) and "the smaller the group, and so the more steps, the higher the area" in page
+    assert questions.apart(rows["PPO, fast critic, lambda 1"], critic, runs.area).startswith("**+") and "the row learns faster" in page
+    for of in (questions.last, runs.area):
+        assert "**" not in questions.apart(rows["16 of 2"], rows["2 of 16"], of)
+
+
 def test_the_rates_are_those_that_end_highest():
     ends = {name: row["11"]["pass@1"] for name, row in kept("rates")["rows"].items()}
     best = {}

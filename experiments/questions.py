@@ -47,11 +47,12 @@ FAMILIES = {"GRPO": "", "G = 2": sized(2, 128), "G = 64": sized(64, 4), "2 of 16
 NO_KL = "--kl none"         # a KL of one weight would count more where rewards are smaller
 FAST = "--patch critic_lr=10"
 PASSES = "--patch passes=4"
-STEPS = "--reward model --supervision process --scale none"         # with the KL: without it the policy farms them
+MODEL = "--reward model --scale none"
+STEPS = f"{MODEL} --supervision process"            # with the KL: without it the policy farms them
 CHOICES = "--reward model --fit_prompts"
 TAUGHT = f"{STEPS} {PASSES} --fit_prompts"
 KINDS = {"outcomes": "outcome", "steps": "process"}
-RULE_OR_MODEL = {"rule": "--scale none", "model": f"--reward model --scale none --fit_prompts 1024 {PASSES}"}
+RULE_OR_MODEL = {"rule": "--scale none", "model": f"{MODEL} --fit_prompts 1024 {PASSES}"}
 
 
 def iterations(fitted):

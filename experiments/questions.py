@@ -294,13 +294,14 @@ def among(names, *patterns):
 
 SIZES = ("16 of 16", "2 of 128", "64 of 4", "PPO, shared critic", "PPO, own critic", "PPO, fast critic")
 KL = "KL of a completion to the start, nats"
+BASELINES = ("group", "none", "critic", "group and critic")
 LEARNED = ("1 iteration", "4 iterations", "2 iterations")
 PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
     "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     **dict.fromkeys(("5", "5b"), ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None))),
-    "6": ((curves, None), (ranges, None)),
+    "6": ((curves, BASELINES), (curves, [f"{name}, 2 of 128" for name in BASELINES]), (ranges, None)),
     "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure6"), ((curves, None), (ranges, None))),
     "figure5": ((curves, tuple(QUESTIONS["figure5"])[:4]), (ranges, None)),
     "ladder": ((curves, None),)}

@@ -1,20 +1,23 @@
 """What each baseline leaves of noise: the variance of advantages and of gradients, of one policy.
 
-    python experiments/variance.py start out/questions/WARM_START [--readme]
-    python experiments/variance.py end out/questions/RUN [--readme]
+    python experiments/variance.py [--readme]
 
-The policy is that of a run; its result has the name that is given first. A critic of its own is fitted to it
-for every baseline that has one, on rollouts that are then forgotten, until it explains no more of fresh ones.
-Then many rollouts are drawn, and each gives a gradient under every baseline, without a clip or a KL. Noise is
+The policies are the first and the last of the five runs with the baseline of a group in question 6. A critic of
+its own is fitted to each for every baseline that has one, on rollouts that are then forgotten, until it explains
+no more of fresh ones. Then 64 rollouts are drawn, and each gives a gradient under every baseline, without a clip or a KL. Noise is
 the mean squared distance of a gradient from their mean, over the squared length of what their mean has of the
 true direction, that of leave-one-out, which has no bias; the cosine of the two is what a bias would lower.
 Products of two means are of different halves of the rollouts, so that noise adds nothing to them.
 """
 import argparse
+import concurrent.futures
 import copy
 import dataclasses
 import json
+import os
 import random
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import grpo  # noqa: E402
+import questions  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
 from data import load_task  # noqa: E402
@@ -32,6 +36,7 @@ from run import batches, machine, start  # noqa: E402
 BASELINES = {"leave-one-out": {}, "none": {}, "group": {}, "group, divided by its std": dict(baseline="group", scale="group"),
              "value": {}, "value, lambda 1": dict(baseline="value", lam=1.0),
              "group+value": {}, "group+value, lambda 1": dict(baseline="group+value", lam=1.0)}
+FITTED = ("value", "group+value")
 
 
 def rollout(agent, problems, source, N):
@@ -106,50 +111,83 @@ def product(a, b):
     return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
 
 
+def measured(run, name, rollouts):
+    """What `variance-NAME.json` in the folder of a run says, of its first policy (start) or its last (end)."""
+    kept = json.loads((run / "run.json").read_text())["config"]
+    cfg = dataclasses.replace(grpo.Config(**kept), init=str(run / "warm_start" if name == "start" else run), scale="none", kl="none",
+                              critic="separate", prompts=16, group=16, lam=0.95, gamma=1.0)
+    task = load_task(cfg.task)
+    agent = start.Agent(cfg, task, *start.trained_model(cfg))
+    problems = task.problems(cfg)[0]
+    of = {row: dataclasses.replace(cfg, **{"baseline": row, **changes}) for row, changes in BASELINES.items()}
+    fitted = {row: fitted_critic(agent, problems, of[row], random.Random(f"{row}, {cfg.seed}")) for row in FITTED}
+    source, gradients, squares = random.Random(f"variance, {cfg.seed}"), {row: [] for row in of}, {row: [] for row in of}
+    for _ in range(rollouts):
+        batch = rollout(agent, problems, source, cfg.max_new)
+        for row, its in of.items():
+            adv, _ = credit(agent, batch, its, fitted.get(its.baseline, (0, None))[1])
+            gradients[row].append(gradient(agent, batch, adv, its))
+            squares[row].append(adv[batch.mask].square().mean().item())
+    means = {row: halves(made) for row, made in gradients.items()}
+    true, found = means["leave-one-out"], {}
+    for row, own in means.items():
+        noise, along = torch.stack(gradients[row]).var(0).sum().item(), product(own, true)
+        found[row] = {"advantages": sum(squares[row]) / rollouts, "noise": noise * product(true, true) / along ** 2,
+                      "cosine": along / (product(own, own) * product(true, true)) ** 0.5,
+                      "explained": fitted.get(of[row].baseline, (None,))[0]}
+    return found
+
+
+def sources():
+    """A name for the code that this is made by."""
+    return runs.name_of([runs.sources(), Path(__file__).read_text()])
+
+
+def policy(run, name, rollouts):
+    """`measured`, from its file or in a process of its own on one thread."""
+    file = run / f"variance-{name}.json"
+    if not file.exists() or json.loads(file.read_text())["sources"] != sources():
+        subprocess.run([sys.executable, __file__, "--policy", run, name, "--rollouts", str(rollouts)], check=True,
+                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return json.loads(file.read_text())["rows"]
+
+
 def lines(result):
-    """The table: for each policy the mean square of an advantage, the noise of a gradient, and its cosine."""
+    """The table: for each policy the mean square of an advantage, the noise of a gradient, its cosine, and what
+    a critic explains; medians over the seeds, and for the noise the least and the most."""
     policies = result["policies"]
-    yield "| baseline | " + " | ".join(f"{name}: advantages | noise | cosine" for name in policies) + " |"
-    yield "|---" * (1 + 3 * len(policies)) + "|"
+    yield "| baseline | " + " | ".join(f"{name}: noise | cosine | advantages | explained" for name in policies) + " |"
+    yield "|---" * (1 + 4 * len(policies)) + "|"
     for row in BASELINES:
-        cells = [f"{x:.2f}" for found in policies.values() for x in found["rows"][row].values()]
+        cells = []
+        for seeds in policies.values():
+            of = {name: [found[row][name] for found in seeds.values()] for name in ("noise", "cosine", "advantages", "explained")}
+            known = "" if None in of["explained"] else f"{statistics.median(of['explained']):.2f}"
+            cells += [runs.spread(of["noise"], ".2f"), *(f"{statistics.median(of[name]):.2f}" for name in ("cosine", "advantages")), known]
         yield f"| {row} | {' | '.join(cells)} |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3, 4, 5))
     parser.add_argument("--rollouts", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("out/questions"))
     parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
+    parser.add_argument("--policy", nargs=2, metavar=("RUN", "NAME"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    kept = json.loads((args.run / "run.json").read_text())["config"]
-    cfg = dataclasses.replace(grpo.Config(**kept), init=str(args.run), scale="none", kl="none", critic="separate", prompts=16,
-                              group=16, lam=0.95, gamma=1.0)
-    task = load_task(cfg.task)
-    agent = start.Agent(cfg, task, *start.trained_model(cfg))
-    problems = task.problems(cfg)[0]
-    of = {name: dataclasses.replace(cfg, **{"baseline": name, **changes}) for name, changes in BASELINES.items()}
-    fitted = {name: fitted_critic(agent, problems, of[name], random.Random(name)) for name in ("value", "group+value")}
-    source, gradients, squares = random.Random("variance"), {name: [] for name in of}, {name: [] for name in of}
-    for _ in range(args.rollouts):
-        batch = rollout(agent, problems, source, cfg.max_new)
-        for name, its in of.items():
-            adv, _ = credit(agent, batch, its, fitted.get(its.baseline, (0, None))[1])
-            gradients[name].append(gradient(agent, batch, adv, its))
-            squares[name].append(adv[batch.mask].square().mean().item())
-    means = {name: halves(made) for name, made in gradients.items()}
-    true = means["leave-one-out"]
-    found = {"explained": {name: share for name, (share, _) in fitted.items()}, "rollouts": args.rollouts, "rows": {}}
-    for name, own in means.items():
-        noise, along = torch.stack(gradients[name]).var(0).sum().item(), product(own, true)
-        found["rows"][name] = {"advantages": sum(squares[name]) / args.rollouts, "noise": noise * product(true, true) / along ** 2,
-                               "cosine": along / (product(own, own) * product(true, true)) ** 0.5}
-    file = HERE / "answers" / "variance.json" if args.readme else args.run.parent / "variance.json"
-    file.parent.mkdir(exist_ok=True)
-    known = json.loads(file.read_text())["policies"] if file.exists() else {}
-    result = {**runs.about(), "command": "python experiments/variance.py NAME RUN --readme", "policies": known | {args.name: found}}
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    if args.policy:
+        run, name = Path(args.policy[0]), args.policy[1]
+        found = {"sources": sources(), "rows": measured(run, name, args.rollouts)}
+        return (run / f"variance-{name}.json").write_text(json.dumps(found))
+    flags = [*questions.SETTING, *questions.QUESTIONS["6"]["group"].split()]
+    made = runs.run_all([(flags, seed) for seed in args.seeds], args.out.resolve())
+    folders = {seed: Path(run["flags"][-1]) for seed, run in zip(args.seeds, made)}         # the last flag is --out
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {name: {seed: pool.submit(policy, run, name, args.rollouts) for seed, run in folders.items()} for name in ("start", "end")}
+        found = {name: {str(seed): job.result() for seed, job in of.items()} for name, of in jobs.items()}
+    where = HERE / "answers" if args.readme else args.out
+    result = {**runs.about(), "command": " ".join(["python", *sys.argv]), "flags": " ".join(flags), "rollouts": args.rollouts, "policies": found}
+    (where / "variance.json").write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(lines(result)))
 
 

@@ -129,12 +129,32 @@ def test_a_run_before_and_after(tmp_path, monkeypatch):
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
-    monkeypatch.setattr(variance, "fitted_critic", lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy))))
-    for name in ("start", "end"):
-        monkeypatch.setattr(sys, "argv", ["variance.py", name, str(tmp_path / "run"), "--rollouts", "3"])
+
+
+def test_the_noise_of_baselines(tmp_path, monkeypatch, capsys):
+    """Of the first and the last policy of a run, each in a process of its own, measured once."""
+    run = tmp_path / "run"
+    grpo.main([*TINY, "--out", str(run), "--device", "cpu", "--lr", "0.01"])
+    asked = []
+
+    def child(command, **_):
+        asked.append(command[4])
+        critic = lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy)))       # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(variance, "fitted_critic", critic)
+            patch.setattr(sys, "argv", ["variance.py", *map(str, command[2:])])
+            variance.main()
+    monkeypatch.setattr(variance.subprocess, "run", child)
+    monkeypatch.setattr(variance.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(runs, "run_all", lambda jobs, out: [{"flags": ["--out", str(run)]} for _ in jobs])
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["variance.py", "--seeds", "1", "--rollouts", "3", "--out", str(tmp_path)])
         variance.main()
+    assert sorted(asked) == ["end", "start"]        # the second time they are there
     made = json.loads((tmp_path / "variance.json").read_text())
-    assert made["policies"].keys() == {"start", "end"} and made["policies"]["end"]["rows"]["leave-one-out"]["cosine"] == pytest.approx(1)
+    before, after = (made["policies"][name]["1"] for name in ("start", "end"))
+    assert before != after and after["leave-one-out"]["cosine"] == pytest.approx(1)
+    assert before["value"]["explained"] == 0.5 and before["group"]["explained"] is None
     table = [*variance.lines(made)]
     assert len(table) == 2 + len(variance.BASELINES) and len({line.count("|") for line in table}) == 1
 

@@ -115,38 +115,40 @@ def test_a_run_with_patches_goes_through(row, kept, tmp_path):
     assert ("quality" in found) == ("model" in row)
 
 
-def test_a_run_before_and_after(tmp_path, monkeypatch):
-    """What figure 7 and the study of the variance make of the folder of a run."""
+@pytest.fixture
+def odd_run(tmp_path):
+    """A folder of a run of two steps that rewards odd lengths, which are frequent before it."""
     (tmp_path / "odd.py").write_text("from experiments.slips import DEFAULTS, answer, demonstration, problems\n"
                                      "def reward(problem, completion):\n    return {'correct': len(completion) % 2}\n")
     grpo.main([*TINY, "--task", str(tmp_path / "odd.py"), "--out", str(tmp_path / "run"), "--lr", "0.01", "--device", "cpu"])
-    task, seed, found = figure7.shares(tmp_path / "run", 4, 4)
+    return tmp_path / "run"
+
+
+def test_figure_7_is_of_a_run_before_and_after(odd_run, tmp_path, monkeypatch):
+    task, seed, found = figure7.shares(odd_run, 4, 4)
     assert (task, seed) == ("odd", 1) and found.keys() == {"before", "after"} and found["before"] != found["after"]
     assert all(found[when].keys() == {"greedy", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"} for when in found)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda agent, problems: (Path(agent.cfg.init).name, len(problems), agent.cfg.samples))
-        assert figure7.shares(tmp_path / "run", 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
+        assert figure7.shares(odd_run, 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
 
 
-def test_the_noise_of_baselines(tmp_path, monkeypatch, capsys):
+def test_the_noise_of_baselines(odd_run, tmp_path, monkeypatch):
     """Of the first and the last policy of a run, each in a process of its own, measured once."""
-    run = tmp_path / "run"
-    grpo.main([*TINY, "--out", str(run), "--device", "cpu", "--lr", "0.01"])
     asked = []
 
     def child(command, **_):
         asked.append(command[4])
-        critic = lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy)))       # noqa: E731
         with monkeypatch.context() as patch:
-            patch.setattr(variance, "fitted_critic", critic)
             patch.setattr(sys, "argv", ["variance.py", *map(str, command[2:])])
             variance.main()
+    monkeypatch.setattr(variance, "fitted_critic", lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy))))
     monkeypatch.setattr(variance.subprocess, "run", child)
     monkeypatch.setattr(variance.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(runs, "run_all", lambda jobs, out: [{"flags": ["--out", str(run)]} for _ in jobs])
+    monkeypatch.setattr(runs, "run_all", lambda jobs, out: [{"flags": ["--out", str(odd_run)]} for _ in jobs])
     for _ in range(2):
         monkeypatch.setattr(sys, "argv", ["variance.py", "--seeds", "1", "--rollouts", "3", "--out", str(tmp_path)])
         variance.main()
@@ -411,6 +413,33 @@ def test_small_groups_do_and_ppo_lacks_a_lambda_of_1():
     assert questions.apart(rows["PPO, fast critic, lambda 1"], critic, runs.area).startswith("**+") and "the row learns faster" in page
     for of in (questions.last, runs.area):
         assert "**" not in questions.apart(rows["16 of 2"], rows["2 of 16"], of)
+
+
+def test_a_refit_helps_and_a_reset_of_the_reference_takes_that_back():
+    rows, page = kept("5b")["rows"], " ".join(PAGES["questions"].split())
+    once, twice, held = rows["1 iteration"], rows["2 iterations"], rows["2, reference kept"]
+    bases = {name: twice if name.startswith("2, ") else once for name in rows}
+    told = {name for name in rows if rows[name] is not once and "**" in questions.apart(rows[name], bases[name], questions.last)}
+    assert told == {"1 iteration, four times the labels", "2, reference kept"}
+    assert "Four iterations as in the paper, and more or less history, are not told apart from their bases" in page
+    assert questions.apart(held, once, questions.last).startswith("**+") and "above one iteration, too" in page
+    assert questions.apart(rows["2, reward kept"], once, runs.area).startswith("**-") and "the area falls below that of one" in page
+    labels = rows["1 iteration, twice the labels"]
+    assert "**" not in questions.apart(held, labels, questions.last) and "it is not told apart from two with the reference kept" in page
+    cost = [statistics.median(run["label tokens"] for run in row.values()) for row in (labels, held)]
+    assert cost[0] < 0.75 * cost[1] and "for less than two iterations pay" in page
+
+
+def test_rewards_of_outcomes_do_not_last():
+    rows, page = kept("5")["rows"], " ".join(PAGES["questions"].split())
+    for name, row in rows.items():
+        tenth = statistics.median(next(p["pass@1"] for p in run["points"] if p["step"] == 10) for run in row.values())
+        assert tenth == pytest.approx(0.6, abs=0.03) and tenth - statistics.median(map(questions.last, row.values())) > 0.1, name
+        assert statistics.median(run["auc end"] for run in row.values()) < 0.55, name
+    assert "every row works, and gets about 60 % right; then all fall" in page and "no better than a coin" in page
+    told = {name for name in rows if name != "1 iteration" and "**" in questions.apart(
+        rows[name], rows["2 iterations" if name.startswith("2, ") else "1 iteration"], questions.last)}
+    assert told == {"4 iterations"}
 
 
 def test_the_rates_are_those_that_end_highest():

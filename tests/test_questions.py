@@ -442,6 +442,25 @@ def test_rewards_of_outcomes_do_not_last():
     assert told == {"4 iterations"}
 
 
+def test_no_baseline_wins_and_has_less_noise():
+    rows, page = kept("6")["rows"], " ".join(PAGES["questions"].split())
+    for what in ("", ", 2 of 128"):
+        group = rows[f"group{what}"]
+        for of in (questions.last, runs.area):
+            assert questions.apart(rows[f"none{what}"], group, of).startswith("**+")
+            assert "**" not in questions.apart(rows[f"group and critic{what}"], group, of)
+        for name in ("critic", "group and critic"):
+            assert questions.apart(rows[f"{name}, lambda 0.95{what}"], group, questions.last).startswith("**-")
+    assert "**" not in questions.apart(rows["critic"], rows["group"], questions.last)
+    for name, noisier in (("start", False), ("end", True)):
+        of = kept("variance")["policies"][name]
+        assert len(of) == 5 and all(seed["none"]["noise"] < seed["group"]["noise"] for seed in of.values())
+        noise = {row: statistics.median(seed[row]["noise"] for seed in of.values()) for row in variance.BASELINES}
+        square = {row: statistics.median(seed[row]["advantages"] for seed in of.values()) for row in variance.BASELINES}
+        assert (noise["value"] > noise["group"]) == noisier and square["none"] > square["group"]
+    assert "in each of the ten policies" in page and "all four rows with a critic end lower" in page
+
+
 def test_the_rates_are_those_that_end_highest():
     ends = {name: row["11"]["pass@1"] for name, row in kept("rates")["rows"].items()}
     best = {}

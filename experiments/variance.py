@@ -4,10 +4,10 @@
 
 The policies are the first and the last of the five runs with the baseline of a group in question 6. A critic of
 its own is fitted to each for every baseline that has one, on rollouts that are then forgotten, until it explains
-no more of fresh ones. Then 64 rollouts are drawn, and each gives a gradient under every baseline, without a clip or a KL. Noise is
-the mean squared distance of a gradient from their mean, over the squared length of what their mean has of the
-true direction, that of leave-one-out, which has no bias; the cosine of the two is what a bias would lower.
-Products of two means are of different halves of the rollouts, so that noise adds nothing to them.
+no more of fresh ones. Then 64 rollouts are drawn, and each gives a gradient under every baseline, without a clip
+or a KL. Noise is the mean squared distance of a gradient from their mean, over the squared length of what their
+mean has of the true direction, that of leave-one-out, which has no bias; the cosine of the two is what a bias
+would lower. Products of two means are of different halves of the rollouts, so that noise adds nothing to them.
 """
 import argparse
 import concurrent.futures
@@ -138,15 +138,15 @@ def measured(run, name, rollouts):
     return found
 
 
-def sources():
-    """A name for the code that this is made by."""
-    return runs.name_of([runs.sources(), Path(__file__).read_text()])
+def sources(rollouts):
+    """A name for what a result is made by: the code, and how many rollouts."""
+    return runs.name_of([runs.sources(), Path(__file__).read_text(), rollouts])
 
 
 def policy(run, name, rollouts):
     """`measured`, from its file or in a process of its own on one thread."""
     file = run / f"variance-{name}.json"
-    if not file.exists() or json.loads(file.read_text())["sources"] != sources():
+    if not file.exists() or json.loads(file.read_text())["sources"] != sources(rollouts):
         subprocess.run([sys.executable, __file__, "--policy", run, name, "--rollouts", str(rollouts)], check=True,
                        env=os.environ | {"OMP_NUM_THREADS": "1"})
     return json.loads(file.read_text())["rows"]
@@ -177,11 +177,11 @@ def main():
     args = parser.parse_args()
     if args.policy:
         run, name = Path(args.policy[0]), args.policy[1]
-        found = {"sources": sources(), "rows": measured(run, name, args.rollouts)}
+        found = {"sources": sources(args.rollouts), "rows": measured(run, name, args.rollouts)}
         return (run / f"variance-{name}.json").write_text(json.dumps(found))
     flags = [*questions.SETTING, *questions.QUESTIONS["6"]["group"].split()]
     made = runs.run_all([(flags, seed) for seed in args.seeds], args.out.resolve())
-    folders = {seed: Path(run["flags"][-1]) for seed, run in zip(args.seeds, made)}         # the last flag is --out
+    folders = {seed: Path(run["flags"][-1]) for seed, run in zip(args.seeds, made) if run}          # the last flag is --out
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {name: {seed: pool.submit(policy, run, name, args.rollouts) for seed, run in folders.items()} for name in ("start", "end")}
         found = {name: {str(seed): job.result() for seed, job in of.items()} for name, of in jobs.items()}

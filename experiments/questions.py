@@ -84,8 +84,8 @@ QUESTIONS = {
           "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
           "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward with std, k1, 0.2": "--kl reward --beta 0.2"},
-    "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {kl}" for end, kl in (("", ""), (", no KL", NO_KL))
-          for reward in RULE_OR_MODEL for kind in KINDS},
+    "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {kl}" for reward in RULE_OR_MODEL
+          for end, kl in (("", ""), (", no KL", NO_KL)) for kind in KINDS},
     "3b": {f"{reward}, {kind}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} --difficulty 3 --max_new 160 --warm_steps 2400"
            for reward in RULE_OR_MODEL for kind in KINDS},
     "4": {"truth": f"{TAUGHT} 1024", "truth, 10 % wrong": f"{TAUGHT} 1024 --label_noise 0.1",
@@ -116,7 +116,7 @@ QUESTIONS = {
 }
 
 
-BASES = {"3": ("model, outcomes", "rule, outcomes, no KL", "model, outcomes, no KL"), "3b": ("model, outcomes",),
+BASES = {"3": ("rule, outcomes, no KL", "model, outcomes", "model, outcomes, no KL"), "3b": ("model, outcomes",),
          "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
 
 
@@ -302,7 +302,8 @@ PANELS = {          # of each question: (what draws, of which rows, more)
     "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     **dict.fromkeys(("5", "5b"), ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None))),
     "6": ((curves, BASELINES), (curves, [f"{name}, 2 of 128" for name in BASELINES]), (ranges, None)),
-    "rates": ((ranges, None),), **dict.fromkeys(("3", "3b", "figure6"), ((curves, None), (ranges, None))),
+    **dict.fromkeys(("3", "3b"), ((curves, ("rule*",)), (curves, ("model*",)), (course, ("model*",), "reward", "learned reward"))),
+    "rates": ((ranges, None),), "figure6": ((curves, None), (ranges, None)),
     "figure5": ((curves, tuple(QUESTIONS["figure5"])[:4]), (ranges, None)),
     "ladder": ((curves, None),)}
 

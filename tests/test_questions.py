@@ -433,6 +433,18 @@ def test_a_refit_helps_and_a_reset_of_the_reference_takes_that_back():
     assert cost[0] < 0.75 * cost[1] and "for less than two iterations pay" in page
 
 
+def test_iterations_do_not_help_and_labels_at_the_start_do():
+    """Of an iteration its last point: the refit's own comes after it."""
+    rows, page = kept("figure6")["rows"], " ".join(SECTIONS["figure6"].split())
+    assert told("figure6") == {"1 iteration, three times the labels"}
+    once, labelled = rows["1 iteration"], rows["1 iteration, three times the labels"]
+    assert questions.apart(labelled, once, questions.last).startswith("**+")
+    for name in ("2 iterations", "3 iterations"):
+        assert questions.apart(labelled, rows[name], questions.last).startswith("**+") and "and above two and three iterations, too" in page
+    ends = [statistics.median(next(p["pass@1"] for p in run["points"] if p["step"] == at) for run in rows["3 iterations"].values()) for at in (30, 60, 90)]
+    assert "at {:.0f}, {:.0f} and {:.0f} %".format(*(100 * end for end in ends)) in page
+
+
 def test_rewards_of_outcomes_do_not_last():
     rows, page = kept("5")["rows"], " ".join(PAGES["questions"].split())
     for name, row in rows.items():

@@ -90,7 +90,7 @@ QUESTIONS = {
            for reward in RULE_OR_MODEL for kind in KINDS},
     "4": {"truth": f"{TAUGHT} 1024", "truth, 10 % wrong": f"{TAUGHT} 1024 --label_noise 0.1",
           "truth, 30 % wrong": f"{TAUGHT} 1024 --label_noise 0.3",
-          **{f"{n} rollouts": f"{TAUGHT} 1024 --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+          **{name: f"{TAUGHT} 1024 --labels rollouts --patch tries={n}" for name, n in (("1 rollout", 1), ("4 rollouts", 4), ("16 rollouts", 16))},
           "16 rollouts of a quarter": f"{STEPS} --fit_prompts 256 --patch passes=16 --labels rollouts --patch tries=16",
           "4 rollouts, 10 % wrong": f"{TAUGHT} 1024 --labels rollouts --patch tries=4 --label_noise 0.1"},
     "5": dict(iterations(CHOICES)), "5b": dict(iterations(TAUGHT)),
@@ -299,7 +299,7 @@ LEARNED = ("1 iteration", "4 iterations", "2 iterations")
 PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
-    "4": ((curves, ("truth", "1 rollouts", "16 rollouts")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
+    "4": ((curves, ("truth", "1 rollout", "16 rollouts", "16 rollouts of a quarter")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     **dict.fromkeys(("5", "5b"), ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None))),
     "6": ((curves, BASELINES), (curves, [f"{name}, 2 of 128" for name in BASELINES]), (ranges, None)),
     **dict.fromkeys(("3", "3b"), ((curves, ("rule*",)), (curves, ("model*",)), (course, ("model*",), "reward", "learned reward"))),

@@ -420,6 +420,22 @@ def test_small_groups_do_and_ppo_lacks_a_lambda_of_1():
         assert "**" not in questions.apart(rows["16 of 2"], rows["2 of 16"], of)
 
 
+def test_many_problems_do_whatever_labels_them():
+    rows, page = kept("4")["rows"], " ".join(SECTIONS["4"].split())
+    assert told("4") == {"16 rollouts of a quarter"}
+    ends = [statistics.median(map(questions.last, row.values())) for name, row in rows.items() if "quarter" not in name]
+    assert f"end at {100 * min(ends):.0f} to {100 * max(ends):.0f} %, not told apart" in page
+    assert "**" not in questions.apart(rows["16 rollouts"], rows["1 rollout"], questions.last)
+    tokens, auc, error = ({name: statistics.median(run[key] for run in row.values()) for name, row in rows.items()}
+                          for key in ("label tokens", "auc start", "calibration start"))
+    assert tokens["16 rollouts"] / tokens["1 rollout"] == pytest.approx(8, abs=0.3) and "for an eighth of the tokens" in page
+    assert tokens["16 rollouts of a quarter"] / tokens["1 rollout"] == pytest.approx(2, abs=0.1) and "for twice the tokens of one" in page
+    by_rollouts = [name for name in rows if "rollout" in name and "quarter" not in name]
+    for x, text in ((auc, "with rollouts {:.2f} to {:.2f}, and a calibration"), (error, "with rollouts {:.2f} to {:.2f}. But")):
+        assert text.format(*(end(x[name] for name in by_rollouts) for end in (min, max))) in page
+    assert [f"{x[name]:.2f}" for x in (auc, error) for name in ("truth, 10 % wrong", "truth, 30 % wrong")] == ["0.71", "0.66", "0.05", "0.19"]
+
+
 def test_a_refit_helps_and_a_reset_of_the_reference_takes_that_back():
     rows, page = kept("5b")["rows"], " ".join(PAGES["questions"].split())
     once, held = rows["1 iteration"], rows["2, reference kept"]

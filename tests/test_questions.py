@@ -430,6 +430,9 @@ def test_many_problems_do_whatever_labels_them():
                           for key in ("label tokens", "auc start", "calibration start"))
     assert tokens["16 rollouts"] / tokens["1 rollout"] == pytest.approx(8, abs=0.3) and "for an eighth of the tokens" in page
     assert tokens["16 rollouts of a quarter"] / tokens["1 rollout"] == pytest.approx(2, abs=0.1) and "for twice the tokens of one" in page
+    for row in rows.values():
+        tenth, end = (statistics.median(next(p["pass@1"] for p in run["points"] if p["step"] == at) for run in row.values()) for at in (10, 80))
+        assert end <= tenth and "from then on no row gains" in page
     by_rollouts = [name for name in rows if "rollout" in name and "quarter" not in name]
     for x, text in ((auc, "with rollouts {:.2f} to {:.2f}, and a calibration"), (error, "with rollouts {:.2f} to {:.2f}. But")):
         assert text.format(*(end(x[name] for name in by_rollouts) for end in (min, max))) in page

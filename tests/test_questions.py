@@ -420,6 +420,36 @@ def test_small_groups_do_and_ppo_lacks_a_lambda_of_1():
         assert "**" not in questions.apart(rows["16 of 2"], rows["2 of 16"], of)
 
 
+def test_k3_in_the_loss_costs_most_and_holds_least():
+    rows, page = kept("2")["rows"], " ".join(SECTIONS["2"].split())
+
+    def gap(a, b, of):
+        """The mean of a paired difference, and whether it is told apart from 0."""
+        text = questions.apart(rows[a], rows[b], of)
+        return float(text.strip("*").split(" ")[0]), "**" in text
+
+    def kl(run):
+        """`apart` gives differences of it in hundredths of a nat."""
+        return run["kl"]
+    assert gap("loss, k3, 0.04", "no KL", questions.last) == (-2.5, True) and not gap("loss, k3, 0.04", "no KL", kl)[1]
+    exact = ("loss, k2", "loss, ratio*k3", "reward, k1")
+    for form in exact:
+        assert gap(f"{form}, 0.04", "no KL", kl)[1] and gap(f"{form}, 0.04", "no KL", kl)[0] < 0, "nearer to the start"
+        for beta in (0.04, 0.2, 1.0):
+            points, told_apart = gap(f"{form}, {beta}", f"loss, k3, {beta}", questions.last)
+            assert told_apart and points > (10 if beta == 0.2 else 0) and "with a beta of 0.2 by more than ten points" in page
+            assert all(abs(gap(f"{form}, {beta}", f"{other}, {beta}", questions.last)[0]) < 1 for other in exact if other != form)
+    for name in ("loss, k1, 0.04", "reward, k1, 0.04"):
+        assert not gap(name, "no KL", questions.last)[1]
+    short = {name: statistics.median(run["length late"] for run in rows[name].values()) for name in ("loss, k3, 0.2", "loss, k2, 0.2")}
+    assert short["loss, k3, 0.2"] < short["loss, k2, 0.2"] - 3 and "of k3 are shorter" in page
+    for name in ("reward, k2, 1.0", "reward, k3, 1.0"):
+        assert gap(name, "no KL", kl)[0] > -15 and -4 < gap(name, "no KL", questions.last)[0] < -2 and "hold nothing" in page
+    forms = kept("bias")["forms"]
+    assert all(0.3 < x["error"] < 0.71 for x in forms["loss, k3"].values()) and "off by a third to two thirds" in page
+    assert all(x["error"] > 0.46 for form in ("reward, k2", "reward, k3") for x in forms[form].values())
+
+
 def test_many_problems_do_whatever_labels_them():
     rows, page = kept("4")["rows"], " ".join(SECTIONS["4"].split())
     assert told("4") == {"16 rollouts of a quarter"}

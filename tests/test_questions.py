@@ -523,6 +523,18 @@ def test_no_baseline_wins_and_has_less_noise():
     assert "in each of the ten policies" in page and "all four rows with a critic end lower" in page
 
 
+def test_the_readme_names_three_answers():
+    """The tests of their sections hold the rest of what it says."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for question, row, base, found, says in (
+            ("6", "none", "group", "**+3.5 ", "ends 3.5 points above the group's, and its gradient has less noise"),
+            ("1", "2 of 128", "16 of 16", "+0.6 ", "groups of two do as well as groups of 16"),
+            ("2", "loss, k3, 0.04", "no KL", "**-2.5 ", "k3 in the loss, costs 2.5 points and holds the policy no nearer"),
+            ("2", "loss, k2, 0.04", "no KL", "**+1.0 ", "where k2 costs none")):
+        rows = kept(question)["rows"]
+        assert questions.apart(rows[row], rows[base], questions.last).startswith(found) and says in readme
+
+
 def test_the_rates_are_those_that_end_highest():
     ends = {name: row["11"]["pass@1"] for name, row in kept("rates")["rows"].items()}
     best = {}

@@ -59,8 +59,8 @@ def iterations(fitted):
     """Iterations of a reward model, which is fitted to 1,024 prompts in each, if a row does not say otherwise."""
     yield from {"1 iteration": f"{fitted} 1024", "1 iteration, twice the labels": f"{fitted} 2048",
                 "1 iteration, four times the labels": f"{fitted} 4096", "4 iterations": f"{fitted} 1024 --steps 20 --iterations 4"}.items()
-    for name, row in {"2 iterations": "", "2, no history": "--patch history=0", "2, half history": "--patch history=0.5",
-                      "2, reference kept": "--patch reference=kept", "2, reward kept": "--patch refit=never"}.items():
+    for name, row in {"2, reward kept": "--patch refit=never", "2 iterations": "", "2, no history": "--patch history=0",
+                      "2, half history": "--patch history=0.5", "2, reference kept": "--patch reference=kept"}.items():
         yield name, f"{fitted} 1024 --steps 40 --iterations 2 {row}"
 
 
@@ -77,12 +77,12 @@ QUESTIONS = {
     "rates": {f"{name}, {lr}": f"{row} --task experiments/development.py --lr {lr}"
               for name, row in FAMILIES.items() for lr in ("3e-5", "1e-4", "3e-4")},
     "1": {name: f"{row} {NO_KL}" for name, row in {
-          "16 of 16": "", **{f"{G} of {256 // G}": sized(G, 256 // G) for G in (2, 4, 8, 32, 64)},
-          **{f"{G} of 16": sized(G, 16) for G in (2, 4, 8, 32, 64)}, "16 of 2": sized(16, 2),
+          "16 of 16": "", **{f"{G} of {256 // G}": sized(G, 256 // G) for G in (4, 8, 32, 64)},
+          **{f"{G} of 16": sized(G, 16) for G in (4, 8, 32, 64)}, "16 of 2": sized(16, 2),
           "PPO, shared critic": "--algo ppo", "PPO, own critic": f"--algo ppo {OWN}",
           "PPO, fast critic": f"--algo ppo {OWN} {FAST}", "PPO, fast critic, lambda 1": f"--algo ppo {OWN} {FAST} --lam 1",
-          "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
-          "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
+          "2 of 128": sized(2, 128), "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
+          "2 of 16": sized(2, 16), "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward with std, k1, 0.2": "--kl reward --beta 0.2"},
     "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {kl}" for reward in RULE_OR_MODEL
           for end, kl in (("", ""), (", no KL", NO_KL)) for kind in KINDS},
@@ -91,8 +91,9 @@ QUESTIONS = {
     "4": {"truth": f"{TAUGHT} 1024", "truth, 10 % wrong": f"{TAUGHT} 1024 --label_noise 0.1",
           "truth, 30 % wrong": f"{TAUGHT} 1024 --label_noise 0.3",
           **{name: f"{TAUGHT} 1024 --labels rollouts --patch tries={n}" for name, n in (("1 rollout", 1), ("4 rollouts", 4), ("16 rollouts", 16))},
-          "16 rollouts of a quarter": f"{STEPS} --fit_prompts 256 --patch passes=16 --labels rollouts --patch tries=16",
-          "4 rollouts, 10 % wrong": f"{TAUGHT} 1024 --labels rollouts --patch tries=4 --label_noise 0.1"},
+          "4 rollouts, 10 % wrong": f"{TAUGHT} 1024 --labels rollouts --patch tries=4 --label_noise 0.1",
+          "truth of a quarter": f"{TAUGHT} 256", "16 rollouts of a quarter": f"{TAUGHT} 256 --labels rollouts --patch tries=16",
+          "16 rollouts of a quarter, 16 passes": f"{STEPS} --fit_prompts 256 --patch passes=16 --labels rollouts --patch tries=16"},
     "5": dict(iterations(CHOICES)), "5b": dict(iterations(TAUGHT)),
     "6": {f"{name}{what}": f"--baseline {baseline} --scale none --lam {lam} {NO_KL} {critic} {row}" for what, row in
           (("", ""), (", 2 of 128", sized(2, 128))) for name, baseline, lam, critic in
@@ -116,8 +117,8 @@ QUESTIONS = {
 }
 
 
-BASES = {"3": ("rule, outcomes, no KL", "model, outcomes", "model, outcomes, no KL"), "3b": ("model, outcomes",),
-         "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
+BASES = {"1": ("2 of 128", "2 of 16"),
+         "3": ("rule, outcomes, no KL", "model, outcomes", "model, outcomes, no KL"), "3b": ("model, outcomes",), "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
 
 
 def answer(question, seeds, out):
@@ -163,7 +164,7 @@ def write(found, file):
 
 # ------------------------------------------------------------------------------------- the tables
 
-COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", "kl", ".2f", 1), ("tokens", "length late", ".0f", 1),
+COLUMNS = (("maj@8", "maj@8", ".1%", 1), ("pass@8", "pass@8", ".1%", 1), ("KL", "kl", ".2f", 1), ("length", "length late", ".0f", 1),
            ("GiB", "peak", ".2f", 2 ** 30))         # title, name in a summary, form, unit
 AUC = (("AUC, first policy", "auc start", ".2f", 1), ("AUC, its last policy", "auc end", ".2f", 1),
        ("label tokens, million", "label tokens", ".2f", 1e6))
@@ -172,6 +173,7 @@ OWN_COLUMNS = {"1": (("dead groups", "dead_groups all", ".0%", 1), *EXPLAINED), 
                **dict.fromkeys(("3", "3b", "5", "5b", "figure6"), AUC),
                "4": (*AUC, ("calibration error", "calibration start", ".2f", 1))}
 SHARES = (0.8, 0.9)         # of the best row's pass@1 at the end: what it takes to come there
+AT_ONCE = ("4", "5", "5b", "figure6")           # there all rows are, by the first evaluation or soon after
 
 
 def best(found):
@@ -202,21 +204,33 @@ def last(run):
     return run["pass@1"]
 
 
+def greedy(run):
+    """The share of greedy completions that are right at the end."""
+    return run["greedy"]
+
+
+MEASURES = {"pass@1": last, "area": runs.area, "greedy": greedy}
+
+
 def lines(question, found):
-    """A question's table: pass@1 at the end and its mean over the steps; the difference of each to the base above
-    it; what it takes to come to two levels; and what is of this question alone."""
+    """A question's table: pass@1 at the end, its mean over the steps and the greedy answers, each with its difference
+    to the base above; what it takes to come to two levels; and what is of this question alone."""
     columns, levels = (*COLUMNS, *OWN_COLUMNS.get(question, ())), [share * best(found) for share in SHARES]
-    names = ["pass@1", "difference", "area", "difference", *(f"{x} to {' / '.join(f'{n:.0%}' for n in levels)}" for x in
-             ("steps", "thousand tokens", "seconds")), *(title for title, *_ in columns)]
-    yield f"| | {' | '.join(names)} |"
-    yield "|---" * (1 + len(names)) + "|"
+    costs = {} if question in AT_ONCE else {"steps": "step", "thousand tokens": "tokens", "seconds": "seconds"}
+    titles = [title for name in MEASURES for title in (name, "difference")]
+    titles += [f"{name} to {' / '.join(f'{n:.0%}' for n in levels)}" for name in costs]
+    titles += [title for title, *_ in columns]
+    yield f"| | {' | '.join(titles)} |"
+    yield "|---" * (1 + len(titles)) + "|"
     bases = {next(iter(QUESTIONS[question])), *BASES.get(question, ())}
     base = first = found["rows"][next(iter(QUESTIONS[question]))]
-    yield f"| before RL | {runs.spread([run['points'][0]['pass@1'] for run in first.values()])} |{' |' * (len(names) - 1)}"
+    yield f"| before RL | {runs.spread([run['points'][0]['pass@1'] for run in first.values()])} |{' |' * (len(titles) - 1)}"
     for name, row in found["rows"].items():
-        cells = [runs.spread([last(run) for run in row.values()]), "" if row is first else apart(row, base, last),
-                 f"{statistics.median(runs.area(run) for run in row.values()):.1%}", "" if row is first else apart(row, base, runs.area)]
-        cells += [" / ".join(reached(row, level, x, ".0f") for level in levels) for x in ("step", "tokens", "seconds")]
+        cells = []
+        for of in MEASURES.values():
+            x = [of(run) for run in row.values()]
+            cells += [runs.spread(x) if of is last else f"{statistics.median(x):.1%}", "" if row is first else apart(row, base, of)]
+        cells += [" / ".join(reached(row, level, x, ".0f") for level in levels) for x in costs.values()]
         for _, key, form, unit in columns:
             x = [run[key] for run in row.values() if run.get(key) is not None]
             cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")

@@ -5,9 +5,10 @@
 The policies are the first and the last of the five runs with the baseline of a group in question 6. A critic of
 its own is fitted to each for every baseline that has one, on rollouts that are then forgotten, until it explains
 no more of fresh ones. Then 64 rollouts are drawn, and each gives a gradient under every baseline, without a clip
-or a KL. Noise is the mean squared distance of a gradient from their mean, over the squared length of what their
-mean has of the true direction, that of leave-one-out, which has no bias; the cosine of the two is what a bias
-would lower. Products of two means are of different halves of the rollouts, so that noise adds nothing to them.
+or a KL, with 1/|o| for a token's weight as in those runs, or with all tokens alike. Noise is the mean squared
+distance of a gradient from their mean, over the squared length of what their mean has of the true direction: that
+of leave-one-out with all tokens alike, which has no bias. The cosine of the two is what a bias lowers. Products of
+two means are of different halves of the rollouts, so that noise adds nothing to them.
 """
 import argparse
 import concurrent.futures
@@ -33,9 +34,13 @@ from data import load_task  # noqa: E402
 from model import ScalarHead, token_logps  # noqa: E402
 from run import batches, machine, start  # noqa: E402
 
-BASELINES = {"leave-one-out": {}, "none": {}, "group": {}, "group, divided by its std": dict(baseline="group", scale="group"),
-             "value": {}, "value, lambda 1": dict(baseline="value", lam=1.0),
-             "group+value": {}, "group+value, lambda 1": dict(baseline="group+value", lam=1.0)}
+ALIKE = dict(mean="constant")
+TRUE = "leave-one-out, all tokens alike"
+BASELINES = {TRUE: dict(baseline="leave-one-out", **ALIKE), "none": {}, "none, all tokens alike": dict(baseline="none", **ALIKE),
+             "group": {}, "group, all tokens alike": dict(baseline="group", **ALIKE),
+             "group, divided by its std": dict(baseline="group", scale="group"),
+             "critic": dict(baseline="value", lam=1.0), "critic, lambda 0.95": dict(baseline="value"),
+             "group and critic": dict(baseline="group+value", lam=1.0), "group and critic, lambda 0.95": dict(baseline="group+value")}
 FITTED = ("value", "group+value")
 
 
@@ -91,7 +96,7 @@ def fitted_critic(agent, problems, cfg, source, rounds=8):
 
 def gradient(agent, batch, adv, cfg):
     """Of the policy gradient's loss, as one vector."""
-    weight = grpo.token_weights(batch.mask, "constant", len(batch.ids), 1, cfg.max_new)
+    weight = grpo.token_weights(batch.mask, cfg.mean, len(batch.ids), 1, cfg.max_new)
     for rows, T in batches.micro_batches(batch.ids, batch.mask, cfg.micro_tokens):
         b = batch.select(rows, T)
         logp = token_logps(agent.policy, b.ids, b.mask, 1.0)[0]
@@ -120,7 +125,7 @@ def measured(run, name, rollouts):
     agent = start.Agent(cfg, task, *start.trained_model(cfg))
     problems = task.problems(cfg)[0]
     of = {row: dataclasses.replace(cfg, **{"baseline": row, **changes}) for row, changes in BASELINES.items()}
-    fitted = {row: fitted_critic(agent, problems, of[row], random.Random(f"{row}, {cfg.seed}")) for row in FITTED}
+    fitted = {row: fitted_critic(agent, problems, dataclasses.replace(cfg, baseline=row), random.Random(f"{row}, {cfg.seed}")) for row in FITTED}
     source, gradients, squares = random.Random(f"variance, {cfg.seed}"), {row: [] for row in of}, {row: [] for row in of}
     for _ in range(rollouts):
         batch = rollout(agent, problems, source, cfg.max_new)
@@ -129,7 +134,7 @@ def measured(run, name, rollouts):
             gradients[row].append(gradient(agent, batch, adv, its))
             squares[row].append(adv[batch.mask].square().mean().item())
     means = {row: halves(made) for row, made in gradients.items()}
-    true, found = means["leave-one-out"], {}
+    true, found = means[TRUE], {}
     for row, own in means.items():
         noise, along = torch.stack(gradients[row]).var(0).sum().item(), product(own, true)
         found[row] = {"advantages": sum(squares[row]) / rollouts, "noise": noise * product(true, true) / along ** 2,

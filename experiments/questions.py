@@ -52,7 +52,8 @@ STEPS = f"{MODEL} --supervision process"            # with the KL: without it th
 CHOICES = "--reward model --fit_prompts"
 TAUGHT = f"{STEPS} {PASSES} --fit_prompts"
 KINDS = {"outcomes": "outcome", "steps": "process"}
-RULE_OR_MODEL = {"rule": "--scale none", "model": f"{MODEL} --fit_prompts 1024 {PASSES}"}
+RULE_OR_MODEL = {"rule": "--scale none", "model": f"{MODEL} --fit_prompts 1024"}
+ENDS = {"rule": {"": "", ", no KL": NO_KL}, "model": {"": PASSES, ", one pass": "", ", no KL": f"{PASSES} {NO_KL}"}}
 
 
 def iterations(fitted):
@@ -84,10 +85,10 @@ QUESTIONS = {
           "2 of 128": sized(2, 128), "PPO, fast critic, 2 of 128": f"--algo ppo {OWN} {FAST} {sized(2, 128)}",
           "2 of 16": sized(2, 16), "PPO, fast critic, 2 of 16": f"--algo ppo {OWN} {FAST} {sized(2, 16)}"}.items()},
     "2": {name: f"{row} --scale none" for name, row in forms()} | {"reward with std, k1, 0.2": "--kl reward --beta 0.2"},
-    "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {kl}" for reward in RULE_OR_MODEL
-          for end, kl in (("", ""), (", no KL", NO_KL)) for kind in KINDS},
-    "3b": {f"{reward}, {kind}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} --difficulty 3 --max_new 160 --warm_steps 2400"
-           for reward in RULE_OR_MODEL for kind in KINDS},
+    "3": {f"{reward}, {kind}{end}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {more}" for reward, ends in ENDS.items()
+          for end, more in ends.items() for kind in KINDS},
+    "3b": {f"{reward}, {kind}": f"{RULE_OR_MODEL[reward]} --supervision {KINDS[kind]} {ends['']} --difficulty 3 --max_new 160 "
+           "--warm_steps 2400" for reward, ends in ENDS.items() for kind in KINDS},
     "4": {"truth": f"{TAUGHT} 1024", "truth, 10 % wrong": f"{TAUGHT} 1024 --label_noise 0.1",
           "truth, 30 % wrong": f"{TAUGHT} 1024 --label_noise 0.3",
           **{name: f"{TAUGHT} 1024 --labels rollouts --patch tries={n}" for name, n in (("1 rollout", 1), ("4 rollouts", 4), ("16 rollouts", 16))},
@@ -117,8 +118,10 @@ QUESTIONS = {
 }
 
 
+# What the rows after it are compared with; so is the first row of each question.
 BASES = {"1": ("2 of 128", "2 of 16"),
-         "3": ("rule, outcomes, no KL", "model, outcomes", "model, outcomes, no KL"), "3b": ("model, outcomes",), "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}      # and the first row of each
+         "3": ("rule, outcomes, no KL", "model, outcomes", "model, outcomes, no KL"), "3b": ("model, outcomes",),
+         "5": ("2 iterations",), "5b": ("2 iterations",), "6": ("group, 2 of 128",), "ladder": tuple(QUESTIONS["ladder"])}
 
 
 def answer(question, seeds, out):
@@ -233,7 +236,7 @@ def lines(question, found):
         cells += [" / ".join(reached(row, level, x, ".0f") for level in levels) for x in costs.values()]
         for _, key, form, unit in columns:
             x = [run[key] for run in row.values() if run.get(key) is not None]
-            cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
+            cells.append(f"{statistics.median(x) / unit:{form}}" if 2 * len(x) > len(row) else "")     # what most runs have
         if name in bases:
             base = row
         marked = f"{name} (base)" if name in bases and len(bases) < len(found["rows"]) else name
@@ -313,7 +316,8 @@ LEARNED = ("1 iteration", "4 iterations", "2 iterations")
 PANELS = {          # of each question: (what draws, of which rows, more)
     "1": ((curves, SIZES, "tokens"), (course, SIZES[3:], "explained_variance", "variance the critic explains"), (ranges, None)),
     "2": ((against, ("no KL", "loss*"), "kl", KL), (against, ("no KL", "reward*"), "kl", KL), (ranges, None)),
-    "4": ((curves, ("truth", "1 rollout", "16 rollouts", "16 rollouts of a quarter")), (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
+    "4": ((curves, ("truth", "1 rollout", "16 rollouts", "16 rollouts of a quarter")),
+          (ranges, None, "auc start", "AUC on the first policy"), (ranges, None)),
     **dict.fromkeys(("5", "5b"), ((curves, LEARNED), (course, LEARNED, "reward", "learned reward"), (ranges, None))),
     "6": ((curves, BASELINES), (curves, [f"{name}, 2 of 128" for name in BASELINES]), (ranges, None)),
     **dict.fromkeys(("3", "3b"), ((curves, ("rule*",)), (curves, ("model*",)), (course, ("model*",), "reward", "learned reward"))),

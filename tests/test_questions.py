@@ -211,6 +211,9 @@ def test_the_table_and_the_figure_of_a_question(tmp_path, monkeypatch):
                              "| 42.8% | +7.8 (-27.2 to +42.7) | 7 / 9 |")
     assert third.startswith("| RLOO | 75.0% (70.0% to 80.0%) | **-10.5 (-16.9 to -4.1)** |")       # to PPO
     assert second.endswith("| 1.50 | 60 | 1.00 |  | -0.10 | 0.50 |")
+    found["rows"]["RLOO"]["1"]["kl"] = None         # half of them are too few for a median
+    assert [*questions.lines("1", found)][5].endswith("|  | 60 | 1.00 |  | -0.10 | 0.50 |")
+    found["rows"]["RLOO"]["1"]["kl"] = 1.5
     monkeypatch.setattr(questions, "AT_ONCE", ("1",))
     head, _, _, first, *_ = questions.lines("1", found)
     assert "steps to" not in head and head.count("|") == first.count("|") and "| 35.0% |  | 70.0% | 70.0% |" in first
@@ -564,7 +567,8 @@ def test_the_readme_names_three_answers():
     for question, row, base, found, says in (
             ("6", "none", "group", "**+3.5 ", "ends 3.5 points above the group's, though no better in greedy answers"),
             ("1", "2 of 128", "16 of 16", "+0.6 ", "groups of two do as well as groups of 16"),
-            ("2", "loss, k3, 0.04", "no KL", "**-2.5 ", "by k3 in the loss, which is GRPO's, costs 2.5 points (without the group's std)"),
+            ("2", "loss, k3, 0.04", "no KL", "**-2.5 ", "by k3 in the loss, which is GRPO's, costs 2.5 points (1.8 with the group's std)"),
+            ("figure5", "GRPO, outcomes, no KL", "GRPO, outcomes", "**+1.8 ", "(1.8 with the group's std)"),
             ("2", "loss, k2, 0.04", "no KL", "**+1.0 ", "one by k2 none")):
         rows = kept(question)["rows"]
         assert questions.apart(rows[row], rows[base], questions.last).startswith(found) and says in readme

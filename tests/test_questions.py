@@ -498,14 +498,16 @@ def test_k3_in_the_loss_costs_most():
 
 def test_many_problems_do_whatever_labels_them():
     rows, page = kept("4")["rows"], " ".join(SECTIONS["4"].split())
-    assert told("4") == {"16 rollouts of a quarter"}
-    ends = [statistics.median(map(questions.last, row.values())) for name, row in rows.items() if "quarter" not in name]
+    quarter = "16 rollouts of a quarter"
+    assert told("4") == {quarter, f"{quarter}, 16 passes"} and equal("4", f"{quarter}, 16 passes", quarter)
+    ends = [middle("4", name, questions.last) for name in rows if "quarter" not in name]
     assert f"end at {100 * min(ends):.0f} to {100 * max(ends):.0f} %, not told apart" in page
-    assert "**" not in questions.apart(rows["16 rollouts"], rows["1 rollout"], questions.last)
-    tokens, auc, error = ({name: statistics.median(run[key] for run in row.values()) for name, row in rows.items()}
-                          for key in ("label tokens", "auc start", "calibration start"))
+    assert equal("4", "16 rollouts", "1 rollout")
+    assert up("4", "truth of a quarter", quarter) and all(up("4", name, "truth of a quarter") for name in ("1 rollout", "16 rollouts"))
+    assert "The truth of a quarter ends above 16 rollouts of it, but below 1 and 16 rollouts of all" in page
+    tokens, auc, error = ({name: middle("4", name, key) for name in rows} for key in ("label tokens", "auc start", "calibration start"))
     assert tokens["16 rollouts"] / tokens["1 rollout"] == pytest.approx(8, abs=0.3) and "for an eighth of the tokens" in page
-    assert tokens["16 rollouts of a quarter"] / tokens["1 rollout"] == pytest.approx(2, abs=0.1) and "for twice the tokens of one" in page
+    assert tokens[quarter] / tokens["1 rollout"] == pytest.approx(2, abs=0.1) and "for twice the tokens of one" in page
     for row in rows.values():
         tenth, end = (statistics.median(next(p["pass@1"] for p in run["points"] if p["step"] == at) for run in row.values()) for at in (10, 80))
         assert end <= tenth and "from then on no row gains" in page

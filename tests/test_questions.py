@@ -496,6 +496,31 @@ def test_k3_in_the_loss_costs_most():
     assert all(x["error"] > 0.46 for form in ("reward, k2", "reward, k3") for x in forms[form].values())
 
 
+def at_step(question, row, step):
+    """The median of pass@1 on the 100 problems of the evaluations."""
+    return statistics.median(next(p["pass@1"] for p in run["points"] if p["step"] == step) for run in kept(question)["rows"][row].values())
+
+
+def test_steps_teach_more_and_learned_ones_last_longer():
+    page = " ".join(SECTIONS["3"].split())
+    assert gap("3", "rule, steps", "rule, outcomes") == (1.1, True) and equal("3", "rule, steps, no KL", "rule, outcomes, no KL")
+    assert gap("3b", "rule, steps", "rule, outcomes") == (1.6, True) and "take 14 steps to 7% instead of 49" in page
+    found = {"rows": kept("3b")["rows"]}
+    assert [questions.reached(found["rows"][f"rule, {kind}"], 0.8 * questions.best(found), "step", ".0f") for kind in ("steps", "outcomes")] == ["14", "49"]
+    assert [f"{middle('3b', f'rule, {kind}', 'length late'):.0f}" for kind in ("steps", "outcomes")] == ["110", "86"]
+    assert all(equal(name, f"rule, steps{end}", f"rule, outcomes{end}", questions.greedy) for name, end in (("3", ""), ("3", ", no KL"), ("3b", "")))
+    for row in (row for row in kept("3")["rows"] if row.startswith("model")):
+        tenth = at_step("3", row, 10)
+        assert tenth == pytest.approx(0.6, abs=0.03) and max(at_step("3", row, step) for step in range(20, 90, 10)) < tenth + 0.03, row
+        earned = [statistics.median(run["curve"]["reward"][part] for run in kept("3")["rows"][row].values()) for part in (3, 15)]
+        if at_step("3", row, 80) < tenth - 0.1:
+            assert earned[1] > earned[0], row
+    assert up("3", "model, steps, one pass", "model, outcomes, one pass", runs.area) and equal("3", "model, steps, one pass", "model, outcomes, one pass")
+    end, middle_of_it = (statistics.median(run["curve"]["reward"][part] for run in kept("3b")["rows"]["model, outcomes"].values()) for part in (15, 5))
+    assert end / middle_of_it == pytest.approx(7, abs=0.3) and at_step("3b", "model, outcomes", 80) == 0
+    assert abs(middle("3b", "model, steps", questions.last) - at_step("3b", "model, steps", 0)) < 0.01 and "steps at 5.7%, about where they began" in page
+
+
 def test_many_problems_do_whatever_labels_them():
     rows, page = kept("4")["rows"], " ".join(SECTIONS["4"].split())
     quarter = "16 rollouts of a quarter"

@@ -591,6 +591,16 @@ def test_no_baseline_ends_highest():
         assert up("6", f"critic{what}", f"group{what}", runs.area) and "learns a little faster" in page
     assert equal("6", "critic", "group") and up("6", "critic, 2 of 128", "group, 2 of 128")
     assert "all four rows with a critic end lower" in page
+    start, end = ([{row: found[row]["noise"] for row in found} for found in kept("variance")["policies"][name].values()] for name in ("start", "end"))
+    of_five = [statistics.median(noise["none"] / noise["group"] for noise in of) for of in (start, end)]
+    assert all(noise["none"] > noise["group"] for noise in start) and all(noise["none"] < noise["group"] for noise in end) and len(end) == 5
+    assert of_five == [pytest.approx(2.2, abs=0.3), pytest.approx(0.5, abs=0.05)] and "the first policy's has twice as much" in page
+    assert all(noise["none, all tokens alike"] < noise["group, all tokens alike"] for noise in start + end) and "less in all ten policies" in page
+    assert all(min(noise, key=noise.get) == "critic, lambda 0.95" for noise in start) and "has least" in page
+    assert all(max(noise, key=noise.get) in ("critic, lambda 0.95", "group and critic, lambda 0.95") for noise in end)
+    assert all(noise["none, all tokens alike"] < 0.7 * noise["group, divided by its std"] for noise in end) and "its last gradients have [less noise]" in PAGES["questions"]
+    slow = [middle("6", row, runs.area) for row in kept("6")["rows"] if "2 of" not in row]
+    assert sorted(slow)[:2] == sorted(slow[-2:]) and "they learn slowest" in page
 
 
 def test_the_readme_names_three_answers():

@@ -595,6 +595,7 @@ def test_no_baseline_ends_highest():
     of_five = [statistics.median(noise["none"] / noise["group"] for noise in of) for of in (start, end)]
     assert all(noise["none"] > noise["group"] for noise in start) and all(noise["none"] < noise["group"] for noise in end) and len(end) == 5
     assert of_five == [pytest.approx(2.2, abs=0.3), pytest.approx(0.5, abs=0.05)] and "the first policy's has twice as much" in page
+    assert sum(noise["none"] < 0.55 * noise["group"] for noise in end) == 4 and "in four about half" in page
     assert all(noise["none, all tokens alike"] < noise["group, all tokens alike"] for noise in start + end) and "less in all ten policies" in page
     assert all(min(noise, key=noise.get) == "critic, lambda 0.95" for noise in start) and "has least" in page
     assert all(max(noise, key=noise.get) in ("critic, lambda 0.95", "group and critic, lambda 0.95") for noise in end)

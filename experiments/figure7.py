@@ -96,11 +96,13 @@ def main():
     for folder in args.folders:
         task, seed, its = shares(folder, args.problems, args.samples)
         found.setdefault(task, {})[str(seed)] = its
-    known = json.loads(file.read_text())["rows"] if file.exists() else {}
-    known |= found
-    file.write_text(json.dumps({**runs.about(), "problems": args.problems, "samples": args.samples, "rows": known}, indent=1) + "\n")
-    draw(known, file.with_suffix(".png"))
-    print("\n".join(rows(known)))
+    known = json.loads(file.read_text()) if file.exists() else {"command": {}, "rows": {}}
+    commands = known["command"] | dict.fromkeys(found, " ".join(["python", *sys.argv]))
+    kept = known["rows"] | found
+    result = {**runs.about(), "command": commands, "problems": args.problems, "samples": args.samples, "rows": kept}
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    draw(kept, file.with_suffix(".png"))
+    print("\n".join(rows(kept)))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,13 @@ def test_figure_7_is_of_a_run_before_and_after(odd_run, tmp_path, monkeypatch):
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
+    for task, folder in (("odd", "a"), ("even", "b")):
+        monkeypatch.setattr(figure7, "shares", lambda *_: (task, 1, {when: dict.fromkeys(
+            ["greedy", *(f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS)], 0.5) for when in ("before", "after")}))
+        monkeypatch.setattr(sys, "argv", ["figure7.py", folder, "--out", str(tmp_path)])
+        figure7.main()
+    made = json.loads((tmp_path / "figure7.json").read_text())
+    assert [*made["rows"]] == ["odd", "even"] and made["command"]["odd"].startswith("python figure7.py a ")
 
 
 def test_the_noise_of_baselines(odd_run, tmp_path, monkeypatch):
@@ -454,6 +461,14 @@ def test_the_right_answers_alone_end_highest():
     assert sum(cost.values()) < together and "more than their sum" in page
     assert equal("figure5", "right answers alone, KL", "GRPO, outcomes")
     assert all(equal("figure5", name, "GRPO, outcomes", questions.greedy) for name in rows) and "in greedy answers nothing here is told apart" in page
+
+
+def test_rl_raises_votes_and_leaves_what_one_of_64_can_do():
+    seeds, page = kept("figure7")["rows"]["arithmetic"].values(), " ".join(SECTIONS["figure7"].split())
+    assert len(seeds) == 5 and all(run[when]["pass@64"] == 1 for run in seeds for when in ("before", "after"))
+    for run in seeds:
+        assert run["before"]["maj@64"] < run["before"]["pass@1"] < 0.5 and "Before RL more votes are worse" in page
+        assert run["after"]["maj@64"] >= run["after"]["pass@1"] > 0.95
 
 
 def test_small_groups_do_and_ppo_lacks_problems_or_a_lambda_of_1():

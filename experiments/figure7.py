@@ -1,7 +1,17 @@
-"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ... 64, before and after RL.
+r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ... 64, before and after RL.
 
     for s in 1 2 3 4 5; do python grpo.py --task arithmetic --seed $s --out out/s$s; done
     python experiments/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5 [--readme]
+
+Policies that can hardly do their task: one with few demonstrations by careless people, and SmolLM2-135M.
+
+    for s in 1 2 3 4 5; do python grpo.py --task experiments/slips.py --n_embd 128 --warm_steps 600 \
+        --steps 160 --prompts 16 --group 16 --lr 1e-4 --held_out 100 --samples 4 --eval_every 20 \
+        --seed $s --out out/slips$s; done
+    python experiments/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5 [--readme]
+    python experiments/smollm2.py
+    for s in 1 2 3; do python grpo.py --task sums --init out/smollm2 --seed $s --out out/smol$s; done
+    python experiments/figure7.py out/smol1 out/smol2 out/smol3 [--readme]
 
 The runs of a call are seeds of one task; with --readme they replace those of their task in what the docs
 quote, and the figure is of all tasks. 64 completions of 100 held-out problems each, at the temperature of

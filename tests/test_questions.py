@@ -463,12 +463,28 @@ def test_the_right_answers_alone_end_highest():
     assert all(equal("figure5", name, "GRPO, outcomes", questions.greedy) for name in rows) and "in greedy answers nothing here is told apart" in page
 
 
+def change(task, share):
+    """What RL adds to a share of figure 7, in points, seed by seed."""
+    return [100 * (run["after"][share] - run["before"][share]) for run in kept("figure7")["rows"][task].values()]
+
+
 def test_rl_raises_votes_and_leaves_what_one_of_64_can_do():
-    seeds, page = kept("figure7")["rows"]["arithmetic"].values(), " ".join(SECTIONS["figure7"].split())
-    assert len(seeds) == 5 and all(run[when]["pass@64"] == 1 for run in seeds for when in ("before", "after"))
-    for run in seeds:
+    seeds, page = kept("figure7")["rows"], " ".join(SECTIONS["figure7"].split())
+    assert {task: len(its) for task, its in seeds.items()} == {"arithmetic": 5, "slips": 5}
+    for run in seeds["arithmetic"].values():
+        assert run["before"]["pass@64"] == run["after"]["pass@64"] == 1
         assert run["before"]["maj@64"] < run["before"]["pass@1"] < 0.5 and "Before RL more votes are worse" in page
         assert run["after"]["maj@64"] >= run["after"]["pass@1"] > 0.95
+    assert "changes by {:+.0f}, {:+.0f}, {:+.0f}, {:+.0f} and {:+.0f} points".format(*change("slips", "pass@64")) in page
+    low, high = runs.interval(change("slips", "pass@64"))
+    assert low < 0 < high and f"by less than {(high - low) / 2:.0f} points is not seen" in page
+    votes = change("slips", "maj@64")
+    assert f"maj@64 rises by {min(votes):.0f} to {max(votes):.0f}, in each seed" in page
+    assert runs.interval(change("slips", "pass@16"))[0] > 0 and "pass@16 does rise, told apart" in page
+    begun, ended = ([run[when][share] for run in seeds["slips"].values()] for when, share in (("before", "pass@64"), ("after", "pass@1")))
+    able = [end for begin, end in zip(begun, ended) if begin > 0.9]
+    assert "the two seeds that begin above 90 % in pass@64 end above 50 % in pass@1, the others below 25 %" in page
+    assert len(able) == 2 and min(able) > 0.5 and sorted(ended)[-3] < 0.25
 
 
 def test_small_groups_do_and_ppo_is_behind_with_large_ones():

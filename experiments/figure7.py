@@ -11,11 +11,11 @@ Policies that can hardly do their task: one with few demonstrations by careless 
     python experiments/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5 [--readme]
     python experiments/smollm2.py
     for s in 1 2 3; do python grpo.py --task sums --init out/smollm2 --seed $s --out out/smol$s; done
-    python experiments/figure7.py out/smol1 out/smol2 out/smol3 [--readme]
+    python experiments/figure7.py out/smol1 out/smol2 out/smol3 [--temperature 0.7] [--readme]
 
-The runs of a call are seeds of one task; with --readme they replace those of their task in what the docs
-quote, and the figure is of all tasks. 64 completions of 100 held-out problems each, at the temperature of
-training (the paper's is 0.7).
+The runs of a call are seeds of one task; with --readme they replace those of their task and temperature in
+what the docs quote, and the figure is of all of them. 64 completions of 100 held-out problems each, at the
+temperature of training, or at another: the paper's is 0.7.
 """
 import argparse
 import dataclasses
@@ -35,17 +35,18 @@ from run import machine, start  # noqa: E402
 KS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def shares(folder, problems, samples):
-    """Of a run: what `evaluate` finds of its first model and of its last."""
+def shares(folder, problems, samples, temperature=None):
+    """Of a run: what `evaluate` finds of its first model and of its last, at training's temperature or another."""
     kept = json.loads((folder / "run.json").read_text())["config"]
-    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
+    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu",
+                              temperature=temperature or kept["temperature"])
     task, warm = load_task(cfg.task), folder / "warm_start"
     found = {}
     for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
         its = dataclasses.replace(cfg, init=os.path.abspath(where))
         agent = start.Agent(its, task, *start.trained_model(its))
         found[when] = grpo.evaluate(agent, start.problems_of(its, task)[1])
-    return Path(cfg.task).stem, cfg.seed, found
+    return Path(cfg.task).stem + (f" at {temperature}" if temperature else ""), cfg.seed, found
 
 
 def of_seeds(seeds, when, kind, K):
@@ -72,8 +73,11 @@ def draw(found, file):
         return print("no figure: matplotlib is not installed")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.2), squeeze=False)
-    for axis, (task, seeds) in zip(axes[0], found.items()):
+    columns, lines = min(len(found), 2), -(-len(found) // 2)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.2 * lines), squeeze=False)
+    for axis in axes.flat[len(found):]:
+        axis.axis("off")
+    for axis, (task, seeds) in zip(axes.flat, found.items()):
         for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
             for when, line in (("before", "--"), ("after", "-")):
                 y = [of_seeds(seeds, when, kind, K) for K in KS]
@@ -96,6 +100,7 @@ def main():
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--samples", type=int, default=KS[-1])
+    parser.add_argument("--temperature", type=float, help="where it is not that of training")
     parser.add_argument("--out", type=Path, default=Path("out/questions"))
     parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
     args = parser.parse_args()
@@ -104,7 +109,7 @@ def main():
     where.mkdir(parents=True, exist_ok=True)
     file, found = where / "figure7.json", {}
     for folder in args.folders:
-        task, seed, its = shares(folder, args.problems, args.samples)
+        task, seed, its = shares(folder, args.problems, args.samples, args.temperature)
         found.setdefault(task, {})[str(seed)] = its
     known = json.loads(file.read_text()) if file.exists() else {"command": {}, "rows": {}}
     commands = known["command"] | dict.fromkeys(found, " ".join(["python", *sys.argv]))

@@ -131,6 +131,9 @@ def test_figure_7_is_of_a_run_before_and_after(odd_run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda agent, problems: (Path(agent.cfg.init).name, len(problems), agent.cfg.samples))
         assert figure7.shares(odd_run, 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
+        patch.setattr(grpo, "evaluate", lambda agent, problems: agent.cfg.temperature)
+        assert figure7.shares(odd_run, 3, 7) == ("odd", 1, {"before": 1.0, "after": 1.0})
+        assert figure7.shares(odd_run, 3, 7, 0.5) == ("odd at 0.5", 1, {"before": 0.5, "after": 0.5})
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
@@ -470,7 +473,8 @@ def change(task, share):
 
 def test_rl_raises_votes_and_leaves_what_one_of_64_can_do():
     seeds, page = kept("figure7")["rows"], " ".join(SECTIONS["figure7"].split())
-    assert {task: len(its) for task, its in seeds.items()} == {"arithmetic": 5, "slips": 5}
+    assert {task: len(its) for task, its in seeds.items()} == {"arithmetic": 5, "slips": 5, "sums": 3, "sums at 0.7": 3}
+    assert all(min(change(task, "maj@64")) > 0 for task in seeds) and "maj@K rises everywhere" in page
     for run in seeds["arithmetic"].values():
         assert run["before"]["pass@64"] == run["after"]["pass@64"] == 1
         assert run["before"]["maj@64"] < run["before"]["pass@1"] < 0.5 and "Before RL more votes are worse" in page
@@ -485,6 +489,10 @@ def test_rl_raises_votes_and_leaves_what_one_of_64_can_do():
     able = [end for begin, end in zip(begun, ended) if begin > 0.9]
     assert "the two seeds that begin above 90 % in pass@64 end above 50 % in pass@1, the others below 25 %" in page
     assert len(able) == 2 and min(able) > 0.5 and sorted(ended)[-3] < 0.25
+    for task, told in (("sums", "On sums pass@64 rises by {:.0f} to {:.0f} points"), ("sums at 0.7", "to 95.0%, by {:.0f} to {:.0f}.")):
+        more = change(task, "pass@64")
+        assert runs.interval(more)[0] > 0 and told.format(min(more), max(more)) in page
+    assert "past the 24 tokens" in page and data.load_task("sums").DEFAULTS["max_new"] == 24
 
 
 def test_small_groups_do_and_ppo_is_behind_with_large_ones():

@@ -1,17 +1,20 @@
 r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ... 64, before and after RL.
 
     for s in 1 2 3 4 5; do python grpo.py --task arithmetic --seed $s --out out/s$s; done
-    python experiments/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5 [--readme]
+    python experiments/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5
 
-Policies that can hardly do their task: one with few demonstrations by careless people, and SmolLM2-135M.
+Policies that can hardly do their task: one after half of the imitation of experiments/questions.py, and
+SmolLM2-135M, which takes pip install -r tests/requirements-peers.txt. On 2 CPU cores the evaluations take a
+minute for slips and a quarter of an hour for sums; the figure takes matplotlib.
 
     for s in 1 2 3 4 5; do python grpo.py --task experiments/slips.py --n_embd 128 --warm_steps 600 \
         --steps 160 --prompts 16 --group 16 --lr 1e-4 --held_out 100 --samples 4 --eval_every 20 \
         --seed $s --out out/slips$s; done
-    python experiments/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5 [--readme]
+    python experiments/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5
     python experiments/smollm2.py
     for s in 1 2 3; do python grpo.py --task sums --init out/smollm2 --seed $s --out out/smol$s; done
-    python experiments/figure7.py out/smol1 out/smol2 out/smol3 [--temperature 0.7] [--readme]
+    python experiments/figure7.py out/smol1 out/smol2 out/smol3
+    python experiments/figure7.py out/smol1 out/smol2 out/smol3 --temperature 0.7
 
 The runs of a call are seeds of one task; with --readme they replace those of their task and temperature in
 what the docs quote, and the figure is of all of them. 64 completions of 100 held-out problems each, at the
@@ -104,6 +107,9 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/questions"))
     parser.add_argument("--readme", action="store_true", help="replace what the docs quote")
     args = parser.parse_args()
+    for folder in args.folders:
+        if not (folder / "run.json").exists():
+            parser.error(f"{folder} holds no run")
     machine.prepare()
     where = HERE / "answers" if args.readme else args.out
     where.mkdir(parents=True, exist_ok=True)

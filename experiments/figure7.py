@@ -23,6 +23,7 @@ temperature of training, or at another: the paper's is 0.7.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -32,7 +33,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import grpo  # noqa: E402
 import runs  # noqa: E402
-from data import load_task  # noqa: E402
+from data import Fault, load_task  # noqa: E402
 from run import machine, start  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
@@ -41,15 +42,17 @@ KS = (1, 2, 4, 8, 16, 32, 64)
 def shares(folder, problems, samples, temperature=None):
     """Of a run: what `evaluate` finds of its first model and of its last, at training's temperature or another."""
     kept = json.loads((folder / "run.json").read_text())["config"]
-    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu",
-                              temperature=temperature or kept["temperature"])
+    name = Path(kept["task"]).stem
+    if temperature is not None:
+        kept["temperature"], name = temperature, f"{name} at {temperature}"
+    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
     task, warm = load_task(cfg.task), folder / "warm_start"
     found = {}
     for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
         its = dataclasses.replace(cfg, init=os.path.abspath(where))
         agent = start.Agent(its, task, *start.trained_model(its))
         found[when] = grpo.evaluate(agent, start.problems_of(its, task)[1])
-    return Path(cfg.task).stem + (f" at {temperature}" if temperature else ""), cfg.seed, found
+    return name, cfg.seed, found
 
 
 def of_seeds(seeds, when, kind, K):
@@ -76,11 +79,11 @@ def draw(found, file):
         return print("no figure: matplotlib is not installed")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    columns, lines = min(len(found), 2), -(-len(found) // 2)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.2 * lines), squeeze=False)
+    across, down = min(len(found), 2), math.ceil(len(found) / 2)
+    figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.2 * down), squeeze=False)
     for axis in axes.flat[len(found):]:
         axis.axis("off")
-    for axis, (task, seeds) in zip(axes.flat, found.items()):
+    for axis, (task, seeds) in zip(axes.flat[:len(found)], found.items(), strict=True):
         for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
             for when, line in (("before", "--"), ("after", "-")):
                 y = [of_seeds(seeds, when, kind, K) for K in KS]
@@ -115,7 +118,10 @@ def main():
     where.mkdir(parents=True, exist_ok=True)
     file, found = where / "figure7.json", {}
     for folder in args.folders:
-        task, seed, its = shares(folder, args.problems, args.samples, args.temperature)
+        try:
+            task, seed, its = shares(folder, args.problems, args.samples, args.temperature)
+        except Fault as e:
+            parser.error(f"{folder}: {e}")
         found.setdefault(task, {})[str(seed)] = its
     known = json.loads(file.read_text()) if file.exists() else {"command": {}, "rows": {}}
     commands = known["command"] | dict.fromkeys(found, " ".join(["python", *sys.argv]))

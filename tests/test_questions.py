@@ -137,18 +137,17 @@ def test_figure_7_is_of_a_run_before_and_after(odd_run, tmp_path, monkeypatch):
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
-    for task, folder in (("odd", "a"), ("even", "b")):
-        monkeypatch.setattr(figure7, "shares", lambda *_: (task, 1, {when: dict.fromkeys(
-            ["greedy", *(f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS)], 0.5) for when in ("before", "after")}))
-        monkeypatch.setattr(sys, "argv", ["figure7.py", folder, "--out", str(tmp_path)])
-        monkeypatch.chdir(tmp_path)
+    for bad in ((tmp_path / "no run",), (odd_run, "--temperature", "0")):
+        monkeypatch.setattr(sys, "argv", ["figure7.py", *map(str, bad), "--out", str(tmp_path)])
         with pytest.raises(SystemExit, match="2"):
-            figure7.main()                                      # the folder holds no run
-        Path(folder).mkdir()
-        Path(folder, "run.json").touch()
+            figure7.main()
+    alike = {when: dict.fromkeys(["greedy", *(f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS)], 0.5) for when in ("before", "after")}
+    monkeypatch.setattr(figure7, "shares", lambda folder, problems, samples, temperature: (f"{folder.name} {temperature}", 1, alike))
+    for more in ([], ["--temperature", "0.5"], ["--temperature", "0.7"]):           # an odd number of plots
+        monkeypatch.setattr(sys, "argv", ["figure7.py", str(odd_run), "--out", str(tmp_path), *more])
         figure7.main()
     made = json.loads((tmp_path / "figure7.json").read_text())
-    assert [*made["rows"]] == ["odd", "even"] and made["command"]["odd"].startswith("python figure7.py a ")
+    assert [*made["rows"]] == ["run None", "run 0.5", "run 0.7"] and made["command"]["run 0.5"].endswith("--temperature 0.5")
 
 
 def test_the_noise_of_baselines(odd_run, tmp_path, monkeypatch):
@@ -498,7 +497,8 @@ def test_rl_raises_votes_and_what_one_of_64_can_do_is_open():
     for task, told in (("sums", "On sums pass@64 rises by {:.0f} to {:.0f} points"), ("sums at 0.7", "to 95.0%, by {:.0f} to {:.0f}.")):
         more = change(task, "pass@64")
         assert runs.interval(more)[0] > 0 and told.format(min(more), max(more)) in page
-    assert "past the 24 tokens" in page and data.load_task("sums").DEFAULTS["max_new"] == 24
+    begun = [run["curve"]["length"][0] for run in json.loads((ROOT / "experiments" / "sums.json").read_text())["runs"].values()]
+    assert f"at first for {statistics.median(begun):.0f} of the {data.load_task('sums').DEFAULTS['max_new']} tokens" in page
 
 
 def test_small_groups_do_and_ppo_is_behind_with_large_ones():

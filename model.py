@@ -1,14 +1,11 @@
-"""One GPT for the families of Llama, Qwen2, Qwen3 and GPT-2: RoPE (half-split) or learned
-positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters
-carry Llama's names; `run/pretrained.py` reads and writes checkpoints.
+"""One GPT for the Llama, Qwen2, Qwen3 and GPT-2 families: RoPE or learned positions, RMSNorm or
+LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters have Llama's names;
+`run/pretrained.py` reads and writes checkpoints.
 
-Dimensions: B rows, T tokens, n distinct ones, C channels, H query heads, K key/value heads, D
-channels of a head, L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right,
-so a causal mask is all that keeps real tokens from seeing padding; with a cache, the slot of a
-token is its position in its row.
+Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels of a head,
+L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
+keeps real tokens from seeing padding.
 """
-import copy
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +15,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data import Fault
+from data import UserError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; what the families differ in stands last."""
+    """The shape of a model; the last fields are those in which the families differ."""
     vocab_size: int = 257
     n_layer: int = 4
     n_head: int = 4
@@ -42,16 +39,16 @@ class GPTConfig:
     tied: bool = True           # the head is the embedding
 
     def __post_init__(self):
-        for name, x in vars(self).items():      # bounds: before anything is built, or multiplied
-            most = 1000 if name == "n_layer" else 2 ** 20
-            if type(x) is int and not (name != "head_size") <= x <= most:
-                raise Fault(f"{name} {x} is less than 1 or more than {most}")
+        for name, x in vars(self).items():      # a damaged file must not allocate memory
+            least, most = int(name != "head_size"), 1000 if name == "n_layer" else 2 ** 20
+            if type(x) is int and not least <= x <= most:
+                raise UserError(f"{name} must be between {least} and {most}, not {x}")
         if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
-            raise Fault(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
-                        f"and that of n_kv_head {self.n_kv_head}")
+            raise UserError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
+                            f"and that of n_kv_head {self.n_kv_head}")
         object.__setattr__(self, "head_size", self.head_size or self.n_embd // self.n_head)
         if self.head_size % 2 and self.positions == "rope":
-            raise Fault(f"RoPE turns pairs: the size of a head, {self.head_size}, is odd")
+            raise UserError(f"RoPE needs an even head size, not {self.head_size}")
 
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
@@ -64,24 +61,54 @@ class RMSNorm(nn.Module):
         return x * (square + self.eps).rsqrt() * self.weight
 
 def rotate(x, cos, sin):
-    """RoPE: turn the pairs (x[i], x[i + D/2]) of each head by their angles. x (B, T, H, D)."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of each head by the angles of its position.
+    x (B, T, H, D), cos and sin (B, T, 1, D/2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
-def distinct(ids, mask):
-    """The tokens of rows (B, T) that have to be computed: up to the last one in `mask` (B, T) of
-    their row, but where the row above has begun in the same way. Gives the places of these n
-    tokens, counted through all rows, (n,); and which of them stands at each place, (B, T)."""
-    used = mask.flip(1).cumsum(1).flip(1) > 0
-    shared = ((ids[1:] == ids[:-1]) & used[:-1]).cumprod(1).bool()
-    new = used & ~F.pad(shared, (0, 0, 1, 0))
-    count = new.flatten().cumsum(0).view_as(ids)
-    return new.flatten().nonzero()[:, 0], torch.where(new, count - 1, 0).cummax(0).values
+def causal_attention(q, k, v):
+    """Each token attends to itself and those before it in its row: q (B, T, H, D), k and v
+    (B, T, K, D). On a CPU in float32: in bfloat16 its backward pass takes 5 times as long there."""
+    if v.is_cpu and v.dtype == torch.bfloat16:
+        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                # (B, ., T, D)
+    gqa = q.size(1) != k.size(1)
+    with torch.autocast("cpu", enabled=False):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    return y.transpose(1, 2)
 
-def in_rows(x, at):
-    """Heads x (n, H, D) of tokens at their places, for attention: (B, H, T, D). On a CPU bfloat16
-    becomes float32: of its attention the backward pass takes five times as long there."""
-    x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
-    return F.embedding(at, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
+class Rows:
+    """The plain layout: all tokens of all rows are computed, (B, T). With a cache they attend to
+    the slots up to their position, and put their own key and value there. `run/sharing.py` has the
+    layout for training that computes what rows begin with alike once."""
+
+    def __init__(self, ids, mask=None, pos=None, slots=0):
+        columns = torch.arange(ids.size(1), device=ids.device)
+        self.ids, self.pos = ids, columns.expand_as(ids) if pos is None else pos
+        seen = torch.arange(slots, device=ids.device) <= self.pos[..., None]             # (B, T, S)
+        self.bias = torch.where(seen, 0.0, float("-inf"))[:, None]                    # (B, 1, T, S)
+
+    def attend(self, q, k, v, cache):
+        """Of q (B, T, H, D), k and v (B, T, K, D), and a layer's cache (2, B, K, S, D) or None."""
+        if cache is None:
+            return causal_attention(q, k, v)
+        row = torch.arange(len(q), device=q.device)[:, None]
+        cache[0][row, :, self.pos] = k.to(cache.dtype)
+        cache[1][row, :, self.pos] = v.to(cache.dtype)
+        q, bias = q.transpose(1, 2), self.bias.to(q.dtype)
+        y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=bias, enable_gqa=True)
+        return y.transpose(1, 2)
+
+    def in_rows(self, x):
+        """The hidden states (B, T, C) of what was computed."""
+        return x
+
+    @staticmethod
+    def to_score(ids, mask):
+        """Row and column (n,) of the sampled tokens whose log-probability is to be computed, and
+        for each True in mask (B, T) its index among these n."""
+        row, column = mask.nonzero(as_tuple=True)
+        return row, column, torch.arange(len(row), device=ids.device)
 
 class Attention(nn.Module):
     def __init__(self, cfg):
@@ -89,41 +116,28 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head, D = cfg.n_head, cfg.n_kv_head, cfg.head_size
         linear = partial(nn.Linear, cfg.n_embd, bias=cfg.bias != "none")
         self.q_proj = linear(cfg.n_head * D)
-        self.k_proj, self.v_proj = linear(cfg.n_kv_head * D), linear(cfg.n_kv_head * D)
+        self.k_proj = linear(cfg.n_kv_head * D)
+        self.v_proj = linear(cfg.n_kv_head * D)
         self.o_proj = nn.Linear(cfg.n_head * D, cfg.n_embd, bias=cfg.bias == "all")
-        self.q_norm, self.k_norm = ((RMSNorm(D, cfg.norm_eps) for _ in range(2)) if cfg.qk_norm
-                                    else (nn.Identity(), nn.Identity()))
+        self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
-    def forward(self, x, rope, place, cache):
-        H, K = self.n_head, self.n_kv_head
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (H, -1)))               # (n, H, D), or
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (K, -1)))               # (B, T, K, D)
-        v = self.v_proj(x).unflatten(-1, (K, -1))
+    def forward(self, x, rope, layout, cache):
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_head, -1)))              # (B, T, H, D)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_head, -1)))           # (B, T, K, D)
+        v = self.v_proj(x).unflatten(-1, (self.n_kv_head, -1))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is None:
-            new, at = place
-            q, k, v = in_rows(q, at), in_rows(k, at), in_rows(v, at)         # (B, H or K, T, D)
-            with torch.autocast("cpu", enabled=False):      # it would round them again
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
-            y = F.embedding(new, y.transpose(1, 2).flatten(2).flatten(0, 1))        # (n, H * D)
-        else:
-            (pos, bias), (B, T, _) = place, x.size()
-            rows = torch.arange(B, device=x.device)[:, None]
-            cache[0][rows, :, pos], cache[1][rows, :, pos] = k.to(cache.dtype), v.to(cache.dtype)
-            # The query heads that share a key head stand side by side as if they were time, so the
-            # cache is read once, not repeated H / K times.
-            q = q.view(B, T, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, -1)
-            y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=bias)
-            y = y.view(B, H, T, -1).transpose(1, 2).reshape(B, T, -1)
-        return self.o_proj(y)
+        y = layout.attend(q, k, v, cache)                                             # (B, T, H, D)
+        return self.o_proj(y.flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        C, inner, linear = cfg.n_embd, cfg.n_inner, partial(nn.Linear, bias=cfg.bias == "all")
-        self.gate_proj = linear(C, inner) if cfg.mlp == "swiglu" else None
-        self.up_proj, self.down_proj = linear(C, inner), linear(inner, C)
+        linear = partial(nn.Linear, bias=cfg.bias == "all")
+        self.gate_proj = linear(cfg.n_embd, cfg.n_inner) if cfg.mlp == "swiglu" else None
+        self.up_proj = linear(cfg.n_embd, cfg.n_inner)
+        self.down_proj = linear(cfg.n_inner, cfg.n_embd)
 
     def forward(self, x):
         if self.gate_proj is None:
@@ -139,8 +153,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm(cfg.n_embd, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x, rope, place, cache):
-        x = x + self.self_attn(self.input_layernorm(x), rope, place, cache)
+    def forward(self, x, rope, layout, cache):
+        x = x + self.self_attn(self.input_layernorm(x), rope, layout, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 class GPT(nn.Module):
@@ -149,6 +163,8 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activations in the backward pass, a layer at a time
+        self.layout = Rows      # of a training pass, and
+        self.cache = None       # how to decode: see run/sharing.py
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
@@ -165,59 +181,45 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """The tables of RoPE, cos and sin (block_size, 1, D) of each position's angles. Llama 3's
-        scaling slows the turns that are slow against its first context (arXiv 2407.21783)."""
+        """RoPE's tables, cos and sin (block_size, 1, D/2) of the angles of each position. Llama 3's
+        scaling lowers the frequencies that are low for its first context (arXiv 2407.21783)."""
         c = self.cfg
-        turn = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)  # as elsewhere
+        inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:
             factor, low, high, first = c.rope_scaling
-            kept = (first * turn / (2 * math.pi) - low) / (high - low)
-            turn = torch.lerp(turn / factor, turn, kept.clamp(0, 1))
-        angle = torch.arange(c.block_size)[:, None] * turn
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
+            kept = (first * inv_freq / (2 * math.pi) - low) / (high - low)
+            inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
+        angle = torch.arange(c.block_size)[:, None] * inv_freq
+        self.register_buffer("cos", angle.cos()[:, None], persistent=False)
+        self.register_buffer("sin", angle.sin()[:, None], persistent=False)
 
     def forward(self, ids, pos=None, cache=None, mask=None):
-        """Hidden states (B, T, C) after the last norm, for `head`; ids (B, T).
-
-        Without a cache, row positions are 0..T-1. What rows one below the other begin with alike,
-        as completions with their prompt, is computed once, and what comes after the last token in
-        mask (B, T) not at all: attention sees rows, the rest a list of n tokens, (n, C). With a
-        cache (`new_cache`), pos (B, T) says where each token stands in its row: its key and value
-        are written there, in place, and it sees the slots up to itself.
-        """
+        """Hidden states (B, T, C) of ids (B, T) after the last norm, for `head`. pos (B, T): the
+        positions, by default 0..T-1. With a cache (`new_cache`) each token attends to the slots up
+        to its position, where its own key and value are written in place. Without one, what
+        stands after the last True in mask (B, T) of a row is not needed and may be left out."""
         T, most = ids.size(1), self.cfg.block_size
         if T > most:
-            raise Fault(f"{T} tokens do not fit the model's context of {most}")
+            raise UserError(f"{T} tokens do not fit the model's context of {most}")
         with self.autocast():
             if cache is None:
-                new, at = distinct(ids, torch.ones_like(ids) if mask is None else mask)
-                place, pos, ids = (new, at), new % T, ids.flatten()[new]
+                layout, cache = self.layout(ids, mask, pos), [None] * self.cfg.n_layer
             else:
-                place = pos, self.cache_bias(cache, pos)
-            x, rope = self.embed_tokens(ids), None                           # (n, C) or (B, T, C)
+                layout = Rows(ids, mask, pos, slots=cache.size(4))
+            x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
             if self.cfg.positions == "learned":
-                x = x + self.embed_positions(pos)
+                x = x + self.embed_positions(layout.pos)
             else:
-                rope = self.cos[pos], self.sin[pos]                          # (.., 1, D)
-            for i, layer in enumerate(self.layers):
+                rope = self.cos[layout.pos], self.sin[layout.pos]                   # (B, T, 1, D/2)
+            for layer, kv in zip(self.layers, cache):
                 if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(layer, x, rope, place, None, use_reentrant=False)
+                    x = checkpoint(layer, x, rope, layout, kv, use_reentrant=False)
                 else:
-                    x = layer(x, rope, place, None if cache is None else cache[i])
-            x = self.norm(x)
-            return F.embedding(at, x) if cache is None else x
-
-    def cache_bias(self, cache, pos):
-        """What attention adds to its scores, 0 for the slots up to the token's own and -inf for
-        those after it, (B, 1, H / K * T, S): once for each query head of a key head."""
-        seen = torch.arange(cache.size(4), device=pos.device) <= pos[..., None]          # (B, T, S)
-        bias = torch.where(seen, 0, float("-inf")).to(self.norm.weight.dtype)
-        return bias.repeat(1, self.cfg.n_head // self.cfg.n_kv_head, 1)[:, None]
+                    x = layer(x, rope, layout, kv)
+            return layout.in_rows(self.norm(x))
 
     def head(self, x):
-        """Logits (..., V) in float32 of hidden states (..., C)."""
+        """Logits (..., V), in float32, of hidden states (..., C)."""
         with self.autocast():
             return F.linear(x, self.table.weight).float()
 
@@ -226,7 +228,7 @@ class GPT(nn.Module):
         return self.embed_tokens if self.cfg.tied else self.lm_head
 
     def autocast(self):
-        """The context in which products are done in `amp`."""
+        """The context in which matrix products are done in `amp`."""
         return torch.autocast(self.device.type, self.amp, enabled=self.amp is not None)
 
     @property
@@ -239,60 +241,32 @@ class GPT(nn.Module):
         return torch.zeros(c.n_layer, 2, rows, c.n_kv_head, slots, c.head_size,
                            dtype=self.amp or like.dtype, device=like.device)
 
-    def frozen(self):
-        """A copy without gradients. Under autocast its matrices are rounded once, here, instead of
-        at every use, the head apart from the embedding: less memory, and the same results."""
-        copied = copy.deepcopy(self).requires_grad_(False)
-        if self.amp and self.cfg.tied:
-            copied.cfg = dataclasses.replace(self.cfg, tied=False)
-            copied.lm_head = nn.Linear(self.cfg.n_embd, 1, bias=False, device="meta")
-            copied.lm_head.weight = nn.Parameter(self.embed_tokens.weight.detach(), False)
-        for layer in copied.modules():
-            if isinstance(layer, nn.Linear) and self.amp:
-                layer.weight.data = layer.weight.data.to(self.amp)
-        return copied
-
-class ScalarHead(nn.Module):
-    """A number for each token, a linear map of the hidden state after it: of the GPT `trunk`, or
-    without one of hidden states that are handed in. A critic, or a reward model."""
-
-    def __init__(self, size, trunk=None, std=0.0, generator=None):
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(size, 1)
-        nn.init.normal_(self.head.weight, std=std, generator=generator)
-        nn.init.zeros_(self.head.bias)
-        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
-
-    def forward(self, ids, mask=None, h=None):
-        """(B, T) of ids (B, T), up to the last in `mask`; h (B, T, C) where there is no trunk."""
-        h = h if self.trunk is None else self.trunk(ids, mask=mask)
-        return h.float() @ self.head.weight[0] + self.head.bias
-
 # ------------------------------------------------------------------------------- log-probabilities
 
 CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. The shift by one lives here. More than CHUNK logits
-    are made in parts, and again in the backward pass: there is no (B, T, V) tensor."""
-    def logps_of(h, tokens):
-        """log pi of the `tokens` (n,) after the states h (n, C)."""
+    critic), both (B, T), 0 where mask is False. The shift by one is here and nowhere else."""
+    sampled = mask[:, 1:]
+    h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
+    row, column, index = model.layout.to_score(ids, mask)
+    logp = logps_of(model, h[row, column - 1], ids[row, column], temperature)                # (n,)
+    logp = logp.new_zeros(sampled.shape).masked_scatter(sampled, logp[index])
+    if critic is None:
+        return F.pad(logp, (1, 0)), None
+    value = torch.where(sampled, critic(ids[:, :-1], sampled, h), 0)
+    return F.pad(logp, (1, 0)), F.pad(value, (1, 0))
+
+def logps_of(model, h, tokens, temperature):
+    """log pi of the tokens (n,) after the hidden states h (n, C). More than CHUNK logits are made
+    in parts, and again in the backward pass: there is never a tensor of all of them."""
+    def of_part(h, tokens):
         logits = model.head(h / temperature)                                               # (n, V)
         return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
-    def in_columns(x):
-        """The numbers x (n,) of the sampled tokens in their columns, (B, T)."""
-        return F.pad(x.new_zeros(sampled.shape).masked_scatter(sampled, x), (1, 0))
-
-    sampled = mask[:, 1:]
-    h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
-    new, at = distinct(ids, mask)
-    once, which = at[mask].unique(return_inverse=True)      # what rows begin with alike, once
-    row, t = torch.unravel_index(new[once], ids.shape)
-    states, tokens = h[row, t - 1], ids[row, t]                                     # (n, C), (n,)
     size = max(1, CHUNK // model.cfg.vocab_size)
-    of = logps_of if len(tokens) <= size else partial(checkpoint, logps_of, use_reentrant=False)
-    logp = torch.cat([of(*part) for part in zip(states.split(size), tokens.split(size))])
-    value = None if critic is None else in_columns(critic(ids[:, :-1], sampled, h)[sampled])
-    return in_columns(logp[which]), value
+    if len(tokens) <= size:
+        return of_part(h, tokens)
+    parts = zip(h.split(size), tokens.split(size))
+    return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts])

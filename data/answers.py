@@ -1,24 +1,24 @@
-"""What tasks share: the safe evaluator, answers in tags, numbers, equations in a text, votes.
+"""What tasks share: a safe evaluator, answers in tags, numbers, equations in a text, pass@k, maj@k.
 
-Text that a model wrote never reaches Python's `eval`, and nothing here takes more than linear time.
+Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
 """
 import math
 import re
 from collections import Counter
 from fractions import Fraction
 
-LONGEST = 200       # characters of an expression: bounds the time, the depth and the result
-EQUATIONS = 200     # signs `=` of a text that are looked at: bounds the time of its steps
-NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits alone
-APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # what is no one number
+LONGEST = 200       # maximum length of an expression or number: bounds time, depth, result
+EQUATIONS = 200     # `steps` reads at most this many `=` signs of a text: bounds its time
+NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits only
+APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # not a single number
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
-BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # how tightly
-ARITHMETIC = "-0123456789.()*/+ "                       # what expressions are made of
-# Possessive (`*+`): two optional runs of spaces that try every split would take cubic time.
+BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
+ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
+# Possessive (`*+`): with backtracking, two optional runs of spaces would take cubic time.
 NUMBER = re.compile(r"([-\u2212]?) *+[$\u20ac\u00a3]? *+([-\u2212]?)(?=\.?[0-9])"
                     r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]{0,15}+)(?:\.[0-9]{1,15}+)?+)"
                     r"(?:%| *+([A-Za-z][A-Za-z ]*+))?+\.?")
-# In a unit's place, words that make another number of it: `5 million`, `5k`, `5 minus one`.
+# Words after a number that are not a unit but change its value: `5 million`, `5k`, `5 minus one`.
 NO_UNIT = re.compile(r"\b(?:[kKMB]|(?i:bn|mn|(?:m|b|tr|quadr)illions?|thousands?|hundreds?|"
                      r"dozens?|half|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths|"
                      r"pi|minus|plus|divided|multiplied|squared|cubed|doubled|tripled|halved|twice|"
@@ -31,15 +31,15 @@ SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$
 def evaluate(text):
     """Exact value of an arithmetic expression as a Fraction, or None for anything else.
 
-    Takes integers and decimals of up to 15 digits, + - * /, unary minus, parentheses and spaces, in
-    at most 200 characters: no names, no powers, nothing that can run long.
+    Accepts integers and decimals of up to 15 digits, + - * /, unary minus, parentheses and spaces,
+    in at most 200 characters: no names, no powers, nothing that can take long.
     """
     if len(text) > LONGEST or APART.search(text):
         return None
     tokens = TOKEN.findall(text)
     if "".join(tokens) != text.replace(" ", ""):
         return None
-    tokens = ["", *reversed(tokens)]                    # the next is the last, "" is the end
+    tokens = ["", *reversed(tokens)]                    # a stack; "" marks the end
     try:
         n, d = take(tokens)
     except (ValueError, ZeroDivisionError):
@@ -48,18 +48,18 @@ def evaluate(text):
 
 
 def take(tokens, least=0):
-    """Take an expression off the tokens, up to an operator that binds no tighter than `least`:
-    numerator and denominator, as they come (Fractions are reduced at each step, and slow)."""
+    """Parse an expression off the stack, up to an operator whose precedence is at most `least`.
+    Returns numerator and denominator, unreduced: Fractions reduce at each step, which is slow."""
     token, minus = tokens.pop(), 1
     while token == "-":
         token, minus = tokens.pop(), -minus
     if token == "(":
         n, d = take(tokens)
         if tokens.pop() != ")":
-            raise ValueError("an open parenthesis")
+            raise ValueError("unclosed parenthesis")
     else:
         whole, _, decimals = token.partition(".")
-        n, d = int(whole + decimals), 10 ** len(decimals)       # ValueError if it is no numeral
+        n, d = int(whole + decimals), 10 ** len(decimals)       # ValueError if not a numeral
     n = minus * n
     while BINDING.get(tokens[-1], 0) > least:
         sign = tokens.pop()
@@ -76,7 +76,7 @@ def take(tokens, least=0):
 # -------------------------------------------------------------------------- answers in free text
 
 def tagged(text):
-    """What stands between the last <answer> and </answer>, or None."""
+    """The text between the last <answer> and </answer>, stripped, or None."""
     start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
     if start < 0:
         return None
@@ -85,22 +85,22 @@ def tagged(text):
 
 
 def one_number(text):
-    r"""The number that a text is, a Fraction, or None: with a sign, commas, decimals, a currency,
-    a unit, a period at the end, in \boxed{}. A text that holds other numbers too is none."""
+    r"""The value of a text that is one number, as a Fraction, or None. It may have a sign, commas,
+    decimals, a currency, a unit and a final period, and be in \boxed{}."""
     text = text.strip().replace("{,}", ",")
     boxed = re.fullmatch(r"\$?\\boxed\{([^{}]*)\}\.?\$?", text)
-    found = NUMBER.fullmatch(boxed[1].strip() if boxed else text)
-    if not found or len(text) > LONGEST or found[1] and found[2] or NO_UNIT.search(found[4] or ""):
+    match = NUMBER.fullmatch(boxed[1].strip() if boxed else text)
+    if not match or len(text) > LONGEST or match[1] and match[2] or NO_UNIT.search(match[4] or ""):
         return None
-    number = Fraction(found[3].replace(",", ""))
-    return -number if found[1] or found[2] else number
+    number = Fraction(match[3].replace(",", ""))
+    return -number if match[1] or match[2] else number
 
 
 def steps(problem, completion):
-    """The reasoning steps of free text, (end, truth): each line with an equation that can be
-    checked, `expression = number`, true if all these are; and the last line, whatever it says. A
-    number with decimals may be rounded. A true line that was there before is no step."""
-    text, found, end, said = completion.rstrip(), [], 0, set()
+    """The reasoning steps of free text as (end, truth), `end` in characters: each line with a
+    checkable equation `expression = number`, true if all its equations are; and the last line in
+    any case. Decimals may be rounded. A true line that repeats an earlier one is not a step."""
+    text, closed, end, seen = completion.rstrip(), [], 0, set()
     plain = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", text.translate(SIGNS))
     plain = "=".join(plain.split("=")[:EQUATIONS + 1])
     for line, written in zip(plain.split("\n"), text.split("\n")):
@@ -109,17 +109,17 @@ def steps(problem, completion):
             continue
         sides, words = line.split("="), line.replace(" ", "")
         truths = {equal(left, right) for left, right in zip(sides, sides[1:])} - {None}
-        if truths and (False in truths or words not in said):
-            found.append((end, False not in truths))
-            said.add(words)
-    if not found or found[-1][0] < len(text):
-        found.append((end, True))
-    return found[:-1] + [(len(completion), found[-1][1])]
+        if truths and (False in truths or words not in seen):
+            closed.append((end, False not in truths))
+            seen.add(words)
+    if not closed or closed[-1][0] < len(text):
+        closed.append((end, True))
+    return closed[:-1] + [(len(completion), closed[-1][1])]
 
 
 def equal(left, right):
-    """Whether the expression that `left` ends with is the number that `right` begins with; None
-    where this cannot be said."""
+    """Whether the expression at the end of `left` equals the number at the start of `right`; None
+    if that cannot be checked."""
     left = left[len(left.rstrip(ARITHMETIC)):].strip()
     right = right[:len(right) - len(right.lstrip(ARITHMETIC))].strip().rstrip(". ")
     if left.startswith("-") or not re.search("[0-9)] *[-+*/]", left):
@@ -133,8 +133,8 @@ def equal(left, right):
 # -------------------------------------------------------------------- several answers to a problem
 
 def shares(right, answers):
-    """pass@k and maj@k by name, for k = 1, 2, 4, ... up to all samples of a problem: which of them
-    are `right`, and their `answers`. maj@1 would be pass@1."""
+    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
+    which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
     n = len(right)
     ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
     return {f"pass@{k}": pass_at(k, right) for k in ks} | {
@@ -142,14 +142,14 @@ def shares(right, answers):
 
 
 def pass_at(k, right):
-    """The expected best of k of these samples, drawn without return (unbiased: 2107.03374)."""
+    """The expected best of k of these samples, drawn without replacement (unbiased: 2107.03374)."""
     best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(right)))
     return best / math.comb(len(right), k)
 
 
 def majority_at(k, right, answers):
-    """The share of sets of k samples, side by side, whose most frequent answer is right; of several
-    as frequent the first counts, and "" is no vote."""
+    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right. Of
+    equally frequent answers the first wins; "" is not counted."""
     sets, solved = range(0, len(right) - k + 1, k), 0.0
     for i in sets:
         own = answers[i:i + k]

@@ -1,34 +1,33 @@
-"""Multiplication, `47*58=`, where showing the work pays.
+"""Multiplication, `47*58=`, where showing the work pays off.
 
-A completion is a bare guess, `~3000`, or working on lines of its own, each line true or false:
+A completion is either a bare guess, `~3000`, or lines of working, each of them true or false:
 
     47*58=
     47*50=2000+350=2350
     47*8=320+56=376
     2350+376=2600+126=2726
 
-The answer is what follows the last `=`, or the guess. A task is one file without torch; `grpo.py`
-asks it for DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and
-`steps`.
+The answer is the number after the last `=`, or the guess. A task is one file without torch that
+defines DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and `steps`.
 """
 import math
 import random
 import re
 from typing import NamedTuple
 
-from data import Fault
+from data import UserError
 
-# What Config starts from for this task.
-DEFAULTS = dict(difficulty=2, steps=24, sample_every=2, prompts=32, group=16, max_new=64, lr=1e-4,
-                minibatches=2, fit_prompts=2048, fit_lr=1e-3)
+# Defaults of Config for this task.
+DEFAULTS = dict(difficulty=2, steps=24, prompts=32, group=16, max_new=64, lr=1e-4,
+                minibatches=2, fit_prompts=2048)
 
-# The people who demonstrate: some only guess, by rounding the factors; the others show their work.
-GUESS = 0.53    # share who guess
-SLIP = 0.0005   # chance that a number of the working is written down wrong
-HELD_OUT = 500  # problems kept away from all training
+# Some demonstrations are guesses, made by rounding the factors; the others show the work.
+GUESS = 0.53    # share of guesses
+SLIP = 0.0005   # probability that a number in the working is written down wrong
+HELD_OUT = 500  # maximum number of held-out problems
 
-LINES = 200     # of a working, far more than one has; those after them are false unread
-SUM = "[0-9]{1,15}+(?:[+*][0-9]{1,15}+)*+"      # of products; a longer number is none
+LINES = 200     # lines of working that are read, far more than needed; later ones count as false
+SUM = "[0-9]{1,15}+(?:[+*][0-9]{1,15}+)*+"      # a sum of products of numbers of up to 15 digits
 EQUATION = re.compile(f"{SUM}(?:={SUM})++")
 
 
@@ -38,12 +37,12 @@ class Problem(NamedTuple):
 
 
 def problems(cfg):
-    """Train and held-out problems: all pairs of factors of `cfg.difficulty` digits.
+    """Training and held-out problems: all pairs of factors of `cfg.difficulty` digits.
 
-    a*b and b*a stand on the same side, and the split is the same for every seed.
+    a*b and b*a are on the same side of the split, which is the same for every seed.
     """
     if cfg.difficulty > 3:
-        raise Fault(f"--difficulty {cfg.difficulty}: arithmetic has 1 to 3")
+        raise UserError(f"--difficulty {cfg.difficulty}: arithmetic takes 1 to 3")
     end = 10 ** cfg.difficulty
     least = max(2, end // 10)
     pairs = [(a, b) for a in range(least, end) for b in range(a, end)]
@@ -56,9 +55,9 @@ def problems(cfg):
 
 
 def demonstration(problem, rng):
-    """A completion as an imperfect person might give it: a guess, or working with slips.
+    """A completion as an imperfect person might write it: a guess, or working with slips.
 
-    The `~` of a guess makes guessing or working a choice of its own, apart from that of digits.
+    A guess begins with `~`, so the first token alone decides between guessing and working.
     """
     a, b = map(int, problem.prompt[:-1].split("*"))
     if rng.random() < GUESS:
@@ -66,11 +65,11 @@ def demonstration(problem, rng):
     lines = []
 
     def write(n):
-        """A number as it gets written down."""
+        """n, or with probability SLIP n with one digit wrong."""
         return miswritten(n, rng) if rng.random() < SLIP else n
 
     def work(left, terms):                                  # 47*50 is 40*50 and 7*50
-        """Add the line that begins with `left` and adds up the terms; gives its result."""
+        """Append the line that begins with `left` and sums the terms; returns its result."""
         terms = [write(n) for n in terms]
         total = write(sum(terms)) if len(terms) > 1 else terms[0]
         middle = ["+".join(map(str, terms))] if len(terms) > 1 else []
@@ -84,19 +83,19 @@ def demonstration(problem, rng):
 
 
 def rounded(n):
-    """n to its first digit, at least to tens: 47 -> 50."""
+    """n rounded to its first digit, at least to tens: 47 -> 50."""
     place = 10 ** max(1, len(str(n)) - 1)
     return (n + place // 2) // place * place
 
 
 def parts(n):
-    """What the digits of n stand for: 508 -> [500, 8]."""
+    """The values of the nonzero digits of n: 508 -> [500, 8]."""
     s = str(n)
     return [int(d) * 10 ** (len(s) - 1 - i) for i, d in enumerate(s) if d != "0"]
 
 
 def columns(numbers):
-    """The sums of their two-digit columns: 2350 and 376 -> [2600, 126]."""
+    """The nonzero sums of two-digit columns: 2350 and 376 -> [2600, 126]."""
     places = [100 ** i for i in reversed(range(len(str(max(numbers)))))]
     sums = [sum(n // place % 100 * place for n in numbers) for place in places]
     return [n for n in sums if n]
@@ -110,21 +109,21 @@ def miswritten(n, rng):
 
 
 def answer(completion):
-    """The final answer as text, for counting votes; "" if there is none."""
+    """The final answer as text, for majority votes; "" if there is none."""
     last = completion.split("=")[-1].strip().removeprefix("~")
     return last if re.fullmatch("[0-9]{1,30}", last) else ""
 
 
 def steps(problem, completion):
-    """The reasoning steps: (end, truth) of each line that says something.
+    """The reasoning steps as (end, truth), one for each line that is not empty or a repetition.
 
-    `end` counts the characters up to and with the newline that closes the step: ending a number is
+    `end` counts characters up to and including the newline that closes the step: ending a number is
     part of getting it right. A bare answer is one step, the problem's own equation. A step is true
-    if `equation` can read it and its first side has only numbers that the problem or an earlier
-    step gave. What only repeats, a true line again or one that begins with a single number, is no
-    step: a false one would cost the true lines before it, to whose advantages it adds.
+    if `equation` can read it and the left side uses only numbers that the problem or an earlier
+    step gave. A repetition (a true line again, or a line whose left side is a single number) is not
+    a step: calling it false would lower the advantages of the true lines before it.
     """
-    found, end, said = [], 0, set()
+    closed, end, seen = [], 0, set()
     a, b = map(int, problem.prompt[:-1].split("*"))
     known = {a, b, *parts(a), *parts(b)}
     for i, line in enumerate(completion.split("\n")):
@@ -132,23 +131,23 @@ def steps(problem, completion):
         if not line:
             continue
         if i == 0:                                          # no newline: the answer itself
-            found.append((end, answer(line) == problem.answer))
+            closed.append((end, answer(line) == problem.answer))
             continue
         numbers, value = equation(line) if i <= LINES else ([], None)
         true = value is not None and known.issuperset(numbers)
-        if true and (len(numbers) == 1 or (value, *numbers) in said):
+        if true and (len(numbers) == 1 or (value, *numbers) in seen):
             continue
         if true:
             known.add(value)
-            said.add((value, *numbers))
-        found.append((end, true))
-    return [(min(end, len(completion)), truth) for end, truth in found]
+            seen.add((value, *numbers))
+        closed.append((end, true))
+    return [(min(end, len(completion)), truth) for end, truth in closed]
 
 
 def equation(line):
-    """The numbers of a line's first side, sorted, and the value that all its sides have, of + and *
-    alone; the value is None if they differ, or if the first side has a product harder than one
-    digit times a number: `13*17=221` shows no work."""
+    """The numbers on a line's left side, sorted, and the value common to all its sides, which use
+    only + and *. The value is None if the sides differ, or if the left side has a product harder
+    than one digit times a number: `13*17=221` shows no work."""
     if not EQUATION.fullmatch(line):
         return [], None
     sides = [[term.split("*") for term in side.split("+")] for side in line.split("=")]

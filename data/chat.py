@@ -1,4 +1,4 @@
-"""How a prompt is framed for a model that was tuned to chat: as the template in its folder does."""
+"""The text around a prompt for a chat model, from the chat template in the model's folder."""
 import json
 import re
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from functools import partial
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data import Fault
+from data import UserError
 
-# What a template is filled with, to be found again: only if it was said once, and not altered.
+# Placeholders: unusual text, so that a template that alters or repeats a message is noticed.
 PROMPT, ANSWER = (f'\ue000 The <{x}> & "{x}"\n\n  is \\ \u00e9\ue001' for x in "PA")
+THINKING = {"think": True, "no_think": False}    # enable_thinking, by --chat
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around a prompt. A run keeps its own, for a template may say the date."""
-    chat: str = ""          # what was asked for: --chat, or "" where there is no template;
-    system: str = ""        # --system;
-    thinking: str = "auto"  # --thinking
+    """The text around a prompt. A run keeps its own, since a template may contain the date."""
+    chat: str = ""          # as requested with --chat, or "" without a template
+    system: str = ""        # as requested with --system
     before: str = ""        # the text before the prompt
     after: str = ""         # the text after it
     strips: bool = False    # the template strips the prompt
@@ -27,45 +27,48 @@ class Frame:
 
     def __post_init__(self):
         if [*map(type, vars(self).values())] != [*type(self).__annotations__.values()]:
-            raise Fault("the frame of its prompts has something of a wrong type")
+            raise UserError("its chat_frame.json has a value of the wrong type: delete the file to "
+                            "have it rebuilt")
 
 
-def frame_of(template, tokens, special, system="", thinking="auto"):
-    """The Frame of a template. `tokens`: its variables; `special`: names of all special tokens.
-    Raises Fault if it fails, or cannot do what is asked."""
+def frame_of(template, tokens, special, chat="auto", system=""):
+    """The Frame of a template. `tokens`: its variables; `special`: the names of all special tokens.
+    Raises UserError if the template fails, or does not support what is requested."""
     asked, padded = {"system": system} if system else {}, f"\n {PROMPT}\t\n"
-    options = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
+    options = {"enable_thinking": THINKING[chat]} if chat in THINKING else {}
     if options and "enable_thinking" not in template:
-        raise Fault(f"--thinking {thinking}: its chat template knows no enable_thinking")
+        raise UserError(f"--chat {chat}: its chat template has no enable_thinking")
     try:
-        said = renderer(template, dict(tools=None, documents=None) | tokens | options)
-        before, *after = said(**asked, user=PROMPT).split(PROMPT)
+        render = renderer(template, dict(tools=None, documents=None) | tokens | options)
+        before, *after = render(**asked, user=PROMPT).split(PROMPT)
         shown = [x.join([before, *after]) for x in (padded, PROMPT)]
-        if len(after) != 1 or (full := said(**asked, user=padded)) not in shown:
-            raise Fault("its chat template does not say a prompt once and as it is (--chat none?)")
-        if system and (said(user=PROMPT) == shown[1] or any(name in system for name in special)):
-            raise Fault("--system has a special token, or its chat template says nothing of it")
-        ended = said(user=PROMPT, assistant=ANSWER).partition(ANSWER)[2]
+        if len(after) != 1 or (full := render(**asked, user=padded)) not in shown:
+            raise UserError("its chat template must insert the prompt once, unchanged; use --chat "
+                            "none to send bare prompts")
+        if system and (render(user=PROMPT) == shown[1] or any(name in system for name in special)):
+            raise UserError("--system has a special token, or its chat template ignores it")
+        ended = render(user=PROMPT, assistant=ANSWER).partition(ANSWER)[2]
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
             AttributeError, RuntimeError, SyntaxError, MemoryError) as e:
-        raise Fault(f"its chat template fails: {e!r} (--chat none?)") from e
+        raise UserError(f"its chat template fails: {e!r}; use --chat none to send bare "
+                        f"prompts") from e
     end = min((name for name in special if name in ended), key=ended.index, default="")
-    return Frame("auto", system, thinking, before, after[0], full == shown[1], end)
+    return Frame(chat, system, before, after[0], full == shown[1], end)
 
 
 def renderer(template, given):
-    """A function that renders texts by role as transformers 5 does, in Jinja's sandbox, now."""
+    """A function that renders messages as transformers 5 would today, in Jinja's sandbox."""
     def refuse(why):
-        """What a template calls raise_exception."""
+        """The template's raise_exception."""
         raise jinja2.TemplateError(why)
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals |= dict(raise_exception=refuse, strftime_now=datetime.now().strftime)
-    # Blocks that only mark answers become what does nothing.
+    # {% generation %} blocks only mark answers: replaced by statements without effect.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
-    def said(**texts):
-        """The template's text of a talk, by role; it ends where the assistant would begin."""
+    def render(**texts):
+        """The template's text for one message per role, up to where the assistant would answer."""
         return page.render(given, messages=[dict(role=r, content=x) for r, x in texts.items()],
                            add_generation_prompt="assistant" not in texts)
-    return said
+    return render

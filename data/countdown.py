@@ -1,22 +1,22 @@
-"""Countdown: an expression of the given numbers, each once, that makes the target.
+"""Countdown: write an expression that uses each given number once and equals the target.
 
     Numbers 3, 7, 25: make 46   ->   25+3*7
 
-Problems are generated, and each has a solution. The reward is TinyZero's: a tenth for an answer in
-its tags, 1 for a right one.
+Problems are generated, so that each has a solution. The reward is TinyZero's: 0.1 for an answer in
+tags, 1 for a right one.
 """
 import random
 from fractions import Fraction
 from typing import NamedTuple
 
-from data import Fault
+from data import UserError
 from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, steps is the task's
 
-# For a model of 0.5 billion parameters on a card of 24 GB.
+# For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 micro_tokens=4096, save_every=50, fit_prompts=512)
 
-DRAWS, HELD_OUT = 60000, 500     # some of the draws make no problem
+DRAWS, HELD_OUT = 60000, 500     # some draws give no problem
 PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly once, to make {}. "
           "Think between <think> and </think>, then give the expression between <answer> and "
           "</answer>, for example <answer>(1+2)/3</answer>.\n")
@@ -30,24 +30,24 @@ class Problem(NamedTuple):
 
 
 def problems(cfg):
-    """Train and held-out problems of `cfg.difficulty` numbers, no two alike; the same for all
-    seeds."""
+    """Training and held-out problems of `cfg.difficulty` numbers, all different; the same for every
+    seed."""
     if not 2 <= cfg.difficulty <= 6:
-        raise Fault(f"--difficulty {cfg.difficulty}: countdown has 2 to 6 numbers")
-    rng, found = random.Random(0), {}
+        raise UserError(f"--difficulty {cfg.difficulty}: countdown takes 2 to 6 numbers")
+    rng, unique = random.Random(0), {}
     for _ in range(DRAWS):
         numbers = tuple(sorted(rng.randrange(1, 100) for _ in range(cfg.difficulty)))
         target, solution = expression(numbers, rng)
-        if target.denominator == 1 and 10 <= target <= 99 and (numbers, target) not in found:
+        if target.denominator == 1 and 10 <= target <= 99 and (numbers, target) not in unique:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            found[numbers, target] = Problem(PROMPT.format(shown, target), numbers, int(target),
-                                             solution)
-    found = list(found.values())
-    return found[HELD_OUT:], found[:HELD_OUT]
+            unique[numbers, target] = Problem(PROMPT.format(shown, target), numbers, int(target),
+                                              solution)
+    drawn = list(unique.values())
+    return drawn[HELD_OUT:], drawn[:HELD_OUT]
 
 
 def expression(numbers, rng):
-    """The value and the text of the numbers, joined in a random order by random operations."""
+    """A random expression that uses each of the numbers once: its value and its text."""
     values = [(Fraction(n), str(n)) for n in numbers]
     while len(values) > 1:
         (a, left), (b, right) = (values.pop(rng.randrange(len(values))) for _ in range(2))
@@ -59,7 +59,7 @@ def expression(numbers, rng):
 
 
 def demonstration(problem, rng):
-    """Up to three expressions that miss the target, as one tries them, then a solution."""
+    """Up to three expressions that miss the target, as attempts, then a solution."""
     tried = [expression(problem.numbers, rng) for _ in range(rng.randrange(4))]
     lines = [f"{text}={value}" for value, text in tried if value != problem.target]
     working = "\n".join([*dict.fromkeys(lines), f"{problem.solution}={problem.target}"])
@@ -67,13 +67,13 @@ def demonstration(problem, rng):
 
 
 def answer(completion):
-    """The expression in the last answer's tags; "" if there is none."""
+    """The expression in the last answer tags; "" if there is none."""
     return tagged(completion) or ""
 
 
 def reward(problem, completion):
-    """1 for an expression of just the numbers that makes the target; a tenth for the tags."""
+    """1 for an expression that uses each number once and equals the target; 0.1 for the tags."""
     text = answer(completion)
-    used = sorted(NUMERAL.findall(text))        # as `evaluate` reads them: 034 is none, nor is 3.25
+    used = sorted(NUMERAL.findall(text))    # as `evaluate` reads them: neither 034 nor 3.25 passes
     correct = used == sorted(map(str, problem.numbers)) and evaluate(text) == problem.target
     return {"correct": float(correct), "format": 0.1 * (tagged(completion) is not None)}

@@ -1,17 +1,17 @@
-"""GSM8K, grade-school word problems, from JSONL files as published:
+"""GSM8K, grade-school word problems, from the published JSONL files:
 
     python grpo.py --task gsm8k --init FOLDER --train train.jsonl --test test.jsonl
 
-A line has a `question`, and an `answer`: the working, and `#### n` at its end.
+Each line has a `question` and an `answer`, which is the working followed by `#### n`.
 """
 import json
 import re
 from typing import NamedTuple
 
-from data import Fault
+from data import UserError
 from data.answers import one_number, steps, tagged  # noqa: F401, steps is the task's
 
-# For a model of 0.5 billion parameters on a card of 24 GB.
+# For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 micro_tokens=4096, save_every=50, fit_prompts=512)
 
@@ -26,36 +26,36 @@ class Problem(NamedTuple):
 
 
 def problems(cfg):
-    """The problems of --train, and those of --test."""
+    """Training problems from --train and held-out problems from --test."""
     return read(cfg.train, "train"), read(cfg.test, "test")
 
 
 def read(path, flag):
-    """The problems of a file; raises Fault for one that is not as published."""
+    """The problems in a file; raises UserError if it is not in the published format."""
     if not path:
-        raise Fault(f"the task gsm8k needs --{flag} FILE, a JSONL of questions and answers")
-    found, n = [], 0
+        raise UserError(f"gsm8k needs --{flag} FILE, a JSONL file of questions and answers")
+    rows, n = [], 0
     try:
         with open(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                found.append(problem_of(json.loads(line.decode("utf-8-sig"))))
+                rows.append(problem_of(json.loads(line.decode("utf-8-sig"))))
     except OSError as e:
-        raise Fault(f"--{flag} {path}: {e.strerror}") from e
+        raise UserError(f"--{flag} {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
-        raise Fault(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
-    if not found:
-        raise Fault(f"--{flag} {path} is empty")
-    return found
+        raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
+    if not rows:
+        raise UserError(f"--{flag} {path} is empty")
+    return rows
 
 
 def problem_of(row):
-    """The problem that a line's JSON holds; raises ValueError if it is not as published."""
+    """The problem in a line's JSON; raises ValueError if it is not in the published format."""
     if not isinstance(row, dict):
         raise ValueError("not an object with a question and an answer")
     for name in ("question", "answer"):
         if not isinstance(row.get(name), str):
-            raise ValueError(f"there is no text {name!r}")
-        row[name].encode()                                  # a lone surrogate has no bytes
+            raise ValueError(f"{name!r} must be a string")
+        row[name].encode()                                  # ValueError for a lone surrogate
     solution, mark, answer = row["answer"].rpartition("####")
     number = one_number(answer)
     if not mark or number is None:
@@ -64,18 +64,18 @@ def problem_of(row):
 
 
 def demonstration(problem, rng):
-    """The published working, without its calculator's marks, in tags."""
+    """The published working without its calculator annotations, and the answer, in tags."""
     working = re.sub("<<[^<>\n]*>>", "", problem.solution)
     return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
 
 
 def answer(completion):
-    """The number in the last answer's tags as text, for counting votes; "" if there is not one."""
+    """The number in the last answer tags as text, for majority votes; "" if there is none."""
     number = one_number(tagged(completion) or "")
     return "" if number is None else str(number)
 
 
 def reward(problem, completion):
-    """1 for the right number, and a tenth for an answer in its tags."""
+    """1 for the right number, and 0.1 for an answer in tags."""
     return {"correct": float(answer(completion) == problem.answer),
             "format": 0.1 * (tagged(completion) is not None)}

@@ -1,7 +1,7 @@
-"""Sums in plain questions, for a small language model to begin with: `What is 7 + 12?`
+"""Sums asked in plain English, a first task for a small language model: `What is 7 + 12?`
 
 --difficulty 1: two numbers up to 20; 2: two numbers of two digits; 3: three numbers up to 99;
-4: word problems, with two numbers up to 50. The answer is the last number that a completion says.
+4: word problems with two numbers up to 50. The answer is the last number in the completion.
 """
 import random
 import re
@@ -9,17 +9,18 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
-from data import Fault
+from data import UserError
 from data.answers import one_number, steps  # noqa: F401, steps is the task's
 
-# For SmolLM2-135M-Instruct (experiments/smollm2.py) on two CPU cores. Without a KL, groups that are
-# dead cost no update, and k3 has no rare token whose gradient is all there is in a step. At a
-# constant rate, 3e-5 or 1e-5, it stops at 75 %; at one that falls it goes on (measurements.md).
+# For SmolLM2-135M-Instruct (experiments/models/smollm2.py) on two CPU cores. Without a KL, dead
+# groups cost no update, and k3's gradient at a rare token cannot dominate a step. At a constant
+# learning rate of 3e-5 or 1e-5 accuracy stops rising at 75 %; at a falling rate it rises further
+# (docs/measurements.md).
 DEFAULTS = dict(difficulty=1, steps=100, prompts=16, group=16, max_new=24, lr=3e-5, half_life=25,
                 kl="none", micro_tokens=4096, save_every=25)
 
-HELD_OUT = 128      # problems kept away from all training
-DRAWS = 5000        # of three numbers
+HELD_OUT = 128      # number of held-out problems
+DRAWS = 5000        # number of triples to draw
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "shells", "stamps", "toys")
 STORIES = {
@@ -29,7 +30,7 @@ STORIES = {
     "-": ("{name} has {a} {things} and gives {b} away. How many {things} are left?",
           "Of {a} {things}, {b} are broken. How many {things} are whole?",
           "{name} needs {a} {things} and has {b}. How many {things} are missing?")}
-# Possessive (`++`): a run of digits is taken whole, so the time is linear.
+# Possessive (`++`): a run of digits is matched whole, so the time is linear.
 LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+|\.[0-9]++")
 
 
@@ -40,14 +41,14 @@ class Problem(NamedTuple):
 
 
 def problems(cfg):
-    """Train and held-out problems, the same for every seed. All problems with the same numbers
-    stand on the same side, and no answer is negative."""
+    """Training and held-out problems, the same for every seed. All problems with the same numbers
+    are on the same side of the split, and no answer is negative."""
     if cfg.difficulty > 4:
-        raise Fault(f"--difficulty {cfg.difficulty}: sums have 1 to 4")
+        raise UserError(f"--difficulty {cfg.difficulty}: sums takes 1 to 4")
     rng = random.Random(0)
     if cfg.difficulty == 3:
-        found = {tuple(sorted(rng.choices(range(1, 100), k=3))) for _ in range(DRAWS)}
-        numbers = sorted(found)
+        triples = {tuple(sorted(rng.choices(range(1, 100), k=3))) for _ in range(DRAWS)}
+        numbers = sorted(triples)
     else:
         least, most = {1: (1, 20), 2: (10, 99), 4: (1, 50)}[cfg.difficulty]
         numbers = list(combinations_with_replacement(range(least, most + 1), 2))
@@ -61,7 +62,7 @@ def problems(cfg):
 
 
 def with_numbers(numbers, difficulty, rng):
-    """The problems that are made of some numbers, in rising order."""
+    """Yield the problems made of some numbers, given in ascending order."""
     if difficulty == 3:
         a, b, c = rng.sample(numbers, 3)
         yield of_sum(f"{a} + {b} + {c}", a + b + c)
@@ -80,7 +81,7 @@ def with_numbers(numbers, difficulty, rng):
 
 
 def of_sum(text, total, story=""):
-    """The problem that asks for a sum, in plain words or in those of a story."""
+    """The problem that asks for a sum, directly or in a story."""
     return Problem(story or f"What is {text}?", str(total), f"{text} = {total}")
 
 
@@ -90,8 +91,8 @@ def demonstration(problem, rng):
 
 
 def answer(completion):
-    """The last number of a completion as text; "" if there is none. A minus sign counts unless it
-    takes one thing from another: `12 - 5` ends with 5."""
+    """The last number in a completion as text; "" if there is none. A minus sign counts unless it
+    is a subtraction: `12 - 5` ends with 5."""
     *_, last = [None, *LAST.finditer(completion)]
     if last is None:
         return ""
@@ -102,8 +103,8 @@ def answer(completion):
 
 
 def reward(problem, completion):
-    """1 for the right number; for any, up to a fifth, the nearer it is to the right one the more.
-    So of a group that is all wrong, some still learn in which direction."""
-    said = answer(completion)
-    near = 0.2 / (1 + abs(Fraction(said) - int(problem.answer))) if said else 0.0
-    return {"correct": float(said == problem.answer), "near": near}
+    """1 for the right number, plus up to 0.2 for any number: the nearer to the right one, the more.
+    So a group of wrong numbers still has a gradient, towards the nearer ones."""
+    number = answer(completion)
+    near = 0.2 / (1 + abs(Fraction(number) - int(problem.answer))) if number else 0.0
+    return {"correct": float(number == problem.answer), "near": near}

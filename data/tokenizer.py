@@ -1,4 +1,4 @@
-"""Tokenizers as a `tiktoken.Encoding`: the bytes, or a checkpoint's own tokenizer.json."""
+"""Tokenizers as a `tiktoken.Encoding`: bytes, or the tokenizer.json of a checkpoint."""
 import bisect
 import codecs
 import dataclasses
@@ -10,45 +10,45 @@ from pathlib import Path
 
 import tiktoken
 
-from data import Fault, read_json
-from data.chat import Frame, frame_of
+from data import UserError, read_json
+from data.chat import THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
-BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable ones
+BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
 BYTES += [b for b in range(256) if b not in BYTES]
 LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
 BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-FRAME = "chat_frame.json"       # in a run's folder: the frame of its prompts
+FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
 MORE = "additional_chat_templates"
 
 
 def split_at(marks, text):
-    """The pieces of a text, among them the `marks` in it."""
+    """Split a text at each of `marks`, longest first; the marks are kept as pieces."""
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
     return re.split(f"({pattern})", text) if marks else [text]
 
 
 def composed(text):
-    """A text's NFC. Its combining characters are put in their order beforehand: `normalize` alone
-    sorts them in quadratic time, 8 seconds for 100,000 of them."""
+    """The NFC of a text. Combining characters are sorted beforehand: `normalize` alone would take
+    quadratic time, 8 seconds for 100,000 of them."""
     if unicodedata.is_normalized("NFC", text):
         return text
-    apart = "".join(unicodedata.normalize("NFD", c) for c in text)
-    runs = (run for _, run in itertools.groupby(apart, lambda c: unicodedata.combining(c) > 0))
+    decomposed = "".join(unicodedata.normalize("NFD", c) for c in text)
+    runs = (run for _, run in itertools.groupby(decomposed, lambda c: unicodedata.combining(c) > 0))
     ordered = (sorted(run, key=unicodedata.combining) for run in runs)
     return unicodedata.normalize("NFC", "".join(itertools.chain(*ordered)))
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's, with what a checkpoint says of its use.
+    """tiktoken's Encoding, plus what else a checkpoint's files specify.
 
-    stop: the ids that end a completion, of which `end` is the first, the one to teach; frame: the
-    Frame of a prompt; hidden: ids that are no text; plain: names of special tokens that are found
-    in any text; files: by name, what belongs beside the weights.
+    stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
+    frame: the Frame of a prompt. hidden: ids without text. plain: names of added tokens that are
+    recognised in any text. files: the files to save beside the weights, name to contents.
     """
 
     def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
@@ -60,9 +60,9 @@ class Encoding(tiktoken.Encoding):
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
     def encode_ordinary(self, text):
-        """Ids of a text, in which only `plain` tokens have a meaning of their own."""
+        """Ids of a text; of the added tokens only `plain` ones are recognised."""
         if self.missing:            # a tokenizer that lacks some bytes drops their characters
-            text = text.encode("utf-8", "replace").decode()     # a lone surrogate has no bytes
+            text = text.encode("utf-8", "replace").decode()     # a lone surrogate has no UTF-8
             text = "".join(c for c in text if self.missing.isdisjoint(c.encode()))
         ids = []
         for piece in split_at(self.plain, text):
@@ -72,7 +72,7 @@ class Encoding(tiktoken.Encoding):
         return ids
 
     def encode_prompt(self, text):
-        """Ids of a prompt in its frame. Special tokens count in the frame, not in the text."""
+        """Ids of a prompt in its frame; special tokens are recognised in the frame alone."""
         text = text.strip() if self.frame.strips else text
         before, after = ([self.special.get(piece, piece) for piece in split_at(self.special, x)]
                          for x in (self.frame.before, self.frame.after))
@@ -80,17 +80,17 @@ class Encoding(tiktoken.Encoding):
         for kind, pieces in itertools.groupby([*before, text, *after], type):
             ids += pieces if kind is int else self.encode_ordinary("".join(pieces))
         if not ids:
-            raise Fault("an empty prompt: there is nothing to sample from")
+            raise UserError("the prompt is empty: there is nothing to sample from")
         return ids
 
     def token_bytes(self, token):
-        """The bytes of a token's text: none for a special one, or one that only pads the model's
-        vocabulary."""
+        """The bytes of a token's text; empty for a special token and for an id that only pads the
+        model's vocabulary."""
         return self.decode_single_token_bytes(token) if token in self.text else b""
 
 
 def byte_encoding():
-    """Ids 0-255 for the bytes and 256 for END: no download."""
+    """Ids 0-255 for the bytes and 256 for END; needs no download."""
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     end = dict(id=256, content=END, single_word=False, lstrip=False, rstrip=False, normalized=False,
                special=True)
@@ -104,20 +104,21 @@ def byte_encoding():
                     files)
 
 
-def load_encoding(folder, chat="auto", system="", thinking="auto"):
-    """The tokenizer of a checkpoint's folder; raises Fault if it is not a byte-level BPE. `chat`,
-    `system`, `thinking`: how prompts are framed, as `chosen_frame` has it."""
+def load_encoding(folder, chat="auto", system=""):
+    """The tokenizer in a checkpoint's folder; raises UserError if it is not a byte-level BPE.
+    `chat` and `system` choose the text around prompts: see `chosen_frame`."""
     folder = Path(folder)
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
-        raise Fault(f"no model in {folder}: there is no tokenizer.json")
+        raise UserError(f"no model in {folder}: tokenizer.json is missing (--init takes a folder, "
+                        f"and downloads nothing)")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
         others.append(read_json((folder / "config.json").read_bytes(), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
         ranks, split, nfc = byte_pairs(hf, special)
-        frame = chosen_frame(files, about, hf, special, (chat, system, thinking))
+        frame = chosen_frame(files, about, hf, special, (chat, system))
         if frame.chat:
             files[FRAME] = json.dumps(dataclasses.asdict(frame)).encode()
         hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
@@ -127,100 +128,102 @@ def load_encoding(folder, chat="auto", system="", thinking="auto"):
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
         stop = stop_tokens(about, others, special, frame.end)
         return Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc, plain)
-    except Fault as e:
-        raise Fault(f"{folder}: {e}") from e
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
-        raise Fault(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
+        raise UserError(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
 
 
 def chosen_frame(files, about, hf, special, asked):
-    """The Frame of --chat, --system and --thinking. Where they are "auto" or "", they are as in the
-    run that left its frame among the folder's `files`; if all are, it is that frame itself."""
+    """The Frame for `asked`, chat and system. What is "auto" or "" is taken from the frame among
+    the folder's `files`, if a run left one there. If nothing differs from that frame, it is
+    returned itself, not rebuilt from the template."""
     kept = Frame(**read_json(files[FRAME], FRAME)) if FRAME in files else Frame("auto")
-    was = kept.chat, kept.system, kept.thinking
+    was = kept.chat, kept.system
     asked = tuple(old if x in ("auto", "") else x for x, old in zip(asked, was))
     if asked == was and FRAME in files:
         return kept
-    chat, *said = asked
+    chat, system = asked
     template = None if chat == "none" else find_template(files, about)
     if template is None:
-        if said != ["", "auto"]:
-            raise Fault("--system and --thinking need a chat template, and there is none")
+        if system or chat in THINKING:
+            raise UserError("--system and --chat think need a chat template, and there is none")
         return Frame("none" if chat == "none" else "", before=opening(hf, special))
-    if "added_tokens_decoder" not in about:         # as older files have it
+    if "added_tokens_decoder" not in about:         # in older checkpoints
         about = about | read_json(files.get("special_tokens_map.json", b"{}"), FILES[4])
     tokens = {name: x["content"] if isinstance(x, dict) else x for name, x in about.items()
               if name.endswith("_token") and isinstance(x, str | dict)}
     special = [t["content"] for t in hf["added_tokens"] if t["special"]]
-    return frame_of(template, tokens, special, *said)
+    return frame_of(template, tokens, special, chat, system)
 
 
 def find_template(files, about):
-    """The chat template among a folder's files, of several the default; None if there is none."""
+    """The chat template in a folder's files, the default if there are several; None without one."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    found = about.get("chat_template")
-    if isinstance(found, list):
-        found = {x["name"]: x["template"] for x in found}.get("default", "")
-    if found == "" or not isinstance(found, str | None):
-        raise Fault("its chat template is no text, or it has several and none is the default")
-    return found
+    template = about.get("chat_template")
+    if isinstance(template, list):
+        template = {x["name"]: x["template"] for x in template}.get("default", "")
+    if template == "" or not isinstance(template, str | None):
+        raise UserError("its chat template is not a string, or there are several and no default")
+    return template
 
 
 def stop_tokens(about, others, special, end):
-    """The ids that end a completion: the end of a chat's turn first, then what a
-    tokenizer_config.json and others say."""
-    said = about.get("eos_token")
-    stop = [special.get(end), special.get(said["content"] if isinstance(said, dict) else said)]
+    """The ids that end a completion: first `end`, the end of a chat turn, then the stop tokens of
+    tokenizer_config.json (`about`) and of the `others`."""
+    eos = about.get("eos_token")
+    stop = [special.get(end), special.get(eos["content"] if isinstance(eos, dict) else eos)]
     for ends in (other.get("eos_token_id") for other in others):
         stop += ends if isinstance(ends, list) else [ends]
     if not (stop := [x for x in stop if x is not None]):
-        raise Fault("no file names a token that ends a completion")
+        raise UserError("no file names a stop token: set eos_token_id in generation_config.json")
     if wrong := [x for x in stop if type(x) is not int or x < 0]:
-        raise Fault(f"eos_token_id {wrong[0]!r} is no token")
+        raise UserError(f"eos_token_id {wrong[0]!r} is not a token id")
     return stop
 
 
 def byte_pairs(hf, special):
-    """Of a tokenizer.json: the ids by the bytes of the token, the pattern that splits a text, and
-    whether it is normalised to NFC. The ids must rank as the merges do: tiktoken merges by id."""
+    """From a tokenizer.json: the ids by the bytes of the token, the pattern that splits a text, and
+    whether text is normalised to NFC. Ids must be in the order of the merges: tiktoken merges by
+    id."""
     model, pre, normalizer = hf["model"], hf["pre_tokenizer"] or {}, hf.get("normalizer")
     parts = pre.get("pretokenizers", [pre])
     kinds, *_, level = [p.get("type") for p in parts], parts[-1]
     regex = level.get("use_regex", True)
     if model["type"] != "BPE" or kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
-        raise Fault("its tokenizer is not a byte-level BPE")
+        raise UserError("its tokenizer is not a byte-level BPE")
     if kinds == ["ByteLevel"]:
         split = GPT2_SPLIT if regex else r"[\s\S]+"
     elif kinds == ["Digits", "ByteLevel"] and regex and parts[0]["individual_digits"]:
         split = DIGITS_SPLIT
     elif kinds == ["Split", "ByteLevel"] and not regex and parts[0]["behavior"] == "Isolated":
-        split = parts[0]["pattern"]["Regex"]        # what lies between its matches is a piece too
+        split = parts[0]["pattern"]["Regex"]        # the text between matches is a piece too
         if may_be_empty(split):
-            raise Fault(f"its tokenizer splits a text by matches of no length: {split!r}")
+            raise UserError(f"its tokenizer splits text by a pattern that may be empty: {split!r}")
         split = rf"(?:{split})|(?:(?!{split})[\s\S])+"
     else:
-        raise Fault(f"its tokenizer splits a text in a way that is not supported: {kinds}")
+        raise UserError(f"its tokenizer splits text in a way that is not supported: {kinds}")
     if normalizer is not None and normalizer["type"] != "NFC":
-        raise Fault(f"its tokenizer has a normalizer that is not supported: {normalizer['type']}")
+        raise UserError(f"its normalizer {normalizer['type']} is not supported")
     refuse(model, ("dropout", "end_of_word_suffix", "continuing_subword_prefix"), "its tokenizer")
     refuse(parts[0], ("invert",), "its tokenizer's Split")
     vocab = model["vocab"]
     merged = [vocab["".join(m.split(" ") if isinstance(m, str) else m)] for m in model["merges"]]
     if merged != sorted(merged):
-        raise Fault("the ids of its tokenizer are not in the order of its merges")
+        raise UserError("its token ids are not in the order of its merges")
     ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in vocab.items()
              if token not in special}
     ids = {*ranks.values(), *special.values()}
     if not all(type(i) is int and 0 <= i < 2 ** 31 for i in ids):
-        raise Fault("the ids of its tokenizer are not all integers of 0 or more")
+        raise UserError("its token ids are not all integers from 0 to 2**31 - 1")
     if len(ids) < len(ranks) + len(special):
-        raise Fault("its tokenizer has two tokens of one id")
+        raise UserError("two of its tokens have the same id")
     return ranks, split, normalizer is not None
 
 
 def may_be_empty(pattern):
-    """Whether a pattern matches nothing at all between two characters; tiktoken would panic."""
+    """Whether a pattern can match the empty string between two characters: tiktoken would panic."""
     ranks, any_ = {bytes([i]): i for i in range(256)}, r"[\s\S]"
     empty = tiktoken.Encoding("empty", pat_str=f"{any_}(?:{pattern})(?<!{any_}{any_}){any_}",
                               mergeable_ranks=ranks, special_tokens={})
@@ -229,24 +232,24 @@ def may_be_empty(pattern):
 
 
 def refuse(about, keys, whose):
-    """Raise Fault if one of these settings, which would change the ids of a text, is not off."""
+    """Raise UserError if one of these settings is on: it would change the ids of a text."""
     for key in keys:
         if about.get(key):
-            raise Fault(f"{whose} has {key} {about[key]!r}, which is not supported")
+            raise UserError(f"{whose} has {key} {about[key]!r}, which is not supported")
 
 
 def opening(hf, special):
-    """The special tokens that a tokenizer.json puts before every text, by name."""
+    """The special tokens that a tokenizer.json puts before every text, as one string."""
     post, opened = hf.get("post_processor") or {"type": "ByteLevel"}, ""
     for part in post.get("processors", [post]):
         if part["type"] == "TemplateProcessing":
             before = [*itertools.takewhile(lambda x: "SpecialToken" in x, part["single"])]
             names = [x["SpecialToken"]["id"] for x in before]
             if len(part["single"]) > len(names) + 1 or not special.keys() >= {*names}:
-                raise Fault("its post_processor puts a token after a text, or one it does not know")
+                raise UserError("its post_processor adds a token after a text, or an unknown token")
             opened += "".join(names)
         elif part["type"] != "ByteLevel":
-            raise Fault(f"its post_processor {part['type']} is not supported")
+            raise UserError(f"its post_processor {part['type']} is not supported")
     return opened
 
 
@@ -256,13 +259,13 @@ def decode(encoding, ids):
 
 
 def pieces(encoding, ids):
-    """The text of each token of a completion; a character that several make up is the last one's.
-    They join to what `decode` gives."""
+    """The text of each token of a completion; a character of several tokens goes to the last one.
+    Joined, these are what `decode` gives."""
     decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), len(ids) - 1
     return [decoder.decode(encoding.token_bytes(t), i == last) for i, t in enumerate(ids)]
 
 
 def step_tokens(encoding, ids, ends):
-    """Which token of `ids` closes each step, for `ends` in characters of their text."""
+    """Index in `ids` of the token that closes each step; `ends` count characters of the text."""
     done = list(itertools.accumulate(map(len, pieces(encoding, ids))))  # characters after each
     return [min(bisect.bisect_left(done, end), len(ids) - 1) for end in ends]

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import Fault
+from data import UserError
 
 try:
     import fcntl
@@ -27,7 +27,7 @@ def write_whole(path, content):
         os.replace(beside, path)
     except (OSError, SafetensorError) as e:     # a full disk, above all: what was written must go
         beside.unlink(missing_ok=True)
-        raise Fault(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
+        raise UserError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
 
 def write_tensors(path, tensors, metadata):
     """A safetensors file, whole or not at all. One metadata key: the order of several is random."""
@@ -37,8 +37,8 @@ def write_tensors(path, tensors, metadata):
 LOCKS = []      # the file that this process holds, one at most: it makes one run at a time
 
 def lock(path):
-    """Hold the file at `path` until this process ends or calls `unlock`; raises Fault if another
-    process holds it."""
+    """Hold the file at `path` until this process ends or calls `unlock`; raises UserError if
+    another process holds it."""
     unlock()
     if fcntl:
         LOCKS.append(open(path, "ab"))
@@ -46,8 +46,8 @@ def lock(path):
             fcntl.flock(LOCKS[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             unlock()
-            raise Fault(f"another run is at work in {path.parent}: wait for its end, or choose "
-                        f"another --out") from e
+            raise UserError(f"another run is at work in {path.parent}: wait for its end, or choose "
+                            f"another --out") from e
 
 def unlock():
     """Let other processes hold the file that this one held."""

@@ -1,93 +1,136 @@
-"""A dataclass as a command line: a field is a flag, the comment behind it the flag's help."""
+"""A dataclass as a command line: a field is a flag, the comment at its end the flag's help."""
 import argparse
 import dataclasses
 import difflib
 import inspect
+import io
 import math
-import re
+import textwrap
+import tokenize
 from functools import partial
 from typing import get_args
 
-from data import Fault
+from data import UserError
 from run import show
 
-MODES = dict(resume=dict(action="store_true", help="Go on with the run in --out."),
-             eval_only=dict(action="store_true", help="Only evaluate --init's model, or --out's."),
-             ask=dict(metavar="QUESTION", help="Only let that model answer."),
-             report=dict(metavar="FOLDER", nargs="+", help="Only put the curves and completions of "
-                         "these runs on one page, report.html in the first one, or in --out's."))
+MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
+             eval_only=dict(action="store_true", help="evaluate the model of --init, or of --out"),
+             ask=dict(metavar="QUESTION", help="print that model's answer"),
+             report=dict(metavar="FOLDER", nargs="+", help="put these runs on one page, "
+                         "report.html in the first folder, or in --out"))
+# What other libraries call a setting.
+ALIASES = dict(learning_rate="lr", num_generations="group", epsilon="clip_low", kl_coef="beta",
+               epsilon_high="clip_high", max_completion_length="max_new", max_new_tokens="max_new",
+               num_iterations="epochs", loss_type="loss_mean", scale_rewards="adv_scale",
+               max_steps="steps", model="init", output_dir="out", gae_lambda="lam",
+               per_device_train_batch_size="prompts")
+HELP = {}           # of each dataclass: a list of (title, {field: text})
+
+def read_help(config):
+    """Reads the comments of a dataclass, once, when its module is imported: the comment that ends a
+    field's definition is its help, one on a line of its own the title of the fields that follow.
+    Raises TypeError for a field without one."""
+    names = [f.name for f in dataclasses.fields(config)]
+    groups, statement = [("settings", {})], []
+    source = textwrap.dedent(inspect.getsource(config))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not statement:
+            if token.start[1] == 4:                     # in the class, not in one of its methods
+                groups.append((token.string[1:].strip(), {}))
+        elif token.type == tokenize.NEWLINE:
+            name, text = statement[0], statement[-1]
+            if name.start[1] == 4 and name.string in names and text.type == tokenize.COMMENT:
+                groups[-1][1][name.string] = text.string[1:].strip()
+            statement = []
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            statement.append(token)
+    helped = {name for _, fields in groups for name, text in fields.items() if text}
+    for name in names:
+        if name not in helped:
+            raise TypeError(f"{config.__name__}.{name} has no help: write it at the end of its "
+                            f"line, as in `{name}: int = 4    # width of the MLP`")
+    HELP[config] = groups
 
 def read(config, algos, about, argv):
-    """A command line as two dicts: the flags that were given, and all of MODES, of which one at
-    most is set. The flags are the fields of the dataclass `config`, and --algo, one of `algos`; the
-    help is grouped as the dataclass is, by the comment lines between its fields."""
+    """A command line as two dicts: the flags that were given, and all of MODES, of which at most
+    one is set. The flags are the fields of the dataclass `config`, and --algo, one of `algos`."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
-        epilog="In brackets: the default; a task sets some of its own.",
+        epilog="In brackets: the default; a task overrides some.",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
                                 max_help_position=36))
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
-    add(parser, "algo", str, algos, "grpo", "Take this algorithm; other flags override its fields.")
-    fields, group = {f.name: f for f in dataclasses.fields(config)}, parser
-    for title, name, text in re.findall(r"^    # (.+)$|^    (\w+): [^#]+?  # (.*)$",
-                                        inspect.getsource(config), re.M):
-        if title:
-            group = parser.add_argument_group(title)
-        else:
+    add(parser, "algo", str, algos, "grpo", "algorithm, whose settings other flags override")
+    fields = {f.name: f for f in dataclasses.fields(config)}
+    for title, helps in HELP[config]:
+        group = parser.add_argument_group(title)
+        for name, text in helps.items():
             choices = get_args(fields[name].type)
             kind = str if choices else fields[name].type
             add(group, name, kind, choices, fields[name].default, text)
 
     def error(message):
-        """What argparse calls instead of exiting itself."""
-        raise Fault(f"{message}; --help lists the flags")
+        """Called by argparse, which would exit."""
+        raise UserError(f"{message}; see --help")
     parser.error = error
     def print_help():
-        """The same for --help, which may go into a closed pipe."""
+        """The same for --help, whose output may be a closed pipe."""
         show.print0(parser.format_help())
     parser.print_help = print_help
-    given = vars(parser.parse_args(argv))
+    given, unknown = parser.parse_known_args(argv)
+    if unknown and unknown[0].startswith("-"):
+        refuse_unknown(unknown[0].lstrip("-").partition("=")[0], [*fields, *MODES, "algo"])
+    if unknown:
+        error(f"unrecognized argument: {unknown[0]}")
+    given = vars(given)
     choose("algo", given.get("algo", "grpo"), algos)
     return given, {name: given.pop(name) for name in MODES}
 
 def add(group, name, kind, choices, default, text):
-    """Add a flag to a group of the help, with its choices and its default."""
+    """Adds a flag to a group of the help, with its choices and its default."""
     shown = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
+def refuse_unknown(name, names):
+    """Raises UserError for a name that is not one of `names`, with the one probably meant."""
+    plain = name.replace("-", "_")
+    near = [ALIASES[plain]] if plain in ALIASES else difflib.get_close_matches(plain, names, 1)
+    hint = f": did you mean {near[0]!r}?" if near else "; see --help"
+    raise UserError(f"there is no setting {name!r}{hint}")
+
 def build(config, given):
-    """A dataclass `config` of the fields that were `given`; raises Fault for a name that is none of
-    its own, with the nearest one."""
+    """The dataclass `config` with the fields that were `given`; raises UserError for a name that it
+    does not have."""
     names = [f.name for f in dataclasses.fields(config)]
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            raise Fault(f"there is no setting {name!r}" + "".join(f"; is it {x!r}?" for x in near))
+            refuse_unknown(name, names)
     return config(**given)
 
 def choose(name, value, choices):
-    """The value of a setting; raises Fault if it is none of its choices."""
-    if value not in tuple(choices):         # a file's may be a list, which no dict can look up
-        raise Fault(f"--{name} is one of {', '.join(choices)}, not {value!r}")
+    """The value of a setting; raises UserError if it is not one of its choices."""
+    if value not in tuple(choices):         # a list, out of a file, cannot be looked up in a dict
+        raise UserError(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
-def check(cfg, least, most):
-    """Raise Fault for a field of a dataclass that is none of its choices, of another type, or a
-    number not finite, less than least[name] (without that an integer is at least 1, if its default
-    is not 0, and another number 0) or more than most[name]."""
+def validate(cfg, least, most):
+    """Raises UserError for a field of a dataclass that is not one of its choices, or of another
+    type, or a number out of bounds: less than least[name] (by default 1 for an integer whose
+    default is not 0, otherwise 0), more than most[name], or not finite."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         low = least.get(f.name, int(f.type is int and f.default != 0))
+        high = most.get(f.name, 2 ** 63 if f.type is int else math.inf)
         kinds = (int, float) if f.type is float else f.type
         if choices:
             choose(f.name, value, choices)
         elif not isinstance(value, kinds) or isinstance(value, bool) or "\0" in str(value):
-            raise Fault(f"--{f.name} is of the type {f.type.__name__}, not {value!r}")
+            article = "an" if f.type is int else "a"
+            raise UserError(f"--{f.name} must be {article} {f.type.__name__}, got {value!r}")
         if f.type in (int, float) and not (low <= value and value != math.inf):
-            raise Fault(f"--{f.name} is at least {low}, not {value}")
-        high = most.get(f.name, 2 ** 63 if f.type is int else math.inf)
+            raise UserError(f"--{f.name} must be at least {low}, got {value}")
         if f.type in (int, float) and value > high:
-            raise Fault(f"--{f.name} is at most {high}, not {value}")
+            raise UserError(f"--{f.name} must be at most {high}, got {value}")

@@ -1,18 +1,16 @@
 """The machine: device, dtype and compilation, the ranks, random streams, signals."""
 import contextlib
 import ctypes
-import functools
 import os
 import random
 import signal
 import sys
-import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import Fault
+from data import UserError
 from model import Block
 
 # ------------------------------------------------------------------------------------- the device
@@ -23,30 +21,10 @@ def resolve(cfg):
              "cpu": True}
     kind = next(d for d in there if there[d]) if cfg.device == "auto" else cfg.device
     if not there[kind]:
-        raise Fault(f"--device {kind}: there is none here")
+        raise UserError(f"--device {kind}: there is none here")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
-
-@functools.cache
-def matrix_rate(device, dtype):
-    """Floating-point operations a second in products of matrices 1024 wide: the best of six, or of
-    what half a second is enough for."""
-    a = torch.ones(1024, 1024, dtype=getattr(torch, dtype), device=device)
-    took = []
-    while len(took) < 6 and sum(took) < 0.5:
-        began = time.perf_counter()
-        (a @ a)[0, 0].item()                # the number is there when the product is done
-        took.append(time.perf_counter() - began)
-    return 2 * 1024 ** 3 / min(took)
-
-def rates(device, dtype):
-    """A line's end on that speed; on a CPU also in the other dtype, where that is worth a try."""
-    other = "bfloat16" if dtype == "float32" else "float32"
-    own, hint = matrix_rate(device, dtype) / 1e9, ""
-    if device.type == "cpu" and (faster := matrix_rate(device, other) / 1e9) > 1.5 * own:
-        hint = f", {faster:.0f} in {other}: try --dtype {other}"
-    return f"{own:.0f} GFLOP/s in {dtype}{hint}"
 
 def double(device):
     """float64, or the widest floats that a device has: mps has no float64."""
@@ -74,32 +52,6 @@ def prepare():
         libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
 
-PROFILERS = []      # the one at work, if any
-
-@contextlib.contextmanager
-def profiled(cfg):
-    """In this context --profile traces three steps, from the second one that is made: the first may
-    compile. A viewer of traces, such as ui.perfetto.dev, opens the file."""
-    if cfg.profile == "off" or world()[0] > 0:
-        yield
-        return
-    three = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-
-    def write(profiler):
-        """The trace as a file."""
-        profiler.export_chrome_trace(str(cfg.folder / "trace.json"))
-    with torch.profiler.profile(schedule=three, on_trace_ready=write) as profiler:
-        PROFILERS.append(profiler)
-        try:
-            yield
-        finally:
-            PROFILERS.clear()
-
-def tick():
-    """Tell the profiler that a step begins."""
-    for profiler in PROFILERS:
-        profiler.step()
-
 # -------------------------------------------------------------------------------------- the ranks
 
 def start_ranks(device):
@@ -107,19 +59,20 @@ def start_ranks(device):
     if "RANK" in os.environ and not dist.is_initialized():
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
-                raise Fault(f"RANK is set and {name} is not: let torchrun start ranks, or unset it")
+                raise UserError(f"RANK is set and {name} is not: let torchrun start ranks, or "
+                                f"unset it")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except (ValueError, RuntimeError) as e:
-            raise Fault(f"cannot join the other ranks: {str(e).splitlines()[0]}") from e
+            raise UserError(f"cannot join the other ranks: {str(e).splitlines()[0]}") from e
 
 def world():
     """(rank, number of ranks) under torchrun; (0, 1) without."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-def deal(items):
+def local_share(items):
     """This rank's share of a sequence that every rank holds: each in turn takes one."""
     rank, ranks = world()
     return items[rank::ranks]
@@ -170,9 +123,9 @@ def generator(cfg, purpose):
     """The same for what torch draws: weights of a new model."""
     return torch.Generator().manual_seed(rng(cfg, purpose).getrandbits(63))
 
-def uniform(source, *shape):
+def uniform(rng, *shape):
     """Numbers in [0, 1) from a random stream, float64, the same on every machine."""
-    return torch.from_numpy(np.random.default_rng(source.getrandbits(64)).random(shape))
+    return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
 # --------------------------------------------------------------------------------------- signals
 
@@ -191,7 +144,7 @@ def ask_to_stop(number, frame):
 @contextlib.contextmanager
 def stoppable():
     """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before. That
-    another rank is no longer there raises Fault."""
+    another rank is no longer there raises UserError."""
     before = {number: signal.signal(number, ask_to_stop)
               for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -201,8 +154,8 @@ def stoppable():
         raise
     except RuntimeError as e:           # gloo's has no type of its own
         if isinstance(e, dist.DistError) or "gloo" in str(e):
-            raise Fault("another rank has ended; go on from the last checkpoint with "
-                        "--resume") from e
+            raise UserError("another rank has ended; go on from the last checkpoint with "
+                            "--resume") from e
         raise
     finally:
         for number, handler in before.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import Fault, read_json
+from data import UserError, read_json
 from model import GPT, GPTConfig
 from run.files import write_tensors, write_whole
 from run.tensors import finite
@@ -44,13 +44,14 @@ KINDS = {int: "integer", bool: "bool", float: "positive number", list: "list", d
 # ------------------------------------------------------------------------------------ config.json
 
 def read_config(hf):
-    """The GPTConfig of a config.json's dict; raises Fault for what this model does not compute."""
+    """The GPTConfig of a config.json's dict; raises UserError for what this model does not compute.
+    """
     if (family := hf.get("model_type")) not in tuple(FAMILIES):
-        raise Fault(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
     refuse(hf, ONLY)
     for kind in typed(hf, "layer_types", list, []):
         if kind != "full_attention":
-            raise Fault(f"layer_types {kind!r} is not supported")
+            raise UserError(f"layer_types {kind!r} is not supported")
     names = GPT2_NAMES if family == "gpt2" else NAMES
     kinds = GPTConfig.__annotations__
     found = {ours: typed(hf, theirs, kinds[ours]) for ours, theirs in names.items()}
@@ -58,7 +59,7 @@ def read_config(hf):
     gpt2 = dict(n_inner=4 * given.get("n_embd", 0)) if family == "gpt2" else {}
     given = dict(n_kv_head=given.get("n_head"), head_size=0, tied=family == "gpt2") | gpt2 | given
     if missing := [theirs for ours, theirs in names.items() if given.get(ours) is None]:
-        raise Fault(f"{missing[0]} is missing")
+        raise UserError(f"{missing[0]} is missing")
     return GPTConfig(**given, **FAMILIES[family], **read_rope(hf))
 
 def read_rope(hf):
@@ -66,31 +67,31 @@ def read_rope(hf):
     counts before `rope_parameters`, and a rope_theta in there before one outside."""
     rope = typed(hf, "rope_scaling", dict) or typed(hf, "rope_parameters", dict, {})
     if unknown := rope.keys() - {"rope_type", "type", "rope_theta", *ONLY, *LLAMA3}:
-        raise Fault(f"rope scaling with {min(unknown)} is not supported")
+        raise UserError(f"rope scaling with {min(unknown)} is not supported")
     refuse(rope, ONLY)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise Fault(f"rope scaling {kind!r} is not supported")
+        raise UserError(f"rope scaling {kind!r} is not supported")
     scaling = [typed(rope, key, float) for key in LLAMA3 if kind == "llama3"]
     if None in scaling or scaling and scaling[1] >= scaling[2]:
-        raise Fault(f"rope scaling needs {', '.join(LLAMA3)}, the second less than the third")
+        raise UserError(f"rope scaling needs {', '.join(LLAMA3)}, the second less than the third")
     theta = typed(hf, "rope_theta", float, 10000.0)
     return dict(rope_theta=typed(rope, "rope_theta", float, theta), rope_scaling=tuple(scaling))
 
 def refuse(hf, only):
-    """Raise Fault for a key whose value is none of those it may have, or nothing."""
+    """Raise UserError for a key whose value is none of those it may have, or nothing."""
     for key, values in only.items():
         if hf.get(key) is not None and hf[key] not in values:
-            raise Fault(f"{key} {hf[key]!r} is not supported")
+            raise UserError(f"{key} {hf[key]!r} is not supported")
 
 def typed(hf, key, kind, default=None):
-    """The value of a key, of its kind; of floats, the positive. Raises Fault for any other."""
+    """The value of a key, of its kind; of floats, the positive. Raises UserError for any other."""
     x = default if hf.get(key) is None else hf[key]
     if x is None or type(x) is kind and kind is not float:
         return x
     if kind is float and type(x) in (int, float) and 0 < x < 1e300:
         return float(x)
-    raise Fault(f"{key} is {x!r}, which is no {KINDS[kind]}")
+    raise UserError(f"{key} is {x!r}, which is no {KINDS[kind]}")
 
 def config_json(model):
     """The config.json of a model: the one that it came with, or, for a new one, a Llama's."""
@@ -103,8 +104,8 @@ def config_json(model):
 # ----------------------------------------------------------------------------------------- reading
 
 def load(folder):
-    """The model in `folder`; raises Fault if it is of another family, or not whole. Never are there
-    more than the model and one of the file's tensors in memory."""
+    """The model in `folder`; raises UserError if it is of another family, or not whole. Never are
+    there more than the model and one of the file's tensors in memory."""
     return read_weights(without_memory(folder), folder)
 
 def without_memory(folder):
@@ -114,15 +115,16 @@ def without_memory(folder):
         text = path.read_bytes()
     except (OSError, ValueError) as e:
         why = f"{e.__class__.__name__}: {e}" if path.exists() else "there is none"
-        raise Fault(f"no model in {folder}: config.json: {why}; --init names its folder") from e
+        raise UserError(f"no model in {folder}: config.json: {why}; --init names its folder") from e
     return of_config(read_json(text, path), path)
 
 def of_config(hf, source="config.json"):
-    """A model of a config.json's dict, on the meta device; raises Fault, which names the source."""
+    """A model of a config.json's dict, on the meta device; raises UserError, which names the
+    source."""
     try:
         shape = read_config(hf)
-    except Fault as e:
-        raise Fault(f"{source}: {e}") from e
+    except UserError as e:
+        raise UserError(f"{source}: {e}") from e
     with torch.device("meta"):
         model = GPT(shape)
     model.hf = hf
@@ -144,23 +146,23 @@ def read_weights(model, folder):
             tensor = tensor.T if TURNED.search(name) else tensor
             want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
             if tensor.shape != want:
-                raise Fault(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
+                raise UserError(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
             if not tensor.is_floating_point():
-                raise Fault(f"{folder}: {name} has the dtype {tensor.dtype}, not one of floats")
+                raise UserError(f"{folder}: {name} has the dtype {tensor.dtype}, not one of floats")
             for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
                 p.copy_(part)
                 if not finite(p):
-                    raise Fault(f"{folder}: {name} has numbers that are not finite")
+                    raise UserError(f"{folder}: {name} has numbers that are not finite")
             seen.add(name)
         elif model.cfg.tied and name == "transformer.lm_head.weight":
             head = tensor
         elif not CONSTANTS.search(name):
-            raise Fault(f"{folder}: the tensor {name} is none of this model's")
+            raise UserError(f"{folder}: the tensor {name} is none of this model's")
     if missing := sorted(held.keys() - seen):
-        raise Fault(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
+        raise UserError(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
     if head is not None and not torch.equal(head.float(), model.embed_tokens.weight):
-        raise Fault(f"{folder}: tie_word_embeddings is true, and lm_head.weight is not the "
-                    f"embedding: set it to false, or leave the tensor out")
+        raise UserError(f"{folder}: tie_word_embeddings is true, and lm_head.weight is not the "
+                        f"embedding: set it to false, or leave the tensor out")
     return model
 
 def each_tensor(folder):
@@ -171,14 +173,14 @@ def each_tensor(folder):
         if index.exists() and not (folder / files[0]).exists():
             parts = typed(read_json(index.read_bytes(), index), "weight_map", dict, {}).values()
             if not all(type(part) is str and Path(part).name == part for part in parts):
-                raise Fault(f"{index}: weight_map names what is no file beside it")
+                raise UserError(f"{index}: weight_map names what is no file beside it")
             files = sorted(set(parts))
         for file in files:
             with safe_open(folder / file, "pt") as f:
                 for name in f.keys():
                     yield name, f.get_tensor(name)
     except (OSError, SafetensorError) as e:
-        raise Fault(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
+        raise UserError(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
 
 def parameters_by_file_name(model, parameters=None):
     """Lists of parameters by their name in a file: GPT-2's joins query, key and value."""

@@ -12,21 +12,26 @@ import re
 from functools import partial
 from pathlib import Path
 
-from data import Fault, read_json
-from run import files
+from data import UserError, read_json
+from run import files, machine
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, shared by its runs
 
+def refresh(folder):
+    """Rewrites the report of a run, on the first rank."""
+    if machine.world()[0] == 0:
+        write([folder])
+
 def write(folders, out=""):
     """Write report.html about the runs in some folders, into the first one or into `out`. Gives its
-    path; raises Fault for a folder without a run."""
+    path; raises UserError for a folder without a run."""
     folders, to = [Path(x) for x in folders], Path(out or folders[0])
     text = page([run_of(x, MOST // len(folders)) for x in folders])
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise Fault(f"cannot write in {to}: {e.strerror}") from e
+        raise UserError(f"cannot write in {to}: {e.strerror}") from e
     files.write_whole(to / "report.html", text)
     return to / "report.html"
 
@@ -34,7 +39,7 @@ def run_of(folder, most):
     """What a page shows of a run, of its samples at most so many bytes."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise Fault(f"no run in {folder}")
+        raise UserError(f"no run in {folder}")
     about = folder / "run.json"
     settings = read_json(about.read_bytes(), about) if about.is_file() else {}
     samples, steps = thinned(folder / "samples.jsonl", most)
@@ -48,10 +53,10 @@ def whole_lines(path):
             yield from (line for line in f if line.endswith(b"\n"))
 
 def parsed(line, path):
-    """The record in a line of a log; raises Fault for what is none."""
+    """The record in a line of a log; raises UserError for what is none."""
     found = read_json(line, path)
     if type(found.get("step")) is not int:
-        raise Fault(f"{path} has a line without a step")
+        raise UserError(f"{path} has a line without a step")
     return found
 
 def thinned(path, most):
@@ -101,7 +106,7 @@ def escaped(data):
         except ValueError:
             text = dumps(finite(data))
     except RecursionError as e:
-        raise Fault("a log to report on has brackets in brackets, hundreds of them") from e
+        raise UserError("a log to report on has brackets in brackets, hundreds of them") from e
     for c in "<>&":
         text = text.replace(c, f"\\u{ord(c):04x}")
     return text

@@ -1,10 +1,7 @@
 """Groups of a rollout to look at: which ones, and what is written down of each."""
-from functools import partial
-
 import torch
 
 from data.tokenizer import pieces
-from model import token_logps
 from run import batches, machine
 
 PART = 2 ** 24      # most logits at a time for the entropy, 64 MiB in float32
@@ -25,28 +22,25 @@ def chosen(cfg, step, batch):
         rows["random"] = slice(begin, begin + cfg.group)
     return rows
 
-def entropies(policy, temperature, ids, mask, h):
-    """The entropy of the next token in each state h (B, T, C), in nats, (B, T). For `token_logps`
-    it takes the place of a critic: it too is a number of the state before a token."""
-    found = []
-    for part in h.flatten(0, 1).split(max(1, PART // policy.cfg.vocab_size)):
-        logps = (policy.head(part) / temperature).log_softmax(-1)                          # (n, V)
-        found.append(-(logps.exp() * logps).sum(-1))
-    return torch.cat(found).view(ids.shape)
-
 @torch.no_grad()
 def as_it_is_now(policy, ids, mask, temperature):
-    """log pi of the sampled tokens, and the entropy where each was drawn, two lists for each row,
-    under the policy after its update. Row by row: no more logits than those of one are made."""
-    logps, entropy = [], []
+    """log pi of the sampled tokens, and the entropy of the distribution that each is from, in nats:
+    two lists for each row, under the policy after its update. One row at a time, PART logits at a
+    time."""
+    logps, entropies = [], []
     for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
-        row, on = row[None, :T], on[None, :T]
         with torch.compiler.set_stance("force_eager"):      # a row alone would be compiled anew
-            logp, left = token_logps(policy, row, on, temperature,
-                                     partial(entropies, policy, temperature))
-        logps.append(rounded(logp[on]))
-        entropy.append(rounded(left[on]))
-    return logps, entropy
+            h = policy(row[None, :T - 1])[0]                                                # (T, C)
+        h, tokens = h[on[1:T]], row[:T][on[:T]]                                     # (n, C), (n,)
+        logp, entropy = [], []
+        size = max(1, PART // policy.cfg.vocab_size)
+        for part, token in zip(h.split(size), tokens.split(size)):
+            logits = policy.head(part / temperature).log_softmax(-1)                        # (n, V)
+            logp += rounded(logits.gather(-1, token[:, None])[:, 0])
+            entropy += rounded(-(logits.exp() * logits).sum(-1))
+        logps.append(logp)
+        entropies.append(entropy)
+    return logps, entropies
 
 def rounded(x):
     """The numbers of a tensor (n,), to four digits."""
@@ -67,7 +61,7 @@ def records(agent, step, batch):
             "step": step, "which": which, "prompt": batch.problems[rows.start].prompt,
             "completions": batch.texts[rows], "finished": batch.finished[rows].tolist(),
             "rewards": rounded(batch.reward[rows].sum(1)),
-            "parts": {name: rounded(x[rows]) for name, x in batch.parts.items()},
+            "parts": {name: rounded(x[rows]) for name, x in batch.components.items()},
             "tokens": [pieces(agent.encoding, row[on].tolist()) for row, on in zip(ids, mask)],
             "advantages": of_tokens(batch.adv), "logp": of_tokens(batch.logp),
             "new_logp": new_logp, "ref_logp": of_tokens(batch.ref_logp), "entropy": entropy,

@@ -1,99 +1,109 @@
-"""Models dealt to the ranks, by PyTorch's FSDP2: each rank keeps a part of every parameter, of its
-gradient and of Adam's moments. A layer is whole while it computes, the embedding until the gradient
-is made; gradients are summed over the ranks as they are dealt back."""
+"""Models sharded across the ranks with PyTorch's FSDP2: each rank keeps a shard of every parameter,
+of its gradient and of Adam's moments. A layer is gathered while it computes, the embedding until
+the backward pass ends; gradients are reduce-scattered as sums."""
 import torch
 from torch.distributed import ReduceOp
 
-from data import Fault
+from data import UserError
 from model import Block
 from run import machine
 
-def shards(cfg):
-    """Whether models are dealt to the ranks: there are several, and cfg says so."""
+def is_on(cfg):
+    """Whether models are sharded: --shard on, and more than one rank."""
     return cfg.shard == "on" and machine.world()[1] > 1
 
-def deal(cfg, module):
-    """The module, of whose parameters this rank keeps a part if cfg says so: a layer at a time,
-    then the rest. What is not trained in a module that is stays whole: a reward model's norm."""
-    if shards(cfg):
+def shard_module(cfg, module):
+    """The module, sharded in place if sharding is on: layer by layer, then the rest. Frozen
+    parameters of a trained module are not sharded: a reward model's norm."""
+    if is_on(cfg):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh(machine.resolve(cfg)[0].type, (machine.world()[1],))
         trained = any(p.requires_grad for p in module.parameters())
-        apart = {p for p in module.parameters() if trained and not p.requires_grad}
-        parts = [part for part in module.modules() if isinstance(part, Block)]
-        for part in parts:
-            fully_shard(part, mesh=mesh)
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
-        for part in [*parts, module]:
-            part.set_gradient_divide_factor(1.0)        # a plain sum: the loss has its weights
+        ignored = {p for p in module.parameters() if trained and not p.requires_grad}
+        blocks = [block for block in module.modules() if isinstance(block, Block)]
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+        for part in [*blocks, module]:
+            part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks
             part.set_force_sum_reduction_for_comms(True)
     return module
 
-def is_dealt(x):
-    """Whether a tensor or a module is dealt: a DTensor, an FSDPModule."""
+def is_sharded(x):
+    """Whether a tensor or a module is sharded: a DTensor, an FSDPModule."""
     return hasattr(x, "reshard" if isinstance(x, torch.nn.Module) else "full_tensor")
 
 def parameters(module):
-    """The parameters by name, of a module that is dealt this rank's parts."""
-    if is_dealt(module):
+    """The parameters by name; of a sharded module, this rank's shards."""
+    if is_sharded(module):
         module.reshard()
     return dict(module.named_parameters())
 
-def whole(x):
-    """A tensor that is dealt, as all ranks together have it; any other as it is."""
-    return x.full_tensor() if is_dealt(x) else x
+def full(x):
+    """A sharded tensor gathered from all ranks; any other tensor unchanged."""
+    return x.full_tensor() if is_sharded(x) else x
 
 def for_the_first_rank(x):
-    """A tensor that is dealt, whole and on the CPU on the first rank; any other as it is."""
-    if not is_dealt(x):
+    """A sharded tensor, gathered, on the first rank on its CPU; any other tensor unchanged."""
+    if not is_sharded(x):
         return x
-    gathered = whole(x)                         # all ranks take part
+    gathered = full(x)                          # a collective: every rank must call it
     return gathered.cpu() if machine.world()[0] == 0 else x
 
 def summed(grad):
-    """A gradient, summed over the ranks; one that is dealt was summed as it was dealt."""
-    return grad if is_dealt(grad) else machine.all_reduce(grad)
+    """A gradient summed over the ranks; FSDP2 has summed a sharded one already."""
+    return grad if is_sharded(grad) else machine.all_reduce(grad)
 
 def like(p, x):
-    """The tensor x as the parameter p is: on its device, dealt if it is."""
+    """A copy of the tensor x laid out as the parameter p: on its device, sharded if it is."""
     x = x.to(p.device, copy=True)
-    if not is_dealt(p) or x.shape != p.shape:           # Adam's count of steps is one number
+    if not is_sharded(p) or x.shape != p.shape:         # Adam's step count is a scalar
         return x
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 def check_alike(tensors):
-    """Raise Fault if the ranks no longer hold the same numbers in what is not dealt."""
+    """Raises UserError if tensors that are not sharded differ between the ranks."""
     if machine.world()[1] == 1:
         return
     total = 0
-    for x in tensors.values():          # bytes count by their place among the tensors
-        bits = x.new_zeros(0) if is_dealt(x) else x.contiguous().flatten()
+    for x in tensors.values():          # a checksum that depends on the order of the tensors
+        bits = x.new_zeros(0) if is_sharded(x) else x.contiguous().flatten()
         total = (3 * total + bits.view(torch.uint8).sum(dtype=torch.int64).item()) % 2 ** 60
     total = torch.tensor(total, device=machine.common_device())
     if machine.all_reduce(total, ReduceOp.MIN) != machine.all_reduce(total, ReduceOp.MAX):
-        raise Fault("the ranks differ in what they have learned; go on from the last checkpoint "
-                    "with --resume")
+        raise UserError("the ranks differ in what they have learned; go on from the last "
+                        "checkpoint with --resume")
 
 @torch.no_grad()
-def take(copied, policy):
-    """Let a frozen copy of the policy take its weights as they are now."""
-    theirs = parameters(policy)
-    for name, p in parameters(copied).items():
-        x = theirs.get(name, theirs["embed_tokens.weight"])     # the copy's head may stand apart
-        x = x if is_dealt(p) else whole(x)
-        if p.shape != x.shape:                                  # it was let go of
+def copy_weights(copied, policy):
+    """Copies the policy's current weights and buffers into a frozen copy. The copy may have a head
+    of its own where the policy's is tied to the embedding (`models.frozen`); any other difference
+    in names or shapes raises UserError."""
+    source = parameters(policy) | dict(policy.named_buffers())
+    target = parameters(copied) | dict(copied.named_buffers())
+    if policy.cfg.tied and "lm_head.weight" in target:
+        source["lm_head.weight"] = source["embed_tokens.weight"]
+    if unmatched := sorted(source.keys() ^ target.keys()):
+        where = "policy" if unmatched[0] in source else "frozen copy of the policy"
+        raise UserError(f"cannot copy the policy: only the {where} has {unmatched[0]}")
+    for name, p in target.items():
+        x = source[name] if is_sharded(p) else full(source[name])
+        if p.numel() == 0:                              # `release` gave up its memory
             p.data = p.data.new_empty(x.shape)
+        if p.shape != x.shape:
+            raise UserError(f"cannot copy the policy: {name} has the shape {tuple(x.shape)}, and "
+                            f"{tuple(p.shape)} in its frozen copy")
         p.copy_(x)
 
 def release(agent):
-    """Let go of the whole copy of a policy that is dealt: what an update needs takes its room."""
-    if is_dealt(agent.policy):
+    """Frees the unsharded copy of a sharded policy: an update needs the memory."""
+    if is_sharded(agent.policy):
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
 
 def refresh(agent):
-    """Let the copy to sample from, if there is one, be what the policy is now."""
+    """Copies the policy's current weights into the copy to sample from, if there is one."""
     if agent.sampler is not None:
-        take(agent.sampler, agent.policy)
+        copy_weights(agent.sampler, agent.policy)

@@ -88,7 +88,7 @@ def step_line(step, total, done):
         print0("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
                "or no completion ended")
 
-def fit(measures):
+def reward_model_quality(measures):
     """How good a fitted reward model is on problems that were kept from it."""
     print0("reward model  held out: accuracy {rm_accuracy:.1%}  calibration error {rm_error:.3f}"
            .format(**measures))

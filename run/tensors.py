@@ -3,7 +3,7 @@ import hashlib
 
 import torch
 
-from data import Fault
+from data import UserError
 from run import shard
 
 ROLES = ("policy", "ref", "critic", "reward_model")
@@ -41,16 +41,16 @@ def wanted(agent, checkpoint):
                  for n, dtype in ROWS.items()}
     return want
 
-def check(agent, checkpoint):
-    """Raise Fault unless a Checkpoint has just the tensors that are wanted, of numbers that can be.
-    Given moments smaller than their parameter, the fused optimizer would write beyond them."""
+def check_tensors(agent, checkpoint):
+    """Raise UserError unless a Checkpoint has just the tensors that are wanted, of numbers that can
+    be. Given moments smaller than their parameter, the fused optimizer would write beyond them."""
     want, have = wanted(agent, checkpoint), checkpoint.tensors
     wrong = sorted(want.keys() ^ have.keys())
     wrong += [n for n in want.keys() & have.keys() if have[n].shape != want[n].shape
               or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # a GPU's is rounded
     if wrong:
-        raise Fault(f"{agent.cfg.folder}: tensors missing, superfluous, or of another shape or "
-                    f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
+        raise UserError(f"{agent.cfg.folder}: tensors missing, superfluous, or of another shape or "
+                        f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
     wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
              or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
     steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
@@ -61,7 +61,7 @@ def check(agent, checkpoint):
             0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):
         wrong.append("history.ids")
     if wrong:
-        raise Fault(f"{agent.cfg.folder}: numbers that cannot be in the tensor {wrong[0]}")
+        raise UserError(f"{agent.cfg.folder}: numbers that cannot be in the tensor {wrong[0]}")
 
 def sha256_of(tensors):
     """SHA-256 of tensors on the CPU by name: names, dtypes, shapes, bytes. 2 GB take seconds."""

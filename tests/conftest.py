@@ -19,6 +19,20 @@ from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from run import pretrained  # noqa: E402
 
+# `python -m pytest -m quick`: the inner loop of a change, half a minute.
+QUICK = "sampling sharing model loss credit oracle reward machine glue start layout fork".split()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "quick: the tests of the algorithm and the model, half a minute")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem.removeprefix("test_") in QUICK:
+            item.add_marker("quick")
+
+
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 
 

@@ -17,7 +17,7 @@ class Row:
     prompt: list            # ids
     completion: list        # ids, the one that ended it included
     finished: bool          # by such a one, not by the limit
-    parts: dict             # components of the rule's reward
+    components: dict             # components of the rule's reward
     steps: list             # (index of the token that ends it, whether it is true), of each step
     score: list = None      # the reward model's raw output after each token
 
@@ -67,9 +67,9 @@ def step_rewards(row, cfg, norm):
     """[(index of a token, reward)], one for each step; under outcome supervision the completion is
     one step. `norm`: mean and std of the reward model's scores."""
     last = len(row.completion) - 1
-    correct = row.finished and row.parts["correct"] > 0
+    correct = row.finished and row.components["correct"] > 0
     if cfg.supervision == "outcome":
-        found = {last: sum(row.parts.values()) if row.finished else 0.0}
+        found = {last: sum(row.components.values()) if row.finished else 0.0}
     else:               # the last step holds the end of the completion, and has to be its answer
         found, steps = {}, row.steps or [(last, False)]
         for index, true in [*steps[:-1], (last, steps[-1][1] and correct)]:
@@ -80,7 +80,7 @@ def step_rewards(row, cfg, norm):
             found[index] = ((score - norm[0]) / norm[1] if cfg.supervision == "outcome" else
                             1 / (1 + math.exp(-score)))
     if not row.finished:
-        found[last] = min(found[last], cfg.unfinished)
+        found[last] = min(found[last], cfg.truncated_reward)
     return sorted(found.items())
 
 
@@ -97,7 +97,7 @@ def group_scores(rewards, cfg):
         row = [r - baseline.get(cfg.baseline, 0.0) for r in row]
         if dead and cfg.baseline.startswith("group"):
             row = [0.0] * len(row)
-        if cfg.scale == "group" and not dead:
+        if cfg.adv_scale == "group" and not dead:
             row = [r / std for r in row]
         scores.append(row)
     return scores, dead
@@ -136,7 +136,7 @@ def credit(rows, rewards, penalties, value, cfg):
             adv.append(gae(reward, value[i], cfg.gamma, cfg.lam))
     if value is not None:
         returns = [[a + v for a, v in zip(*both)] for both in zip(adv, value)]
-    if cfg.scale == "batch":
+    if cfg.adv_scale == "batch":
         everything = [a for row in adv for a in row]
         centre, std = mean(everything), math.sqrt(variance(everything))
         adv = [[0.0 if equal(everything) else (a - centre) / std for a in row] for row in adv]
@@ -157,7 +157,7 @@ def weight_of_token(length, lengths, cfg):
     """GRPO: the mean over a row, then over rows; DAPO: over all tokens; Dr. GRPO: over the most
     tokens there could have been. `lengths`: of all rows of the optimizer step."""
     return {"sequence": 1 / len(lengths) / length, "token": 1 / sum(lengths),
-            "constant": 1 / (len(lengths) * cfg.max_new)}[cfg.mean]
+            "constant": 1 / (len(lengths) * cfg.max_new)}[cfg.loss_mean]
 
 
 def value_error(value, old, target, clip):
@@ -218,11 +218,11 @@ class Oracle:
 
     def measures(self, rows, rewards, dead):
         """What is logged of a rollout: means over rows; dead groups over groups."""
-        stats = {name: mean([row.parts[name] * row.finished for row in rows])
-                 for name in rows[0].parts}
+        stats = {name: mean([row.components[name] * row.finished for row in rows])
+                 for name in rows[0].components}
         stats["accuracy"] = stats.pop("correct")
         if self.cfg.reward == "model":
-            by_rule = replace(self.cfg, reward="rule", unfinished=1e9)
+            by_rule = replace(self.cfg, reward="rule", truncated_reward=1e9)
             stats["rule_reward"] = mean([sum(r for _, r in step_rewards(row, by_rule, None))
                                          for row in rows])
         return stats | {"reward": mean([sum(r for _, r in found) for found in rewards]),
@@ -257,7 +257,7 @@ class Oracle:
                 loss = loss - weight * gain
                 if value:
                     errors = errors + weight * value_error(value[t], d["value"][t],
-                                                           d["returns"][t], cfg.value_clip)
+                                                           d["returns"][t], 0.2)
         stats = {"loss": loss.item(), "clip_share": clipped / tokens}
         stats |= {"kl": mean(kls)} if kls else {}
         if self.critic is not None:
@@ -275,5 +275,5 @@ class Oracle:
             m.copy_(0.9 * m + 0.1 * g)
             v.copy_(0.95 * v + 0.05 * g * g)
             first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
-            p.data -= self.cfg.lr * first / (second.sqrt() + self.cfg.adam_eps)
+            p.data -= self.cfg.lr * first / (second.sqrt() + (1e-5 if "value" in self.cfg.baseline else 1e-8))
         return norm

@@ -5,9 +5,10 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import (ALGOS, Config, advantages, gae, group_scores, kl_estimate, policy_loss,
+from grpo import (ALGOS, Config, advantages, gae, step_scores, kl_estimate, policy_loss,
                   token_weights, value_loss, whiten)
-from model import ScalarHead, token_logps
+from model import token_logps
+from run.models import ScalarHead
 from run.batches import last_tokens
 
 G = torch.Generator().manual_seed(0)
@@ -49,7 +50,7 @@ def test_without_a_critics_opinion_every_token_gets_the_reward():
     """gamma = lambda = 1, V = 0, beta = 0: A = R at each sampled token, 0 elsewhere, whatever the
     length. The reward on padding, or one column off, would show."""
     reward = torch.where(LAST, torch.tensor([3.0, -1.0, 2.0, 0.5])[:, None], 0)
-    cfg = Config(group=2, baseline="value", scale="none", lam=1.0)
+    cfg = Config(group=2, baseline="value", adv_scale="none", lam=1.0)
     adv, returns, _ = advantages(reward, LAST, MASK, ZERO, ZERO, cfg)
     assert torch.equal(adv, torch.where(MASK, reward.sum(1, True), 0)) and torch.equal(adv, returns)
 
@@ -58,7 +59,7 @@ def test_ppos_rewards_sum_to_what_it_aims_at():
     """r - beta log(pi_old(o) / pi_ref(o)), the documents' PPO review."""
     reward = torch.where(LAST, torch.tensor([3.0, -1.0, 2.0, 0.5])[:, None], 0)
     penalty = 0.1 * random_values()
-    cfg = Config(group=2, baseline="value", scale="none", lam=1.0)
+    cfg = Config(group=2, baseline="value", adv_scale="none", lam=1.0)
     adv, *_ = advantages(reward, LAST, MASK, penalty, ZERO, cfg)
     first = [row[on][0].item() for row, on in zip(adv, MASK)]
     assert first == pytest.approx((reward.sum(1) - penalty.sum(1)).tolist())
@@ -67,7 +68,7 @@ def test_ppos_rewards_sum_to_what_it_aims_at():
 def test_returns_do_not_depend_on_whitening():
     reward, value = torch.where(LAST, 1.0, 0.0) * torch.arange(4)[:, None], random_values()
     plain, white = (advantages(reward, LAST, MASK, ZERO, value,
-                               Config(group=2, baseline="value", scale=s)) for s in ("none", "batch"))
+                               Config(group=2, baseline="value", adv_scale=s)) for s in ("none", "batch"))
     assert torch.equal(plain[1], white[1])
     torch.testing.assert_close(white[0], whiten(plain[0], MASK))
     torch.testing.assert_close(torch.where(MASK, plain[1] - value, 0), plain[0])
@@ -141,35 +142,35 @@ def outcome(rewards, **fields):
 
 def test_baselines_by_hand():
     r = [1.0, 0.0, 2.0, 5.0]
-    assert outcome(r, baseline="none", scale="none") == r
-    assert outcome(r, baseline="group", scale="none") == [-1, -2, 0, 3]
+    assert outcome(r, baseline="none", adv_scale="none") == r
+    assert outcome(r, baseline="group", adv_scale="none") == [-1, -2, 0, 3]
     others = [x - (sum(r) - x) / 3 for x in r]
-    assert outcome(r, baseline="leave-one-out", scale="none") == pytest.approx(others)
+    assert outcome(r, baseline="leave-one-out", adv_scale="none") == pytest.approx(others)
     std = math.sqrt(14 / 4)
-    assert outcome(r, baseline="none", scale="group") == pytest.approx([x / std for x in r])
-    assert sum(outcome(r, scale="batch")[i] * n for i, n in enumerate((1, 3, 5, 2))) == pytest.approx(
+    assert outcome(r, baseline="none", adv_scale="group") == pytest.approx([x / std for x in r])
+    assert sum(outcome(r, adv_scale="batch")[i] * n for i, n in enumerate((1, 3, 5, 2))) == pytest.approx(
         0, abs=1e-6)
 
 
 def test_a_dead_group_is_left_alone_without_a_centre():
     """The std of equal rewards is 0: a raw reward is not divided by it."""
-    assert outcome([2.0] * 4, baseline="none", scale="group") == [2.0] * 4
-    assert outcome([0.1] * 4, baseline="leave-one-out", scale="group") == pytest.approx([0] * 4, abs=1e-7)
+    assert outcome([2.0] * 4, baseline="none", adv_scale="group") == [2.0] * 4
+    assert outcome([0.1] * 4, baseline="leave-one-out", adv_scale="group") == pytest.approx([0] * 4, abs=1e-7)
 
 
 def test_penalties_of_a_row_count_at_its_end_before_the_baseline():
     penalty = 0.1 * random_values()
     want = [r - s for r, s in zip([1.0, 0.0, 2.0, 5.0], penalty.sum(1).tolist())]
     mean = sum(want) / 4
-    got = outcome([1.0, 0.0, 2.0, 5.0], scale="none", penalty=penalty)
+    got = outcome([1.0, 0.0, 2.0, 5.0], adv_scale="none", penalty=penalty)
     assert got == pytest.approx([x - mean for x in want], abs=1e-6)
 
 
 def test_group_and_value_is_gae_on_the_groups_scores():
     reward, value = torch.where(LAST, torch.arange(4.0)[:, None], 0), random_values()
-    cfg = Config(group=2, baseline="group+value", scale="group")
+    cfg = Config(group=2, baseline="group+value", adv_scale="group")
     adv, *_ = advantages(reward, LAST, MASK, ZERO, value, cfg)
-    placed, _ = group_scores(reward, LAST, 2)
+    placed, _ = step_scores(reward, LAST, 2)
     assert placed[LAST].tolist() == pytest.approx([-1, 1, -1, 1]) and (placed[~LAST] == 0).all()
     torch.testing.assert_close(adv, slow_gae(placed, value, MASK, 1.0, 0.95))
 
@@ -234,7 +235,7 @@ def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     """That of E[r(o)]: r times the gradient of log pi(o), the sum over all tokens of a row."""
     cfg = Config(**{**ALGOS[algo], "beta": 0.0})
     logp = torch.where(MASK, -1.0, 0).requires_grad_()
-    weight = token_weights(MASK, cfg.mean, 4, int(MASK.sum()), 8)
+    weight = token_weights(MASK, cfg.loss_mean, 4, int(MASK.sum()), 8)
     loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, 11, cfg, 0.0)
     loss.backward()
     assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
@@ -244,12 +245,12 @@ def test_value_loss_by_hand():
     """The worse of two squared errors: the value's own, and that of the value kept near the old."""
     one = lambda x: torch.tensor([[x]])
     on, w = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1)
-    loss = lambda v, old, ret: value_loss(one(v), one(old), one(ret), on, w, 0.2).item()
+    loss = lambda v, old, ret: value_loss(one(v), one(old), one(ret), on, w).item()
     assert loss(0.1, 0.0, 1.0) == pytest.approx(0.5 * 0.9 ** 2)
     assert loss(1.0, 0.0, 1.0) == pytest.approx(0.5 * 0.8 ** 2)     # kept at 0.2
     assert loss(-0.5, 0.0, 1.0) == pytest.approx(0.5 * 1.5 ** 2)    # but not where that is better
     nan = torch.full((1, 1), float("nan"), requires_grad=True)
-    loss = value_loss(nan, nan.detach(), nan.detach(), ~on, torch.zeros(1, 1), 0.2)
+    loss = value_loss(nan, nan.detach(), nan.detach(), ~on, torch.zeros(1, 1))
     loss.backward()
     assert loss.item() == 0 and nan.grad.item() == 0
 

@@ -12,11 +12,11 @@ from conftest import tiny_model
 import data
 import grpo
 import reward
-from data import Fault
+from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import batches, folder, machine, show, start
-from run.start import Agent
+from run import agents, batches, checkpoint, folder, machine, models, report, show
+from run.agents import Agent
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile="off")
@@ -34,7 +34,7 @@ def with_(**changes):
 def test_who_needs_a_reference(changes, needed):
     """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
     assert with_(**changes).needs_reference is needed
-    agent = start.new_agent(with_(**changes), None, None, tiny_model())
+    agent = agents.new_agent(with_(**changes), None, None, tiny_model())
     assert (agent.ref is not None) is needed
 
 
@@ -42,14 +42,14 @@ def test_an_agent_for_answers_is_a_policy_alone():
     agent = Agent(CFG, None, None, tiny_model())
     assert [name for name, x in vars(agent).items() if x is None or not x] == [
         "task", "encoding", "ref", "critic", "reward_model", "sampler", "opt", "beta", "history"]
-    assert start.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
+    assert agents.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
 
 
 @pytest.mark.parametrize("baseline, critic, there, own", [
     ("group", "separate", False, False), ("value", "shared", True, False), ("value", "separate", True, True),
     ("group+value", "shared", True, False), ("group+value", "separate", True, True)])
 def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there, own):
-    agent = start.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
+    agent = agents.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
     assert (agent.critic is not None) is there
     if own:
         pairs = zip(agent.policy.parameters(), agent.critic.trunk.parameters(), strict=True)
@@ -59,7 +59,7 @@ def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there
 
 def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
     """Its weights have a standard deviation of 1 / sqrt(C + 1), and follow from the seed."""
-    agent = start.new_agent(with_(reward="model"), None, None, tiny_model())
+    agent = agents.new_agent(with_(reward="model"), None, None, tiny_model())
     number = random.Random("1/scorer/0").getrandbits(63)
     draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
     torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
@@ -69,7 +69,7 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
-    agent = start.new_agent(with_(dtype=dtype), None, None, start.to_device(tiny_model(), with_(dtype=dtype)))
+    agent = agents.new_agent(with_(dtype=dtype), None, None, models.to_device(tiny_model(), with_(dtype=dtype)))
     assert (agent.sampler is not None) is (dtype == "bfloat16")
 
 
@@ -88,9 +88,9 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
     """All rewards alike, and the critic without an opinion: a share of 0, which once could have been no number."""
-    cfg = with_(baseline="value", scale="none", kl="none", gamma=1.0, lam=1.0)
+    cfg = with_(baseline="value", adv_scale="none", kl="none", gamma=1.0, lam=1.0)
     task = SimpleNamespace(reward=lambda p, text: {"correct": value}, DEFAULTS={})
-    agent = start.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent = agents.new_agent(cfg, task, byte_encoding(), tiny_model())
     agent.encoding.stop = frozenset(range(257))                     # all end with their first token
     _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     assert stats["explained_variance"] == 1 and stats["reward"] == value
@@ -102,7 +102,7 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
 def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, monkeypatch):
     """Both rounded down: of 30 problems the first 3 are never fitted."""
     parts = []
-    monkeypatch.setattr(batches, "parts", lambda name, drawn, size: parts.append((drawn, size)) or [])
+    monkeypatch.setattr(batches, "in_chunks", lambda name, drawn, size: parts.append((drawn, size)) or [])
     monkeypatch.setattr(batches, "concatenate", lambda *rows: {})
     monkeypatch.setattr(reward, "refit", lambda *given: ({"ids": 1}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
     cfg = with_(reward="model", fit_prompts=fit_prompts, choices=2)
@@ -151,21 +151,22 @@ def order(monkeypatch):
         notes.append(f"step {step}")
         return "batch", {"loss": step}
 
-    def made(halt=None, checkpoint=None, **changes):
+    def made(halt=None, saved=None, **changes):
         cfg = with_(**changes)
-        monkeypatch.setattr(start, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
-        monkeypatch.setattr(start, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
+        monkeypatch.setattr(agents, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
+        monkeypatch.setattr(agents, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
         monkeypatch.setattr(machine, "stop_asked", lambda: 15 if at[0] == halt else 0)
         notes.clear()
         try:
-            grpo.train(cfg, task=SimpleNamespace(), checkpoint=checkpoint)
+            grpo.train(cfg, task=SimpleNamespace(), saved=saved)
         except machine.Stopped as when:
             notes.append(f"stopped {when}")
         return notes
     note(grpo, "begin_iteration", lambda agent, problems, i: f"iteration {i}", {})
     note(grpo, "evaluate", lambda agent, problems: f"evaluation on {problems[0].prompt}", {"greedy": 0.5})
     note(folder, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
-    note(folder, "save", lambda agent, step, *_: f"save {step}")
+    note(checkpoint, "save", lambda agent, step, *_: f"save {step}")
+    monkeypatch.setattr(report, "refresh", lambda folder: None)
     note(show, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(show, "step_line", lambda *given: None)
@@ -205,9 +206,9 @@ def test_a_run_that_is_asked_to_stop_saves_the_step(order):
 def test_a_resumed_run_goes_on_with_the_next_step(order):
     """Or with the evaluation of the last one, if that was still to come."""
     checkpoint = SimpleNamespace(step=3, stats={})
-    assert order(checkpoint=checkpoint, steps=3, iterations=2, eval_every=3)[:2] == ["iteration 1", "step 4"]
+    assert order(saved=checkpoint, steps=3, iterations=2, eval_every=3)[:2] == ["iteration 1", "step 4"]
     checkpoint.stats = {"reward": 1.0}
-    assert order(checkpoint=checkpoint, steps=3, iterations=2, eval_every=3)[:5] == [
+    assert order(saved=checkpoint, steps=3, iterations=2, eval_every=3)[:5] == [
         "evaluation on 20=", "log 3 reward greedy", "save 3", "iteration 1", "step 4"]
 
 
@@ -218,7 +219,7 @@ def test_a_question_may_leave_no_room_for_an_answer():
     agent = Agent(CFG, None, byte_encoding(), tiny_model())
     assert len(grpo.ask(agent, "1" * 63)) >= 63
     assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
-    with pytest.raises(Fault, match="64 tokens and --max_new 1 do not fit"):
+    with pytest.raises(UserError, match="64 tokens and --max_new 1 do not fit"):
         grpo.ask(agent, "1" * 64)
 
 
@@ -241,16 +242,16 @@ def command(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_ends_with_the_code_of_its_signal(number, command, monkeypatch, capsys):
-    def train(cfg, checkpoint):
+    def train(cfg, saved):
         signal.raise_signal(number)
         raise machine.Stopped("after step 3")
     monkeypatch.setattr(grpo, "train", train)
     assert command("--out", "there") == [torch.device("cpu"), 128 + int(number)]
-    assert capsys.readouterr().out == "stopped after step 3; go on with: python grpo.py --resume --out there\n"
+    assert capsys.readouterr().out == "stopped after step 3; continue with: python grpo.py --resume --out there\n"
 
 
 def test_an_evaluation_is_on_the_problems_held_out(command, monkeypatch, capsys):
-    monkeypatch.setattr(start, "trained_model", lambda cfg: (byte_encoding(), tiny_model()))
+    monkeypatch.setattr(models, "trained_model", lambda cfg: (byte_encoding(), tiny_model()))
     asked = []
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: asked.append(problems) or {"greedy": 0.125})
     assert command("--eval_only", "--out", "there") == [torch.device("cpu"), 0]
@@ -266,15 +267,15 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts
     where i is odd."""
     problems, parts = [SimpleNamespace(prompt=str(i)) for i in range(9)], []
 
-    def generate(agent, part, u):
+    def generate(agent, part, u, greedy):
         """Texts and what is right, known beforehand."""
         parts.append(len(part))
         right = [x for p in part for i in [int(p.prompt)] for x in (i % 2, *(k >= 8 - i for k in range(8)))]
         texts = [x for p in part for i in [int(p.prompt)]
                  for x in (f"greedy {i}", *(f"right {i}" if k >= 8 - i else f"wrong {i} {k}" for k in range(8)))]
-        assert u.shape == (len(part), 9, 8) and (u[:, 0] == -1).all() and (u[:, 1:] >= 0).all()
+        assert u.shape == (len(part), 9, 8) and greedy == 1 and (u[:, 1:] > 0).any()
         return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
-                               parts={"correct": torch.tensor(right).float()})
+                               components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     agent = Agent(with_(prompts=prompts, group=group), SimpleNamespace(answer=str), None, tiny_model())
     found = grpo.evaluate(agent, problems)
@@ -285,10 +286,10 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts
 
 def test_samples_that_are_all_right_are_no_others(monkeypatch):
     """The votes of a problem begin after its greedy row and end before the next one's."""
-    def generate(agent, part, u):
+    def generate(agent, part, u, greedy):
         """Greedy rows are wrong, and say what the samples of the next problem say."""
         return SimpleNamespace(finished=torch.ones(6, dtype=torch.bool), texts=["b", "a", "c", "a", "b", "d"],
-                               parts={"correct": torch.tensor([0., 1, 0, 0, 1, 0])})
+                               components={"correct": torch.tensor([0., 1, 0, 0, 1, 0])})
     monkeypatch.setattr(grpo, "generate", generate)
     agent = Agent(with_(prompts=2, group=3, samples=2), SimpleNamespace(answer=str), None, tiny_model())
     assert grpo.evaluate(agent, PROBLEMS[:2]) == {"greedy": 0, "pass@1": 0.5, "pass@2": 1, "maj@2": 1}

@@ -9,13 +9,15 @@ import torch
 from conftest import tiny_model
 
 import grpo
-from data import Fault
+from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config, bounded, policy_loss, sample, token_weights
-from model import ScalarHead, token_logps
+from model import token_logps
+from run.models import ScalarHead
 from run import machine, pretrained
-from run.batches import last_tokens, micro_batches, new_optimizer
-from run.start import Agent
+from run.batches import last_tokens, micro_batches
+from run.optimizer import new_optimizer
+from run.agents import Agent
 
 CFG = Config()
 
@@ -28,13 +30,13 @@ def group_advantages(rewards, group, scale):
     ends = last_tokens(mask)
     reward, zero = torch.where(ends, rewards[:, None], 0), torch.zeros(B, 5)
     adv, returns, dead = grpo.advantages(reward, ends, mask, zero, None,
-                                         Config(group=group, scale=scale))
+                                         Config(group=group, adv_scale=scale))
     assert returns is None and torch.equal(adv, torch.where(mask, adv[:, 1:2], 0))  # one for all tokens
     return adv[:, 1], dead
 
 
-def advantages(rewards, scale="group"):
-    return group_advantages(torch.tensor(rewards), len(rewards), scale)[0].tolist()
+def advantages(rewards, adv_scale="group"):
+    return group_advantages(torch.tensor(rewards), len(rewards), adv_scale)[0].tolist()
 
 
 def update(model, opt, batch, cfg, source):
@@ -70,7 +72,7 @@ def test_equal_rewards_give_exactly_zero(value):
 
 def test_a_group_of_one_is_refused():
     """It has no spread: a z-score of 0 / 0, and then weights that are NaN."""
-    with pytest.raises(Fault, match="--group is at least 2"):
+    with pytest.raises(UserError, match="--group must be at least 2"):
         Config(group=1)
 
 
@@ -272,8 +274,8 @@ def gradient(cfg, **changes):
 @pytest.mark.parametrize("micro_tokens", [1, 30, 60])
 def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens):
     """A mean over each micro-batch is not the mean over the batch: off by 8 to 130 % elsewhere."""
-    whole, stats, b = gradient(None, mean=mean, micro_tokens=10_000)
-    parts, again, _ = gradient(None, mean=mean, micro_tokens=micro_tokens)
+    whole, stats, b = gradient(None, loss_mean=mean, micro_tokens=10_000)
+    parts, again, _ = gradient(None, loss_mean=mean, micro_tokens=micro_tokens)
     assert len(set(b.mask.sum(1).tolist())) > 2
     torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
     assert {k: v for k, v in again.items() if k != "mismatch"} == pytest.approx(
@@ -282,10 +284,10 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens
 
 @pytest.mark.parametrize("mean", ["token", "constant"])
 def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
-    """Under the loss's weights the KL was a hundred times smaller with --mean constant, and beta
+    """Under the loss's weights the KL was a hundred times smaller with --loss_mean constant, and beta
     was steered by it."""
-    _, stats, b = gradient(None, mean=mean, micro_tokens=30)
-    _, other, _ = gradient(None, mean="sequence")
+    _, stats, b = gradient(None, loss_mean=mean, micro_tokens=30)
+    _, other, _ = gradient(None, loss_mean="sequence")
     log_ratio = (b.ref_logp - b.logp)[b.mask].double()
     assert stats["kl"] == pytest.approx((log_ratio.expm1() - log_ratio).mean().item(), rel=1e-3)
     assert stats["kl"] == pytest.approx(other["kl"], rel=1e-5)
@@ -296,7 +298,7 @@ def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Where there is no KL and no critic: the same update as with them in it, also if no row is left."""
-    cfg = Config(prompts=2, group=4, max_new=12, grad_clip=1e9, mean=mean, kl="watch", minibatches=2)
+    cfg = Config(prompts=2, group=4, max_new=12, grad_clip=1e9, loss_mean=mean, kl="watch", minibatches=2)
     seen, real, after = [], grpo.model.token_logps, []
     monkeypatch.setattr(grpo.model, "token_logps", lambda model, ids, *x: (seen.append(len(ids)), real(model, ids, *x))[1])
     for watched in (True, False):
@@ -308,10 +310,41 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
         after.append((torch.cat([p.detach().flatten() for p in model.parameters()]), sum(seen), stats))
         seen.clear()
     (whole, rows, watched), (less, left, stats) = after
-    assert rows == 8 and left == 8 - len(dead)
+    assert rows == 8 and left == 8 - len(dead) + 2      # two of them to see that they have no loss
     torch.testing.assert_close(less, whole, rtol=0, atol=1e-6)
     assert {n: x for n, x in watched.items() if n not in ("kl", "mismatch")} == pytest.approx(
         {n: x for n, x in stats.items() if n != "mismatch"}, abs=1e-6)
+
+
+def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
+    """A fork adds an entropy bonus to `total_loss`; rows without an advantage have one too, so the update stops and says
+    what to do, instead of leaving them out. With all rows let in it goes on."""
+    cfg, real = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss
+
+    def with_bonus(agent, batch, weight, tokens):
+        """The loss with -log pi added."""
+        loss, *rest = real(agent, batch, weight, tokens)
+        logp, _ = grpo.model.token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+        return loss + 0.01 * (weight * logp).sum(), *rest
+    monkeypatch.setattr(grpo, "total_loss", with_bonus)
+    model = tiny_model()
+    b = a_rollout(model, cfg)
+    b.adv[:4], b.ref_logp = 0, None
+    opt = torch.optim.SGD(model.parameters(), 1.0)
+    with pytest.raises(UserError, match="rows without an advantage have a loss.*let has_gradient in grpo.py return all rows"):
+        update(model, opt, b, cfg, random.Random(0))
+    monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones_like(batch.finished))
+    update(model, opt, b, cfg, random.Random(0))
+
+
+def test_dropout_is_on_in_the_update_alone(monkeypatch):
+    """A fork's dropout: sampling, the reference and the old log-probabilities are without it."""
+    cfg, modes, real = Config(prompts=2, group=4, max_new=12), [], grpo.model.token_logps
+    model = tiny_model().eval()
+    b = a_rollout(model, cfg)
+    monkeypatch.setattr(grpo.model, "token_logps", lambda gpt, *x: (modes.append(gpt.training), real(gpt, *x))[1])
+    update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
+    assert modes and all(modes) and not any(module.training for module in model.modules())
 
 
 def test_a_critic_learns_from_rows_without_an_advantage():
@@ -333,7 +366,7 @@ def test_a_critic_learns_from_rows_without_an_advantage():
 
 def test_update_is_the_gradient_of_the_paper():
     """Row by row, from eq. 3 and 4 as they are written, without micro-batches or weights."""
-    got, stats, b = gradient(None, mean="sequence")
+    got, stats, b = gradient(None, loss_mean="sequence")
     model, rows = tiny_model(), []
     for i in range(len(b.ids)):
         logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[0][b.mask[i:i + 1]]
@@ -417,7 +450,7 @@ def test_disagreement_of_sampler_and_trainer_stops_the_run():
     model = tiny_model()
     cfg = Config(prompts=2, group=4, max_new=12, temperature=0.7)
     b = a_rollout(model, cfg)
-    with pytest.raises(Fault, match="sampler and trainer disagree"):
+    with pytest.raises(UserError, match="sampler and trainer disagree"):
         update(model, new_optimizer([model], 1e-3), b, Config(prompts=2, group=4, max_new=12),
                random.Random(0))
 
@@ -428,7 +461,7 @@ def test_nan_in_the_loss_stops_the_run():
     b = a_rollout(model, cfg)
     b.adv[b.mask] = float("nan")
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Fault, match="gradient"):
+    with pytest.raises(UserError, match="gradient"):
         update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
     assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
 
@@ -475,7 +508,7 @@ def test_no_float64_where_there_is_none(monkeypatch):
         reward = torch.zeros_like(b.logp).masked_scatter(b.mask, u.flatten())
         ends = last_tokens(b.mask)
         b.adv = grpo.advantages(reward, ends, b.mask, 0 * reward, 0 * reward,
-                                dataclasses.replace(cfg, scale="batch"))[0]
+                                dataclasses.replace(cfg, adv_scale="batch"))[0]
         b.old_logp = b.logp
         update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
 
@@ -516,7 +549,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "train_step", train_step)
     grpo.main(["--task", "arithmetic", "--difficulty", "1", "--init", str(tmp_path / "start"), "--warm_steps", "0",
                "--out", str(tmp_path / "run"), "--device", "cpu", "--compile", "on", "--dtype", "bfloat16", "--lr", "0.01",
-               "--prompts", "4", "--group", "4", "--max_new", "24", "--steps", "6", "--sample_every", "2", "--held_out", "8",
+               "--prompts", "4", "--group", "4", "--max_new", "24", "--steps", "6", "--held_out", "8",
                "--samples", "1"])
     assert len({*lengths}) > 2
     counted = torch._dynamo.utils.counters

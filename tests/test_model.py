@@ -9,9 +9,10 @@ from conftest import chat_folder, tiny_model
 from safetensors.torch import load_file, save_file
 
 import model as model_py
-from data import Fault
+from data import UserError
 from data.tokenizer import load_encoding
-from model import GPTConfig, RMSNorm, ScalarHead, distinct, rotate, token_logps
+from model import GPTConfig, RMSNorm, rotate, token_logps
+from run.models import ScalarHead
 from run import pretrained
 
 
@@ -67,7 +68,7 @@ def test_rope_keeps_only_the_distance():
     D, turn = 8, 10000.0 ** (-torch.arange(0, 8, 2) / 8)
     def at(x, t):
         cos, sin = (t * turn).cos(), (t * turn).sin()
-        return rotate(x, torch.cat((cos, cos)), torch.cat((-sin, sin)))
+        return rotate(x, cos, sin)
     q, k = torch.randn(2, D)
     torch.testing.assert_close(at(q, 5) @ at(k, 3), at(q, 12) @ at(k, 10))
     assert not torch.isclose(at(q, 5) @ at(k, 3), at(q, 5) @ at(k, 4))
@@ -147,14 +148,14 @@ def test_damaged_checkpoints_are_refused(tmp_path, model, damage):
         weights.unlink()
     if damage == "not json":
         config.write_text("{")
-    with pytest.raises(Fault) as e:
+    with pytest.raises(UserError) as e:
         pretrained.load(tmp_path)
     assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_shapes_that_cannot_be():
     for wrong in (dict(n_embd=30, n_head=4), dict(n_head=4, n_kv_head=3), dict(n_embd=12, n_head=4)):
-        with pytest.raises(Fault):
+        with pytest.raises(UserError):
             GPTConfig(**wrong)
 
 
@@ -180,23 +181,23 @@ def test_sizes_have_bounds(name, most):
     for x in (1, most):
         assert getattr(GPTConfig(**{"n_head": 1, "n_kv_head": 1, "head_size": 2, name: x}), name) == x
     for x in (0, -1, most + 1):
-        with pytest.raises(Fault, match=f"^{name} {x} is less than 1 or more than {most}$"):
+        with pytest.raises(UserError, match=f"^{name} must be between 1 and {most}, not {x}$"):
             GPTConfig(**{name: x})
 
 
 def test_heads_share_the_channels_alike_unless_they_have_a_size_of_their_own():
     assert GPTConfig(n_embd=34, n_head=4, n_kv_head=4, head_size=6).head_size == 6
     for wrong in (dict(n_embd=34, n_kv_head=4), dict(n_kv_head=3), dict(n_kv_head=3, head_size=6)):
-        with pytest.raises(Fault, match="must be a multiple of n_head 4, and that of n_kv_head"):
+        with pytest.raises(UserError, match="must be a multiple of n_head 4, and that of n_kv_head"):
             GPTConfig(**wrong)
-    with pytest.raises(Fault, match="^RoPE turns pairs: the size of a head, 7, is odd$"):
+    with pytest.raises(UserError, match="^RoPE needs an even head size, not 7$"):
         GPTConfig(head_size=7)
     assert GPTConfig(head_size=7, positions="learned").head_size == 7
 
 
 def test_a_row_may_fill_the_context(model):
     assert model(torch.zeros(3, 64, dtype=torch.int64)).shape == (3, 64, 32)
-    with pytest.raises(Fault, match="^65 tokens do not fit the model's context of 64$"):
+    with pytest.raises(UserError, match="^65 tokens do not fit the model's context of 64$"):
         model(torch.zeros(3, 65, dtype=torch.int64))
 
 
@@ -238,81 +239,7 @@ def test_a_critic_has_no_opinion_and_one_number_for_a_state():
     assert critic.head.weight.shape == (1, 32) and critic(None, h=h).shape == (2, 5) and not critic(None, h=h).any()
 
 
-# ------------------------------------------------------------------------- rows that begin alike
-
-def a_tree(seed, least=0, rows=7, longest=9):
-    """Rows of two tokens, so that many begin alike, with how much of each counts; what lies beyond
-    is 0, which may be a token too."""
-    source = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, longest + 1, (rows,), generator=source)
-    used = torch.arange(longest) < length[:, None]
-    return torch.randint(least, least + 2, (rows, longest), generator=source) * used, used
-
-
-def test_distinct():
-    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2], [7, 8, 0, 0], [7, 8, 0, 2], [5, 8, 0, 2], [5, 8, 0, 2]])
-    used = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
-    first, at = distinct(ids, used)
-    assert first.tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19]    # row 3 has what row 2 only pads with
-    assert torch.where(used, at, -1).tolist() == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, -1, -1], [0, 1, 5, 6],
-                                                  [7, 8, 9, 10], [7, 8, 9, -1]]
-    assert (at >= 0).all() and (at < 11).all()          # of the others any, so that it can be looked up
-
-
-@pytest.mark.parametrize("least", [0, 1])
-@pytest.mark.parametrize("seed", range(10))
-def test_distinct_is_what_stands_there(seed, least):
-    """Each place has a number, whose first place ends the same beginning. Of sorted rows no
-    beginning is computed twice, unless padding looks like a token."""
-    ids, used = a_tree(seed, least)
-    order = sorted(range(len(ids)), key=ids.tolist().__getitem__)
-    for ids, used, once in ((ids, used, False), (ids[order], used[order], least == 1)):
-        first, at = distinct(ids, used)
-        begins = {(b, t): tuple(ids[b, :t + 1].tolist()) for b, t in used.nonzero().tolist()}
-        firsts = [begins[divmod(i, ids.size(1))] for i in first.tolist()]
-        assert all(firsts[at[place]] == begin for place, begin in begins.items())
-        assert set(firsts) == set(begins.values())
-        assert not once or len(firsts) == len(set(firsts))
-
-
-@pytest.mark.parametrize("shape", [{}, dict(positions="learned", norm="layer", mlp="gelu", bias="all"),
-                                   dict(qk_norm=True, bias="qkv")])
-def test_states_and_gradients_are_those_of_each_row_alone(shape):
-    """Whatever the rows above it are, in float64."""
-    model = tiny_model(**shape).double()
-    for seed in range(3):
-        ids, used = a_tree(seed)
-        weight = torch.rand(*ids.shape, 1).double() * used[..., None]
-        h = model(ids, mask=used)
-        whole = torch.autograd.grad((h.square() * weight).sum(), list(model.parameters()), allow_unused=True)
-        alone, total = torch.zeros_like(h), [0] * len(whole)
-        for b, n in enumerate(used.sum(1).tolist()):
-            own = model(ids[b:b + 1, :n])
-            alone[b, :n] = own[0].detach()
-            parts = torch.autograd.grad((own[0].square() * weight[b, :n]).sum(), list(model.parameters()),
-                                        allow_unused=True)
-            total = [x if part is None else x + part for x, part in zip(total, parts)]
-        torch.testing.assert_close(h[used], alone[used], rtol=0, atol=1e-11)
-        for x, y in zip(whole, total):
-            if x is not None:
-                torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
-
-
-def test_what_rows_share_is_computed_once(model, monkeypatch):
-    """A prompt of 20 tokens under 8 completions of 3, two of them alike, and no padding."""
-    ids = torch.randint(0, 256, (1, 26)).repeat(8, 1)
-    ids[:, 20:23] = torch.arange(24).view(8, 3)
-    ids[1, 20:23] = ids[0, 20:23]
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[:, 20:23] = True
-    seen, critic = [], ScalarHead(32, tiny_model())
-    for gpt in (model, critic.trunk):
-        gpt.layers[1].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape))
-    token_logps(model, ids, mask, 1.0, critic)
-    critic(ids, mask)
-    # The last token of a row is not read for log-probabilities and values, and is for a reward.
-    assert seen == [(20 + 7 * 2, 32), (20 + 7 * 2, 32), (20 + 7 * 3, 32)]
-
+# ------------------------------------------------------------------------------- log-probabilities
 
 class Heads:
     """How many states a model's head turns into logits, call by call."""
@@ -422,13 +349,13 @@ def test_what_says_only_how_it_is_anyway(harmless):
       for wrong in (without(BENT, "factor"), without(BENT, "original_max_position_embeddings"),
                     BENT | dict(low_freq_factor=4.0), BENT | dict(low_freq_factor=5.0), dict(rope_type="llama3")))])
 def test_a_config_that_this_model_does_not_compute(change, fault):
-    with pytest.raises(Fault) as e:
+    with pytest.raises(UserError) as e:
         pretrained.read_config(LLAMA | change)
     assert str(e.value) == fault
 
 
 def test_a_gpt2_without_channels():
-    with pytest.raises(Fault, match="^n_embd is missing$"):
+    with pytest.raises(UserError, match="^n_embd is missing$"):
         pretrained.read_config(without(GPT2, "n_embd"))
 
 
@@ -444,7 +371,7 @@ def test_what_counts_of_two_thetas():
 
 def fault_of(folder):
     """Why the model in a folder is refused."""
-    with pytest.raises(Fault) as e:
+    with pytest.raises(UserError) as e:
         pretrained.load(folder)
     return str(e.value)
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings, strategies as some  # noqa: E402
 import data.arithmetic as arithmetic  # noqa: E402
 from data.answers import evaluate, one_number, steps  # noqa: E402
 from data.tokenizer import byte_encoding, composed, decode, step_tokens  # noqa: E402
-from grpo import group_scores  # noqa: E402
+from grpo import step_scores  # noqa: E402
 from run.batches import by_16, micro_batches  # noqa: E402
 
 settings.register_profile("here", deadline=None, derandomize=True, max_examples=200, database=None)
@@ -185,7 +185,7 @@ BASELINES, SCALES = some.sampled_from(["group", "leave-one-out", "none"]), some.
        BASELINES, SCALES)
 def test_outcome_scores_are_those_of_python(groups, baseline, scale):
     reward = torch.tensor(groups).flatten()[:, None]
-    score, dead = group_scores(reward, torch.ones_like(reward, dtype=torch.bool), len(groups[0]), baseline, scale)
+    score, dead = step_scores(reward, torch.ones_like(reward, dtype=torch.bool), len(groups[0]), baseline, scale)
     assert dead.tolist() == [len(set(r)) == 1 for r in groups]
     for r, got in zip(groups, score.view(len(groups), -1).tolist()):
         others = [r[:i] + r[i + 1:] for i in range(len(r))]
@@ -200,7 +200,7 @@ def test_process_scores_are_those_of_python(rows, baseline, scale, rng):
     places = [sorted(rng.sample(range(9), len(r))) for r in rows]
     for i, (r, at) in enumerate(zip(rows, places)):
         ends[i, at], reward[i, at] = True, torch.tensor(r)
-    score, dead = group_scores(reward, ends, len(rows), baseline, scale)
+    score, dead = step_scores(reward, ends, len(rows), baseline, scale)
     flat = sum(rows, [])
     others = [sum(rows[:i] + rows[i + 1:], []) for i, r in enumerate(rows) for _ in r]
     assert dead.item() == (len(set(flat)) == 1) and (score[~ends] == 0).all()

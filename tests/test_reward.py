@@ -12,9 +12,9 @@ import grpo
 import reward
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
-from model import ScalarHead
+from run.models import ScalarHead
 from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import batches, machine, show, start
+from run import agents, batches, machine, optimizer, show
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -31,13 +31,13 @@ def batch_of(texts, prompt="47*58=", end=True):
     return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
 
 
-def rewards_of(texts, supervision, end=True, unfinished=0.0):
+def rewards_of(texts, supervision, end=True, truncated_reward=0.0):
     problem = task.Problem("47*58=", "2726")
-    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision, unfinished=unfinished)
+    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision, truncated_reward=truncated_reward)
     reward.score(task, byte_encoding(), [problem], batch)
     assert batch.texts == texts and batch.problems == [problem] * len(texts)
     batch.reward, batch.ends = reward.of_steps(task, batch, cfg, byte_encoding())
-    return (reward.at_the_limit(batch, cfg.unfinished), batch.ends), batch
+    return (reward.at_the_limit(batch, cfg.truncated_reward), batch.ends), batch
 
 
 # ------------------------------------------------------------------------------ rewards of steps
@@ -71,7 +71,7 @@ def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_the_reward_of_a_completion_that_did_not_end(supervision):
-    (r, ends), batch = rewards_of([WORK], supervision, end=False, unfinished=-1.5)
+    (r, ends), batch = rewards_of([WORK], supervision, end=False, truncated_reward=-1.5)
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
     batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
     assert reward.at_the_limit(batch, -1.5)[0][ends[0]][-1] == -2
@@ -206,8 +206,9 @@ def rows_of(batch):
 
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
-def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
-    cfg = Config(supervision=supervision, choices=2, fit_prompts=400, fit_lr=3e-3)
+def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypatch):
+    monkeypatch.setattr(reward, "FIT_LR", 3e-3)
+    cfg = Config(supervision=supervision, choices=2, fit_prompts=400)
     batch, a = labelled(400, 2, 0)
     good = torch.tensor(a, dtype=torch.float)
     good = good if supervision == "outcome" else (good > 3).float()
@@ -215,7 +216,7 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
     s = scorer_of()
     history, measures = refit(s, rows_of(batch), {}, cfg, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
-    show.fit(measures)
+    show.reward_model_quality(measures)
     assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in capsys.readouterr().out
     assert len(history["ids"]) == 720                       # but for those it was measured on
     if supervision == "outcome":                            # normalised on what it was fitted to
@@ -223,8 +224,10 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys):
         assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
 
 
-def test_labels_that_are_all_noise_teach_nothing():
-    cfg = Config(choices=2, fit_prompts=400, fit_lr=3e-3, label_noise=0.5)
+def test_labels_that_are_all_noise_teach_nothing(monkeypatch):
+    monkeypatch.setattr(reward, "FIT_LR", 3e-3)
+    monkeypatch.setattr(reward, "LABEL_NOISE", 0.5)
+    cfg = Config(choices=2, fit_prompts=400)
     batch, a = labelled(400, 2, 0)
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
     _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
@@ -249,7 +252,7 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
             before = len(seen)
             total = sum(losses(step)).item()
             steps.append((total, [row.tolist() for ids in seen[before:] for row in ids]))
-    monkeypatch.setattr(batches, "fit", fit)
+    monkeypatch.setattr(optimizer, "supervised_fit", fit)
     torch.manual_seed(1)
     reward.fit(s, data, K, cfg, random.Random(0))
     assert len(steps) == 200 // 64 and sum(len(rows) for _, rows in steps) == 200
@@ -263,7 +266,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     def fit(name, module, losses, steps, lr, clip):
         for step in range(steps):
             list(losses(step))
-    monkeypatch.setattr(batches, "fit", fit)
+    monkeypatch.setattr(optimizer, "supervised_fit", fit)
     real = reward.replay
     monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
     history = {}
@@ -288,7 +291,7 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
     cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
-    agent = start.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    agent = agents.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(Config(difficulty=1))[0]
     grpo.begin_iteration(agent, problems, 0)
     source = machine.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
@@ -329,7 +332,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    agent = start.Agent(Config(max_new=64), toy, byte_encoding(), None)
+    agent = agents.Agent(Config(max_new=64), toy, byte_encoding(), None)
     label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
@@ -354,7 +357,7 @@ def test_components_stay_in_the_order_of_the_first_row():
     """Whatever the order in which the task names them later."""
     toy = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "a": 2.0} if text == "x" else {"a": 3.0, "correct": 0.0})
     batch = reward.score(toy, byte_encoding(), [task.Problem("47*58=", "2726")], batch_of(["x", "y"]))
-    assert [(name, x.tolist()) for name, x in batch.parts.items()] == [("correct", [1, 0]), ("a", [2, 3])]
+    assert [(name, x.tolist()) for name, x in batch.components.items()] == [("correct", [1, 0]), ("a", [2, 3])]
 
 
 @pytest.mark.parametrize("noise, draw, err", [
@@ -376,7 +379,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     def complete(prefixes, tries, u, room):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
-    agent = start.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
+    agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
     rollout_labels(complete, agent, batch, random.Random(0))
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]

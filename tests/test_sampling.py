@@ -3,13 +3,20 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from data import Fault
+from data import UserError
 from data.tokenizer import byte_encoding
-from grpo import draw, sample
+from grpo import sample, sample_token
 from model import token_logps
+from run.sharing import share
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}
+NOT_GREEDY = torch.tensor([False])
+
+
+def shared(model):
+    share(model)
+    return model
 
 
 def uniform(rows, n, seed=0):
@@ -64,7 +71,7 @@ def test_no_token_of_probability_zero():
 
 def test_greedy_is_the_argmax_of_the_whole_prefix():
     model = tiny_model()
-    b = sample(model, PROMPTS, 1, 6, 0, STOP)
+    b = sample(model, PROMPTS, 1, 6, 1.0, STOP, greedy=1)
     for prompt, ids, mask in zip(PROMPTS, b.ids, b.mask):
         row = list(prompt)
         for token in ids[mask].tolist():
@@ -96,7 +103,7 @@ def scripted(tokens):
     ([7, 10, 8], 2, True),          # a second stop token
     ([256], 1, True)])
 def test_finished_is_explicit(script, length, finished):
-    b = sample(scripted(script), [[1, 2]], 1, 3, 0, {256, 10})
+    b = sample(scripted(script), [[1, 2]], 1, 3, 1.0, {256, 10}, greedy=1)
     assert b.ids[0][b.mask[0]].tolist() == script[:length]
     assert b.finished.tolist() == [finished]
 
@@ -113,7 +120,7 @@ def test_end_tokens_in_the_prompt_are_prompt():
 
 def test_only_the_sampled_column_and_later_ones_move():
     model = tiny_model()
-    b = sample(model, [[49, 50, 61]], 1, 6, 0, set())
+    b = sample(model, [[49, 50, 61]], 1, 6, 1.0, set(), greedy=1)
     ids = b.ids.clone()
     ids[0, 5] += 1
     moved = token_logps(model, b.ids, b.mask, 1.0)[0] != token_logps(model, ids, b.mask, 1.0)[0]
@@ -151,10 +158,10 @@ def test_each_prompt_may_have_a_limit_of_its_own(limits):
 
 
 def test_a_prompt_that_does_not_fit():
-    with pytest.raises(Fault, match="60 tokens and --max_new 5 do not fit"):
-        sample(tiny_model(), [[1] * 60], 1, 5, 0, STOP)
-    assert sample(tiny_model(), [[1] * 60], 1, 4, 0, ()).mask.sum() == 4        # the context of 64 is full
-    with pytest.raises(Fault, match="empty"):
+    with pytest.raises(UserError, match="60 tokens and --max_new 5 do not fit"):
+        sample(tiny_model(), [[1] * 60], 1, 5, 1.0, STOP)
+    assert sample(tiny_model(), [[1] * 60], 1, 4, 1.0, ()).mask.sum() == 4        # the context of 64 is full
+    with pytest.raises(UserError, match="empty"):
         byte_encoding().encode_prompt("")
 
 
@@ -163,15 +170,14 @@ def test_a_prompt_that_does_not_fit():
 @pytest.mark.parametrize("V", [5, 256, 257, 1000, 49152])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
-    """Drawn by sums of 256, against one float64 sum over all; the shares are those in its middle,
-    at its ends, and at random."""
+    """Against a float64 sum; u in the middle of the distribution, at its ends, and at random."""
     logits = 3 * torch.randn(40, V, generator=torch.Generator().manual_seed(V))
     logits[::2, V // 3:V // 2] = -float("inf")
     p = (logits.double() / temperature).softmax(-1)
     cdf = p.cumsum(-1)
     u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
-    token, logp = draw(logits, temperature, u, torch.arange(40))
+    token, logp = sample_token(logits, temperature, u, NOT_GREEDY.expand(40))
     drawn = torch.arange(40), token
     assert (p[drawn] > 0).all()
     assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
@@ -182,39 +188,32 @@ def test_every_token_has_its_share_over_a_grid_of_u():
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
     u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
-    seen, _ = draw(logits, 1.0, u, torch.zeros(10 ** 5, dtype=torch.int64))
+    seen = torch.cat([sample_token(logits.expand(1000, -1), 1.0, part, NOT_GREEDY.expand(1000))[0] for part in u.split(1000)])
     want = 1e5 * logits[0].double().softmax(-1)
     assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=1000) - want).abs().max() < 1.2
 
 
 def test_a_greedy_row_beside_sampled_ones():
-    """A negative u takes the likeliest token; the others draw as they would alone."""
+    """The first of each group is greedy; the others are what they are alone."""
     model, u = tiny_model(), uniform(9, 10)
-    u[::3] = -1
-    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u)
-    greedy = sample(model, PROMPTS, 1, 10, 0, STOP)
-    drawn = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
-    for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, drawn, [1, 2, 4, 5, 7, 8])):
+    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u, greedy=1)
+    greedy = sample(model, PROMPTS, 1, 10, 1.0, STOP, greedy=1)
+    sampled = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
+    for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, sampled, [1, 2, 4, 5, 7, 8])):
         for i, row in enumerate(rows):
             assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()
 
 
-def test_at_temperature_0_the_log_probability_is_that_of_temperature_1():
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
-    token, logp = draw(logits, 0, torch.rand(3).double(), torch.arange(3))
-    assert token.tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
-
-
-def test_a_share_of_0_is_no_sign_to_be_greedy():
-    """It takes the first token that can be."""
+def test_a_u_of_0_takes_the_first_possible_token():
     logits = torch.tensor([[-float("inf"), 0.0, 5.0]])
-    assert [draw(logits, 1.0, torch.tensor([u]).double(), torch.tensor([0]))[0].item() for u in (0.0, -1e-9)] == [1, 2]
+    token = [sample_token(logits, 1.0, torch.tensor([u]).double(), NOT_GREEDY)[0].item() for u in (0.0, 1 - 2 ** -53)]
+    assert token == [1, 2]
+    assert sample_token(logits, 1.0, torch.zeros(1), ~NOT_GREEDY)[0].item() == 2
 
 
 def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
-    logits, u = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)), torch.full((3,), -1.0).double()
-    token, logp = draw(logits, 0.5, u, torch.arange(3))
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    token, logp = sample_token(logits, 0.5, torch.zeros(3), ~NOT_GREEDY.expand(3))
     assert token.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
 
@@ -222,7 +221,7 @@ def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
 def ending(at, prompts, group=1):
     """A Batch whose row i samples the token 9 up to its turn at[i], and there 256: the model finds both as likely, and
     numbers below and above a half choose. Also the states and the slots of the cache that it is given turn by turn."""
-    model, seen = tiny_model(), []
+    model, seen = shared(tiny_model()), []
     forward = model.forward
 
     def watched(ids, pos, cache):
@@ -247,7 +246,7 @@ def test_rows_that_drew_alike_share_a_state():
     b, seen = ending([2, 5, 5, 3, 3, 3], [[1, 2], [3]], 3)
     assert [states for states, _ in seen] == [2] * 6            # one alone would be compiled anew
     assert b.mask.sum(1).tolist() == [3, 6, 6, 4, 4, 4]
-    model, counts = tiny_model(), []
+    model, counts = shared(tiny_model()), []
     forward = model.forward
     model.forward = lambda ids, pos, cache: (counts.append(len(ids)), forward(ids, pos, cache))[1]
     u = uniform(1, 12).repeat(8, 1)
@@ -282,15 +281,5 @@ def test_the_cache_that_is_read_holds_just_what_was_written(longest):
 def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
     b, _ = ending([2], [[7, 8]])
     assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
-    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 0, STOP)
+    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 1.0, STOP, greedy=1)
     assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]
-
-
-def test_a_share_at_the_border_of_two_blocks_takes_a_token_that_can_be():
-    """Up to rounding it is where the second block begins, whose first tokens have no probability."""
-    logits = torch.randn(4000, 1024, generator=torch.Generator().manual_seed(0))
-    logits.unflatten(1, (4, 256))[:, :, :100] = -float("inf")
-    blocks = logits.log_softmax(-1).exp().unflatten(1, (4, 256)).sum(-1).double().cumsum(-1)
-    for k in range(3):
-        token, logp = draw(logits, 1.0, blocks[:, k] / blocks[:, 3], torch.arange(4000))
-        assert logp.isfinite().all() and set((token // 256).tolist()) <= {k, k + 1}

@@ -10,7 +10,8 @@ import grpo
 from data import arithmetic
 from data.tokenizer import byte_encoding
 from run import machine, pretrained
-from run.start import Agent, new_agent, to_device
+from run.agents import Agent, new_agent
+from run.models import to_device
 
 TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
         "--held_out 2 --samples 1").split()
@@ -28,26 +29,6 @@ def folder_of(model, where, stop=256):
     return where
 
 
-def names(trace):
-    """What ran, by the name that the code gave it, in the order of time."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    events = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in ("rollout", "update")]
-    return [e["name"] for e in sorted(events, key=lambda e: e["ts"])]
-
-
-@pytest.mark.parametrize("steps, traced", [(6, 3), (3, 2), (1, 0)])
-def test_a_profile_is_of_three_steps_after_the_first(tmp_path, steps, traced):
-    """Of those that are made; the run is the same."""
-    start = folder_of(tiny_model(), tmp_path / "start")
-    out, plain = tmp_path / "run", tmp_path / "plain"
-    command = [*TINY, "--init", str(start), "--steps", str(steps)]
-    grpo.main([*command, "--out", str(out), "--profile", "on"])
-    assert names(out / "trace.json") == ["rollout", "update"] * traced if traced else not (out / "trace.json").exists()
-    grpo.main([*command, "--out", str(plain)])
-    assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
-    assert not (plain / "trace.json").exists() and machine.PROFILERS == []
-
-
 def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
     """After an update, and after a resume, it has the weights of the policy, rounded."""
     start, out = folder_of(tiny_model(), tmp_path / "start", [*range(0, 257, 3)]), tmp_path / "run"
@@ -55,7 +36,7 @@ def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
                            prompts=2, group=8, max_new=6, held_out=2, samples=1, lr=0.01, steps=2, out=str(out))
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {"correct": float(len(text) > 2)})
     first, agent = dict(tiny_model().named_parameters()), grpo.train(cfg)
-    checkpoint = grpo.folder.load(out, grpo.Config)[1]
+    checkpoint = grpo.checkpoint.load(out, grpo.Config)[1]
     again = new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint)
     for made in (agent, again):
         copied = dict(made.sampler.named_parameters())
@@ -65,7 +46,7 @@ def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
 
 def test_the_floor_counts_what_must_be_done(experiments, monkeypatch, tmp_path):
     """Two prompts of 2 and 1 tokens, two rows each, in two ways: one by one, and by hand."""
-    from experiments import speed
+    from experiments.cost import speed
     monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e6)
     monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e30)
     ids = torch.tensor([[1, 2, 5, 6, 0], [1, 2, 5, 7, 8], [3, 4, 0, 0, 0], [3, 9, 9, 0, 0]])
@@ -91,7 +72,7 @@ def test_the_floor_counts_what_must_be_done(experiments, monkeypatch, tmp_path):
 
 def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, capsys):
     """Of this code alone: TRL is no part of the suite."""
-    from experiments import speed
+    from experiments.cost import speed
     start = folder_of(tiny_model(), tmp_path / "start")
     monkeypatch.setitem(speed.SIZES, "tiny", dict(task="arithmetic", difficulty=1, prompts=2, group=2, max_new=6))
     monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e9)
@@ -110,7 +91,7 @@ def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, caps
 
 def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_path, capsys):
     """Tiny, on the CPU, in this process: so that it works the first time where there is a GPU."""
-    from experiments import gpu, speed
+    from experiments.cost import gpu, speed
     commands = []
 
     def child(command, limit):
@@ -137,12 +118,11 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
     assert not e.value.code
     found = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
     assert set(gpu.PARTS) <= set(found) and found["device"] == "cpu"
-    for name in ("eager", "compiled", "float32", "ppo", "learned", "resume", "profile"):
+    for name in ("eager", "compiled", "float32", "ppo", "learned", "resume"):
         part = found[name]
         assert part["peak GB"] == 1 and part["estimated GB"] >= 0 and len(part["mismatch"]) == 4
         assert part["before"]["pass@1"] >= 0 and part["after"]["pass@1"] >= 0 and part["seconds"] > 0
     assert found["resume"]["largest difference"] == 0 and found["resume"]["resumed"] == 0
-    assert found["profile"]["trace MB"] > 0 and (tmp_path / "gpu" / "trace.json").exists()
     assert found["speed"]["sizes"]["tiny"]["ours"]["seconds"] > 0
     warm = [command for command in commands if gpu.CHILD in command]
-    assert len(warm) == 9
+    assert len(warm) == 8

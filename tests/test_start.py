@@ -9,10 +9,10 @@ import torch
 from conftest import chat_folder, tiny_model
 
 import data.arithmetic as arithmetic
-from data import Fault
+from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import batches, folder, machine, pretrained, start
+from run import agents, checkpoint, machine, models, optimizer, preflight, pretrained, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -29,7 +29,7 @@ def toy(**parts):
 
 def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HELD_OUT):
     monkeypatch.setattr(machine, "world", lambda: (0, ranks))
-    start.check(dataclasses.replace(CFG, **changes), task or toy(), problems, held_out)
+    preflight.check_run(dataclasses.replace(CFG, **changes), task or toy(), problems, held_out)
 
 
 @pytest.mark.parametrize("changes, ranks, fault", [
@@ -40,17 +40,17 @@ def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HE
     (dict(fit_prompts=21), 1, ""),
     (dict(fit_prompts=20, reward="model"), 1, ""),
     (dict(fit_prompts=21, reward="model"), 1, "--fit_prompts 21: the task has only 20 problems to draw from"),
-    (dict(fit_prompts=15, reward="model"), 2, "--fit_prompts 15 cannot be dealt to 2 ranks alike"),
-    (dict(prompts=3), 2, "--prompts 3 cannot be dealt to 2 ranks alike"),
+    (dict(fit_prompts=15, reward="model"), 2, "--fit_prompts 15 is not divisible by 2 ranks"),
+    (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
     (dict(prompts=6), 3, ""),
     (dict(prompts=6, warm_batch=6), 6, ""),
-    (dict(prompts=7, warm_batch=6), 7, "--warm_batch 6 is less than a row for each of 7 ranks"),
+    (dict(prompts=7, warm_batch=6), 7, "--warm_batch 6 is less than one row for each of 7 ranks"),
     (dict(init="a", out="a/"), 1, "--out is --init: the model in a would be overwritten"),
     (dict(init="a", out="b"), 1, ""),
     (dict(init="", out="."), 1, "")])
 def test_what_a_run_may_ask_for_at_most(changes, ranks, fault, monkeypatch):
     if fault:
-        with pytest.raises(Fault) as e:
+        with pytest.raises(UserError) as e:
             check(changes, ranks, monkeypatch)
         assert str(e.value) == fault
     else:
@@ -61,20 +61,20 @@ def test_what_a_run_may_ask_for_at_most(changes, ranks, fault, monkeypatch):
     ("steps", dict(supervision="process"), {}), ("demonstration", {}, dict(warm_steps=0))])
 def test_functions_of_a_task_that_not_every_run_needs(lacks, needed, not_needed, monkeypatch):
     check(not_needed, 1, monkeypatch, toy(**{lacks: None}))
-    with pytest.raises(Fault, match=f"has no function {lacks}: "):
+    with pytest.raises(UserError, match=f"has no function {lacks}: "):
         check(needed, 1, monkeypatch, toy(**{lacks: None}))
 
 
 @pytest.mark.parametrize("n, note", [
-    (50, ""), (49, "note: only 49 problems are held out, so one more that is solved moves a result by 2%\n"),
-    (8, "note: only 8 problems are held out, so one more that is solved moves a result by 12%\n")])
+    (50, ""), (49, "note: with only 49 held-out problems, one more solved changes a result by 2%\n"),
+    (8, "note: with only 8 held-out problems, one more solved changes a result by 12%\n")])
 def test_few_held_out_problems_are_told(n, note, monkeypatch, capsys):
     check({}, 1, monkeypatch, held_out=HELD_OUT[:n])
     assert capsys.readouterr().out == note
 
 
 def test_none_held_out_is_a_fault(monkeypatch):
-    with pytest.raises(Fault, match="^the task holds no problems out: there is nothing to evaluate on$"):
+    with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
         check({}, 1, monkeypatch, held_out=[])
 
 
@@ -83,7 +83,7 @@ def test_the_reward_is_tried_once(monkeypatch):
     tried = []
     check({}, 1, monkeypatch, toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0}))
     assert tried == [(PROBLEMS[0], "")]
-    with pytest.raises(Fault, match="'correct'"):
+    with pytest.raises(UserError, match="'correct'"):
         check({}, 1, monkeypatch, toy(reward=lambda p, text: {}))
 
 
@@ -91,13 +91,13 @@ def test_the_reward_is_tried_once(monkeypatch):
     None, [PROBLEMS, HELD_OUT], (PROBLEMS,), (PROBLEMS, HELD_OUT, []), (PROBLEMS, ["1="]),
     ([SimpleNamespace(prompt=1)], HELD_OUT)])
 def test_problems_that_are_not_two_lists(found):
-    with pytest.raises(Fault, match="must be two lists"):
-        start.problems_of(CFG, toy(problems=lambda cfg: found))
+    with pytest.raises(UserError, match="must return two lists"):
+        preflight.problems_of(CFG, toy(problems=lambda cfg: found))
 
 
 def test_the_first_held_out_problems_are_taken():
-    assert start.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
-    assert start.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
+    assert preflight.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
+    assert preflight.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
 
 
 @pytest.mark.parametrize("step, stats, steps, iterations, at_its_end", [
@@ -106,17 +106,16 @@ def test_the_first_held_out_problems_are_taken():
 def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, monkeypatch, capsys, tmp_path):
     """And goes on, with the model of its checkpoint, which needs no warm start; the longest prompt has 3 tokens."""
     cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
-    checkpoint = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
-    monkeypatch.setattr(folder, "claim", lambda *given: calls.append("claim"))
-    monkeypatch.setattr(folder, "open_run", lambda *given: calls.append("open"))
-    monkeypatch.setattr(start, "costs", lambda policy, cfg, longest, mean: f"{policy} {longest} {mean:.2f}")
-    monkeypatch.setattr(start, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
-    got = start.begin(cfg, toy(), checkpoint)
+    saved = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
+    monkeypatch.setattr(checkpoint, "claim", lambda *given: calls.append("claim"))
+    monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
+    monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
+    monkeypatch.setattr(models, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
+    got = agents.begin(cfg, toy(), saved)
     assert got[0] is cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
     assert calls == ["claim", ({"a": "config"}, 3), "open"]
-    mean = sum(len(p.prompt) for p in PROBLEMS + HELD_OUT) / 80
     assert capsys.readouterr().out.splitlines() == [
-        f"the run in {tmp_path} is at its end; --steps can make it longer"] * at_its_end + [f"policy 3 {mean:.2f}"]
+        f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
 
 
 # ------------------------------------------------------------------------ the tokenizer and the model
@@ -126,11 +125,11 @@ def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
     chat, empty = chat_folder(tmp_path / "chat"), tmp_path / "empty"
     empty.mkdir()
     init = lambda where: dataclasses.replace(CFG, init=str(where))
-    sizes = [start.encoding_of(cfg, where).n_vocab for cfg, where in (
+    sizes = [models.encoding_of(cfg, where).n_vocab for cfg, where in (
         (CFG, ""), (CFG, empty), (CFG, chat), (init(chat), chat))]
     assert sizes == [257, 257, 259, 259]
-    with pytest.raises(Fault, match="tokenizer.json"):
-        start.encoding_of(init(empty), empty)
+    with pytest.raises(UserError, match="tokenizer.json"):
+        models.encoding_of(init(empty), empty)
 
 
 @pytest.fixture
@@ -145,47 +144,47 @@ def saved(tmp_path):
 def test_end_tokens_are_in_the_vocabulary(stop, fits, saved, encoding):
     encoding.stop = frozenset(stop)
     if fits:
-        assert start.load_model(saved, CFG, encoding, 5)
+        assert models.load_model(saved, CFG, encoding, 5)
     else:
-        with pytest.raises(Fault, match=r"eos_token_id \[.*\] goes beyond the vocabulary of 257$"):
-            start.load_model(saved, CFG, encoding, 5)
+        with pytest.raises(UserError, match=r"eos_token_id \[.*\] is outside of the vocabulary of 257$"):
+            models.load_model(saved, CFG, encoding, 5)
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
     pretrained.save(tiny_model(vocab_size=300), tmp_path / "large")
-    assert start.load_model(tmp_path / "large", CFG, encoding).cfg.vocab_size == 300
+    assert models.load_model(tmp_path / "large", CFG, encoding).cfg.vocab_size == 300
     pretrained.save(tiny_model(vocab_size=256), tmp_path / "small")
-    with pytest.raises(Fault, match="small: a vocabulary of 256, and the tokenizer has 257$"):
-        start.load_model(tmp_path / "small", CFG, encoding)
+    with pytest.raises(UserError, match="small: the model has a vocabulary of 256, the tokenizer one of 257$"):
+        models.load_model(tmp_path / "small", CFG, encoding)
 
 
 def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
     """Neither in its context nor in memory."""
     whole = sum(x.nbytes for x in (*tiny_model().parameters(), *tiny_model().buffers()))
-    monkeypatch.setattr(start, "free_memory", lambda device: whole)
+    monkeypatch.setattr(preflight, "free_memory", lambda device: whole)
     cfg = dataclasses.replace(CFG, init=str(saved), max_new=1000, prompts=10 ** 6)
-    encoding, model = start.trained_model(cfg)
+    encoding, model = models.trained_model(cfg)
     assert encoding.n_vocab == model.cfg.vocab_size == 257
-    with pytest.raises(Fault, match="do not fit the model's context of 64"):
-        start.load_model(saved, cfg, encoding, 1)
+    with pytest.raises(UserError, match="do not fit the model's context of 64"):
+        models.load_model(saved, cfg, encoding, 1)
 
 
 @pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
 def test_a_new_models_context_is_the_least_power_of_two(longest, context, encoding):
     cfg = dataclasses.replace(CFG, n_embd=16, n_head=2)
-    assert start.new_model(cfg, encoding, longest).cfg.block_size == context
-    assert start.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
+    assert models.new_model(cfg, encoding, longest).cfg.block_size == context
+    assert models.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
 
 
 def test_new_weights_follow_from_the_seed_alone(encoding):
     """By a stream of their own."""
     cfg = dataclasses.replace(CFG, n_embd=16, n_head=2, seed=5)
-    model = start.new_model(cfg, encoding, 8)
+    model = models.new_model(cfg, encoding, 8)
     number = machine.rng(cfg, "weights").getrandbits(63)
     std = (2 / (5 * 16)) ** 0.5
     want = torch.randn(257, 16, generator=torch.Generator().manual_seed(number)) * std
     torch.testing.assert_close(model.embed_tokens.weight.detach(), want)
-    other = start.new_model(dataclasses.replace(cfg, seed=6), encoding, 8)
+    other = models.new_model(dataclasses.replace(cfg, seed=6), encoding, 8)
     assert not torch.equal(other.embed_tokens.weight, model.embed_tokens.weight)
 
 
@@ -196,7 +195,7 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
     path = saved / "config.json"
     path.write_text(json.dumps({n: x for n, x in json.loads(path.read_text()).items() if n != "dtype"} | dtypes))
     cfg = dataclasses.replace(CFG, init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
-    model, cold = start.starting_model(cfg, toy(), 5, encoding)
+    model, cold = warm_start.starting_model(cfg, toy(), 5, encoding)
     assert capsys.readouterr().out.splitlines() == [f"starting from {saved}"] + [
         f"its weights are {told}; they are trained, and saved, in float32"] * bool(told)
     assert not cold and model.embed_tokens.weight.dtype == torch.float32
@@ -204,15 +203,15 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
 
 def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
     cfg, where = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16, n_head=2), tmp_path / "warm_start"
-    model, cold = start.starting_model(cfg, arithmetic, 5, encoding)
+    model, cold = warm_start.starting_model(cfg, arithmetic, 5, encoding)
     assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
     pretrained.save(tiny_model(), where, byte_encoding().files)
-    (where / "warm_start.json").write_text(start.warm_note(cfg, arithmetic))
-    model, cold = start.starting_model(cfg, arithmetic, 5, encoding)
+    (where / "warm_start.json").write_text(warm_start.warm_note(cfg, arithmetic))
+    model, cold = warm_start.starting_model(cfg, arithmetic, 5, encoding)
     assert not cold and model.cfg.n_embd == 32 and capsys.readouterr().out == f"starting from {where}\n"
-    model, cold = start.starting_model(dataclasses.replace(cfg, seed=2), arithmetic, 5, encoding)
+    model, cold = warm_start.starting_model(dataclasses.replace(cfg, seed=2), arithmetic, 5, encoding)
     assert cold and model.cfg.n_embd == 16
-    assert capsys.readouterr().out == f"{where} was made with other settings or other code; it is made anew\n"
+    assert capsys.readouterr().out == f"{where} was made with other settings or other code; it is rebuilt\n"
 
 
 # ------------------------------------------------------------------------------------ warm start
@@ -228,11 +227,11 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
     def fit(name, module, losses, *settings):
         terms = [*losses(0)]
         got.append((sum(terms), len(terms), (name, module, *settings)))
-    monkeypatch.setattr(batches, "fit", fit)
+    monkeypatch.setattr(optimizer, "supervised_fit", fit)
     monkeypatch.setattr(machine, "world", lambda: world)
-    monkeypatch.setattr(start, "warm_note", lambda cfg, task: "the note")
+    monkeypatch.setattr(warm_start, "warm_note", lambda cfg, task: "the note")
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
-    start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
+    warm_start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
     return *got[0], model, shown
 
 
@@ -273,17 +272,18 @@ def test_a_demonstration_may_be_as_long_as_a_completion(tmp_path, monkeypatch):
     """Its end counts."""
     cfg = dataclasses.replace(CFG, out=str(tmp_path), max_new=9)
     demonstrated(monkeypatch, cfg, text="abcdefgh")
-    with pytest.raises(Fault) as e:
+    with pytest.raises(UserError) as e:
         demonstrated(monkeypatch, cfg, text="abcdefghi")
-    assert str(e.value) == "a demonstration of 10 tokens is longer than --max_new 9"
+    assert str(e.value) == "a demonstration has 10 tokens, --max_new is 9"
 
 
 def test_a_warm_start_notes_the_ranks_and_the_device(monkeypatch):
     for ranks in (1, 2):
         monkeypatch.setattr(machine, "world", lambda: (0, ranks))
-        note = json.loads(start.warm_note(CFG, arithmetic))
+        note = json.loads(warm_start.warm_note(CFG, arithmetic))
         assert (note["ranks"], note["device"], note["dtype"]) == (ranks, "cpu", "float32")
-        assert {name: note[name] for name in start.WARM} == {name: getattr(CFG, name) for name in start.WARM}
+        settings = {name: x for name, x in dataclasses.asdict(CFG).items() if name not in warm_start.RL_ONLY}
+        assert settings.items() <= note.items() and warm_start.RL_ONLY & note.keys() == {"device", "dtype"}
 
 
 def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch):
@@ -293,10 +293,40 @@ def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch
 
     def notes():
         """Those of a run without and with a checkpoint."""
-        return [start.warm_note(dataclasses.replace(CFG, init=init), arithmetic) for init in ("", "model")]
+        return [warm_start.warm_note(dataclasses.replace(CFG, init=init), arithmetic) for init in ("", "model")]
     seen = [notes()]
     for path in ("here.txt", "model/config.json", "model/a.safetensors"):
         (tmp_path / path).write_text("x")
         seen.append(notes())
     assert len({new for new, _ in seen}) == 1
     assert seen[0][1] == seen[1][1] != seen[2][1] != seen[3][1] and seen[0][0] != seen[0][1]
+
+
+# A setting of which a kept warm start depends, and another value of it.
+COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99, micro_tokens=99, recompute="on", grad_clip=9.0,
+              n_layer=9, n_head=9, n_kv_head=9, n_embd=9, warm_steps=9, warm_batch=9, warm_lr=9.0, share_prefix="off")
+
+
+def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
+    assert {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *warm_start.RL_ONLY} and not COUNTS.keys() & warm_start.RL_ONLY
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_warm_start_with_another_setting_has_another_note(name):
+    notes = [warm_start.warm_note(changed(changes), None) for changes in ({}, {name: COUNTS[name]})]
+    assert notes[0] != notes[1]
+
+
+def changed(changes):
+    """CFG with changes that are not checked."""
+    made = dataclasses.replace(CFG)
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def test_a_forks_new_setting_counts(monkeypatch):
+    """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
+    Forked = dataclasses.make_dataclass("Forked", [("n_mlp", int, 4)], bases=(Config,), frozen=True)
+    notes = [warm_start.warm_note(Forked(**dataclasses.asdict(CFG), n_mlp=n), None) for n in (4, 8)]
+    assert notes[0] != notes[1] and json.loads(notes[0])["n_mlp"] == 4

@@ -21,12 +21,12 @@ import data.gsm8k as gsm8k
 import data.sums as sums
 import grpo
 import reward
-from data import Fault, chat, load_task
+from data import UserError, chat, load_task
 from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
 from data.tokenizer import opening, split_at, step_tokens, stop_tokens
-from run import files, start
+from run import files, models
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -135,7 +135,7 @@ def score(task, problems, texts, finished):
     """The components of the rule reward as lists."""
     batch = SimpleNamespace(ids=torch.zeros(len(texts), 1), problems=problems, texts=texts,
                             finished=torch.tensor(finished))
-    return {name: x.tolist() for name, x in reward.parts(task, batch).items()}
+    return {name: x.tolist() for name, x in reward.rule_components(task, batch).items()}
 
 
 def test_score_pairs_each_completion_with_its_prompt():
@@ -147,12 +147,12 @@ def test_score_pairs_each_completion_with_its_prompt():
 
 
 @pytest.mark.parametrize("parts, why", [
-    ({"correct": 1.0, "more": 1.0}, "always be the same"), ({"right": 1.0}, "with 'correct' in it"),
-    ({}, "with 'correct' in it"), (1.0, "must be a dict"), (None, "must be a dict")])
+    ({"correct": 1.0, "more": 1.0}, "always be the same"), ({"right": 1.0}, "must be a dict with 'correct'"),
+    ({}, "must be a dict with 'correct'"), (1.0, "must be a dict"), (None, "must be a dict")])
 def test_components_are_always_the_same(parts, why):
     """Of rows with other components than the first's, some were once dropped in silence."""
     toy = SimpleNamespace(reward=lambda p, text: parts if text == "b" else {"correct": 1.0})
-    with pytest.raises(Fault, match=why):
+    with pytest.raises(UserError, match=why):
         score(toy, [P, P], ["a", "b"], [True, True])
 
 
@@ -163,18 +163,18 @@ def test_an_unfinished_completion_earns_nothing():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "1"])
 def test_a_reward_that_is_no_number_names_its_prompt(bad):
     toy = SimpleNamespace(reward=lambda p, text: {"correct": bad if text == "b" else 1.0})
-    with pytest.raises(Fault, match=r"'correct' of the prompt '47\*58='"):
+    with pytest.raises(UserError, match=r"'correct' of the prompt '47\*58='"):
         score(toy, [P, P], ["a", "b"], [True, True])
 
 
 def test_tasks_that_are_none(monkeypatch):
-    with pytest.raises(Fault, match="no task 'chess': there are arithmetic, countdown, gsm8k, sums, or"):
+    with pytest.raises(UserError, match="no task 'chess': choose arithmetic, countdown, gsm8k, sums or"):
         load_task("chess")
     for name in ("tokenizer", "__init__", "answers", "../grpo", "nowhere/mine.py", "."):
-        with pytest.raises(Fault):
+        with pytest.raises(UserError):
             load_task(name)
     monkeypatch.delattr(task, "reward")
-    with pytest.raises(Fault, match="arithmetic.py has no function reward"):
+    with pytest.raises(UserError, match="arithmetic.py has no function reward"):
         load_task("arithmetic")
 
 
@@ -183,14 +183,14 @@ def test_a_path_without_its_suffix_is_no_name(tmp_path):
     (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     up = os.path.relpath(tmp_path / "x", Path(task.__file__).parent)
     for name in (str(tmp_path / "x"), up, "", "./x", "a b", "data.arithmetic"):
-        with pytest.raises(Fault, match="no task"):
+        with pytest.raises(UserError, match="no task"):
             load_task(name)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_task_that_python_cannot_read(tmp_path):
     (tmp_path / "mine.py").write_text("DEFAULTS = {}\ndef problems(cfg:\n")
-    with pytest.raises(Fault, match="mine.py, line 2: "):
+    with pytest.raises(UserError, match="mine.py, line 2: "):
         load_task(str(tmp_path / "mine.py"))
 
 
@@ -284,7 +284,7 @@ def test_how_a_tokenizer_splits_a_text(encoding, parts, split):
     if split:
         assert byte_pairs(hf, {})[1:] == (split, False)
     else:
-        with pytest.raises(Fault, match="splits a text in a way that is not supported"):
+        with pytest.raises(UserError, match="splits text in a way that is not supported"):
             byte_pairs(hf, {})
 
 
@@ -292,7 +292,7 @@ def test_ids_that_a_tokenizer_may_have(encoding):
     for i in (2 ** 31, -1, 300.0, "7"):
         hf = json.loads(encoding.files["tokenizer.json"])
         hf["model"]["vocab"]["a"] = i
-        with pytest.raises(Fault, match="not all integers"):
+        with pytest.raises(UserError, match="not all integers"):
             byte_pairs(hf, {})
     hf["model"]["vocab"]["a"] = 2 ** 31 - 1
     assert byte_pairs(hf, {})[0][b"a"] == 2 ** 31 - 1
@@ -304,7 +304,7 @@ def test_tokens_before_every_text():
     post = dict(type="Sequence", processors=[dict(type="ByteLevel"), dict(type="TemplateProcessing", single=[one, text])])
     assert opening(dict(post_processor=post), {"<s>": 300}) == "<s>" and opening({}, {}) == ""
     for single, known in (([one, text], {}), ([one, text, one], {"<s>": 300})):
-        with pytest.raises(Fault, match="a token after a text, or one it does not know"):
+        with pytest.raises(UserError, match="a token after a text, or an unknown token"):
             opening(dict(post_processor=dict(type="TemplateProcessing", single=single)), known)
 
 
@@ -452,8 +452,8 @@ def test_numbers_too_long_for_python():
 
 
 def test_no_hostile_text_is_correct(monkeypatch):
-    """By the search of `experiments/`, in short."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    """The search of experiments/robustness/hostile_texts.py, with fewer texts."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
     import hostile_texts
     correct, wrong, _ = hostile_texts.search(20_001, random.Random(1))
     assert len(correct) > 4000 and [text for *_, text in wrong] == []
@@ -483,14 +483,14 @@ def test_gsm8k(tmp_path):
 @pytest.mark.parametrize("rows, why", [
     ([("q", "no mark")], "line 1"), ([("q", "#### 1 or 2")], "line 1"), ([("q", "#### many")], "line 1"), ([], "is empty")])
 def test_gsm8k_files_that_are_not_as_published(tmp_path, rows, why):
-    with pytest.raises(Fault, match=why):
+    with pytest.raises(UserError, match=why):
         gsm8k.problems(gsm8k_files(tmp_path, rows))
     (tmp_path / "binary").write_bytes(b"PAR1\xff\xfe")
-    with pytest.raises(Fault, match="binary"):
+    with pytest.raises(UserError, match="binary"):
         gsm8k.problems(SimpleNamespace(train=str(tmp_path / "binary"), test=""))
-    with pytest.raises(Fault, match="needs --train FILE"):
+    with pytest.raises(UserError, match="needs --train FILE"):
         gsm8k.problems(SimpleNamespace(train="", test=""))
-    with pytest.raises(Fault, match="No such file"):
+    with pytest.raises(UserError, match="No such file"):
         gsm8k.problems(SimpleNamespace(train=str(tmp_path / "none"), test=""))
 
 
@@ -500,8 +500,8 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 @pytest.mark.parametrize("line, why", [
     (b"[" * 100_000, "RecursionError"), (b'{"question": ' * 100_000, "RecursionError"),
     (b"[]", "not an object"), (b"7", "not an object"), (b"", "JSONDecodeError"), (b'{"question": "q', "JSONDecodeError"),
-    (b'{"question": 1, "answer": "#### 1"}', "no text 'question'"), (b'{"question": "q", "answer": 1}', "no text 'answer'"),
-    (b'{"question": "q"}', "no text 'answer'"), (b'{"question": null, "answer": "#### 1"}', "no text 'question'"),
+    (b'{"question": 1, "answer": "#### 1"}', "'question' must be a string"), (b'{"question": "q", "answer": 1}', "'answer' must be a string"),
+    (b'{"question": "q"}', "'answer' must be a string"), (b'{"question": null, "answer": "#### 1"}', "'question' must be a string"),
     (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),
     (b'{"question": "q", "answer": "#### ' + b"9" * 5000 + b'"}', "#### n"),
     (b'{"question": "q", "answer": "#### 1' + b",000" * 1500 + b'"}', "#### n"),
@@ -511,7 +511,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 def test_a_bad_line_of_a_file_is_named(tmp_path, line, why):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
-    with pytest.raises(Fault, match=rf"--train .*rows.jsonl, line 2: .*{why}") as fault:
+    with pytest.raises(UserError, match=rf"--train .*rows.jsonl, line 2: .*{why}") as fault:
         gsm8k.problems(SimpleNamespace(train=str(path), test=""))
     assert "\n" not in str(fault.value) and len(str(fault.value)) < 500
 
@@ -563,7 +563,7 @@ def test_countdown_has_2_to_6_numbers(monkeypatch):
     for difficulty in (2, 6):
         countdown.problems(SimpleNamespace(difficulty=difficulty))
     for difficulty in (1, 7):
-        with pytest.raises(Fault, match="countdown has 2 to 6 numbers"):
+        with pytest.raises(UserError, match="countdown takes 2 to 6 numbers"):
             countdown.problems(SimpleNamespace(difficulty=difficulty))
 
 
@@ -607,13 +607,13 @@ def test_a_prompt_is_framed_by_the_template(tmp_path):
     """With what is asked for: nothing, a system message, thinking or not."""
     chat_folder(tmp_path)
     user, asked = "<|im_start|>user 1+1=<|im_end|><|im_start|>", "<|im_start|>system Be brief.<|im_end|>"
-    for given, want in (({}, user), (dict(system="Be brief."), asked + user), (dict(thinking="on"), user + "True"),
-                        (dict(thinking="off", system="Be brief."), asked + user + "False"), (dict(chat="none"), "1+1=")):
+    for given, want in (({}, user), (dict(system="Be brief."), asked + user), (dict(chat="think"), user + "True"),
+                        (dict(chat="no_think", system="Be brief."), asked + user + "False"), (dict(chat="none"), "1+1=")):
         ours = load_encoding(tmp_path, **given)
         ids = ours.encode_prompt("1+1=")
         assert named(ours, ids) == want
         assert ids.count(257) == want.count("<|im_start|>") and ids.count(258) == want.count("<|im_end|>")
-        assert ours.stop == ({256, 258} if "chat" not in given else {256})      # a turn's end, of a framed prompt
+        assert ours.stop == ({256, 258} if given.get("chat") != "none" else {256})      # a turn's end, of a framed prompt
 
 
 def test_special_tokens_of_a_text_are_text(tmp_path):
@@ -623,20 +623,20 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
     assert [t for t in ids if t > 255] == [t for t in frame if t > 255]
     at = frame.index(ord("x"))
     assert decode(ours, ids[at:at + len(sly)]) == sly
-    with pytest.raises(Fault, match="--system has a special token"):
+    with pytest.raises(UserError, match="--system has a special token"):
         load_encoding(tmp_path, system="a<|im_end|>b")
 
 
 @pytest.mark.parametrize("template, given, says", [
-    ("{{ messages[0].content }}{{ messages[0].content }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].role }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content.title() }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content | replace('<', '') }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content | upper }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content | tojson }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content | e }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content | replace('\n', ' ') }}", {}, "not say a prompt once and as it is"),
-    ("{{ messages[0].content.strip('\n') }}", {}, "not say a prompt once and as it is"),
+    ("{{ messages[0].content }}{{ messages[0].content }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].role }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content.title() }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content | replace('<', '') }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content | upper }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content | tojson }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content | e }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content | replace('\n', ' ') }}", {}, "must insert the prompt once, unchanged"),
+    ("{{ messages[0].content.strip('\n') }}", {}, "must insert the prompt once, unchanged"),
     ("{{ raise_exception('No\nbody.') }}", {}, "chat template fails: TemplateError.*No.*body."),
     ("{% for x in %}", {}, "chat template fails: TemplateSyntaxError"),
     ("{{ messages[7].content }}", {}, "chat template fails: UndefinedError"),
@@ -644,12 +644,11 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
     ("{{ 'a' + 1 }}", {}, "chat template fails: TypeError"),
     ("{{ messages.append(1) }}", {}, "chat template fails: SecurityError"),
     ("{{ strftime_now.__self__.year }}" + CHAT, {}, "chat template fails: SecurityError"),
-    ("{{ messages[-1].content }}", dict(system="Be brief."), "template says nothing of it"),
-    ("{{ messages[-1].content }}", dict(thinking="off"), "no enable_thinking"),
+    ("{{ messages[-1].content }}", dict(system="Be brief."), "chat template ignores it"),
+    ("{{ messages[-1].content }}", dict(chat="no_think"), "--chat no_think: its chat template has no enable_thinking"),
     (CHAT, dict(chat="none", system="Be brief."), "need a chat template"),
-    (CHAT, dict(chat="none", thinking="on"), "need a chat template"),
-    (None, dict(system="Be brief."), "need a chat template"),
-    (7, {}, "is no text"), ([dict(name="rag", template=CHAT)], {}, "none is the default")])
+    (None, dict(chat="think"), "need a chat template"), (None, dict(system="Be brief."), "need a chat template"),
+    (7, {}, "is not a string"), ([dict(name="rag", template=CHAT)], {}, "several and no default")])
 def test_a_template_that_cannot_be_used_is_a_fault(template, given, says, tmp_path, capsys):
     """In one line; without a template, or with --chat none, nothing is lost."""
     where = str(chat_folder(tmp_path, template))
@@ -658,7 +657,7 @@ def test_a_template_that_cannot_be_used_is_a_fault(template, given, says, tmp_pa
                    *(x for name, value in given.items() for x in (f"--{name}", value))])
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
-    with pytest.raises(Fault, match=f"(?s){says}"):
+    with pytest.raises(UserError, match=f"(?s){says}"):
         load_encoding(where, **given)
     assert load_encoding(where, "none").encode_prompt("a") == [ord("a")]
 
@@ -673,7 +672,7 @@ def test_what_a_templates_tokens_must_be(tmp_path):
     for token in whole["added_tokens"][1:]:
         changed = [t | {"lstrip": t == token} for t in whole["added_tokens"]]
         (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": changed}))
-        with pytest.raises(Fault, match=f"{re.escape(token['content'])}' has lstrip"):
+        with pytest.raises(UserError, match=f"{re.escape(token['content'])}' has lstrip"):
             load_encoding(tmp_path)
         assert load_encoding(tmp_path, "none").encode_prompt("a") == [97]
 
@@ -698,17 +697,17 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     line = next(x for x in said.splitlines() if x.startswith("prompts are sent as "))
     assert line.endswith("user {}<|im_end|><|im_start|>' (its chat template)")
     assert "'Today is day 1. <|im_start|>system Be brief.<|im_end|>" in line
-    real = grpo.folder.save
+    real = grpo.checkpoint.save
 
-    def killed(agent, step, batch=None):
+    def killed(agent, step, *given):
         """The process ends after it has saved step 1."""
-        real(agent, step, batch)
+        real(agent, step, *given)
         if step == 1:
             raise KeyboardInterrupt
-    monkeypatch.setattr(grpo.folder, "save", killed)
+    monkeypatch.setattr(grpo.checkpoint, "save", killed)
     with pytest.raises(SystemExit):
         run("cut", *RUN, "--init", init, "--system", "Be brief.")
-    monkeypatch.setattr(grpo.folder, "save", real)
+    monkeypatch.setattr(grpo.checkpoint, "save", real)
     on_day(monkeypatch, 2)
     assert line in run("cut", "--resume")
     for name in ("model.safetensors", "chat_frame.json", "samples.jsonl", "tokenizer_config.json"):
@@ -717,13 +716,13 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     whole = load_encoding(tmp_path / "whole").encode_prompt("1*1=")
     for where in ("whole", "cut", "next"):
         cfg = grpo.read_command(["--ask", "1*1=", "--out", str(tmp_path / where)])[1]
-        assert start.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
-    other = load_encoding(tmp_path / "cut", thinking="off").frame       # what else is asked for is made now
+        assert models.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
+    other = load_encoding(tmp_path / "cut", "no_think").frame       # what else is asked for is made now
     assert other.before == "Today is day 2. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
     assert "(--chat none)" in run("bare", *RUN, "--steps", "0", "--init", init, "--chat", "none")
     assert "(--chat none)" in run("bare 2", *RUN, "--steps", "0", "--init", str(tmp_path / "bare"))
     (tmp_path / "cut" / "chat_frame.json").write_text('{"before": 1}')
-    with pytest.raises(Fault, match="cut: the frame of its prompts"):
+    with pytest.raises(UserError, match="cut: its chat_frame.json has a value of the wrong type"):
         load_encoding(tmp_path / "cut")
 
 
@@ -742,7 +741,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monk
 
 
 def test_a_new_model_has_no_chat_template(tmp_path, capsys):
-    for flag, value in (("--system", "Be brief."), ("--thinking", "off")):
+    for flag, value in (("--system", "Be brief."), ("--chat", "no_think")):
         with pytest.raises(SystemExit):
             grpo.main([*RUN, flag, value, "--out", str(tmp_path / "x")])
         assert "a new model has none" in capsys.readouterr().err and not (tmp_path / "x").exists()
@@ -750,6 +749,17 @@ def test_a_new_model_has_no_chat_template(tmp_path, capsys):
     grpo.main([*RUN, "--steps", "0", "--init", init, "--out", str(tmp_path / "y")])
     assert "prompts are sent as '{}' (no chat template)\n" in capsys.readouterr().out
     assert not (tmp_path / "y" / "chat_frame.json").exists()
+
+
+def test_a_run_keeps_whether_its_model_thinks(tmp_path):
+    """As long as nothing else is asked for; a run without a template may get one."""
+    grpo.main([*RUN, "--steps", "0", "--init", str(chat_folder(tmp_path / "m")), "--chat", "think", "--out", str(tmp_path / "x")])
+    for chat, want in (("auto", "True"), ("think", "True"), ("no_think", "False")):
+        ours = load_encoding(tmp_path / "x", chat)
+        assert named(ours, ours.encode_prompt("1")).endswith(f"<|im_start|>{want}") and ours.frame.chat == chat.replace("auto", "think")
+    grpo.main([*RUN, "--steps", "0", "--init", str(tmp_path / "x"), "--chat", "none", "--out", str(tmp_path / "y")])
+    assert load_encoding(tmp_path / "y").encode_prompt("1") == [ord("1")]
+    assert load_encoding(tmp_path / "y", "think").frame.after == load_encoding(tmp_path / "x").frame.after
 
 
 # -------------------------------------------------------------------------------------------- sums
@@ -791,7 +801,7 @@ def test_the_problems_of_sums_stay_what_they_are(difficulty, n, first, last, sum
 
 
 def test_sums_have_four_difficulties():
-    with pytest.raises(Fault, match="sums have 1 to 4"):
+    with pytest.raises(UserError, match="sums takes 1 to 4"):
         sums.problems(SimpleNamespace(difficulty=5))
 
 
@@ -846,7 +856,7 @@ def test_majority_of_k(k, right, said, share):
 @pytest.mark.parametrize("ends, said", [(["x", -1], "'x'"), ([-1, "y"], "-1"), ([2, 1.5], "1.5"), ([True], "True")])
 def test_what_ends_a_completion_is_an_id(ends, said):
     """The first that is none is named."""
-    with pytest.raises(Fault, match=f"^eos_token_id {said} is no token$"):
+    with pytest.raises(UserError, match=f"^eos_token_id {said} is not a token id$"):
         stop_tokens({}, [{"eos_token_id": ends}], {}, "")
 
 
@@ -854,7 +864,7 @@ def test_the_end_of_a_turn_comes_first_of_what_ends_a_completion():
     special = {"<end>": 7, "<eos>": 8}
     assert stop_tokens({"eos_token": "<eos>"}, [{"eos_token_id": [9, 7]}, {"eos_token_id": 5}], special, "<end>") == [7, 8, 9, 7, 5]
     assert stop_tokens({"eos_token": {"content": "<eos>"}}, [{}], special, "")[0] == 8
-    with pytest.raises(Fault, match="no file names a token"):
+    with pytest.raises(UserError, match="no file names a stop token"):
         stop_tokens({}, [{}], special, "")
 
 
@@ -869,5 +879,5 @@ def test_variables_of_a_template_are_the_tokens_alone(tmp_path):
 def test_a_damaged_map_of_special_tokens_is_named(tmp_path):
     chat_folder(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text("{")
-    with pytest.raises(Fault, match="special_tokens_map.json is not JSON"):
+    with pytest.raises(UserError, match="special_tokens_map.json is not JSON"):
         load_encoding(tmp_path)

@@ -1,0 +1,294 @@
+"""Time and memory of steps of this code and of TRL's GRPOTrainer, alternating in one process, on the same model and
+prompts.
+
+    pip install -r tests/requirements-peers.txt trl==1.16.0
+    python grpo.py --task arithmetic                   # its warm start is the model of arithmetic-512 and -64
+    python experiments/models/smollm2.py               # the model of smollm2
+    python experiments/cost/speed.py arithmetic-512 arithmetic-64 smollm2 [--turns 10] [--readme]
+
+Both have the paper's loss with the KL, and the same rows, lengths, AdamW and learning rate; "TRL" puts all rows into
+one pass, "TRL in parts" splits them. If TRL is not installed, only this code is measured. Results are medians of
+all turns but the first, which warms up; peak memory is that of a separate process for each. With --readme the
+result replaces speed.json, which the docs quote.
+
+`floors` gives a lower bound on the time of each phase on this machine: 2 operations per parameter of the layers'
+matrices for each token that is read, sampled or scored by the reference, 6 for each that is trained on, and the
+same for the head's at each sampled token, divided by the rate of a matrix product; or, if that takes longer, the
+bytes of weights and cache that decoding reads, divided by the bandwidth of a copy. Prefixes that rows share count
+once: within a rollout when sampling, otherwise within a micro-batch.
+"""
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402
+import model  # noqa: E402
+from data import load_task  # noqa: E402
+from run import agents, batches, machine, models, pretrained, sharing  # noqa: E402
+
+# lr: so small that all keep their initial model, and with it the lengths
+SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
+SIZES = {
+    "arithmetic-512": dict(task="arithmetic", init="out/arithmetic/warm_start", prompts=32, group=16, max_new=64),
+    "arithmetic-64": dict(task="arithmetic", init="out/arithmetic/warm_start", prompts=4, group=16, max_new=64),
+    "tiny": dict(task="arithmetic", difficulty=1, init="out/arithmetic/warm_start", prompts=2, group=2, max_new=16),
+    "smollm2": dict(task="sums", init="out/smollm2", prompts=8, group=8, max_new=128),
+    # a random model in the shape of Qwen2.5-0.5B with SmolLM2's tokenizer, for a GPU
+    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512),
+}
+QWEN = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, block_size=32768,
+            rope_theta=1e6, norm_eps=1e-6, bias="qkv")
+PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 32}     # rows of a forward pass of "TRL in parts"
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
+
+
+def settings(size, who):
+    return grpo.make_config(**SAME | SIZES[size] | {"dtype": "bfloat16" if "bfloat16" in who else "float32"})
+
+
+def random_model(where, source):
+    """Write a folder with random weights in the shape QWEN and the tokenizer of another folder."""
+    gpt = model.GPT(model.GPTConfig(**QWEN), torch.Generator().manual_seed(0))
+    files = {p.name: p.read_bytes() for p in source.iterdir() if "token" in p.name or "chat" in p.name}
+    pretrained.config_json(gpt)["eos_token_id"] = models.encoding_of(grpo.make_config(init=str(source)), source).end
+    where.mkdir(parents=True, exist_ok=True)
+    pretrained.save(gpt, where, files)
+
+# ------------------------------------------------------------------------------- one step
+
+def ours(size, who):
+    """A function that makes the step of a given number, and returns its measurements."""
+    cfg = settings(size, who)
+    task = load_task(cfg.task)
+    agent = agents.new_agent(cfg, task, *models.trained_model(cfg))
+    problems = task.problems(cfg)[0]
+
+    def turn(step):
+        """One rollout and its update."""
+        batch, stats = grpo.train_step(agent, problems, step)
+        tokens = int(batch.mask.sum())
+        rollout = tokens / stats["rollout_tok_s"]
+        return {"seconds": stats["seconds"], "rollout": rollout, "update": stats["seconds"] - rollout,
+                "tokens": tokens, "floors": floors(agent, batch)}
+    return turn
+
+
+def with_trl(size, who):
+    """The same for TRL's trainer: each turn is a run of one step."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    cfg = settings(size, who)
+    task, rows = load_task(cfg.task), cfg.prompts * cfg.group
+    problems, part = task.problems(cfg)[0], PARTS[size] if "parts" in who else rows
+    tokenizer = AutoTokenizer.from_pretrained(cfg.init)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    marks, frame = {}, bool(tokenizer.chat_template)
+    known = {p.prompt: p for p in problems}
+
+    def rewarded(prompts, completions, **_):
+        """The task's reward in TRL's signature."""
+        pairs = [(p[-1]["content"], c[0]["content"]) for p, c in zip(prompts, completions)] if frame else zip(prompts, completions)
+        return [sum(task.reward(known[p], c).values()) for p, c in pairs]
+
+    def drawn(step):
+        """The problems that this code samples at a step, as a data set."""
+        chosen = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+        return Dataset.from_list([{"prompt": [dict(role="user", content=p.prompt)] if frame else p.prompt} for p in chosen])
+
+    class Marks(TrainerCallback):
+        """Records when a step begins and ends."""
+        def on_step_begin(self, *_, **__):
+            marks["began"] = now(device)
+
+        def on_step_end(self, *_, **__):
+            marks["ended"] = now(device)
+
+    device, bf16 = machine.resolve(cfg)[0], cfg.dtype == "bfloat16"
+    gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
+    opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    scratch = tempfile.mkdtemp()
+    trainer = GRPOTrainer(gpt, rewarded, GRPOConfig(
+        scratch, per_device_train_batch_size=part, gradient_accumulation_steps=rows // part, max_steps=1,
+        num_generations=cfg.group, max_completion_length=cfg.max_new, max_grad_norm=cfg.grad_clip, beta=cfg.beta,
+        loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no",
+        report_to=[], seed=cfg.seed, use_cpu=device.type == "cpu", bf16=bf16, gradient_checkpointing=False,
+        disable_tqdm=True, logging_strategy="no"),
+        drawn(1), processing_class=tokenizer, callbacks=[Marks()],
+        optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)))
+    make = trainer._generate_and_score_completions
+
+    def made(inputs):
+        """A rollout, timed, with its tokens counted."""
+        began, out = now(device), make(inputs)
+        marks.update(rollout=now(device) - began, tokens=int(out["completion_mask"].sum()))
+        return out
+    trainer._generate_and_score_completions = made
+
+    def turn(step):
+        trainer.train_dataset = drawn(step)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+        seconds = marks["ended"] - marks["began"]
+        return {"seconds": seconds, "rollout": marks["rollout"], "update": seconds - marks["rollout"], "tokens": marks["tokens"]}
+    return turn
+
+
+def now(device):
+    """The time in seconds, once the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+# -------------------------------------------------------------------------------------- lower bounds
+
+def matrix_rate(device, dtype, n=2048):
+    """Floating-point operations per second of an n x n x n product."""
+    a, b = (torch.randn(n, n, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2 * n ** 3 / statistics.median(timed(device, lambda: a @ b))
+
+
+def bandwidth(device):
+    """Bytes per second of a copy, reads and writes together."""
+    a = torch.ones(2 ** 26, device=device)
+    b = torch.empty_like(a)
+    return 2 * 4 * a.numel() / statistics.median(timed(device, lambda: b.copy_(a)))
+
+
+def timed(device, f, times=7):
+    """The seconds of each call of f, after one call to warm up."""
+    f()
+    for _ in range(times):
+        began = now(device)
+        f()
+        yield now(device) - began
+
+
+def states(ids, mask):
+    """For rows (B, T): how many tokens are read, and the columns of those after which a token is sampled. A
+    prefix that adjacent rows share counts once."""
+    ids, sampled = ids[:, :-1], mask[:, 1:]
+    new, at = sharing.distinct(sampled, ids)
+    once = at[sampled].unique()
+    return len(new), new[once] % ids.size(1)
+
+
+def floors(agent, batch):
+    """Lower bounds on the seconds of a rollout and of its update."""
+    cfg, policy, c = agent.cfg, agent.policy, agent.policy.cfg
+    device, dtype, _ = machine.resolve(cfg)
+    linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
+    head, width = policy.table.weight.numel(), 2 if dtype == "bfloat16" else 4
+    trained = batch.adv.any(1) | (agent.ref is not None or agent.critic is not None)
+    operations, decoded = [], None
+    for rows, budget in ((torch.ones_like(trained), float("inf")), (trained, cfg.micro_tokens)):
+        ids, mask = batch.ids[rows], batch.mask[rows]
+        parts = [states(ids[chunk, :T], mask[chunk, :T]) for chunk, T in batches.micro_batches(ids, mask, budget)]
+        operations.append(sum(2 * (linear * read + head * len(columns)) for read, columns in parts))
+        decoded = parts[0][1] if decoded is None else decoded
+    slot = 2 * c.n_layer * c.n_kv_head * c.head_size
+    turns = int(batch.mask.sum(1).max())
+    moved = width * (turns * (linear + head) + slot * int(decoded.sum()))
+    rate = matrix_rate(device, dtype)
+    again = (agent.ref is not None) + (policy.amp is not None)      # forward passes without a gradient
+    return {"rollout": max(operations[0] / rate, moved / bandwidth(device)) + again * operations[1] / rate,
+            "update": 3 * cfg.epochs * operations[1] / rate, "gflops": rate / 1e9}
+
+# ---------------------------------------------------------------------------------------- the comparison
+
+def peak():
+    """Peak memory of this process, in bytes; on a GPU, the peak allocated there."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def median(turns):
+    """The median of each number, also within nested dicts."""
+    return {name: median([t[name] for t in turns]) if isinstance(turns[0][name], dict)
+            else statistics.median(t[name] for t in turns) for name in turns[0]}
+
+
+def study(size, who, turns):
+    """Turns of all of `who`, alternating: their medians, and the peak memory of each from a process of its own,
+    started before this one loads a model."""
+    peaks = {}
+    for name in who:
+        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"], "--arithmetic", SIZES["tiny"]["init"]]
+        peaks[name] = int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[-1])
+        print(f"{size}  {name}  {peaks[name] / 2 ** 30:.2f} GiB", flush=True)
+    step = {name: (ours if name.startswith("ours") else with_trl)(size, name) for name in who}
+    made = {name: [] for name in who}
+    for n in range(1, turns + 1):
+        for name in who:
+            made[name].append(step[name](n))
+            print(f"{size}  {name}  {made[name][-1]['seconds']:.2f} s  {made[name][-1]['tokens']} tokens", flush=True)
+    return {name: median(found[1:]) | {"peak": peaks[name]} for name, found in made.items()}
+
+
+def rows(result):
+    """The lines of the docs' table."""
+    for size, found in result["sizes"].items():
+        trl = min((x["seconds"] for name, x in found.items() if name in ("TRL", "TRL in parts")), default=None)
+        for name, x in found.items():
+            floor = f"{x['seconds'] / (x['floors']['rollout'] + x['floors']['update']):.1f}" if "floors" in x else ""
+            ratio = f"{x['seconds'] / trl:.2f}" if trl else ""
+            yield (f"| {size}, {name} | {x['seconds']:.2f} | {ratio} | {floor} | {x['tokens'] / x['rollout']:,.0f} | "
+                   f"{x['tokens'] / x['update']:,.0f} | {x['peak'] / 2 ** 30:.2f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="+", choices=SIZES)
+    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--peak", choices=WHO)
+    parser.add_argument("--arithmetic", default="out/arithmetic/warm_start", help="folder of the model for arithmetic-512 and -64")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", default="out/speed.json")
+    parser.add_argument("--readme", action="store_true")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    machine.prepare()
+    SAME["device"] = args.device
+    for size in SIZES.values():
+        if size["task"] == "arithmetic":
+            size["init"] = args.arithmetic
+    if args.peak:                       # two steps of one of them, then the peak memory
+        turn = (ours if args.peak.startswith("ours") else with_trl)(args.sizes[0], args.peak)
+        turn(1)
+        turn(2)
+        return print(peak())
+    who = [name for name in args.who if name.startswith("ours") or importlib.util.find_spec("trl")]
+    file = HERE / "speed.json" if args.readme else ROOT / args.out
+    result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}
+    result |= {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
+               "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
+    for size in args.sizes:
+        if size == "qwen" and not (ROOT / SIZES[size]["init"]).exists():
+            random_model(ROOT / SIZES[size]["init"], ROOT / "out" / "smollm2")
+        result["sizes"][size] = study(size, who, args.turns)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(rows(result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Injects known bugs of GRPO and PPO code into a copy of the repository, one at a time, and runs the tests.
+
+    python experiments/robustness/bugs.py            # all; a quarter of an hour
+    python experiments/robustness/bugs.py GAE clip   # those whose name contains one of the words
+    python experiments/robustness/bugs.py --readme   # all, and rewrite bugs.md
+
+Prints each bug and the first test that fails. The exit code is 1 if no test fails for one of them.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+# name, file, text, what replaces it, tests to run
+BUGS = [
+    # masks, tokens, alignment
+    ("the end token is left out of the mask", "grpo.py",
+     "token, token_logp, True\n",
+     "token, token_logp, ~torch.isin(token, stop)\n", "sampling"),
+    ("a truncated row counts as finished", "grpo.py",
+     "finished[rows] = torch.isin(token, stop)",
+     "finished[rows] = torch.isin(token, stop) | (n + 1 == max_new)", "sampling"),
+    ('finished rows go on', 'grpo.py',
+     'active = ~finished[rows] & (n',
+     'active = (n', 'sampling'),
+    ('positions count on from the longest prompt', 'grpo.py',
+     'logits = cache.append(token, column, active)',
+     'logits = cache.append(token, torch.full_like(column, longest + n), active)', 'sampling sharing'),
+    ('rows that drew differently share a state', 'run/sharing.py',
+     ' and before.diff().all():',
+     ':', 'sampling sharing'),
+    ('a state reads the cache of another', 'run/sharing.py',
+     'self.cache.index_select(2, before), after',
+     'self.cache.index_select(2, before.flip(0)), after', 'sampling sharing'),
+    ('the last column of a padded prompt is read', 'run/sharing.py',
+     'h[torch.arange(P, device=ids.device), length - 1]',
+     'h[:, -1]', 'sampling sharing'),
+    ("the mask is one column off", "model.py",
+     "sampled = mask[:, 1:]", "sampled = mask[:, :-1]", "sampling"),
+    ('random numbers move with the batch', 'grpo.py',
+     'u[rows, n], first',
+     'u[:len(rows), n], first', 'sampling'),
+    ('prompt tokens are in the loss', 'grpo.py',
+     'logp, old_logp, adv = (torch.where(mask, x, 0) for x in (logp, old_logp, adv))',
+     'pass', 'loss'),
+    ('masked by x * mask', 'grpo.py',
+     'logp, old_logp, adv = (torch.where(mask, x, 0) for',
+     'logp, old_logp, adv = (x * mask for', 'loss'),
+    ("completions are scored against another prompt", "reward.py",
+     "batch.problems = [p for p in problems for _ in range(group)]",
+     "batch.problems = [p for _ in range(group) for p in problems]", "loss"),
+    ("the text is tokenised again", "reward.py",
+     "    batch.components = rule_components(task, batch)\n",
+     "    batch.components = rule_components(task, batch)\n    batch.ids = batch.ids.clamp(max=127)\n",
+     "run -k trained_ids"),
+    ('rows without an advantage are left out in spite of the KL', 'grpo.py',
+     'if agent.ref is not None or agent.critic is not None:',
+     'if agent.critic is not None:', 'loss'),
+    ('rows without an advantage are left out in spite of the critic', 'grpo.py',
+     'if agent.ref is not None or agent.critic is not None:',
+     'if agent.ref is not None:', 'loss'),
+    ('rows that begin alike share a log-probability too many', 'run/sharing.py',
+     'once, index = index[mask].unique',
+     'once, index = index[mask.roll(-1, 1)].unique', 'loss sharing oracle'),
+    # log-probs, ratio
+    ("no temperature in the trainer", "model.py",
+     "logits = model.head(h / temperature)", "logits = model.head(h)", "sampling"),
+    ('no temperature in the sampler', 'grpo.py',
+     '(logits / temperature).log_softmax',
+     'logits.log_softmax', 'sampling'),
+    ("another temperature in the reference", "run/batches.py",
+     "temperature=cfg.temperature, critic", "temperature=1.0, critic", "loss"),
+    ('old log-probs are refreshed', 'grpo.py',
+     'policy_loss(logp, batch.old_logp,',
+     'policy_loss(logp, logp.detach(),', 'loss'),
+    ("the clip share misses one side", "grpo.py",
+     "((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))",
+     "(adv > 0) & (ratio > high)", "loss"),
+    ("the larger surrogate is taken", "grpo.py",
+     "torch.minimum(ratio * adv,", "torch.maximum(ratio * adv,", "loss"),
+    ("a ratio of the row where one of the token is meant", "grpo.py",
+     'if cfg.ratio == "sequence":', "if True:", "loss"),
+    ("the sequence ratio is a sum", "grpo.py",
+     "(log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as",
+     "log_ratio.sum(1, True).expand_as", "credit"),
+    # advantages
+    ("equal rewards are not exactly 0", "grpo.py",
+     "dead = std <= 1e-6 * mean.abs()", "dead = std < 0", "loss"),
+    ("Bessel's correction", "grpo.py",
+     "r.std(1, keepdim=True, correction=0)", "r.std(1, keepdim=True)", "loss"),
+    ("Bessel's correction over steps", "grpo.py",
+     ".div(n).sqrt()", ".div(n - 1).sqrt()", "credit oracle"),
+    ('group statistics over the batch', 'grpo.py',
+     'r = reward.to(machine.double(reward.device)).view(-1, group)',
+     'r = reward.to(machine.double(reward.device))[None]', 'loss'),
+    ("a row is in its own leave-one-out baseline", "grpo.py",
+     "(total - r.sum(2, True)) / (n - on.sum(2, True))", "mean", "credit"),
+    ("a group of one is let in", "grpo.py",
+     "LEAST = dict(group=2", "LEAST = dict(group=1", "loss -k group_of_one"),
+    ('a mean over each micro-batch', 'grpo.py',
+     'total_loss(agent, part, weight[micro, :T], tokens)',
+     'total_loss(agent, part, weight[micro, :T] / weight[micro, :T].sum(), tokens)', 'loss'),
+    ("the last micro-batch is logged", "grpo.py",
+     "{name: total.get(name, 0.0) + x for", "{name: x for", "loss"),
+    ("minibatches are divided by the whole rollout", "grpo.py",
+     "token_weights(mask, cfg.loss_mean, size,",
+     "token_weights(mask, cfg.loss_mean, len(batch.ids),", "loss"),
+    ('gradients are not cleared', 'run/optimizer.py',
+     '    opt.zero_grad()\n',
+     '', 'loss'),
+    ("0 / 0 for an empty row", "grpo.py",
+     "mask.sum(1, keepdim=True).clamp(min=1)", "mask.sum(1, keepdim=True)", "loss"),
+    ('short rows count more in the expected reward', 'grpo.py',
+     '"rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", loss_mean="constant",',
+     '"rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward",', 'credit plumbing'),
+    ("float64 where there is none", "grpo.py",
+     "x = x.to(machine.double(x.device))", "x = x.double()", "loss -k float64"),
+    # KL
+    ("k3 cancels near 0", "grpo.py",
+     "log_ratio.expm1() - log_ratio ", "log_ratio.exp() - 1 - log_ratio ", "loss"),
+    ("k3 overflows", "grpo.py", "return x + (x.clamp(-20, 20) - x).detach()", "return x", "loss"),
+    ("the KL the wrong way", "grpo.py",
+     "log_ratio = bounded(ref_logp - logp)", "log_ratio = bounded(logp - ref_logp)", "loss"),
+    ("the KL of the reward in the loss as well", "grpo.py",
+     'if cfg.kl == "loss":', "if True:", "credit"),
+    ("beta is steered the wrong way", "grpo.py",
+     'stats["kl"] / cfg.target_kl - 1', '1 - stats["kl"] / cfg.target_kl', "run -k steered"),
+    ('the reference is not frozen', 'run/agents.py',
+     'agent.ref = shard.shard_module(cfg, frozen(policy))',
+     'agent.ref = policy', 'run -k reference_stays'),
+    # PPO, process supervision
+    ('the value knows its token', 'model.py',
+     'critic(ids[:, :-1], sampled, h), 0)',
+     'critic(ids, mask, model(ids))[:, 1:], 0)', 'credit'),
+    ('GAE bootstraps from padding', 'grpo.py',
+     'next_value = torch.where(mask[:, t], value[:, t], 0)',
+     'next_value = value[:, t]', 'credit'),
+    ('GAE without lambda', 'grpo.py',
+     'delta + gamma * lam * next_adv',
+     'delta + gamma * next_adv', 'credit'),
+    ("PPO with Adam's own epsilon", 'grpo.py',
+     'return 1e-5 if self.baseline in ("value", "group+value") else 1e-8',
+     'return 1e-8', 'plumbing -k adamw'),
+    ("the outcome at another token", "run/batches.py",
+     "(mask.flip(1).cumsum(1).flip(1) == 1)", "(mask.cumsum(1) == 1)", "credit reward"),
+    ("whitening over padding", "grpo.py",
+     "machine.mean_and_std(x[mask])", "machine.mean_and_std(x.flatten())", "credit"),
+    ("returns of whitened advantages", "grpo.py",
+     "        returns = adv + value\n", "        returns = whiten(adv, mask) + value\n", "credit"),
+    ("the better value error is taken", "grpo.py",
+     "torch.maximum((value - returns).square()",
+     "torch.minimum((value - returns).square()", "credit"),
+    ("steps that ended before count", "grpo.py",
+     "score.flip(1).cumsum(1).flip(1)", "score.cumsum(1)", "credit loss"),
+    ("the last step ends before the end token", "reward.py",
+     "+ columns[-1:]", "+ [columns[tokens[-1]]]", "reward"),
+    ("true steps to a wrong answer are all good", "reward.py",
+     "[found[-1][1] and correct[i] > 0]", "[found[-1][1]]", "reward"),
+    ("an unfinished completion is rewarded", "reward.py",
+     "            * batch.finished for name", "            for name", "task"),
+    ("the limit is better than a bad score", "reward.py",
+     "batch.reward.clamp(max=truncated_reward)", "truncated_reward", "reward"),
+    # reward models
+    ("the score is read one token early", "reward.py",
+     "return torch.where(batch.ends, reward, 0)",
+     "return torch.where(batch.ends, reward.roll(1, 1), 0)", "reward"),
+    ("people choose the worst", "reward.py",
+     "best = reward == reward.amax(1, keepdim=True)",
+     "best = reward == reward.amin(1, keepdim=True)", "reward"),
+    ("label noise is forgotten", "reward.py",
+     "if rng.random() < noise and worse:", "if 0:", "reward"),
+    ("the score is not normalised", "reward.py",
+     "else (raw - mean) / std", "else raw", "reward"),
+    ("equals are not alike to people", "reward.py",
+     "chance = best / best.sum(1, keepdim=True)",
+     "chance = F.one_hot(best.float().argmax(1), best.size(1)).float()", "reward"),
+    ("scores are normalised on the last batch alone", "reward.py",
+     'scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]',
+     'scores(reward_model, rows["ids"], rows["mask"], cfg)[rows["ends"]]', "reward"),
+    ("no history is replayed", "reward.py",
+     "if history:\n        data", "if 0:\n        data", "reward"),
+    ("the held-out tenth is fitted as well", "reward.py",
+     "(slice(apart, None), slice(apart))", "(slice(None), slice(apart))", "reward"),
+    ('the problems of another part are labelled', 'grpo.py',
+     '        batch = generate(agent, part, machine',
+     '        batch = generate(agent, drawn[:len(part)], machine', 'reward'),
+    ("a learned reward is divided by the group's std", "grpo.py",
+     '"model": dict(adv_scale="none")', '"model": {}', "run -k divided"),
+    ("the reference stays through the iterations", "grpo.py",
+     "shard.copy_weights(agent.ref, agent.policy)", "pass", "run -k with_every_part"),
+    # system
+    ("the same random numbers on every rank", "grpo.py",
+     "problems, u = machine.local_share(problems), machine.local_share(u)",
+     "problems, u = machine.local_share(problems), u[:len(machine.local_share(problems))]", "ranks"),
+    ("the same prompts on every rank", "grpo.py",
+     "problems, u = machine.local_share(problems), machine.local_share(u)",
+     "problems, u = problems[:len(machine.local_share(problems))], machine.local_share(u)", "ranks"),
+    ('gradients are not summed over ranks', 'run/optimizer.py',
+     'p.grad = shard.summed(torch.zeros_like(p) if p.grad is None else p.grad)',
+     'p.grad = torch.zeros_like(p) if p.grad is None else p.grad', 'ranks'),
+    ("the copy to sample from stays what the policy was", "run/shard.py",
+     "    if agent.sampler is not None:", "    if False:", "speed -k copy"),
+    ("a dealt gradient is the mean over the ranks", "run/shard.py",
+     "            part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks\n"
+     "            part.set_force_sum_reduction_for_comms(True)\n", "            pass\n", "ranks -k dealt"),
+    ("a dealt model's ranks make passes of their own number", "run/batches.py",
+     "    for _ in range(len(chunks), most):", "    for _ in range(0):", "ranks -k dealt"),
+    ('resume without the steered beta', 'run/checkpoint.py',
+     'agent.beta = checkpoint.beta',
+     'pass', 'run -k steered'),
+    ('resume without the optimizer', 'run/checkpoint.py',
+     'agent.opt.state[p] = {key: shard',
+     '_ = {key: shard', 'run -k half'),
+    ('resume that resets the reference', 'run/checkpoint.py',
+     '        p.data.copy_(shard.like',
+     '        name.startswith("ref.") or p.data.copy_(shard.like', 'run -k with_every_part'),
+    ('resume without the critic', 'run/checkpoint.py',
+     '        p.data.copy_(shard.like',
+     '        name.startswith("critic.") or p.data.copy_(shard.like', 'run -k with_every_part'),
+    ('resume without the reward model', 'run/checkpoint.py',
+     '        p.data.copy_(shard.like',
+     '        name.startswith("reward_model.") or p.data.copy_(shard.like', 'run -k with_every_part'),
+    ('resume without the labelled rows', 'run/checkpoint.py',
+     '    agent.history = {n.removeprefix',
+     '    _ = {n.removeprefix', 'run -k with_every_part'),
+    ('lines are logged twice after a resume', 'run/checkpoint.py',
+     'f.truncate(checkpoint.sizes[name] if checkpoint else 0)',
+     'pass', 'run -k killed'),
+    ("the checkpoint is written in place", "run/files.py",
+     'beside = path.with_name(path.name + ".tmp")', "beside = path", "run -k killed"),
+    ("votes of unfinished completions", "grpo.py",
+     'agent.task.answer(text) if ended else ""', "agent.task.answer(text)", "run -k vote"),
+    ("pass@k where all k are right", "data/answers.py", "enumerate(sorted(right))",
+     "enumerate(sorted(right, reverse=True))", "task -k pass_at_k"),
+    ('RoPE turns the other way', 'model.py',
+     'torch.cat((a * cos - b * sin, b * cos + a * sin), -1)',
+     'torch.cat((a * cos + b * sin, b * cos - a * sin), -1)', 'model sampling'),
+    ('rows that have parted share their tokens again', 'run/sharing.py',
+     'alike.cumprod(1).bool()',
+     'alike.bool()', 'sharing'),
+    ('a row takes the state of the padding above it', 'run/sharing.py',
+     '    alike = needed[:-1]\n',
+     '    alike = torch.ones_like(needed[:-1])\n', 'sharing'),
+    ("the cache is read without a mask", "model.py",
+     "attn_mask=bias", "attn_mask=None", "model sampling"),
+    ("larger parts of the logits than allowed", "model.py",
+     "max(1, CHUNK // model", "max(1, 2 * CHUNK // model", "memory"),
+    ("activations are kept in spite of --recompute", "model.py",
+     "if self.recompute and", "if False and", "memory"),
+    ("the evaluator takes texts of any length", "data/answers.py",
+     "LONGEST = 200", "LONGEST = 10 ** 9", "task"),
+    # settings, folders, what lies around the algorithm
+    ("a steered beta is lost between steps", "grpo.py",
+     "agent.beta = agent.beta * (1 + 0.1 * error)",
+     "agent.beta = cfg.beta * (1 + 0.1 * error)", "run -k steered"),
+    ("a KL that is watched is applied", "grpo.py",
+     'if cfg.kl == "loss":', 'if cfg.kl in ("loss", "watch"):', "run -k watched"),
+    ("an algorithm's row is forgotten", "grpo.py",
+     "REWARDS)] | row\n", "REWARDS)]\n", "run -k one_way"),
+    ('a row of ALGOS overrides what is asked for', 'grpo.py',
+     '    fields |= given\n',
+     '    fields |= given | row\n', 'run -k overridden'),
+    ('a warm start of other code is taken up', 'run/warm_start.py',
+     'known = warm and note.exists() and note.read_text() == warm_note(cfg, task)',
+     'known = warm and note.exists()', 'run -k changed_task'),
+    ('a copied run writes into the folder it came from', 'run/checkpoint.py',
+     '**changed | {"out": str(folder)})',
+     '**changed)', 'run -k copied'),
+    ('a finished run is overwritten', 'run/checkpoint.py',
+     '                keep_previous(cfg.folder)',
+     '                pass', 'run -k kept_aside'),
+    ("each rank evaluates with numbers of its own", "grpo.py",
+     'machine.rng(agent.cfg, "evaluate")',
+     'machine.rng(agent.cfg, "evaluate", machine.world()[0])', "ranks"),
+    ("the text of a continuation begins at its prefix", "reward.py",
+     "ended.start = batch.start[row].repeat_interleave(tries)", "pass", "reward"),
+    ("the score of an outcome is every token's in GAE", "grpo.py",
+     "return torch.where(on, r, 0).view_as", "return r.view_as", "credit"),
+    ('shared rows ignore positions', 'run/sharing.py',
+     '*[x for x in (ids, pos) if x is not None]',
+     'ids', 'sharing'),
+    ('a plain cache attends to slots not yet written', 'model.py',
+     '<= self.pos[..., None]             # (B, T, S)',
+     '<= self.pos[..., None] + 1         # (B, T, S)', 'sharing sampling'),
+    ('rows with a new term of the loss are left out', 'grpo.py',
+     '    if loss.item() != 0:',
+     '    if False:', 'loss'),
+    ('dropout stays on after the update', 'grpo.py',
+     '    agents.train_mode(agent, False)\n',
+     '', 'loss'),
+    ("a fork's parameter is filled with the embedding", 'run/shard.py',
+     '    if unmatched := sorted(source.keys() ^ target.keys()):',
+     '    source = dict.fromkeys(target, source["embed_tokens.weight"]) | source\n    if False:', 'fork'),
+    ("a field's help is the next one's", 'run/flags.py',
+     '            statement = []\n',
+     '            statement = [] if text.type == tokenize.COMMENT or name.string not in names else statement\n', 'fork'),
+    ('a mean gap is not looked at', 'run/batches.py',
+     ' and mean <= most_on_average',
+     '', 'machine'),
+    ('a kept warm start ignores a setting', 'run/warm_start.py',
+     '    "fit_prompts choices labels device dtype compile shard".split())',
+     '    "fit_prompts choices labels device dtype compile shard n_embd".split())', 'start'),
+]
+
+
+def try_out(bug):
+    """Inject one bug into a copy of the tree: the first test that then fails, or None."""
+    name, file, text, instead, tests = bug
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__"))
+        source = (copy / file).read_text()
+        assert text in source, f"update experiments/robustness/bugs.py: {name}: the quoted text is no longer in {file}"
+        (copy / file).write_text(source.replace(text, instead, 1))
+        files, _, only = tests.partition(" -k ")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
+                   *(f"tests/test_{f}.py" for f in files.split())]
+        command += ["-k", only] if only else []
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
+    return failed and failed[1]
+
+
+def main(words):
+    readme = "--readme" in words
+    words = [word for word in words if word != "--readme"]
+    chosen = [m for m in BUGS if not words or any(word in m[0] for word in words)]
+    rows, missed = [], 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (name, file, *_), failed in zip(chosen, pool.map(try_out, chosen)):
+            rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
+            missed += failed is None
+            print(rows[-1], flush=True)
+    if readme and not words:
+        head = "| what was changed | where | first test that fails |\n|---|---|---|\n"
+        (HERE / "bugs.md").write_text(head + "\n".join(rows) + "\n")
+    print(f"{len(rows)} bugs injected, {missed} not caught")
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ... 64, before and after RL.
+
+    for s in 1 2 3 4 5; do python grpo.py --task arithmetic --seed $s --out out/s$s; done
+    python experiments/studies/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5
+
+The other policies can hardly do their task before RL: one has half of the imitation steps of
+experiments/studies/questions.py, the other is SmolLM2-135M, which needs pip install -r
+tests/requirements-peers.txt. On 2 CPU cores the evaluations take a minute for slips and a quarter of an hour for
+sums; the figure needs matplotlib.
+
+    for s in 1 2 3 4 5; do python grpo.py --task experiments/studies/slips.py --n_embd 128 --warm_steps 600 \
+        --steps 160 --prompts 16 --group 16 --lr 1e-4 --held_out 100 --samples 4 --eval_every 20 \
+        --seed $s --out out/slips$s; done
+    python experiments/studies/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5
+    python experiments/models/smollm2.py
+    for s in 1 2 3; do python grpo.py --task sums --init out/smollm2 --seed $s --out out/smol$s; done
+    python experiments/studies/figure7.py out/smol1 out/smol2 out/smol3
+    python experiments/studies/figure7.py out/smol1 out/smol2 out/smol3 --temperature 0.7
+
+The folders of one call are seeds of one task. With --readme they replace the results of that task and temperature
+that the docs quote; the figure shows all tasks. Each of 100 held-out problems gets 64 completions, at the training
+temperature unless --temperature is given; the paper's is 0.7.
+"""
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))
+import grpo  # noqa: E402
+import runs  # noqa: E402
+from data import UserError, load_task  # noqa: E402
+from run import agents, machine, models, preflight  # noqa: E402
+
+KS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def shares(folder, problems, samples, temperature=None):
+    """(task, seed, results): what `evaluate` returns for the first and the last model of a run, at the training
+    temperature or the given one."""
+    kept = json.loads((folder / "run.json").read_text())["config"]
+    name = Path(kept["task"]).stem
+    if temperature is not None:
+        kept["temperature"], name = temperature, f"{name} at {temperature}"
+    cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
+    task, warm = load_task(cfg.task), folder / "warm_start"
+    found = {}
+    for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
+        its = dataclasses.replace(cfg, init=os.path.abspath(where))
+        agent = agents.Agent(its, task, *models.trained_model(its))
+        found[when] = grpo.evaluate(agent, preflight.problems_of(its, task)[1])
+    return name, cfg.seed, found
+
+
+def of_seeds(seeds, when, kind, K):
+    """One metric of all runs, sorted; maj@1 is pass@1."""
+    return sorted(run[when][f"{kind}{K}" if K > 1 else "pass@1"] for run in seeds.values())
+
+
+def rows(found):
+    """The lines of the table: medians over the seeds."""
+    yield "| | " + " | ".join(str(K) for K in KS) + " |"
+    yield "|---" * (1 + len(KS)) + "|"
+    for task, seeds in found.items():
+        for kind in ("pass@", "maj@"):
+            for when in ("before", "after"):
+                middle = [f"{statistics.median(of_seeds(seeds, when, kind, K)):.1%}" for K in KS]
+                yield f"| {task}, {kind}K, {when} | {' | '.join(middle)} |"
+
+
+def draw(found, file):
+    """A plot for each task; bands span the range of its seeds."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no figure: matplotlib is not installed")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    across, down = min(len(found), 2), math.ceil(len(found) / 2)
+    figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.2 * down), squeeze=False)
+    for axis in axes.flat[len(found):]:
+        axis.axis("off")
+    for axis, (task, seeds) in zip(axes.flat[:len(found)], found.items(), strict=True):
+        for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
+            for when, line in (("before", "--"), ("after", "-")):
+                y = [of_seeds(seeds, when, kind, K) for K in KS]
+                axis.plot(KS, [statistics.median(v) for v in y], color=colour, linestyle=line, label=f"{kind}K, {when} RL")
+                axis.fill_between(KS, [v[0] for v in y], [v[-1] for v in y], color=colour, alpha=0.15, linewidth=0)
+        axis.set_title(f"{task}, {len(seeds)} seeds", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(KS, [str(K) for K in KS])
+        axis.set_xlabel("K, completions of a problem")
+        axis.set_ylabel("share of held-out problems")
+        axis.set_ylim(0, 1.02)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=KS[-1])
+    parser.add_argument("--temperature", type=float, help="sampling temperature, if not the training temperature")
+    parser.add_argument("--out", type=Path, default=Path("out/questions"))
+    parser.add_argument("--readme", action="store_true", help="replace the results that the docs quote")
+    args = parser.parse_args()
+    for folder in args.folders:
+        if not (folder / "run.json").exists():
+            parser.error(f"{folder} has no run.json: give the --out folder of a run")
+    machine.prepare()
+    where = HERE / "answers" if args.readme else args.out
+    where.mkdir(parents=True, exist_ok=True)
+    file, found = where / "figure7.json", {}
+    for folder in args.folders:
+        try:
+            task, seed, its = shares(folder, args.problems, args.samples, args.temperature)
+        except UserError as e:
+            parser.error(f"{folder}: {e}")
+        found.setdefault(task, {})[str(seed)] = its
+    known = json.loads(file.read_text()) if file.exists() else {"command": {}, "rows": {}}
+    commands = known["command"] | dict.fromkeys(found, " ".join(["python", *sys.argv]))
+    kept = known["rows"] | found
+    result = {**runs.about(), "command": commands, "problems": args.problems, "samples": args.samples, "rows": kept}
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    draw(kept, file.with_suffix(".png"))
+    print("\n".join(rows(kept)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""All models of a run, and how a run begins."""
+import copy
+from dataclasses import dataclass, field
+
+import torch
+
+from model import GPT
+from run import checkpoint, folder, machine, models, optimizer, preflight, shard, show, warm_start
+from run.models import ScalarHead, frozen
+
+@dataclass
+class Agent:
+    """Everything a run works with; ref, critic and reward_model are None if they are not needed."""
+    cfg: object
+    task: object
+    encoding: object
+    policy: GPT
+    ref: GPT = None                     # the reference, frozen
+    critic: ScalarHead = None           # the value of a state
+    reward_model: ScalarHead = None
+    sampler: GPT = None                 # the policy in bfloat16, to sample from
+    opt: torch.optim.Optimizer = None   # of the policy and the critic
+    beta: float = 0.0                   # weight of the KL, which --target_kl steers
+    history: dict = field(default_factory=dict)     # the labelled rows of all reward model fits
+
+def new_agent(cfg, task, encoding, policy, saved=None):
+    """All models as they are before the first step, or in the Checkpoint `saved`."""
+    agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
+    if cfg.needs_reference:
+        agent.ref = shard.shard_module(cfg, frozen(policy))
+    if cfg.baseline in ("value", "group+value"):        # its head starts at 0: every value is 0
+        trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
+        agent.critic = shard.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
+    if cfg.reward == "model":
+        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+                            generator=machine.generator(cfg, "scorer"))
+        agent.reward_model = shard.shard_module(cfg, scorer.to(policy.device))
+    if policy.amp or shard.is_on(cfg):
+        agent.sampler = frozen(policy)
+    shard.shard_module(cfg, policy)
+    agent.opt = optimizer.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
+    if saved and saved.model:
+        checkpoint.restore(agent, saved)
+    shard.refresh(agent)
+    everything = [policy, agent.ref, agent.critic, agent.reward_model, agent.sampler]
+    for module in filter(None, everything):
+        module.eval()
+    machine.compile_all(cfg, *everything)
+    return agent
+
+def train_mode(agent, on):
+    """Puts the models that an update trains into training or evaluation mode."""
+    for module in filter(None, (agent.policy, agent.critic)):
+        module.train(on)
+
+def begin(cfg, task, saved):
+    """What a run begins with, new or from the Checkpoint `saved`: the Config, the tokenizer, the
+    policy, the training problems and the held-out ones."""
+    checkpoint.claim(cfg, saved)
+    if saved and saved.step == cfg.steps * cfg.iterations and not saved.stats:
+        show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
+    encoding = models.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
+    problems, held_out = preflight.problems_of(cfg, task)
+    preflight.check_run(cfg, task, problems, held_out)
+    longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
+    if saved and saved.model:
+        policy, cold = models.model_of(saved.model, cfg, longest), False
+    else:
+        policy, cold = warm_start.starting_model(cfg, task, longest, encoding)
+    show.print0(preflight.costs(policy, cfg, longest))
+    machine.wait_for_all()
+    if machine.world()[0] == 0:
+        checkpoint.open_run(cfg, saved)
+    if cold:
+        warm_start.warm_start(policy, task, problems, cfg, encoding)
+    return cfg, encoding, policy, problems, held_out

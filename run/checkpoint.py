@@ -1,0 +1,212 @@
+"""The checkpoint of a run: written, read, checked, resumed from; and the folder claimed for a run.
+"""
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from data import UserError, read_json
+from run import files, machine, pretrained, shard
+from run.folder import LOGS, clear_up, keep_previous
+from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, training_state
+
+@dataclass
+class Checkpoint:
+    """What a resumed run continues with. Random streams and the order of the problems follow from
+    the seed and the step, so they are not stored."""
+    step: int           # the last complete one; -1 before there is a model
+    stats: dict         # of that step, if its evaluation is still to come; else empty
+    beta: float         # current weight of the KL, see --target_kl
+    model: dict         # the policy's config.json; empty before there is a model
+    sizes: dict         # bytes of the logs at this step
+    data: dict          # SHA-256 of the files of --train and --test when the run began
+    tensors: dict       # see `training_state`; empty if only the header was read
+
+    def __post_init__(self):
+        kinds = type(self).__annotations__ | {"beta": (int, float)}
+        wrong = [n for n, x in vars(self).items() if not isinstance(x, kinds[n])]
+        if wrong or not math.isfinite(self.beta) or self.sizes.keys() != set(LOGS) or not all(
+                type(x) is int and x >= 0 for x in self.sizes.values()):
+            raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} of a wrong type or value")
+
+def save(agent, step, stats=()):
+    """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: those of a
+    step that is still to be evaluated."""
+    folder, tensors = agent.cfg.folder, training_state(agent)
+    shard.check_alike(tensors)
+    tensors = {n: shard.for_the_first_rank(x) for n, x in tensors.items()}
+    if machine.world()[0] > 0:
+        return
+    policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
+    pretrained.save(agent.policy, folder, agent.encoding.files, policy)
+    state = dict(step=step, stats=dict(stats), beta=agent.beta,
+                 model=pretrained.config_json(agent.policy),
+                 sizes={name: size_on_disk(folder / name) for name in LOGS},
+                 data=load(folder, type(agent.cfg), whole=False)[1].data)
+    write_checkpoint(agent.cfg, Checkpoint(**state, tensors=tensors))
+
+@contextlib.contextmanager
+def saved_if_stopped(agent, step, stats):
+    """A context, for an evaluation: if a signal stops it, there is a checkpoint after `step`, and
+    the evaluation is all that is left to do."""
+    try:
+        yield
+    except machine.Stopped:
+        if step > 0:
+            save(agent, step, stats)
+        raise
+
+def size_on_disk(path):
+    """Bytes of a file, synced to the disk: the checkpoint relies on the logs."""
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+        return os.path.getsize(path)
+
+def write_checkpoint(cfg, checkpoint):
+    """Writes checkpoint.safetensors: the settings and a Checkpoint."""
+    state = {n: x for n, x in vars(checkpoint).items() if n != "tensors"}
+    write_state(cfg.folder / "checkpoint.safetensors", state | {"config": dataclasses.asdict(cfg)},
+                checkpoint.tensors)
+
+def write_state(path, state, tensors):
+    """Writes a dict and tensors with the SHA-256 of both, so that `load` notices any changed bit.
+    """
+    tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
+    text = json.dumps(state | {"tensors": sha256_of(tensors)})
+    text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
+    files.write_tensors(path, tensors, {"grpo": text})
+
+def load(folder, config, whole=True):
+    """What `save` wrote in `folder`: the `config` (a dataclass) and the Checkpoint; without `whole`
+    only its header. Raises UserError if it is missing, damaged, or not a run's."""
+    path = folder / "checkpoint.safetensors"
+    if not path.exists():
+        raise UserError(f"no run in {folder}")
+    try:
+        with safe_open(path, "pt") as f:
+            sha256, _, text = (f.metadata() or {})["grpo"].partition(" ")
+            tensors = {n: f.get_tensor(n) for n in f.keys()} if whole else {}
+        if hashlib.sha256(text.encode()).hexdigest() != sha256:
+            raise UserError(f"{path} is damaged: its header has changed")
+        state = read_json(text, path)
+        if state["tensors"] != sha256_of(tensors) and whole:
+            raise UserError(f"{path} is damaged: its tensors have changed")
+        return config(**state.pop("config")), Checkpoint(**state | {"tensors": tensors})
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{path} is not a complete safetensors file: {e}") from e
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
+
+def refuse_foreign_code(task, given, folder):
+    """Raises UserError if the run in a folder has a file as its task and the flags `given` do not
+    name it too: opening a stranger's folder must not execute code."""
+    if str(task).endswith(".py") and given.get("task") != task:
+        raise UserError(f"the task of the run in {folder} is the file {task}, which would be "
+                        f"executed; "
+                        f"to allow it, add --task {task}")
+
+def settings(folder, given=None):
+    """The settings of the run in a folder without its `out` and `init`; empty if there is no run.
+    `given`: the flags, see `refuse_foreign_code`."""
+    path = Path(folder) / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        found = read_json(path.read_bytes(), path)["config"]
+        found = {name: x for name, x in found.items() if name not in ("out", "init")}
+    except (OSError, LookupError, AttributeError, TypeError) as e:
+        raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
+    if given is not None:
+        refuse_foreign_code(found.get("task"), given, folder)
+    return found
+
+def restore(agent, checkpoint):
+    """Copies the tensors of a Checkpoint into the models and the optimizer, and releases the file;
+    raises UserError if they do not fit this run."""
+    tensors = checkpoint.tensors
+    check_tensors(agent, checkpoint)
+    for name, p in named_parameters(agent).items():
+        p.data.copy_(shard.like(p, tensors[name]))
+        if f"opt.step.{name}" in tensors:               # not before the first optimizer step
+            agent.opt.state[p] = {key: shard.like(p, tensors[f"opt.{key}.{name}"])
+                                  for key in MOMENTS}
+    agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
+                     if n.startswith("history.")}
+    agent.beta = checkpoint.beta
+    tensors.clear()                     # they are mapped from the file and keep it open
+
+def resume(folder, config, flags, may_change):
+    """The `config` and the Checkpoint to continue with; `flags` may change only the settings named
+    in `may_change`. The folder is where it was found, whatever the settings say."""
+    cfg, checkpoint = load(folder, config, whole=False)
+    refuse_foreign_code(cfg.task, flags, folder)
+    if cfg.iterations > 1:                  # an iteration begins after every `steps`
+        may_change = may_change - {"steps"}
+    for name in flags.keys() - may_change:
+        if flags[name] != getattr(cfg, name):
+            raise UserError(f"the run in {folder} has --{name} {getattr(cfg, name)}, not "
+                            f"{flags[name]}; a resumed run may change only "
+                            f"{', '.join(sorted(may_change))}")
+    changed = {name: flags[name] for name in may_change & flags.keys()}
+    cfg = dataclasses.replace(cfg, **changed | {"out": str(folder)})
+    if cfg.steps * cfg.iterations < checkpoint.step:
+        raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
+    for name, sha256 in data_of(cfg).items():
+        if checkpoint.data.get(name) != sha256:
+            raise UserError(f"--{name} {getattr(cfg, name)} has changed since the run in {folder} "
+                            f"began")
+    return cfg, load(folder, config)[1]
+
+def data_of(cfg):
+    """SHA-256 of the problem files, by the flag that names them."""
+    return {name: hashlib.sha256(Path(getattr(cfg, name)).read_bytes()).hexdigest()
+            for name in ("train", "test") if getattr(cfg, name)}
+
+# ------------------------------------------------------------------------------------- a run begins
+
+def claim(cfg, checkpoint):
+    """Locks the folder of a run; raises UserError if another run is active there, or has continued
+    since the checkpoint was read, or is unfinished and would be overwritten."""
+    folder = cfg.folder
+    if machine.world()[0] == 0 and folder.exists():
+        files.lock(folder / "lock")
+    if checkpoint or (folder / "checkpoint.safetensors").exists():
+        old, found = load(folder, type(cfg), whole=False)
+        if checkpoint and found.step != checkpoint.step:
+            raise UserError(f"another process has continued the run in {folder} in the meantime")
+        if not checkpoint and 0 <= found.step < old.steps * old.iterations:
+            raise UserError(f"{folder} holds a run stopped at step {found.step}: continue it with "
+                            f"--resume, or choose another --out")
+
+def open_run(cfg, checkpoint=None):
+    """Creates the folder of a new run, or truncates the logs of a resumed one to its checkpoint:
+    later steps are repeated."""
+    about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
+             "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
+    try:
+        cfg.folder.mkdir(parents=True, exist_ok=True)
+        claim(cfg, checkpoint)
+        clear_up(cfg.folder)
+        for name, size in (checkpoint.sizes if checkpoint else {}).items():
+            path = cfg.folder / name
+            if size > (os.path.getsize(path) if path.exists() else 0):
+                raise UserError(f"{path} is shorter than at the checkpoint")
+        if checkpoint is None:
+            if (cfg.folder / "model.safetensors").exists():
+                keep_previous(cfg.folder)
+            write_checkpoint(cfg, Checkpoint(-1, {}, cfg.beta, {}, dict.fromkeys(LOGS, 0),
+                                             data_of(cfg), {}))
+        files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
+        for name in LOGS:
+            with open(cfg.folder / name, "ab") as f:
+                f.truncate(checkpoint.sizes[name] if checkpoint else 0)
+    except OSError as e:
+        raise UserError(f"cannot write in {cfg.folder}: {e.strerror}") from e

@@ -1,0 +1,208 @@
+"""Changes that a fork makes: nothing about it is silent."""
+import dataclasses
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+
+import grpo
+from data import UserError
+from run import flags, shard
+from run.models import frozen
+
+FIELD = "    lr: float = 1e-6            # learning rate\n"
+
+
+def fork(tmp_path, edit, *command):
+    """A copy of the code, grpo.py edited, and what it says to a command line."""
+    import shutil
+    for name in ("data", "run"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("model.py", "reward.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    text = (ROOT / "grpo.py").read_text()
+    assert FIELD in text
+    (tmp_path / "grpo.py").write_text(edit(text))
+    return subprocess.run([sys.executable, "grpo.py", *command], cwd=tmp_path, text=True, capture_output=True)
+
+
+# ------------------------------------------------------------------------------------- a new setting
+
+def test_a_setting_without_help_is_refused_with_its_name(tmp_path):
+    done = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD), "--help")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode and last == ("TypeError: Config.n_mlp has no help: write it at the end of its line, as in "
+                                        "`n_mlp: int = 4    # width of the MLP`")
+
+
+@dataclasses.dataclass
+class Forked:
+    """Comments in forms that a fork may write."""
+    # first title
+    plain: int = 1              # a plain one
+    hash: str = "#"             # with a # in it, and # another
+    long: Literal["a",          # the first choice
+                  # the second choice
+                  "b"] = "a"    # over two lines
+    # second title: of more
+    tight: int = 2  #tight
+    spaced : float = 0.5        # 50 % of it
+
+    def method(self):
+        # no title
+        plain: int = 3          # no help
+        return plain
+
+
+def test_each_setting_has_its_own_help():
+    flags.read_help(Forked)
+    assert flags.HELP[Forked][1:] == [
+        ("first title", {"plain": "a plain one", "hash": "with a # in it, and # another", "long": "over two lines"}),
+        ("second title: of more", {"tight": "tight", "spaced": "50 % of it"})]
+    given, _ = flags.read(Forked, grpo.ALGOS, "", ["--hash", "#", "--spaced", "1"])
+    assert given == {"hash": "#", "spaced": 1.0}
+
+
+@dataclasses.dataclass
+class Above:
+    """Its comment is a title."""
+    # how wide
+    n_mlp: int = 4
+    n_more: int = 5         # its own
+
+
+@dataclasses.dataclass
+class Within:
+    """Its comment does not end the definition."""
+    n_mlp: Literal["a",     # the first choice
+                   "b"] = "a"
+    n_more: int = 5         # its own
+
+
+@dataclasses.dataclass
+class Empty:
+    """Its comment says nothing."""
+    n_mlp: int = 4          #
+    n_more: int = 5         # its own
+
+
+@pytest.mark.parametrize("config", [Above, Within, Empty])
+def test_a_comment_elsewhere_is_no_help(config):
+    with pytest.raises(TypeError, match=f"^{config.__name__}.n_mlp has no help"):
+        flags.read_help(config)
+
+
+def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
+    """And the one after it is still there."""
+    field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'
+    done = fork(tmp_path, lambda text: text.replace(FIELD, field + FIELD), "--help")
+    assert done.returncode == 0 and "--n_mlp {a,b}" in done.stdout and "width (#) of the MLP [a]" in done.stdout
+    assert "learning rate [1e-06]" in done.stdout
+
+
+@pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
+                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("per_device_train_batch_size", "prompts"),
+                                         ("num_iterations", "epochs"), ("loss_type", "loss_mean"), ("scale_rewards", "adv_scale"), ("max-new-tokens", "max_new"), ("gae_lambda", "lam"), ("resum", "resume")])
+def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
+    with pytest.raises(UserError, match=f"^there is no setting '{name}': did you mean '{meant}'\\?$"):
+        grpo.read_command([f"--{name}", "1"])
+    with pytest.raises(UserError, match=f"did you mean '{meant}'"):
+        grpo.read_command([f"--{name}=1"])
+
+
+def test_no_source_is_parsed_after_the_import(monkeypatch):
+    import inspect
+    monkeypatch.setattr(inspect, "getsource", lambda *_: pytest.fail("parsed"))
+    assert grpo.read_command(["--lr", "1"])[1].lr == 1
+
+
+# ----------------------------------------------------------------- a copy of the policy that differs
+
+def test_a_copy_takes_weights_and_buffers():
+    policy = tiny_model()
+    policy.register_buffer("seen", torch.zeros(3))
+    copied = frozen(policy)
+    policy.seen += 1
+    with torch.no_grad():
+        policy.norm.weight += 1
+    shard.copy_weights(copied, policy)
+    assert torch.equal(copied.seen, policy.seen) and torch.equal(copied.norm.weight, policy.norm.weight)
+
+
+def test_a_parameter_that_only_the_copy_has_is_refused():
+    """It once got the embedding, resized to fit."""
+    policy = tiny_model()
+    copied = frozen(policy)
+    copied.extra = torch.nn.Parameter(torch.zeros(2), False)
+    with pytest.raises(UserError, match="only the frozen copy of the policy has extra$"):
+        shard.copy_weights(copied, policy)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_only_the_policy_has_is_refused(tied):
+    """A buffer, and the head of a policy that is not tied."""
+    policy = tiny_model(tied=tied)
+    copied = frozen(policy)
+    if tied:
+        policy.register_buffer("seen", torch.zeros(3))
+    else:
+        del copied.lm_head
+    with pytest.raises(UserError, match=f"only the policy has {'seen' if tied else 'lm_head.weight'}$"):
+        shard.copy_weights(copied, policy)
+
+
+def test_a_buffer_of_another_shape_is_refused():
+    """`copy_` would broadcast it."""
+    policy = tiny_model()
+    policy.register_buffer("seen", torch.zeros(3))
+    copied = frozen(policy)
+    policy.seen = torch.ones(1)
+    with pytest.raises(UserError, match=r"seen has the shape \(1,\), and \(3,\) in its frozen copy"):
+        shard.copy_weights(copied, policy)
+
+
+def test_a_copy_whose_memory_was_released_is_filled_again():
+    policy = tiny_model()
+    copied = frozen(policy)
+    for p in copied.parameters():
+        p.data = p.data.new_empty(0)
+    shard.copy_weights(copied, policy)
+    assert all(torch.equal(p, x) for p, x in zip(copied.parameters(), policy.parameters(), strict=True))
+
+
+def test_a_parameter_of_another_shape_is_refused():
+    policy = tiny_model()
+    copied = frozen(policy)
+    copied.norm.weight.data = torch.zeros(5)
+    with pytest.raises(UserError, match=r"norm.weight has the shape \(32,\), and \(5,\) in its frozen copy"):
+        shard.copy_weights(copied, policy)
+
+
+def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
+    policy = tiny_model()
+    policy.amp = torch.bfloat16
+    copied = frozen(policy)
+    with torch.no_grad():
+        policy.embed_tokens.weight += 1
+    shard.copy_weights(copied, policy)
+    assert torch.equal(copied.lm_head.weight, policy.embed_tokens.weight.bfloat16())
+
+
+# ------------------------------------------------------------------------------- innocent changes
+
+def test_new_files_and_prints_are_fine(tmp_path):
+    """data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines in model.py: the tests of the layout stay green."""
+    import shutil
+    shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
+    fork = tmp_path / "fork"
+    shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
+    (fork / "run" / "mine.py").write_text('"""Mine."""\nfrom run import machine\n\ndef world():\n    """The ranks."""\n    return machine.world()\n')
+    with open(fork / "grpo.py", "a") as f:
+        f.write("    print()\n")
+    with open(fork / "model.py", "a") as f:
+        f.write("# a comment\n" * 30)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"], cwd=fork, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -1,0 +1,269 @@
+"""docs/changing.md: every diff is applied to a copy of the code and run, and the script is run."""
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import grpo as unchanged  # noqa: E402
+
+PAGE = (ROOT / "docs" / "changing.md").read_text()
+DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
+CISPO, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, DROPOUT, BOARD = DIFFS
+CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*")
+SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
+             group=8, max_new=12, minibatches=1, lr=1e-3)
+
+
+def copy(folder, *diffs, above=""):
+    """The code in a new folder, a text above every file, with diffs applied as git does it outside
+    of any repository."""
+    folder.mkdir(parents=True)
+    for path in (path for pattern in CODE for path in ROOT.glob(pattern)):
+        to = folder / path.relative_to(ROOT)
+        to.parent.mkdir(exist_ok=True)
+        to.write_text(above + path.read_text())
+    for diff in diffs:
+        subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, text=True, check=True,
+                       env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)})
+    return folder
+
+
+def flags(settings):
+    return [str(x) for name, value in settings.items() for x in (f"--{name}", value)]
+
+
+def run(grpo, out, **settings):
+    """A run on the command line, in this process: its metrics, a dict for each step."""
+    warm = dict(warm_steps=0) if "init" in settings else {}
+    grpo.main(flags({**SMALL, **warm, **settings, "out": out}))
+    return metrics(out)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For models this small a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def warm(one_thread, tmp_path_factory):
+    """A model after its warm start, with which most runs here begin."""
+    folder = tmp_path_factory.mktemp("warm")
+    run(unchanged, folder, steps=0)
+    return folder
+
+
+@pytest.fixture
+def changed(tmp_path, monkeypatch):
+    """A function that imports `grpo` from a copy of the code to which diffs were applied. At the
+    end of a test every module is again what it was."""
+    def of_code():
+        return [n for n in sys.modules if re.match(r"(grpo|model|reward|data|run)(\.|$)", n)]
+
+    def imported(*diffs):
+        monkeypatch.syspath_prepend(copy(tmp_path / "code", *diffs))
+        grpo = importlib.import_module("grpo")
+        assert Path(grpo.__file__).parent == tmp_path / "code"
+        return grpo
+    before = {name: sys.modules.pop(name) for name in of_code()}
+    yield imported
+    for name in of_code():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+# ------------------------------------------------------------------------------------ the recipes
+
+def test_diffs_find_lines_that_moved(tmp_path):
+    for i, diff in enumerate(DIFFS):
+        before = [WITHOUT_CACHE] if diff is WITH_CACHE else []
+        copy(tmp_path / str(i), *before, diff, above="#\n#\n")
+    for path in copy(tmp_path / "all", *DIFFS, above="#\n#\n").rglob("*.py"):
+        compile(path.read_text(), path, "exec")
+
+
+def test_cispo_clips_the_weight_and_no_gradient(changed, warm, tmp_path):
+    grpo, source = changed(CISPO), torch.Generator().manual_seed(0)
+    cfg = grpo.make_config(algo="cispo")
+    ratio = torch.tensor([0.01, 0.5, 1.1, 3, 9, 1]).repeat(2, 1)                        # (2, 6)
+    mask = torch.tensor([True] * 5 + [False]).repeat(2, 1)
+    adv = torch.tensor([[0.7], [-1.2]]).expand(2, 6)
+    old, weight = -torch.rand(2, 6, generator=source), mask * torch.rand(2, 6, generator=source)
+    logp = torch.where(mask, old + ratio.log(), torch.nan).requires_grad_()
+
+    def loss_of(**changes):
+        """The loss, its gradient, and the share that was clipped."""
+        c = dataclasses.replace(cfg, **changes)
+        loss, stats = grpo.policy_loss(logp, old, None, adv, mask, weight, mask.sum(), c, 0.0)
+        return loss, *torch.autograd.grad(loss, logp), stats["clip_share"]
+
+    for low, high in ((1, 4), (0.2, 0.5)):
+        loss, grad, share = loss_of(clip_low=low, clip_high=high)
+        outside, kept = (ratio < 1 - low) | (ratio > 1 + high), ratio.clamp(1 - low, 1 + high)
+        assert_close(grad, -weight * kept * adv)
+        assert_close(loss, -(weight * kept * adv * logp)[mask].sum())
+        assert_close(share, (outside & mask).sum() / mask.sum())
+        surrogate = loss_of(clip="surrogate", clip_low=low, clip_high=high)[1]
+        assert_close(grad[~outside], surrogate[~outside])
+        assert surrogate[0, 4] == 0 != grad[0, 4]           # r = 9, A > 0: PPO takes it away
+    assert (cfg.clip_low, cfg.clip_high, cfg.loss_mean, cfg.applies_kl) == (1, 4, "token", False)
+
+    runs = [run(grpo, tmp_path / clip, init=warm, algo="cispo", clip=clip, clip_low=0.1,
+                clip_high=0.1, epochs=3, steps=1)[1] for clip in ("weight", "surrogate")]
+    assert min(m["clip_share"] for m in runs) > 0.01        # so the flag reaches the update:
+    assert runs[0]["grad_norm"] != pytest.approx(runs[1]["grad_norm"], rel=1e-3)
+
+
+def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch):
+    grpo, V = changed(ENTROPY), 11
+    shape = grpo.model.GPTConfig(vocab_size=V, n_layer=1, n_head=2, n_kv_head=1, n_embd=8,
+                                 n_inner=16, block_size=8)
+    gpt = grpo.model.GPT(shape, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gpt.embed_tokens.weight.mul_(4)                     # far from uniform
+    ids = torch.tensor([[1, 2, 3, token] for token in range(V)])        # every next token once
+    mask = torch.tensor([False] * 3 + [True]).repeat(V, 1)
+
+    def gradient(x):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(x, [*gpt.parameters()],
+                                                                   retain_graph=True)])
+    for chunk in (grpo.model.CHUNK, 4 * V):                 # whole, and in parts
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo.model, "CHUNK", chunk)
+            logp, _, entropy = grpo.model.token_logps(gpt, ids, mask, 1.5, with_entropy=True)
+        assert (entropy[:, :3] == 0).all()
+        logp, entropy = logp[:, 3], entropy[:, 3]
+        exact = -(logp.exp() * logp).sum()                  # by enumeration
+        assert_close(entropy, exact.expand(V))
+        assert_close(gradient(entropy[5]), gradient(exact))
+        sampled = gradient((logp.exp().detach() * -logp).sum())     # of the mean of -log pi
+        assert sampled.abs().max() < 1e-6 and gradient(exact).abs().max() > 0.01
+
+    without, bonus = (run(grpo, tmp_path / str(coef), init=warm, steps=4, entropy_coef=coef)[1:]
+                      for coef in (0, 2))
+    assert without[0]["entropy"] == bonus[0]["entropy"]                 # the same first rollout
+    assert bonus[3]["entropy"] > max(without[3]["entropy"], bonus[0]["entropy"]) + 0.1
+
+
+def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypatch):
+    grpo, rise, used = changed(WARM_UP), dict(init=warm, beta=0.3, beta_steps=3), []
+    loss = grpo.policy_loss
+    monkeypatch.setattr(grpo, "policy_loss", lambda *given: used.append(given[-1]) or loss(*given))
+    run(grpo, tmp_path / "rise", **rise, steps=2)
+    grpo.main(flags(dict(steps=4, out=tmp_path / "rise")) + ["--resume"])
+    steps = metrics(tmp_path / "rise")[1:]
+    assert [m["beta"] for m in steps] == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    assert [*dict.fromkeys(used)] == pytest.approx([0.1, 0.2, 0.3])
+    for m in steps[1:]:     # on-policy the advantages sum to 0; what is left weighs short rows more
+        assert m["kl"] > 1e-3 and m["loss"] == pytest.approx(m["beta"] * m["kl"], rel=0.3)
+    steered = run(grpo, tmp_path / "steered", **rise, steps=5, target_kl=1e-6)[1:]
+    assert [m["beta"] for m in steered] == pytest.approx([0.1, 0.2, 0.3, 0.306, 0.31212])
+    assert {m["beta"] for m in run(grpo, tmp_path / "off", init=warm, steps=2)[1:]} == {0.04}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, capsys, dtype):
+    """In bfloat16 by the mean of the gaps: the largest is within rounding."""
+    with pytest.raises(SystemExit) as stop:
+        run(changed(WITHOUT_CACHE), tmp_path / "out", warm_steps=20, steps=1, dtype=dtype)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and "warm start 20/20" in out and "step 1" not in out
+    assert err.startswith("error: sampler and trainer disagree: their log-probabilities are up to ")
+    if dtype == "float32":
+        said = " ".join(re.search(r"^```\n(error: .*?)^```", PAGE, re.M | re.S)[1].split())
+        assert re.sub(r"[\d.]+", "", err.strip()) == re.sub(r"[\d.]+", "", said)
+
+
+def test_the_median_is_a_baseline(changed, warm, tmp_path):
+    """Of the rewards of a group, the lower of the two in the middle; outcome and process."""
+    grpo = changed(MEDIAN)
+    reward, ends = torch.tensor([[1.0], [0], [3], [4]]), torch.ones(4, 1, dtype=torch.bool)
+    score, _ = grpo.step_scores(reward, ends, 4, "group-median", "none")
+    assert score[:, 0].tolist() == [0, -1, 2, 3]
+    steps = run(grpo, tmp_path / "out", init=warm, baseline="group-median", steps=1)[1:]
+    assert steps[0]["grad_norm"] > 0
+
+
+def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):
+    """The run goes through, as sampler and trainer agree; the warm start is another one than without."""
+    steps = run(changed(DROPOUT), tmp_path / "with", warm_steps=20, steps=1)
+    assert len(steps) == 2 and steps[1]["mismatch"] < 1e-4
+    run(unchanged, tmp_path / "without", warm_steps=20, steps=1)
+    one, other = ((tmp_path / x / "warm_start" / "model.safetensors").read_bytes() for x in ("with", "without"))
+    assert one != other
+
+
+def test_attention_that_is_changed_in_both_paths_runs(changed, tmp_path):
+    grpo = changed(WITHOUT_CACHE, WITH_CACHE)
+    steps = run(grpo, tmp_path / "out", warm_steps=20, steps=2)[1:]
+    assert len(steps) == 2 and all(m["mismatch"] < 1e-4 for m in steps)
+    shape = grpo.model.GPTConfig(n_layer=1, n_kv_head=1)
+    gpt, W = grpo.model.GPT(shape, torch.Generator().manual_seed(0)), grpo.model.WINDOW
+    ids = torch.arange(2 * W).repeat(2, 1)
+    ids[1, 0] = 99
+    a, b = gpt(ids)
+    assert [*(a != b).any(-1)] == [True] * W + [False] * W      # column 0 is seen from W columns
+
+
+@pytest.fixture
+def board(monkeypatch):
+    """A stand-in for the module wandb, and what it was told: its settings, then the metrics."""
+    begun, logged = [], []
+
+    def init(**settings):
+        begun.append(settings)
+        return SimpleNamespace(log=lambda stats, step: logged.append({"step": step, **stats}))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return begun, logged
+
+
+def test_the_board_gets_the_metrics(changed, warm, tmp_path, board, monkeypatch):
+    grpo, out, (begun, logged) = changed(BOARD), tmp_path / "out", board
+    assert run(grpo, out, init=warm, steps=2) == logged and len(logged) == 3
+    assert begun[0]["config"] == json.loads((out / "run.json").read_text())["config"]
+    assert begun[0]["name"] == str(out) and begun[0]["mode"] is None
+    monkeypatch.setattr(grpo.machine, "world", lambda: (1, 2))          # the second of two ranks
+    run(grpo, out, init=warm, steps=1)
+    assert begun[1]["mode"] == "disabled"
+
+
+def test_all_changes_at_once(changed, warm, tmp_path, board):
+    steps = run(changed(*DIFFS), tmp_path / "out", init=warm, algo="cispo", kl="loss", beta=0.2,
+                beta_steps=2, entropy_coef=0.01, epochs=2, steps=2)[1:]
+    assert [m["beta"] for m in steps] == pytest.approx([0.1, 0.2]) and len(board[1]) == 3
+    assert all(m["mismatch"] < 1e-4 and m["grad_norm"] > 0 for m in steps)
+
+
+def test_the_script_runs(tmp_path):
+    folder = copy(tmp_path / "code")
+    code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    (folder / "notebook.py").write_text(code[0])
+    done = subprocess.run([sys.executable, "notebook.py"], cwd=folder, text=True, timeout=120,
+                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert len(code) == 1 and done.returncode == 0, done.stderr
+    rows = re.findall(r"'\d\*\d=.*'  +reward (\S+)  advantage (\S+)$", done.stdout, re.M)
+    reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
+    assert len(rows) == 8 and reward.max() > reward.min()
+    assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
+    off = float(re.search(r"^off -weight \* advantage by (\S+)$", done.stdout, re.M)[1])
+    norm = float(re.search(r"norm of the gradient (\S+)$", done.stdout, re.M)[1])
+    assert off < 1e-6 and norm > 0.01

@@ -1,0 +1,289 @@
+"""The README and the docs: what they quote is there, what they claim was measured."""
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import grpo
+from data import gsm8k
+from model import GPT, GPTConfig
+from run import flags, machine, preflight
+
+README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+MEASURED = DOCS["measurements.md"]
+FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*flags.MODES, "algo", "help"}
+
+
+def test_the_readme_is_short_and_has_its_two_commands():
+    assert len(README.splitlines()) <= 130
+    assert "\npip install -r requirements.txt && python grpo.py --task arithmetic\n" in README
+    assert "\npip install -r requirements.txt && python -m pytest\n" in README
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_flag_exists(name):
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore"}        # of experiments/ and of torchrun
+    if name == "changing.md":                                       # and those that recipes add
+        scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
+    assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_link_leads_somewhere(name):
+    where = (ROOT if name == "README.md" else ROOT / "docs")
+    for link in re.findall(r"\]\(([^)]+)\)", DOCS[name]):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            text = (where / file).read_bytes() if file else DOCS[name].encode()
+            titles = re.findall(r"^#+ (.*)$", text.decode(errors="ignore"), re.M)
+            assert not anchor or anchor in [t.lower().replace(" ", "-") for t in titles], link
+
+
+def commands(name):
+    """The commands of a page's plain blocks that start a script of the project."""
+    for block in re.findall(r"^```\n(.*?)^```", DOCS[name], re.M | re.S):
+        for line in block.splitlines():
+            line = re.sub(r"^\$ |^pip install .* && |^for .*; do ", "", line.split("  #")[0])
+            if line.startswith("python ") and "-m pytest" not in line:
+                yield line.split("; done")[0].replace("$s", "1")
+
+
+def test_every_command_is_understood(tmp_path, monkeypatch):
+    """Its flags are read, and give a Config; nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reverse.py").write_text(own_task())
+    found = [shlex.split(line) for name in DOCS for line in commands(name)]
+    assert len(found) >= 11
+    for _, script, *args in found:
+        if script == "grpo.py":
+            given, mode = flags.read(grpo.Config, grpo.ALGOS, "", args)
+            given.pop("init", None) if mode["ask"] else None
+            grpo.make_config(**given)
+        else:
+            assert (ROOT / script).exists()
+
+
+def test_line_counts():
+    sources = [ROOT / f"{name}.py" for name in ("grpo", "reward", "model")] + [
+        *(ROOT / "run").glob("*.py"), *(ROOT / "data" / f"{n}.py" for n in ("__init__", "answers", "chat", "tokenizer", "arithmetic"))]
+    lines = [len(path.read_text().splitlines()) for path in sources]     # a fork may add a few
+    one, all_of_it = re.search(r"lines to read \| (\d+) \(([\d,]+)\)", MEASURED).groups()
+    assert abs(lines[0] - int(one)) <= 15 and f"one file of {one} lines" in " ".join(README.split())
+    assert abs(sum(lines) - int(all_of_it.replace(",", ""))) <= 60
+
+
+def test_the_map_quotes_each_function():
+    """By function, not by line number: two lines more at the top of a file change nothing."""
+    rows = re.findall(r"^\| .*? \| `([\w.]+)\.(\w+)` \| `(.+?)` \|", DOCS["map.md"], re.M)
+    assert len(rows) >= 28 and len(rows) == DOCS["map.md"].count("\n|") - 2
+    for module, function, line in rows:
+        source = inspect.getsource(getattr(importlib.import_module(module), function))
+        assert line.replace("\\|", "|") in source, f"{module}.{function}: {line}"
+
+
+def test_messages_that_troubleshooting_quotes():
+    text = DOCS["troubleshooting.md"]
+    sources = "".join(path.read_text() for path in (ROOT / "run").glob("*.py"))
+    for message in re.findall(r'^## "(.+)"$', text, re.M):
+        assert message in sources
+    for name in re.findall(r"`(dead_groups|grad_norm|kl|accuracy|finished|mismatch|clip_share|entropy)`", text):
+        assert name in grpo.data.STATISTICS
+
+
+# ---------------------------------------------------------------------------- the result files
+
+@pytest.fixture
+def results(monkeypatch):
+    for folder in ("studies", "models", "cost", "robustness"):
+        monkeypatch.syspath_prepend(str(ROOT / "experiments" / folder))
+    return lambda name: json.loads((ROOT / "experiments" / f"{name}.json").read_text())
+
+
+def test_the_five_seeds(results):
+    import seeds
+    table = results("studies/seeds")
+    assert table["seeds"] == 5 and all(line in README for line in seeds.rows(table))
+    assert table["pass@1"]["before"]["most"] < 0.5 and table["pass@1"]["after"]["least"] > 0.95
+    assert f"was {table['mismatch']:.1e}".replace("e-0", "e-") in MEASURED.replace("\n", " ")
+
+
+def test_three_seeds_in_bfloat16(results):
+    table = results("studies/bfloat16/seeds")
+    before, after = ("{median:.1%} ({least:.1%} to {most:.1%})".format(**table["pass@1"][when]) for when in ("before", "after"))
+    assert table["seeds"] == 3 and f"{before} pass@1 to {after}" in MEASURED.replace("\n", " ")
+    assert table["pass@1"]["after"]["least"] > 0.95 and table["greedy"]["after"]["least"] > 0.97
+
+
+def test_the_table_of_sums(results):
+    """And that all seeds of the real model reach what is claimed."""
+    import sums
+    table = results("models/sums")
+    rows = list(sums.rows(table))
+    assert all(row in MEASURED for row in rows) and sum(row in README for row in rows) == 3
+    assert len(table["runs"]) == 3 and len(table["trl"]) == 1
+    for run in table["runs"].values():
+        assert run["before"]["pass@1"] < 0.05 and run["after"]["pass@1"] >= 0.75 and run["seconds"] < 30 * 60
+        assert abs(run["greedy by transformers"] - run["after"]["greedy"]) < 1e-6
+    kl = sorted(run["kl"] for run in table["runs"].values())
+    assert f"is {kl[0]:.2f} to {kl[-1]:.2f} nats" in MEASURED.replace("\n", " ")
+
+
+def test_the_table_of_countdown(results):
+    """All seeds learn from a supervised start what the model could not begin with."""
+    import countdown
+    table = results("models/countdown")
+    assert all(row in MEASURED for row in countdown.rows(table)) and len(table["runs"]) == 3
+    assert table["untrained"]["pass@8"] == 0
+    for run in table["runs"].values():
+        assert run["after"]["pass@1"] - run["before"]["pass@1"] > 0.15 and len(run["curve"]["accuracy"]) == 24
+        assert run["after"]["pass@8"] < run["before"]["pass@8"]
+
+
+def test_the_table_of_algorithms(results):
+    import algorithms
+    table = results("studies/algorithms")
+    assert table.keys() == algorithms.ROWS.keys()
+    assert all(line in MEASURED for line in algorithms.lines(table))
+    cost = lambda name: statistics.median(run["step"] for run in table[name].values())
+    for name in ("PPO", "PPO, critic of its own"):
+        assert f" {cost(name) / cost('GRPO'):.1f} times" in MEASURED
+    assert f"{statistics.median(run['after'] for run in table['PPO'].values()):.0%}" in README
+    for name, runs in table.items():
+        for seed in "123":
+            after, rule = runs[seed]["after"], table["GRPO"][seed]["after"]
+            assert after - runs[seed]["before"] > 0.2
+            assert "learned" not in name or rule - after < 0.1
+
+
+def test_the_curves_of_overoptimization(results):
+    curves = results("studies/overoptimization").values()
+    assert all(f"{curve['pass@1'][1]:.1%}" in MEASURED for curve in curves)
+    proxy, right = next(iter(curves))["reward"], next(iter(curves))["accuracy"]
+    assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in MEASURED and max(right) > right[-1] + 0.2
+
+
+def test_speeds_beside_trl(results):
+    import speed
+    found = results("cost/speed")
+    assert all(row in MEASURED for row in speed.rows(found)) and set(found["sizes"]) == {"arithmetic-512", "arithmetic-64", "smollm2"}
+    for size, who in found["sizes"].items():
+        trl = min(who[name]["seconds"] for name in ("TRL", "TRL in parts") if name in who)
+        assert who["ours"]["seconds"] < 0.5 * trl
+        assert size != "arithmetic-512" or who["ours bfloat16"]["seconds"] < 0.4 * trl
+    small = found["sizes"]["smollm2"]
+    assert small["ours bfloat16"]["seconds"] / small["ours"]["seconds"] == pytest.approx(0.6, abs=0.05)
+    ratios = [who["ours"]["seconds"] / min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
+              for who in (found["sizes"]["arithmetic-512"], found["sizes"]["arithmetic-64"])]
+    assert ratios == pytest.approx([1 / 5, 1 / 3], abs=0.02) and "a fifth to a third of TRL's time" in README
+    half, whole = (found["sizes"]["arithmetic-512"][name]["floors"]["gflops"] for name in ("ours bfloat16", "ours"))
+    assert f"products are {half / whole:.1f} times as fast" in MEASURED
+
+
+def test_what_fits_on_a_gpu(monkeypatch):
+    """Qwen2.5's shapes with the defaults of gsm8k, in bfloat16."""
+    shapes = {"0.5": (24, 14, 2, 896, 4864), "1.5": (28, 12, 2, 1536, 8960), "3": (36, 16, 2, 2048, 11008),
+              "7": (28, 28, 4, 3584, 18944)}
+    for name, shape in shapes.items():
+        names = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_inner")
+        with torch.device("meta"):
+            gpt = GPT(GPTConfig(**dict(zip(names, shape)), vocab_size=151936 + 128 * (name == "7"), bias="qkv",
+                                block_size=32768, tied=name != "7"))
+        cells = []
+        for ranks, how in ((1, {}), (1, dict(recompute="on")), (2, dict(shard="on")), (8, dict(shard="on"))):
+            monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+            cfg = grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu", warm_steps=0, **how)
+            cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
+        assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
+
+
+def test_memory_of_logits_and_of_ranks(results):
+    memory = results("cost/memory")
+    text = MEASURED.replace("\n", " ")
+    for dtype, most in (("float32", 0.7), ("bfloat16", 0.6)):
+        share = memory[f"a rank, {dtype}"]["share"]
+        assert share <= most and f"{share:.0%} " in text
+    assert f"peaks at {memory['parts'] / 1e9:.1f} GB instead of {memory['whole'] / 1e9:.1f} " in text
+    assert memory["share"] < 1 / 3
+
+
+def test_all_bugs_put_in_were_caught(results):
+    import bugs
+    rows = (ROOT / "experiments" / "robustness" / "bugs.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0][2:] for row in rows] == [m[0] for m in bugs.BUGS]
+    assert not any("**none**" in row for row in rows)
+    for name, file, text, *_ in bugs.BUGS:
+        assert text in (ROOT / file).read_text(), f"update experiments/robustness/bugs.py: {name}: the quoted text is no longer in {file}"
+
+
+def test_scripts_leave_the_readmes_results_alone(results, tmp_path):
+    """Without --readme a study of one's own runs is written where one says."""
+    before = {path: path.read_bytes() for path in (ROOT / "experiments").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    measured = {"greedy": 0.5, "pass@1": 0.4, "pass@8": 0.9, "maj@8": 0.5}
+    run = [{"step": 0, **measured}, {"step": 1, "length": 3.0, "seconds": 1.0, "mismatch": 0.0, **measured}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
+    subprocess.run([sys.executable, ROOT / "experiments" / "studies" / "seeds.py", tmp_path, "--out", tmp_path / "x"],
+                   check=True, capture_output=True)
+    assert json.loads((tmp_path / "x" / "seeds.json").read_text())["seeds"] == 1
+    after = {path: path.read_bytes() for path in (ROOT / "experiments").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert before == after
+
+
+# --------------------------------------------------------------------------- the help, the task
+
+def test_the_help_is_grouped_and_whole(capsys):
+    with pytest.raises(SystemExit) as e:
+        grpo.main(["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    groups = [line[:-1] for line in out.splitlines() if re.fullmatch(r"\S.*:", line)]
+    assert groups[0] == "options" and groups[1] == "instead of a new run"
+    assert [g.split(":")[0].split(",")[0] for g in groups[2:]] == [
+        "basics", "problems and prompts", "evaluation and checkpoints", "reward", "advantage", "loss", "update", "new model and warm start",
+        "learned reward", "machine"]
+    entries = dict(re.findall(r"^  --(\w+) (.*?)(?=^  -|^\S|\Z)", out, re.M | re.S))
+    for f in dataclasses.fields(grpo.Config):
+        text = " ".join(entries[f.name].split())
+        assert f.default == "" or text.endswith(f"[{f.default}]"), text         # the default
+        assert re.search(r"[^.]( \[|$)", text) and len(text) > 8, text           # a phrase
+        for choice in getattr(f.type, "__args__", ()):
+            assert choice in text
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def own_task():
+    return re.search(r"```python\n(.*?)```", README, re.S)[1]
+
+
+def test_the_readmes_own_task_learns(tmp_path):
+    (tmp_path / "reverse.py").write_text(own_task())
+    grpo.main(["--task", str(tmp_path / "reverse.py"), "--n_layer", "2", "--n_embd", "96", "--n_head",
+               "4", "--lr", "5e-4", "--difficulty", "1", "--warm_lr", "3e-3", "--steps", "20", "--out",
+               str(tmp_path / "out")])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.2
+
+
+def test_every_change_that_no_test_sees_has_a_reason():
+    """And the numbers of the page are those in the docs."""
+    page = (ROOT / "experiments" / "robustness" / "mutations.md").read_text()
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    files, missed = ([row for row in rows if len(row) == n] for n in (5, 4))
+    total = next(row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| all |"))
+    changes, caught, same = map(int, total[1:4])
+    assert [sum(int(row[i]) for row in files) for i in (1, 2, 3)] == [changes, caught, same]
+    unexplained = [row for row in missed if row[3].startswith("?")]
+    assert changes - caught == len(missed) and same == len(missed) - len(unexplained)
+    share = caught / (changes - same)
+    assert total[4] == f"{share:.1%}" and share >= 0.95
+    said = f"{changes:,} changes: tests caught {caught:,}, and no test can catch {same} others"
+    assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]

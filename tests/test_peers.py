@@ -11,7 +11,7 @@ from conftest import ROOT
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 from safetensors.torch import load_file, save_file  # noqa: E402
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models as tokenizer_models, normalizers, pre_tokenizers  # noqa: E402
 from tokenizers import processors, trainers  # noqa: E402
 
 import grpo  # noqa: E402
@@ -20,7 +20,7 @@ from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from model import token_logps  # noqa: E402
 from run import batches, models, pretrained  # noqa: E402
-from run.models import encoding_of  # noqa: E402
+from run.models import encoding_of, frozen  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -166,8 +166,8 @@ def test_what_is_not_this_model_is_refused(tmp_path):
                         (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'"),
                         (dict(quantization_config={"bits": 4}), "quantization_config"),
                         (dict(hidden_size=None), "hidden_size"), (dict(dtype="float99"), "float99"),
-                        (dict(num_attention_heads=0), "less than 1"),
-                        (dict(num_key_value_heads=-1), "less than 1"),
+                        (dict(num_attention_heads=0), "must be between 1"),
+                        (dict(num_key_value_heads=-1), "must be between 1"),
                         (dict(intermediate_size=96), "has the shape"),
                         (dict(num_hidden_layers=2), "is none of this model's"),
                         (dict(num_hidden_layers=4), "no tensor model.layers.3")):
@@ -188,7 +188,7 @@ TEXTS = ["between <think> and </think>.\n", "Janet's ducks lay 16 eggs per day. 
 
 def tokenizer(style, folder, **config):
     """A byte-level BPE of a style, trained on a few texts and saved."""
-    tk = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
+    tk = Tokenizer(tokenizer_models.BPE(ignore_merges=style == "llama3"))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style in ("gpt2", "smollm2"))
     split = QWEN if style == "qwen2" else QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
     before = {"gpt2": [], "smollm2": [pre_tokenizers.Digits(individual_digits=True)]}.get(

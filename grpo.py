@@ -1,11 +1,10 @@
-"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in one file.
+"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, sec. 4), in one file.
 
-As in section 4 of the paper: G completions of each prompt are sampled from the old policy; the
-advantage of each token is the z-score of the reward in its group (4.1.2), or the sum of those of
-the steps that end after it (4.1.3); the ratio of each token is clipped, and the loss averaged over
-the completion, then over the group (eq. 3); the k3 estimator of the KL to a frozen reference is in
-the loss (eq. 4); a reward model is refitted in each iteration (Algorithm 1). PPO is here too. Where
-the paper is silent, a comment gives the reason for the choice.
+G completions of each prompt are sampled from the old policy; a token's advantage is the z-score of
+the reward in its group (4.1.2), or the sum of those of the steps that end at or after it (4.1.3);
+its ratio is clipped, and the loss averaged over the completion, then over the group (eq. 3); the
+k3 estimator of the KL to a frozen reference is in the loss (eq. 4); a reward model is refitted in
+each iteration (Algorithm 1). PPO is here too. Where the paper is silent, a comment gives a reason.
 
     python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
@@ -14,7 +13,6 @@ the paper is silent, a comment gives the reason for the choice.
 """
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -48,10 +46,6 @@ VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the ol
 # The paper divides a learned reward by the group's std too. But once all completions of a group are
 # good, that std is noise of the reward model, and the policy would follow it.
 REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
-# In the reward the paper has k1 (eq. 2): there its gradient is that of the KL.
-PENALTY = dict(estimator="k1")
-# A checkpoint needs no warm start; with --warm_steps it gets one at a rate for fine-tuning.
-CHECKPOINT = dict(warm_steps=0, warm_lr=2e-5)
 
 @dataclass(frozen=True)
 class Config:
@@ -71,8 +65,7 @@ class Config:
     difficulty: int = 2         # digits of the factors; in countdown, how many numbers
     train: str = ""             # file of training problems (gsm8k)
     test: str = ""              # file of held-out problems (gsm8k)
-    chat: Literal["auto", "none", "think",
-                  "no_think"] = "auto"      # chat template; think, no_think: with enable_thinking
+    chat: Literal["auto", "none", "think", "no_think"] = "auto"  # chat template, thinking on or off
     system: str = ""            # system message for the chat template; empty: its own
     temperature: float = 1.0    # sampling temperature, in the log-probabilities too
     # evaluation and checkpoints
@@ -96,8 +89,7 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch",
-                "none"] = "loss"            # where to apply the KL to the reference
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where to apply KL to the reference
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no reference
     target_kl: float = 0.0      # KL to adapt beta towards; 0: fixed beta
@@ -146,10 +138,6 @@ class Config:
     def needs_reference(self):
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
-    @property
-    def adam_eps(self):         # with a critic that of the first PPO code and of CleanRL
-        return 1e-5 if self.baseline in ("value", "group+value") else 1e-8
-
 flags.read_help(Config)
 # Bounds: by default a number is at least 0, an integer at least 1 or its default 0.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
@@ -158,17 +146,17 @@ MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # on --resume
 
 def make_config(**given):
-    """The Config of a command line or a notebook. Later ones override earlier ones: the task's
-    DEFAULTS, the rows of REWARDS and of ALGOS (named `algo`), PENALTY if the KL is in the reward,
-    CHECKPOINT if there is an `init`, `given`. Raises UserError for unknown names and bad values."""
+    """The Config of a command line or a notebook: the task's DEFAULTS, overridden by the rows of
+    REWARDS and of ALGOS (named `algo`), by what a setting implies for others, and by `given`.
+    Raises UserError for unknown names and bad values."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":
-        fields |= PENALTY
-    if chosen.get("init"):
-        fields |= CHECKPOINT
+    if (fields | given).get("kl") == "reward":      # there the gradient of k1 is the KL's (eq. 2)
+        fields |= dict(estimator="k1")
+    if chosen.get("init"):      # no warm start, or with --warm_steps one at a fine-tuning rate
+        fields |= dict(warm_steps=0, warm_lr=2e-5)
     fields |= given
     fields.pop("algo", None)
     return flags.build(Config, fields)
@@ -214,28 +202,22 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0)
     """`group` completions of each prompt (ids), the first `greedy` of them greedy, of at most
     `max_new` tokens (of each prompt, or of all): a Batch with ids, mask, finished, logp and start.
     `stop`: the ids that end a completion; u (B, N): the random numbers for `sample_token`."""
-    device, B, longest = policy.device, len(prompts) * group, max(map(len, prompts))
-    most = torch.as_tensor(max_new).expand(len(prompts)).tolist()
-    T = max(len(prompt) + n for prompt, n in zip(prompts, most))
-    if T > policy.cfg.block_size:
-        raise data.UserError(f"a prompt of {longest} tokens and --max_new {max_new} do not fit the "
-                             f"model's context of {policy.cfg.block_size}")
-    u = torch.rand(B, max(most)) if u is None else u
-    u, stop = u.to(device, torch.float32), torch.tensor(sorted(stop), device=device)
-    start, most = (torch.tensor(x, device=device).repeat_interleave(group)
-                   for x in ([len(prompt) for prompt in prompts], most))                    # (B,)
-    first = torch.arange(B, device=device) % group < greedy
-
-    prompts = torch.tensor([prompt + [0] * (T - len(prompt)) for prompt in prompts], device=device)
+    device = policy.device
+    prompts, length, most = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
     ids = prompts.repeat_interleave(group, 0)                                               # (B, T)
+    start, most = length.repeat_interleave(group), most.repeat_interleave(group)            # (B,)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
-    finished = torch.zeros_like(first)
-    cache = (policy.cache or sharing.KVCache)(policy, T)
-    logits = cache.read(prompts[:, :longest], start[::group], group)                        # (B, V)
-    rows = torch.arange(B, device=device)           # (r,), those that go on; logits are theirs
+    finished = torch.zeros_like(start, dtype=torch.bool)
+    rows = torch.arange(len(ids), device=device)    # (r,), those that go on; logits are theirs
+    is_greedy = rows % group < greedy                                                       # (B,)
+    u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
+    stop = torch.tensor(sorted(stop), device=device)
+
+    cache = (policy.cache or sharing.KVCache)(policy, ids.size(1))
+    logits = cache.read(prompts[:, :length.max()], length, group)                           # (B, V)
     for n in range(u.size(1)):
-        token, token_logp = sample_token(logits, temperature, u[rows, n], first[rows])      # (r,)
+        token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
         column = start[rows] + n
         ids[rows, column], logp[rows, column], mask[rows, column] = token, token_logp, True
         finished[rows] = torch.isin(token, stop)
@@ -244,7 +226,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0)
             break
         logits = cache.append(token, column, active)                                        # (r, V)
         rows = rows[active]
-    T = longest + n + 1
+    T = length.max() + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def complete(agent, prompts, group, u, max_new=None, greedy=0):
@@ -332,14 +314,13 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     return adv, returns, dead
 
 # ----------------------------------------------------------- rollout: completions, rewards, credit
-@torch.profiler.record_function("rollout")
 def rollout(agent, problems, rng):
     """One step's completions, rewards and advantages: the Batch, and its statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, machine.uniform(rng, len(problems), cfg.group, cfg.max_new))
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
-    rule_reward = batch.reward.sum(1)
     if agent.reward_model is not None:
+        batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
 
@@ -359,8 +340,6 @@ def rollout(agent, problems, rng):
         penalty = agent.beta * kl_estimate(batch.old_logp, batch.ref_logp, 1.0, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
-    if agent.reward_model is not None:
-        return batch, batches.statistics(batch, dead, rule_reward)
     return batch, batches.statistics(batch, dead)
 
 # -------------------------------------------------------------------------------------- the loss
@@ -373,8 +352,7 @@ def token_weights(mask, mean, rows, tokens, max_new):
     return mask / max(tokens if mean == "token" else rows * max_new, 1)
 
 def bounded(x):
-    """x clamped to [-20, 20], with the gradient of x: exp of it stays finite, and so its gradient.
-    """
+    """x clamped to [-20, 20] with the gradient of x, so that exp and its gradient stay finite."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, ratio, estimator):
@@ -408,7 +386,7 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
         if cfg.kl == "loss":
             per_token = per_token + beta * kl
     loss = (weight * per_token).sum()
-    stats = {"loss": loss, **stats}
+    stats["loss"] = loss
     return loss, {name: x.detach() for name, x in stats.items()}
 
 def value_loss(value, old_value, returns, mask, weight):
@@ -434,7 +412,6 @@ def total_loss(agent, batch, weight, tokens):
     return loss, stats, logp.detach()
 
 # ------------------------------------------------------------------------------------ the update
-@torch.profiler.record_function("update")
 def update(agent, batch, rng):
     """The minibatches of all epochs over one rollout, each the sum of its micro-batches and one
     optimizer step. Changes the models; returns the mean statistics. Raises UserError if before the
@@ -467,7 +444,7 @@ def update(agent, batch, rng):
 
 def has_gradient(agent, batch):
     """The rows of a rollout, (B,), that have a gradient; `update` leaves the others out: without a
-    reference and a critic, those without an advantage. Two of these are computed all the same: if
+    reference and a critic, those without an advantage. Two of these are computed to make sure: if
     they have a loss, a fork has added a term that needs them."""
     if agent.ref is not None or agent.critic is not None:
         return torch.ones_like(batch.finished)
@@ -500,7 +477,7 @@ def begin_iteration(agent, problems, iteration):
         batch = generate(agent, part, machine.uniform(rng, len(part), cfg.choices, cfg.max_new))
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
         if cfg.labels == "rollouts":
-            batch.reward = reward.rollout_labels(partial(complete, agent), agent, batch, labels_rng)
+            batch.reward = reward.rollout_labels(complete, agent, batch, labels_rng)
         rows.append(dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward))
     agent.history, measures = reward.refit(agent.reward_model, batches.concatenate(*rows),
                                            agent.history, cfg, rng)
@@ -536,14 +513,12 @@ def train_step(agent, problems, step):
     batch, stats = rollout(agent, drawn, machine.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
     stats |= update(agent, batch, machine.rng(cfg, "update", step))
-    ended, tokens = time.perf_counter(), machine.all_reduce(batch.mask.sum()).item()
-    stats |= {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
-              "update_tok_s": tokens / (ended - sampled)}
+    stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     if cfg.target_kl:       # Ziegler et al. 2019, 2.2: a tenth of the relative error, bounded
         error = min(max(stats["kl"] / cfg.target_kl - 1, -0.2), 0.2)
-        agent.beta = agent.beta * (1 + 0.1 * error)
+        agent.beta *= 1 + 0.1 * error
     return batch, stats
 
 def train(cfg, task=None, saved=None):
@@ -608,8 +583,7 @@ def read_command(argv):
 def main(argv=None):
     """The command line; a UserError is one line on stderr and exit code 2."""
     machine.prepare()
-    code = 0
-    try:
+    with show.exit_code():
         mode, cfg, saved = read_command(argv)
         machine.start_ranks(machine.resolve(cfg)[0])
         if mode["report"]:
@@ -619,17 +593,8 @@ def main(argv=None):
             show.print0(show.percentages(evaluate(agent, preflight.problems_of(cfg, agent.task)[1]))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
-            with machine.stoppable(), folder.unlocked():
+            with machine.stoppable(show.resume_command(cfg)), folder.unlocked():
                 train(cfg, saved=saved)
-    except machine.Stopped as when:
-        show.print0(f"stopped {when}; continue with: {show.resume_command(cfg)}")
-        code = 128 + when.number
-    except KeyboardInterrupt:           # in an evaluation or an answer: there is nothing to save
-        code = 130
-    except (data.UserError, OSError) as e:      # an OSError: a disk that is full, a path too long
-        show.error(e)
-        code = 2
-    machine.exit_with(code)
 
 if __name__ == "__main__":
     main()

@@ -6,9 +6,7 @@ Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D ch
 L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
 keeps real tokens from seeing padding.
 """
-import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -39,10 +37,6 @@ class GPTConfig:
     tied: bool = True           # the head is the embedding
 
     def __post_init__(self):
-        for name, x in vars(self).items():      # a damaged file must not allocate memory
-            least, most = int(name != "head_size"), 1000 if name == "n_layer" else 2 ** 20
-            if type(x) is int and not least <= x <= most:
-                raise UserError(f"{name} must be between {least} and {most}, not {x}")
         if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
             raise UserError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
                             f"and that of n_kv_head {self.n_kv_head}")
@@ -72,9 +66,8 @@ def causal_attention(q, k, v):
     if v.is_cpu and v.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                # (B, ., T, D)
-    gqa = q.size(1) != k.size(1)
     with torch.autocast("cpu", enabled=False):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
 class Rows:
@@ -114,10 +107,10 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_head, self.n_kv_head, D = cfg.n_head, cfg.n_kv_head, cfg.head_size
-        linear = partial(nn.Linear, cfg.n_embd, bias=cfg.bias != "none")
-        self.q_proj = linear(cfg.n_head * D)
-        self.k_proj = linear(cfg.n_kv_head * D)
-        self.v_proj = linear(cfg.n_kv_head * D)
+        bias = cfg.bias != "none"
+        self.q_proj = nn.Linear(cfg.n_embd, cfg.n_head * D, bias=bias)
+        self.k_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=bias)
+        self.v_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=bias)
         self.o_proj = nn.Linear(cfg.n_head * D, cfg.n_embd, bias=cfg.bias == "all")
         self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
@@ -134,10 +127,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        linear = partial(nn.Linear, bias=cfg.bias == "all")
-        self.gate_proj = linear(cfg.n_embd, cfg.n_inner) if cfg.mlp == "swiglu" else None
-        self.up_proj = linear(cfg.n_embd, cfg.n_inner)
-        self.down_proj = linear(cfg.n_inner, cfg.n_embd)
+        C, inner, bias = cfg.n_embd, cfg.n_inner, cfg.bias == "all"
+        self.gate_proj = nn.Linear(C, inner, bias=bias) if cfg.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(C, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, C, bias=bias)
 
     def forward(self, x):
         if self.gate_proj is None:
@@ -187,7 +180,7 @@ class GPT(nn.Module):
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:
             factor, low, high, first = c.rope_scaling
-            kept = (first * inv_freq / (2 * math.pi) - low) / (high - low)
+            kept = (first * inv_freq / (2 * torch.pi) - low) / (high - low)
             inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
         angle = torch.arange(c.block_size)[:, None] * inv_freq
         self.register_buffer("cos", angle.cos()[:, None], persistent=False)
@@ -220,12 +213,9 @@ class GPT(nn.Module):
 
     def head(self, x):
         """Logits (..., V), in float32, of hidden states (..., C)."""
+        head = self.embed_tokens if self.cfg.tied else self.lm_head
         with self.autocast():
-            return F.linear(x, self.table.weight).float()
-
-    @property
-    def table(self):
-        return self.embed_tokens if self.cfg.tied else self.lm_head
+            return F.linear(x, head.weight).float()
 
     def autocast(self):
         """The context in which matrix products are done in `amp`."""
@@ -242,7 +232,6 @@ class GPT(nn.Module):
                            dtype=self.amp or like.dtype, device=like.device)
 
 # ------------------------------------------------------------------------------- log-probabilities
-
 CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
@@ -264,7 +253,6 @@ def logps_of(model, h, tokens, temperature):
     def of_part(h, tokens):
         logits = model.head(h / temperature)                                               # (n, V)
         return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-
     size = max(1, CHUNK // model.cfg.vocab_size)
     if len(tokens) <= size:
         return of_part(h, tokens)

@@ -113,15 +113,15 @@ def noisy_labels(rows, K, noise, rng):
     return rows | {"label": rows["label"].masked_scatter(rows["ends"], labels)}
 
 def rollout_labels(complete, agent, batch, rng, tries=4):
-    """Labels (B, T) of steps by Monte Carlo: the share of `tries` completions from the step's end,
-    made by `complete(prefixes, tries, u, room)`, that come out right. The last keeps its truth."""
+    """Labels (B, T) of steps by Monte Carlo: of `tries` completions from the step's end, the share
+    that come out right. `complete` is grpo.complete. The last step keeps its true label."""
     label = batch.reward.clone()
     places = (batch.ends & ~batches.last_tokens(batch.mask)).nonzero()                     # (n, 2)
     for row, column in (part.T for part in places.split(128) if len(part)):
         prefixes = [batch.ids[i, :t + 1].tolist() for i, t in zip(row, column)]
         room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # less what it has
         u = machine.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
-        ended = complete(prefixes, tries, u, room)
+        ended = complete(agent, prefixes, tries, u, room)
         ended.start = batch.start[row].repeat_interleave(tries)
         score(agent.task, agent.encoding, [batch.problems[i] for i in row], ended)
         label[row, column] = ended.components["correct"].view(-1, tries).mean(1)

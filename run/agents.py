@@ -38,7 +38,8 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     if policy.amp or shard.is_on(cfg):
         agent.sampler = frozen(policy)
     shard.shard_module(cfg, policy)
-    agent.opt = optimizer.new_optimizer([policy, agent.critic], cfg.lr, cfg.adam_eps)
+    eps = 1e-8 if agent.critic is None else 1e-5    # PPO's, as in its first code and in CleanRL
+    agent.opt = optimizer.new_optimizer([policy, agent.critic], cfg.lr, eps)
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     shard.refresh(agent)

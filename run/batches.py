@@ -11,6 +11,19 @@ from run import machine, show
 
 # --------------------------------------------------------------------------------------- the rows
 
+def pad_prompts(prompts, max_new, context, device):
+    """Prompts (lists of ids) as ids (P, T), padded on the right with room for completions of
+    `max_new` tokens (of each prompt, or of all); their lengths, and the most new tokens, both (P,).
+    Raises UserError if a row would not fit in the `context`."""
+    most = torch.as_tensor(max_new).expand(len(prompts)).tolist()
+    T = max(len(prompt) + n for prompt, n in zip(prompts, most))
+    if T > context:
+        raise UserError(f"a prompt of {max(map(len, prompts))} tokens and --max_new {max_new} do "
+                        f"not fit the model's context of {context}")
+    padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    return (torch.tensor(x, device=device) for x in (padded, lengths, most))
+
 def row_lengths(mask):
     """Tokens of each row without its padding, (B,)."""
     return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
@@ -100,13 +113,11 @@ def of_all_ranks(rows, K):
 
 # ---------------------------------------------------------------------------------- the statistics
 
-def statistics(batch, dead, rule_reward=None):
+def statistics(batch, dead):
     """What the log says of a rollout: means over rows, or tokens, of all ranks. dead (P,): the dead
-    groups; rule_reward (B,): that of the rule, if the reward is learned."""
+    groups."""
     stats = dict(batch.components)
     stats["accuracy"] = stats.pop("correct")
-    if rule_reward is not None:
-        stats["rule_reward"] = rule_reward
     # The mean of -log pi estimates the entropy. It is no bonus: as a term of the loss its gradient
     # is 0 in the mean over samples of the policy.
     entropy, _ = machine.mean_and_std(-batch.old_logp[batch.mask])
@@ -117,6 +128,13 @@ def statistics(batch, dead, rule_reward=None):
         _, spread = machine.mean_and_std(batch.returns[batch.mask])
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
     return machine.means(stats)
+
+def speed(batch, began, sampled, ended):
+    """The seconds of a step, and the tokens a second of its rollout and of its update, from the
+    times at which it began, had sampled and ended."""
+    tokens = machine.all_reduce(batch.mask.sum()).item()
+    return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
+            "update_tok_s": tokens / (ended - sampled)}
 
 # ------------------------------------------------------------------ sampler and trainer must agree
 

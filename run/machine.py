@@ -130,8 +130,9 @@ def uniform(rng, *shape):
 # --------------------------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked to stop, of this `number`; all that was made is saved."""
-    number = 0
+    """A signal asked to stop, of this `number`; all that was made is saved, and `command` goes on
+    from there."""
+    number, command = 0, ""
 
 ASKED = []      # signals that came: the step in progress is finished and saved first
 
@@ -142,7 +143,7 @@ def ask_to_stop(number, frame):
     ASKED.append(number)
 
 @contextlib.contextmanager
-def stoppable():
+def stoppable(command=""):
     """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before. That
     another rank is no longer there raises UserError."""
     before = {number: signal.signal(number, ask_to_stop)
@@ -150,7 +151,7 @@ def stoppable():
     try:
         yield
     except Stopped as when:
-        when.number = stop_asked()
+        when.number, when.command = stop_asked(), command
         raise
     except RuntimeError as e:           # gloo's has no type of its own
         if isinstance(e, dist.DistError) or "gloo" in str(e):

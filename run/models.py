@@ -8,7 +8,7 @@ from torch import nn
 
 from data import UserError
 from data.tokenizer import byte_encoding, load_encoding
-from model import GPT, GPTConfig
+from model import GPT
 from run import machine, preflight, pretrained, sharing
 
 def encoding_of(cfg, where):
@@ -61,8 +61,9 @@ def new_model(cfg, encoding, longest):
     """A new model with random weights. Its context is a power of two and holds prompts of `longest`
     tokens and their completions."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
-    shape = GPTConfig(encoding.n_vocab, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.n_embd,
-                      n_inner=4 * cfg.n_embd, block_size=context)
+    shape = pretrained.shape(vocab_size=encoding.n_vocab, n_layer=cfg.n_layer, n_head=cfg.n_head,
+                             n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd,
+                             block_size=context)
     with torch.device("meta"):
         preflight.check_room(GPT(shape), cfg, longest)
     model = to_device(GPT(shape, machine.generator(cfg, "weights")), cfg)

@@ -60,7 +60,16 @@ def read_config(hf):
     given = dict(n_kv_head=given.get("n_head"), head_size=0, tied=family == "gpt2") | gpt2 | given
     if missing := [theirs for ours, theirs in names.items() if given.get(ours) is None]:
         raise UserError(f"{missing[0]} is missing")
-    return GPTConfig(**given, **FAMILIES[family], **read_rope(hf))
+    return shape(**given, **FAMILIES[family], **read_rope(hf))
+
+def shape(**fields):
+    """A GPTConfig; raises UserError for sizes out of bounds: a damaged file must not allocate
+    memory."""
+    for name, x in fields.items():
+        least, most = int(name != "head_size"), 1000 if name == "n_layer" else 2 ** 20
+        if type(x) is int and not least <= x <= most:
+            raise UserError(f"{name} must be between {least} and {most}, not {x}")
+    return GPTConfig(**fields)
 
 def read_rope(hf):
     """The fields of GPTConfig that say how positions turn. As transformers has it, `rope_scaling`

@@ -1,11 +1,12 @@
 """What one sees in the terminal."""
+import contextlib
 import os
 import shlex
 import statistics
 import sys
 import time
 
-from data import tokenizer
+from data import UserError, tokenizer
 from run import machine
 
 def print0(text):
@@ -16,6 +17,23 @@ def print0(text):
 def error(e):
     """Print what went wrong, on stderr, as one line."""
     say("error: " + on_one_line(str(e)), sys.stderr)
+
+@contextlib.contextmanager
+def exit_code():
+    """A context for a whole command: what ends it is one line instead of a traceback, and the exit
+    code of the process."""
+    code = 0
+    try:
+        yield
+    except machine.Stopped as when:
+        print0(f"stopped {when}; continue with: {when.command}")
+        code = 128 + when.number
+    except KeyboardInterrupt:           # in an evaluation or an answer: there is nothing to save
+        code = 130
+    except (UserError, OSError) as e:           # an OSError: a disk that is full, a path too long
+        error(e)
+        code = 2
+    machine.exit_with(code)
 
 def say(text, stream):
     """Print to a stream, which may be closed, or the pipe to a `head` that has ended."""

@@ -179,10 +179,10 @@ def test_what_was_checked_cannot_be_changed(tmp_path):
                                         ("block_size", 1048576), ("n_embd", 1048576)])
 def test_sizes_have_bounds(name, most):
     for x in (1, most):
-        assert getattr(GPTConfig(**{"n_head": 1, "n_kv_head": 1, "head_size": 2, name: x}), name) == x
+        assert getattr(pretrained.shape(**{"n_head": 1, "n_kv_head": 1, "head_size": 2, name: x}), name) == x
     for x in (0, -1, most + 1):
         with pytest.raises(UserError, match=f"^{name} must be between 1 and {most}, not {x}$"):
-            GPTConfig(**{name: x})
+            pretrained.shape(**{name: x})
 
 
 def test_heads_share_the_channels_alike_unless_they_have_a_size_of_their_own():

@@ -314,7 +314,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, asked = r, ends, []
-    def complete(prefixes, tries, u, room):
+    def complete(agent, prefixes, tries, u, room):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
         assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
         assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
@@ -376,7 +376,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     ends[:, :] = batch.mask                                             # each token is a step
     batch.reward, batch.ends, sizes = r, ends, []
 
-    def complete(prefixes, tries, u, room):
+    def complete(agent, prefixes, tries, u, room):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
     agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)

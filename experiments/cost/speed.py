@@ -195,7 +195,7 @@ def floors(agent, batch):
     cfg, policy, c = agent.cfg, agent.policy, agent.policy.cfg
     device, dtype, _ = machine.resolve(cfg)
     linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
-    head, width = policy.table.weight.numel(), 2 if dtype == "bfloat16" else 4
+    head, width = policy.cfg.vocab_size * policy.cfg.n_embd, 2 if dtype == "bfloat16" else 4
     trained = batch.adv.any(1) | (agent.ref is not None or agent.critic is not None)
     operations, decoded = [], None
     for rows, budget in ((torch.ones_like(trained), float("inf")), (trained, cfg.micro_tokens)):

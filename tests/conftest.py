@@ -1,7 +1,11 @@
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # In this process and those that tests start: models this small gain nothing from a second thread,
 # and on a busy machine processes with two threads wait for each other.
@@ -32,6 +36,79 @@ def pytest_collection_modifyitems(items):
         if item.path.stem.removeprefix("test_") in QUICK:
             item.add_marker("quick")
 
+
+# ------------------------------------------------------------------------------- two processes
+
+def pytest_addoption(parser):
+    two = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
+    parser.addoption("--processes", type=int, default=2 if two else 1, help="run test files in so many processes")
+
+
+def pytest_runtestloop(session):
+    """Runs the test files in several processes, forked after the collection: each takes the next file when it has
+    finished one, and sends its reports to this process, which shows them."""
+    config, option, files = session.config, session.config.option, {}
+    for item in session.items:
+        files.setdefault(item.path, []).append(item)
+    if min(option.processes, len(files)) < 2 or option.collectonly or option.usepdb or option.capture == "no":
+        return None                         # pytest's own loop
+    largest_first = [files[path] for path in sorted(files, key=lambda path: -path.stat().st_size)]
+    next_file = multiprocessing.Value("i", 0)
+    config._tmp_path_factory.getbasetemp()  # one for all processes, removed by this one
+    processes = {}
+    for _ in range(option.processes):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            run_files(session, largest_first, next_file, writer)
+        writer.close()
+        processes[reader] = pid
+    try:
+        show_reports(session, dict(processes))
+    finally:
+        for pid in processes.values():
+            os.kill(pid, signal.SIGKILL)    # those that have ended are zombies
+            os.waitpid(pid, 0)
+    return True
+
+
+def run_files(session, files, next_file, writer):
+    """In a forked process: runs one file after another, and exits."""
+    config, capture = session.config, session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()         # its temporary file is the other process's too
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(SimpleNamespace(pytest_runtest_logreport=lambda report: writer.send_bytes(
+        json.dumps(config.hook.pytest_report_to_serializable(config=config, report=report)).encode())))
+    while True:
+        with next_file.get_lock():
+            at, next_file.value = next_file.value, next_file.value + 1
+        if at >= len(files):
+            writer.send_bytes(b"null")
+            os._exit(0)
+        for item, following in zip(files[at], [*files[at][1:], None]):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def show_reports(session, processes):
+    """Shows what the processes report, until all have finished."""
+    hook = session.config.hook
+    while processes:
+        for reader in multiprocessing.connection.wait(processes):
+            try:
+                report = json.loads(reader.recv_bytes())
+            except EOFError as e:
+                raise session.Interrupted("a process that ran tests has died") from e
+            if report is None:
+                del processes[reader]
+                continue
+            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=session.config, data=report))
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+
+
+# ------------------------------------------------------------------------------- what tests share
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 

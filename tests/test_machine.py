@@ -22,7 +22,7 @@ from run import batches, machine, optimizer, show
 
 def two_ranks(monkeypatch, f, first, second):
     """What f gives on each of two ranks, played by threads whose all_reduce waits for the other's."""
-    here, meet, given, got = threading.local(), threading.Barrier(2), {}, {}
+    here, meet, given, got, errors = threading.local(), threading.Barrier(2), {}, {}, []
 
     def all_reduce(x, op=dist.ReduceOp.SUM):
         given[here.rank] = x
@@ -33,7 +33,11 @@ def two_ranks(monkeypatch, f, first, second):
 
     def work(rank, args):
         here.rank = rank
-        got[rank] = f(*args)
+        try:
+            got[rank] = f(*args)
+        except Exception as e:
+            errors.append(e)
+            meet.abort()                    # the other one need not wait
     monkeypatch.setattr(machine, "all_reduce", all_reduce)
     monkeypatch.setattr(machine, "world", lambda: (here.rank, 2))
     threads = [threading.Thread(target=work, args=x) for x in enumerate((first, second))]
@@ -41,6 +45,8 @@ def two_ranks(monkeypatch, f, first, second):
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     return got[0], got[1]
 
 

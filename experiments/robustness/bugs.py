@@ -3,6 +3,7 @@
     python experiments/robustness/bugs.py            # all; a quarter of an hour
     python experiments/robustness/bugs.py GAE clip   # those whose name contains one of the words
     python experiments/robustness/bugs.py --readme   # all, and rewrite bugs.md
+    python experiments/robustness/bugs.py --quick    # how many of them `pytest -m quick` catches
 
 Prints each bug and the first test that fails. The exit code is 1 if no test fails for one of them.
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -32,7 +34,7 @@ BUGS = [
      'active = (n', 'sampling'),
     ('positions count on from the longest prompt', 'grpo.py',
      'logits = cache.append(token, column, active)',
-     'logits = cache.append(token, torch.full_like(column, longest + n), active)', 'sampling sharing'),
+     'logits = cache.append(token, (length.max() + n).expand_as(column), active)', 'sampling sharing'),
     ('rows that drew differently share a state', 'run/sharing.py',
      ' and before.diff().all():',
      ':', 'sampling sharing'),
@@ -310,8 +312,9 @@ BUGS = [
 ]
 
 
-def try_out(bug):
-    """Inject one bug into a copy of the tree: the first test that then fails, or None."""
+def try_out(bug, quick=False):
+    """Inject one bug into a copy of the tree: the first test that then fails, or None. Runs the bug's own tests, or
+    all of the quick ones."""
     name, file, text, instead, tests = bug
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -320,9 +323,11 @@ def try_out(bug):
         assert text in source, f"update experiments/robustness/bugs.py: {name}: the quoted text is no longer in {file}"
         (copy / file).write_text(source.replace(text, instead, 1))
         files, _, only = tests.partition(" -k ")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header",
-                   *(f"tests/test_{f}.py" for f in files.split())]
-        command += ["-k", only] if only else []
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--processes", "1"]
+        if quick:
+            command += ["-m", "quick"]
+        else:
+            command += [f"tests/test_{f}.py" for f in files.split()] + (["-k", only] if only else [])
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
     failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
@@ -330,12 +335,12 @@ def try_out(bug):
 
 
 def main(words):
-    readme = "--readme" in words
-    words = [word for word in words if word != "--readme"]
+    readme, quick = "--readme" in words, "--quick" in words
+    words = [word for word in words if not word.startswith("--")]
     chosen = [m for m in BUGS if not words or any(word in m[0] for word in words)]
     rows, missed = [], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, file, *_), failed in zip(chosen, pool.map(try_out, chosen)):
+        for (name, file, *_), failed in zip(chosen, pool.map(partial(try_out, quick=quick), chosen)):
             rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
             missed += failed is None
             print(rows[-1], flush=True)

@@ -1,4 +1,4 @@
-"""Rewards of completions and of their steps, by rule or learned: models, labels, fit, replay."""
+"""Rewards of completions and of their steps, by rule or learned: labels, models, fit, replay."""
 import torch
 import torch.nn.functional as F
 
@@ -7,12 +7,12 @@ from data.tokenizer import decode, step_tokens
 from run import batches, machine, optimizer
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
-LABEL_NOISE = 0.0       # share of wrong labels, for studies of what people do
+LABEL_NOISE = 0.0       # fraction of wrong labels, to study imperfect annotators
 
 # ------------------------------------------------------------------------------- the rule's reward
 
 def score(task, encoding, problems, batch):
-    """Put in a batch the problem of each row, its text, and the components of its rule reward."""
+    """Fills in each row's problem, its decoded text, and the components of its rule reward."""
     group, lengths = len(batch.ids) // len(problems), batches.row_lengths(batch.mask).tolist()
     batch.problems = [p for p in problems for _ in range(group)]
     batch.texts = [decode(encoding, row[start:end]) for row, start, end
@@ -22,23 +22,23 @@ def score(task, encoding, problems, batch):
 
 def rule_components(task, batch):
     """The components (B,) of the rule reward by name; the reward is their sum. A completion that
-    did not finish gave no answer: 0. Raises UserError for what is not a number."""
+    was cut off earns 0. Raises UserError for a component that is missing or not a number."""
     rows = [task.reward(problem, text) for problem, text in zip(batch.problems, batch.texts)]
     for problem, row in zip(batch.problems, rows):
         check_components(problem, row)
         if row.keys() != rows[0].keys():
             raise UserError(f"the reward of the prompt {problem.prompt!r} has the components "
-                            f"{', '.join(row)}: they must always be the same")
+                            f"{', '.join(row)}: use the same ones for every prompt")
     return {name: torch.tensor([float(row[name]) for row in rows], device=batch.ids.device)
             * batch.finished for name in rows[0]}
 
 def of_steps(task, batch, cfg, encoding):
-    """The rule reward by steps: `reward` (B, T) in the columns `ends` (B, T), their last tokens.
+    """The rule's reward (B, T) of each step, at the step's last token, and a mask `ends` (B, T) of
+    these tokens.
 
-    Outcome supervision takes the completion for one step, and the sum of its parts for its reward.
-    Under process supervision a step earns 1 if it is true; the last, which ends at the last token
-    so that stopping is a part of it, only if the answer is correct too: true lines that lead
-    elsewhere are no solution.
+    Outcome supervision: one step, the whole completion; its reward is the sum of its components.
+    Process supervision: 1 for a true step. The last step ends at the completion's last token, so it
+    includes stopping, and earns 1 only if the answer is also correct.
     """
     last = batches.last_tokens(batch.mask)
     if cfg.supervision == "outcome":
@@ -51,12 +51,12 @@ def of_steps(task, batch, cfg, encoding):
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
         good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]
         ends[i, at], reward[i, at] = True, 1.0
-        reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0   # also if shared
+        reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0   # 0 if any false
     return reward, ends
 
 def at_the_limit(batch, truncated_reward):
-    """The rewards (B, T), at most `truncated_reward` at the last token of a row that did not end: a
-    learned reward may be lower."""
+    """The rewards (B, T), capped at `truncated_reward` at the last token of each row that was cut
+    off. A learned reward below the cap is kept."""
     cut = batches.last_tokens(batch.mask) & ~batch.finished[:, None]
     return torch.where(cut, batch.reward.clamp(max=truncated_reward), batch.reward)
 
@@ -65,14 +65,14 @@ def at_the_limit(batch, truncated_reward):
 def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
     def of_rows(ids, mask):
-        """Of some rows, as `in_micro_batches` wants it."""
+        """The scores of some rows, for `in_micro_batches`."""
         ids, mask = (x.to(reward_model.head.weight.device) for x in (ids, mask))
         return [reward_model(ids, mask)]
     return batches.in_micro_batches(of_rows, ids, mask, cfg.micro_tokens)[0]
 
 def learned(reward_model, batch, cfg):
-    """The learned reward (B, T) where steps end: under outcome supervision the normalised score,
-    under process supervision the chance that the step is good."""
+    """The learned reward (B, T) at the ends of steps: the normalised score under outcome
+    supervision, the probability that the step is good under process supervision."""
     raw, (mean, std) = scores(reward_model, batch.ids, batch.mask, cfg), reward_model.norm
     reward = raw.sigmoid() if cfg.supervision == "process" else (raw - mean) / std
     return torch.where(batch.ends, reward, 0)
@@ -80,9 +80,9 @@ def learned(reward_model, batch, cfg):
 def reward_loss(score, label, K):
     """Negative log-likelihood of the labels, summed; score and label (n,).
 
-    K > 1: rows come in sets of K, the label is 1 for the chosen one: -log softmax of its score
-    ("Fine-Tuning Language Models from Human Preferences"; K = 2 is Bradley-Terry). K = 1: the label
-    is the chance that a step is good: binary cross-entropy.
+    K > 1: each set of K rows has one chosen row, with label 1, and the loss is -log softmax of its
+    score ("Fine-Tuning Language Models from Human Preferences"; K = 2 is Bradley-Terry). K = 1: the
+    label is the probability that a step is good, and the loss is binary cross-entropy.
     """
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
@@ -91,8 +91,8 @@ def reward_loss(score, label, K):
 # ------------------------------------------------------------------------------------- the labels
 
 def choose(reward, noise, rng):
-    """The chance that each of K completions is people's choice, (n, K): they choose the best of
-    reward (n, K), any of several equals alike, but in a share `noise` of them a worse one."""
+    """The probability (n, K) that an annotator chooses each of K completions: the one with the
+    highest reward (n, K), uniformly among ties, but in a fraction `noise` of sets a worse one."""
     best = reward == reward.amax(1, keepdim=True)
     chance = best / best.sum(1, keepdim=True)
     for row, good in zip(chance, best.tolist()):
@@ -102,8 +102,8 @@ def choose(reward, noise, rng):
     return chance
 
 def noisy_labels(rows, K, noise, rng):
-    """`rows` with labels as people give them: which of K completions is the best, or for K = 1
-    whether each step is good; a share `noise` of them is wrong."""
+    """`rows` with an annotator's labels: which of K completions is best or, for K = 1, whether each
+    step is good. A fraction `noise` of the labels is wrong."""
     labels = rows["label"][rows["ends"]]
     if K > 1:
         labels = choose(labels.view(-1, K), noise, rng).flatten()
@@ -113,13 +113,13 @@ def noisy_labels(rows, K, noise, rng):
     return rows | {"label": rows["label"].masked_scatter(rows["ends"], labels)}
 
 def rollout_labels(complete, agent, batch, rng, tries=4):
-    """Labels (B, T) of steps by Monte Carlo: of `tries` completions from the step's end, the share
-    that come out right. `complete` is grpo.complete. The last step keeps its true label."""
+    """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
+    are right. `complete` is grpo.complete. A last step keeps its true label."""
     label = batch.reward.clone()
     places = (batch.ends & ~batches.last_tokens(batch.mask)).nonzero()                     # (n, 2)
     for row, column in (part.T for part in places.split(128) if len(part)):
         prefixes = [batch.ids[i, :t + 1].tolist() for i, t in zip(row, column)]
-        room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # less what it has
+        room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # tokens left
         u = machine.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
         ended = complete(agent, prefixes, tries, u, room)
         ended.start = batch.start[row].repeat_interleave(tries)
@@ -130,11 +130,10 @@ def rollout_labels(complete, agent, batch, rng, tries=4):
 # ---------------------------------------------------------------------------------------- the fit
 
 def refit(reward_model, rows, history, cfg, rng):
-    """Fit the reward model to this rank's labelled rows, `cfg.choices` completions of each problem,
-    and to a tenth as many of `history`; the first tenth is set apart to measure it, on labels as
-    noisy: people have no others. Returns the history with all fitted rows, and the measures.
-
-    rows: ids, mask, ends, and as label the truth of each step, (R, T).
+    """Fits the reward model to this rank's labelled rows, `cfg.choices` completions per problem,
+    plus a tenth as many from `history`. The first tenth of the rows is held out to measure the fit;
+    its labels are as noisy as the others. Returns the history with the fitted rows added, and the
+    metrics. rows: ids, mask, ends, and the truth of each step as label, (R, T).
     """
     K = cfg.choices if cfg.supervision == "outcome" else 1
     rows = noisy_labels(batches.of_all_ranks(rows, cfg.choices), K, LABEL_NOISE, rng)
@@ -151,30 +150,29 @@ def refit(reward_model, rows, history, cfg, rng):
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     accuracy, error = quality(score, test["label"][test["ends"]], K)
     history = batches.concatenate(history, rows) if history else rows
-    if K > 1:       # mean 0, std 1 of what the references wrote: the last one's alone are too alike
+    if K > 1:       # mean 0, std 1 over the whole history: the latest rows alone vary too little
         score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
         if not score.std() > 1e-6 * score.mean().abs():
             raise UserError("the reward model gives every completion the same score: there is "
-                            "nothing "
-                            "to learn from")
+                            "nothing to learn from")
         reward_model.norm.copy_(torch.stack([score.mean(), score.std()]))
     return history, {"rm_accuracy": accuracy, "rm_error": error}
 
 def fit(reward_model, data, K, cfg, rng):
-    """One pass over labelled rows that every rank holds, in sets of K, 64 rows a step."""
+    """One pass over labelled rows in sets of K, 64 rows a step. Every rank has all rows."""
     n = len(data["ids"]) // K
     steps, order = max(1, n * K // 64), torch.tensor(rng.sample(range(n), n))
     whole = {name: data[name].unflatten(0, (n, K)) for name in ("ids", "mask")}     # (n, K, T)
     device = reward_model.head.weight.device
 
     def rows_of(sets):
-        """The rows of some sets."""
+        """The row indices of some sets."""
         return (sets[:, None] * K + torch.arange(K)).flatten()
 
     def losses(step):
-        """The terms of one optimizer step, those of this rank's sets."""
+        """The loss terms of one optimizer step, from this rank's sets."""
         sets = order.tensor_split(steps)[step]
-        count = data["ends"][rows_of(sets)].sum() / K                               # of all ranks
+        count = data["ends"][rows_of(sets)].sum() / K                           # over all ranks
         sets = machine.local_share(sets)
         ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
         for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens // K):
@@ -185,21 +183,21 @@ def fit(reward_model, data, K, cfg, rng):
     optimizer.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
 
 def quality(score, label, K):
-    """Accuracy, and expected calibration error (10 bins), of scores on labels, both (n,). Of K
-    completions any that is as likely as the best to be chosen is a right guess."""
+    """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K
+    choices, picking any of the completions most likely to be chosen counts as right."""
     if K == 1:
         p = score.sigmoid()
         sure, hit = torch.maximum(p, 1 - p), ((p > 0.5) == (label > 0.5)).float()
         came = hit
     else:
         sure, pick = score.view(-1, K).softmax(1).max(1)
-        came = label.view(-1, K).gather(1, pick[:, None])[:, 0]         # the chance that it is
+        came = label.view(-1, K).gather(1, pick[:, None])[:, 0]         # its chance of being chosen
         hit = (came == label.view(-1, K).amax(1)).float()
     gap = torch.zeros(10).index_add(0, (sure * 10).long().clamp(max=9), sure - came)
     return hit.mean().item(), (gap.abs().sum() / len(hit)).item()
 
 def replay(history, rows, K, rng):
-    """`rows` labelled rows of the history at random, whole sets of K."""
+    """Up to `rows` rows drawn at random from the history, in whole sets of K."""
     sets = range(len(history["ids"]) // K)
     chosen = torch.tensor(rng.sample(sets, min(rows // K, len(sets))), dtype=torch.long)
     return {name: x.unflatten(0, (-1, K))[chosen].flatten(0, 1) for name, x in history.items()}

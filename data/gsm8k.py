@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from data import UserError
-from data.answers import one_number, steps, tagged  # noqa: F401, steps is the task's
+from data.answers import one_number, steps, tagged  # noqa: F401, re-exports steps
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,

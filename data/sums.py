@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 from data import UserError
-from data.answers import one_number, steps  # noqa: F401, steps is the task's
+from data.answers import one_number, steps  # noqa: F401, re-exports steps
 
 # For SmolLM2-135M-Instruct (experiments/models/smollm2.py) on two CPU cores. Without a KL, dead
 # groups cost no update, and k3's gradient at a rare token cannot dominate a step. At a constant

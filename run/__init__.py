@@ -1,12 +1,21 @@
-"""What surrounds the algorithm, a room each; a room uses those before it, never one after it:
+"""The code around the algorithm. Each module imports only modules above it:
 
     machine     device, dtype, compilation, ranks, random streams, signals
-    show        what one sees in the terminal
+    show        terminal output
     flags       a dataclass as a command line
-    batches     rows into micro-batches, the optimizer's step, supervised fits
-    files       written whole or not at all, and held by one process
-    tensors     the tensors of a run by name, checked
-    pretrained  Hugging Face's layout, in and out
-    folder      the folder of a run: checkpoint, logs, resume
-    start       the model that a run starts from, its warm start, the memory it takes
+    files       atomic writes, file locks
+    shard       FSDP2
+    sharing     prefixes that rows share are computed once
+    batches     micro-batches, statistics, the check that sampler and trainer agree
+    optimizer   optimizer step, supervised training
+    samples     what samples.jsonl says of a group
+    report      runs as an HTML page
+    tensors     the tensors in a checkpoint, and their validation
+    pretrained  reads and writes models in Hugging Face's layout
+    preflight   checks before a run: the task, sizes, memory
+    models      loads or creates models; heads for critics and reward models
+    folder      a run's folder and logs
+    checkpoint  saving and resuming
+    warm_start  the supervised start
+    agents      all models of a run; how a run begins
 """

@@ -10,7 +10,7 @@ from run.models import ScalarHead, frozen
 
 @dataclass
 class Agent:
-    """Everything a run works with; ref, critic and reward_model are None if they are not needed."""
+    """All state of a run; ref, critic, reward_model and sampler are None if they are not needed."""
     cfg: object
     task: object
     encoding: object
@@ -18,17 +18,17 @@ class Agent:
     ref: GPT = None                     # the reference, frozen
     critic: ScalarHead = None           # the value of a state
     reward_model: ScalarHead = None
-    sampler: GPT = None                 # the policy in bfloat16, to sample from
-    opt: torch.optim.Optimizer = None   # of the policy and the critic
-    beta: float = 0.0                   # weight of the KL, which --target_kl steers
-    history: dict = field(default_factory=dict)     # the labelled rows of all reward model fits
+    sampler: GPT = None                 # a copy to sample from, in bfloat16 or unsharded
+    opt: torch.optim.Optimizer = None   # for policy and critic
+    beta: float = 0.0                   # KL coefficient, adapted under --target_kl
+    history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
 
 def new_agent(cfg, task, encoding, policy, saved=None):
-    """All models as they are before the first step, or in the Checkpoint `saved`."""
+    """All models, as before the first step or as in the Checkpoint `saved`."""
     agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
     if cfg.needs_reference:
         agent.ref = shard.shard_module(cfg, frozen(policy))
-    if cfg.baseline in ("value", "group+value"):        # its head starts at 0: every value is 0
+    if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = shard.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
     if cfg.reward == "model":
@@ -38,7 +38,7 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     if policy.amp or shard.is_on(cfg):
         agent.sampler = frozen(policy)
     shard.shard_module(cfg, policy)
-    eps = 1e-8 if agent.critic is None else 1e-5    # PPO's, as in its first code and in CleanRL
+    eps = 1e-8 if agent.critic is None else 1e-5    # as in the original PPO code and CleanRL
     agent.opt = optimizer.new_optimizer([policy, agent.critic], cfg.lr, eps)
     if saved and saved.model:
         checkpoint.restore(agent, saved)
@@ -50,13 +50,13 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     return agent
 
 def train_mode(agent, on):
-    """Puts the models that an update trains into training or evaluation mode."""
+    """Switches policy and critic to training mode or, with on=False, to evaluation mode."""
     for module in filter(None, (agent.policy, agent.critic)):
         module.train(on)
 
 def begin(cfg, task, saved):
-    """What a run begins with, new or from the Checkpoint `saved`: the Config, the tokenizer, the
-    policy, the training problems and the held-out ones."""
+    """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
+    tokenizer, the policy, and the training and held-out problems."""
     checkpoint.claim(cfg, saved)
     if saved and saved.step == cfg.steps * cfg.iterations and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")

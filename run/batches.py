@@ -1,4 +1,4 @@
-"""Rows into minibatches and micro-batches; sets of rows; whether sampler and trainer agree."""
+"""Minibatches, micro-batches, sets of rows, statistics; the check of sampler against trainer."""
 from functools import partial
 
 import torch
@@ -12,9 +12,9 @@ from run import machine, show
 # --------------------------------------------------------------------------------------- the rows
 
 def pad_prompts(prompts, max_new, context, device):
-    """Prompts (lists of ids) as ids (P, T), padded on the right with room for completions of
-    `max_new` tokens (of each prompt, or of all); their lengths, and the most new tokens, both (P,).
-    Raises UserError if a row would not fit in the `context`."""
+    """Pads prompts (lists of ids) on the right to (P, T), with room for `max_new` tokens (a number,
+    or one per prompt); returns them with their lengths and maxima of new tokens, both (P,). Raises
+    UserError if a row would not fit in the `context`."""
     most = torch.as_tensor(max_new).expand(len(prompts)).tolist()
     T = max(len(prompt) + n for prompt, n in zip(prompts, most))
     if T > context:
@@ -25,20 +25,20 @@ def pad_prompts(prompts, max_new, context, device):
     return (torch.tensor(x, device=device) for x in (padded, lengths, most))
 
 def row_lengths(mask):
-    """Tokens of each row without its padding, (B,)."""
+    """The length of each row without padding, (B,)."""
     return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
 
 def last_tokens(mask):
-    """The last sampled token of each row, (B, T)."""
+    """A mask of each row's last sampled token, (B, T)."""
     return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
 def by_16(n):
-    """n, up to the next multiple of 16: of sizes rounded so, few shapes are compiled."""
+    """n rounded up to a multiple of 16, so that few shapes are compiled."""
     return -(-n // 16) * 16
 
 def minibatches(cfg, rng, device):
-    """Deal the rows of a step, of all ranks, at random to the minibatches of each epoch. Yields of
-    each the rows that are on this rank, as indices into its batch, and the number on all ranks."""
+    """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
+    rows on this rank, as indices into this rank's batch, and its number of rows on all ranks."""
     rows = cfg.prompts * cfg.group
     local = machine.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
     for _ in range(cfg.epochs):
@@ -47,10 +47,10 @@ def minibatches(cfg, rng, device):
             yield torch.isin(local, part).nonzero()[:, 0].to(device), len(part)
 
 def micro_batches(ids, mask, budget):
-    """Chunks of rows (indices, longest length) of ids and mask (B, T), each of at most `budget`
-    tokens with its padding, or of one row. Rows that begin alike are put one below the other: a
-    model computes that beginning once. All ranks have as many chunks, the last ones without a row:
-    where models are dealt, each takes part in every pass."""
+    """Splits rows of ids and mask (B, T) into chunks of at most `budget` tokens, padding included,
+    or of one longer row; yields (row indices, longest length). Rows are sorted, so that rows with a
+    common prefix are neighbours and share it. Every rank yields as many chunks, empty ones at the
+    end if need be: with sharded models all ranks take part in every pass."""
     rows, length, chunks, longest = ids.tolist(), row_lengths(mask).tolist(), [], 0
     for row in sorted(range(len(rows)), key=rows.__getitem__):
         longest = max(longest, length[row])
@@ -67,7 +67,7 @@ def micro_batches(ids, mask, budget):
 
 @torch.no_grad()
 def in_micro_batches(f, ids, mask, budget):
-    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without a graph."""
+    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without gradients."""
     out = None
     for rows, T in micro_batches(ids, mask, budget):
         parts = f(ids[rows, :T], mask[rows, :T])
@@ -78,13 +78,13 @@ def in_micro_batches(f, ids, mask, budget):
     return out
 
 def logps(gpt, batch, cfg, critic=None):
-    """`token_logps` of a batch, in micro-batches and without a graph."""
+    """`token_logps` of a batch, in micro-batches and without gradients."""
     of_rows = partial(token_logps, gpt, temperature=cfg.temperature, critic=critic)
     return in_micro_batches(of_rows, batch.ids, batch.mask, cfg.micro_tokens)
 
 def in_chunks(name, items, size):
-    """The items, `size` at a time, without a part in which this rank has no share; where that takes
-    long, with a line on how far it is. Raises Stopped if a signal came: all will begin anew."""
+    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
+    progress if it takes long. Raises Stopped on a signal; the work then starts over."""
     told = show.progress(name, len(items))
     for i in range(0, len(items), size):
         if machine.stop_asked():
@@ -96,13 +96,13 @@ def in_chunks(name, items, size):
 # ------------------------------------------------------------------------ sets of rows, as dicts
 
 def concatenate(*sets):
-    """Sets of rows, each a dict of (R, T) tensors, as one, padded to the longest."""
+    """Joins sets of rows, dicts of (R, T) tensors, into one, padded to the longest."""
     T = max(x["ids"].size(1) for x in sets)
     return {name: torch.cat([F.pad(x[name], (0, T - x[name].size(1))) for x in sets])
             for name in sets[0]}
 
 def of_all_ranks(rows, K):
-    """Rows of all ranks, on each of them: sets of K in the order of their problems, on the CPU."""
+    """All-gathers rows to the CPU of every rank, as sets of K in the order of their problems."""
     rows = {name: x.cpu() for name, x in rows.items()}
     if not dist.is_initialized():
         return rows
@@ -114,40 +114,40 @@ def of_all_ranks(rows, K):
 # ---------------------------------------------------------------------------------- the statistics
 
 def statistics(batch, dead):
-    """What the log says of a rollout: means over rows, or tokens, of all ranks. dead (P,): the dead
-    groups."""
+    """The logged statistics of a rollout, means over the rows or tokens of all ranks. dead (P,):
+    which groups are dead."""
     stats = dict(batch.components)
     stats["accuracy"] = stats.pop("correct")
-    # The mean of -log pi estimates the entropy. It is no bonus: as a term of the loss its gradient
-    # is 0 in the mean over samples of the policy.
+    # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
+    # the loss its expected gradient is 0.
     entropy, _ = machine.mean_and_std(-batch.old_logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
-    if batch.value is not None:             # 1: the critic knows the returns; 0: only their mean
+    if batch.value is not None:             # 1: predicts all returns; 0: only their mean
         _, error = machine.mean_and_std((batch.returns - batch.value)[batch.mask])
         _, spread = machine.mean_and_std(batch.returns[batch.mask])
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
     return machine.means(stats)
 
 def speed(batch, began, sampled, ended):
-    """The seconds of a step, and the tokens a second of its rollout and of its update, from the
-    times at which it began, had sampled and ended."""
+    """A step's seconds and the tokens per second of its rollout and update, from the times at which
+    it began, had sampled and ended."""
     tokens = machine.all_reduce(batch.mask.sum()).item()
     return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
             "update_tok_s": tokens / (ended - sampled)}
 
 # ------------------------------------------------------------------ sampler and trainer must agree
 
-# How far the sampler's and the trainer's log-probabilities of a token may be apart before the first
-# optimizer step, at most and on average; beyond it the two disagree, and every ratio is wrong. In
-# float32 30 layers were up to 1.3e-4 apart. In bfloat16 a logit of 32 has steps of 0.25, so single
-# tokens may be far apart, but the average was 0.034 in 30 layers. (There the ratios take the
-# trainer's own log-probabilities as the old ones.)
+# The largest and the mean gap allowed between the sampler's and the trainer's log-probability of a
+# token before the first optimizer step; beyond it every ratio would be wrong. With 30 layers the
+# largest gap was 1.3e-4 in float32. In bfloat16 a logit of 32 is rounded to steps of 0.25, so gaps
+# at single tokens may be large, but with 30 layers the mean gap was 0.034. (In bfloat16 the old
+# log-probabilities in the ratios are the trainer's own.)
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(gaps, dtype):
-    """The largest of the gaps (n,) between the sampler's and the trainer's log-probability of a
-    token, on all ranks; raises UserError if it, or the mean, is more than rounding in `dtype`."""
+    """The largest of the gaps (n,) between the sampler's and the trainer's log-probabilities, over
+    all ranks; raises UserError if it or the mean exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
     largest = machine.all_reduce(F.pad(gaps, (0, 1)).max(), dist.ReduceOp.MAX).item()
     mean = machine.mean_and_std(gaps)[0].item()

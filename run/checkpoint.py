@@ -1,5 +1,4 @@
-"""The checkpoint of a run: written, read, checked, resumed from; and the folder claimed for a run.
-"""
+"""Checkpoints: saving, loading, validating, resuming; claiming a run's folder."""
 import contextlib
 import dataclasses
 import hashlib
@@ -20,14 +19,14 @@ from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, tra
 
 @dataclass
 class Checkpoint:
-    """What a resumed run continues with. Random streams and the order of the problems follow from
-    the seed and the step, so they are not stored."""
-    step: int           # the last complete one; -1 before there is a model
-    stats: dict         # of that step, if its evaluation is still to come; else empty
-    beta: float         # current weight of the KL, see --target_kl
+    """The state of a run. Random streams and the order of problems follow from the seed and the
+    step, so they are not stored."""
+    step: int           # last complete step; -1 before there is a model
+    stats: dict         # of that step, if it has not been evaluated yet; else empty
+    beta: float         # current KL coefficient, see --target_kl
     model: dict         # the policy's config.json; empty before there is a model
     sizes: dict         # bytes of the logs at this step
-    data: dict          # SHA-256 of the files of --train and --test when the run began
+    data: dict          # SHA-256 of the --train and --test files when the run began
     tensors: dict       # see `training_state`; empty if only the header was read
 
     def __post_init__(self):
@@ -35,11 +34,11 @@ class Checkpoint:
         wrong = [n for n, x in vars(self).items() if not isinstance(x, kinds[n])]
         if wrong or not math.isfinite(self.beta) or self.sizes.keys() != set(LOGS) or not all(
                 type(x) is int and x >= 0 for x in self.sizes.values()):
-            raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} of a wrong type or value")
+            raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} has a wrong type or value")
 
 def save(agent, step, stats=()):
-    """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: those of a
-    step that is still to be evaluated."""
+    """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: the step's
+    statistics, if it has not been evaluated yet."""
     folder, tensors = agent.cfg.folder, training_state(agent)
     shard.check_alike(tensors)
     tensors = {n: shard.for_the_first_rank(x) for n, x in tensors.items()}
@@ -55,8 +54,8 @@ def save(agent, step, stats=()):
 
 @contextlib.contextmanager
 def saved_if_stopped(agent, step, stats):
-    """A context, for an evaluation: if a signal stops it, there is a checkpoint after `step`, and
-    the evaluation is all that is left to do."""
+    """A context for an evaluation: if a signal stops it, saves a checkpoint after `step`, so that a
+    resumed run starts with the evaluation."""
     try:
         yield
     except machine.Stopped:
@@ -65,28 +64,27 @@ def saved_if_stopped(agent, step, stats):
         raise
 
 def size_on_disk(path):
-    """Bytes of a file, synced to the disk: the checkpoint relies on the logs."""
+    """The bytes of a file, after syncing it to disk: checkpoints rely on the logs."""
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
         return os.path.getsize(path)
 
 def write_checkpoint(cfg, checkpoint):
-    """Writes checkpoint.safetensors: the settings and a Checkpoint."""
+    """Writes the settings and a Checkpoint to checkpoint.safetensors."""
     state = {n: x for n, x in vars(checkpoint).items() if n != "tensors"}
     write_state(cfg.folder / "checkpoint.safetensors", state | {"config": dataclasses.asdict(cfg)},
                 checkpoint.tensors)
 
 def write_state(path, state, tensors):
-    """Writes a dict and tensors with the SHA-256 of both, so that `load` notices any changed bit.
-    """
+    """Writes a dict and tensors with a SHA-256 of each, so that `load` detects any changed bit."""
     tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
     text = json.dumps(state | {"tensors": sha256_of(tensors)})
     text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
     files.write_tensors(path, tensors, {"grpo": text})
 
 def load(folder, config, whole=True):
-    """What `save` wrote in `folder`: the `config` (a dataclass) and the Checkpoint; without `whole`
-    only its header. Raises UserError if it is missing, damaged, or not a run's."""
+    """Reads what `save` wrote: an instance of the dataclass `config`, and the Checkpoint, without
+    its tensors unless `whole`. Raises UserError if the file is missing, damaged or not a run's."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise UserError(f"no run in {folder}")
@@ -106,15 +104,14 @@ def load(folder, config, whole=True):
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
 
 def refuse_foreign_code(task, given, folder):
-    """Raises UserError if the run in a folder has a file as its task and the flags `given` do not
-    name it too: opening a stranger's folder must not execute code."""
+    """Raises UserError if the run's task is a file that the flags `given` do not name: opening
+    somebody else's folder must not execute code."""
     if str(task).endswith(".py") and given.get("task") != task:
         raise UserError(f"the task of the run in {folder} is the file {task}, which would be "
-                        f"executed; "
-                        f"to allow it, add --task {task}")
+                        f"executed; to allow it, add --task {task}")
 
 def settings(folder, given=None):
-    """The settings of the run in a folder without its `out` and `init`; empty if there is no run.
+    """The settings of the run in a folder, except `out` and `init`; empty if there is no run.
     `given`: the flags, see `refuse_foreign_code`."""
     path = Path(folder) / "run.json"
     if not path.exists():
@@ -129,13 +126,13 @@ def settings(folder, given=None):
     return found
 
 def restore(agent, checkpoint):
-    """Copies the tensors of a Checkpoint into the models and the optimizer, and releases the file;
-    raises UserError if they do not fit this run."""
+    """Copies the tensors of a Checkpoint into models and optimizer, then releases the file; raises
+    UserError if they do not fit this run."""
     tensors = checkpoint.tensors
     check_tensors(agent, checkpoint)
     for name, p in named_parameters(agent).items():
         p.data.copy_(shard.like(p, tensors[name]))
-        if f"opt.step.{name}" in tensors:               # not before the first optimizer step
+        if f"opt.step.{name}" in tensors:               # missing before the first optimizer step
             agent.opt.state[p] = {key: shard.like(p, tensors[f"opt.{key}.{name}"])
                                   for key in MOMENTS}
     agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
@@ -144,11 +141,11 @@ def restore(agent, checkpoint):
     tensors.clear()                     # they are mapped from the file and keep it open
 
 def resume(folder, config, flags, may_change):
-    """The `config` and the Checkpoint to continue with; `flags` may change only the settings named
-    in `may_change`. The folder is where it was found, whatever the settings say."""
+    """The Config and the Checkpoint to continue from. `flags` may change only the settings named in
+    `may_change`. The run stays in `folder`, even if it was moved there."""
     cfg, checkpoint = load(folder, config, whole=False)
     refuse_foreign_code(cfg.task, flags, folder)
-    if cfg.iterations > 1:                  # an iteration begins after every `steps`
+    if cfg.iterations > 1:                  # `steps` is the length of an iteration
         may_change = may_change - {"steps"}
     for name in flags.keys() - may_change:
         if flags[name] != getattr(cfg, name):
@@ -162,7 +159,7 @@ def resume(folder, config, flags, may_change):
     for name, sha256 in data_of(cfg).items():
         if checkpoint.data.get(name) != sha256:
             raise UserError(f"--{name} {getattr(cfg, name)} has changed since the run in {folder} "
-                            f"began")
+                            "began: restore the file, or start a new run")
     return cfg, load(folder, config)[1]
 
 def data_of(cfg):
@@ -173,8 +170,8 @@ def data_of(cfg):
 # ------------------------------------------------------------------------------------- a run begins
 
 def claim(cfg, checkpoint):
-    """Locks the folder of a run; raises UserError if another run is active there, or has continued
-    since the checkpoint was read, or is unfinished and would be overwritten."""
+    """Locks the folder of a run; raises UserError if another process is running there or continued
+    the run after the checkpoint was read, or if an unfinished run would be overwritten."""
     folder = cfg.folder
     if machine.world()[0] == 0 and folder.exists():
         files.lock(folder / "lock")
@@ -187,7 +184,7 @@ def claim(cfg, checkpoint):
                             f"--resume, or choose another --out")
 
 def open_run(cfg, checkpoint=None):
-    """Creates the folder of a new run, or truncates the logs of a resumed one to its checkpoint:
+    """Creates the folder of a new run, or truncates the logs of a resumed one to its checkpoint, as
     later steps are repeated."""
     about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
              "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}

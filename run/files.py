@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and held by one process."""
+"""Atomic writes, and a lock that one process holds."""
 import os
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,12 @@ from data import UserError
 
 try:
     import fcntl
-except ImportError:         # Windows has none: there nothing keeps two runs apart
+except ImportError:         # not on Windows: two runs in one folder are not prevented
     fcntl = None
 
 def write_whole(path, content):
-    """Write a file beside `path`, then rename it: a crash leaves the old file whole. content: text,
-    bytes, or a function that writes a path."""
+    """Writes a temporary file next to `path`, then renames it: a crash leaves the old file intact.
+    content: text, bytes, or a function that writes to a path."""
     beside = path.with_name(path.name + ".tmp")
     try:
         if callable(content):
@@ -25,20 +25,20 @@ def write_whole(path, content):
         with open(beside, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(beside, path)
-    except (OSError, SafetensorError) as e:     # a full disk, above all: what was written must go
+    except (OSError, SafetensorError) as e:     # above all a full disk: free what was written
         beside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
 
 def write_tensors(path, tensors, metadata):
-    """A safetensors file, whole or not at all. One metadata key: the order of several is random."""
+    """Writes a safetensors file atomically. One metadata key: several have no fixed order."""
     tensors = {n: t.cpu().contiguous() for n, t in tensors.items()}
     write_whole(Path(path), partial(save_file, tensors, metadata=metadata))
 
-LOCKS = []      # the file that this process holds, one at most: it makes one run at a time
+LOCKS = []      # the file it has locked, at most one
 
 def lock(path):
-    """Hold the file at `path` until this process ends or calls `unlock`; raises UserError if
-    another process holds it."""
+    """Locks the file at `path` until this process ends or calls `unlock`; raises UserError if
+    another process holds the lock."""
     unlock()
     if fcntl:
         LOCKS.append(open(path, "ab"))
@@ -46,10 +46,10 @@ def lock(path):
             fcntl.flock(LOCKS[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             unlock()
-            raise UserError(f"another run is at work in {path.parent}: wait for its end, or choose "
-                            f"another --out") from e
+            raise UserError(f"another run is active in {path.parent}: wait until it ends, or "
+                            f"choose another --out") from e
 
 def unlock():
-    """Let other processes hold the file that this one held."""
+    """Releases the lock of this process."""
     while LOCKS:
         LOCKS.pop().close()

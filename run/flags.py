@@ -1,4 +1,4 @@
-"""A dataclass as a command line: a field is a flag, the comment at its end the flag's help."""
+"""A dataclass as a command line: each field is a flag, and its trailing comment the flag's help."""
 import argparse
 import dataclasses
 import difflib
@@ -18,24 +18,24 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              ask=dict(metavar="QUESTION", help="print that model's answer"),
              report=dict(metavar="FOLDER", nargs="+", help="put these runs on one page, "
                          "report.html in the first folder, or in --out"))
-# What other libraries call a setting.
+# Other libraries' names for our settings.
 ALIASES = dict(learning_rate="lr", num_generations="group", epsilon="clip_low", kl_coef="beta",
                epsilon_high="clip_high", max_completion_length="max_new", max_new_tokens="max_new",
                num_iterations="epochs", loss_type="loss_mean", scale_rewards="adv_scale",
                max_steps="steps", model="init", output_dir="out", gae_lambda="lam",
                per_device_train_batch_size="prompts")
-HELP = {}           # of each dataclass: a list of (title, {field: text})
+HELP = {}           # for each dataclass a list of (title, {field: text})
 
 def read_help(config):
-    """Reads the comments of a dataclass, once, when its module is imported: the comment that ends a
-    field's definition is its help, one on a line of its own the title of the fields that follow.
-    Raises TypeError for a field without one."""
+    """Reads the help of a dataclass from its source, once, at import: the comment at the end of a
+    field's definition is its help, a comment on its own line the title of the fields that follow.
+    Raises TypeError for a field without a comment."""
     names = [f.name for f in dataclasses.fields(config)]
     groups, statement = [("settings", {})], []
     source = textwrap.dedent(inspect.getsource(config))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not statement:
-            if token.start[1] == 4:                     # in the class, not in one of its methods
+            if token.start[1] == 4:                     # in the class body, not in a method
                 groups.append((token.string[1:].strip(), {}))
         elif token.type == tokenize.NEWLINE:
             name, text = statement[0], statement[-1]
@@ -52,17 +52,17 @@ def read_help(config):
     HELP[config] = groups
 
 def read(config, algos, about, argv):
-    """A command line as two dicts: the flags that were given, and all of MODES, of which at most
-    one is set. The flags are the fields of the dataclass `config`, and --algo, one of `algos`."""
+    """Parses a command line into two dicts: the flags that were given, and all of MODES, of which
+    at most one is set. The flags are the fields of the dataclass `config`, and --algo."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
-        epilog="In brackets: the default; a task overrides some.",
+        epilog="Defaults are in brackets; a task may override them.",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
                                 max_help_position=36))
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
-    add(parser, "algo", str, algos, "grpo", "algorithm, whose settings other flags override")
+    add(parser, "algo", str, algos, "grpo", "algorithm: settings, which other flags override")
     fields = {f.name: f for f in dataclasses.fields(config)}
     for title, helps in HELP[config]:
         group = parser.add_argument_group(title)
@@ -72,11 +72,11 @@ def read(config, algos, about, argv):
             add(group, name, kind, choices, fields[name].default, text)
 
     def error(message):
-        """Called by argparse, which would exit."""
+        """Replaces argparse's own, which exits."""
         raise UserError(f"{message}; see --help")
     parser.error = error
     def print_help():
-        """The same for --help, whose output may be a closed pipe."""
+        """The same for --help: the output may be a closed pipe."""
         show.print0(parser.format_help())
     parser.print_help = print_help
     given, unknown = parser.parse_known_args(argv)
@@ -89,21 +89,20 @@ def read(config, algos, about, argv):
     return given, {name: given.pop(name) for name in MODES}
 
 def add(group, name, kind, choices, default, text):
-    """Adds a flag to a group of the help, with its choices and its default."""
+    """Adds a flag to a group; the help shows its choices and its default."""
     shown = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
 def refuse_unknown(name, names):
-    """Raises UserError for a name that is not one of `names`, with the one probably meant."""
+    """Raises UserError for an unknown name, and suggests the one of `names` probably meant."""
     plain = name.replace("-", "_")
     near = [ALIASES[plain]] if plain in ALIASES else difflib.get_close_matches(plain, names, 1)
     hint = f": did you mean {near[0]!r}?" if near else "; see --help"
     raise UserError(f"there is no setting {name!r}{hint}")
 
 def build(config, given):
-    """The dataclass `config` with the fields that were `given`; raises UserError for a name that it
-    does not have."""
+    """The dataclass `config`, built from the fields `given`; raises UserError for unknown names."""
     names = [f.name for f in dataclasses.fields(config)]
     for name in given:
         if name not in names:
@@ -112,14 +111,14 @@ def build(config, given):
 
 def choose(name, value, choices):
     """The value of a setting; raises UserError if it is not one of its choices."""
-    if value not in tuple(choices):         # a list, out of a file, cannot be looked up in a dict
+    if value not in tuple(choices):         # tuple: an unhashable value from a file is no key
         raise UserError(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 def validate(cfg, least, most):
-    """Raises UserError for a field of a dataclass that is not one of its choices, or of another
-    type, or a number out of bounds: less than least[name] (by default 1 for an integer whose
-    default is not 0, otherwise 0), more than most[name], or not finite."""
+    """Raises UserError for a field of a dataclass that is not one of its choices, has the wrong
+    type, is not finite, or is out of bounds: below least[name] (by default 1 for an integer whose
+    default is not 0, else 0) or above most[name]."""
     for f in dataclasses.fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         low = least.get(f.name, int(f.type is int and f.default != 0))

@@ -4,11 +4,11 @@
     chat_frame.json                   what the chat template puts around a prompt
     checkpoint.safetensors            everything a resumed run needs, one file, JSON in its header
     run.json                          the settings, the versions, the command
-    metrics.jsonl                     a line a step
+    metrics.jsonl                     a line per step
     samples.jsonl                     two groups in full, at the first step and at each checkpoint
-    report.html                       both as a page
-    warm_start/, previous/            the kept warm start; a finished run that was here before
-    lock                              held while a run is active here
+    report.html                       metrics and samples as a page
+    warm_start/, previous/            the kept warm start; the finished run that was here before
+    lock                              locked while a run is active
 """
 import contextlib
 import json
@@ -25,14 +25,14 @@ def log_metrics(folder, step, stats):
         append(folder / "metrics.jsonl", {"step": step, **stats})
 
 def log_samples(agent, step, batch, last):
-    """At the first step, the `last` one, and every --save_every steps: prints a group, and adds two
-    to samples.jsonl, on the first rank."""
+    """At the first step, the `last` one, and every --save_every steps: prints one group and adds
+    two to samples.jsonl, on the first rank."""
     if step not in (1, last) and step % agent.cfg.save_every != 0:
         return
     first = machine.world()[0] == 0
     if first:
         show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
-    if first or shard.is_sharded(agent.policy):         # each of its passes needs every rank
+    if first or shard.is_sharded(agent.policy):         # every rank takes part in its passes
         for record in samples.records(agent, step, batch):
             if first:
                 append(agent.cfg.folder / "samples.jsonl", record)
@@ -47,7 +47,7 @@ def append(path, record):
 
 @contextlib.contextmanager
 def unlocked():
-    """A context that releases the folder's lock, which `checkpoint.claim` takes, at its end."""
+    """A context that ends by releasing the folder's lock, which `checkpoint.claim` takes."""
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def keep_previous(folder):
     show.print0(f"the finished run in {folder} was moved to {previous}")
 
 def clear_up(folder):
-    """Removes temporary files of saves that were killed; they are as large as the model."""
+    """Removes temporary files of interrupted saves, which are as large as the model."""
     for place in (folder, folder / "warm_start"):
         for kind in ("json", "safetensors", "html"):
             for path in [*place.glob(f"*.{kind}.tmp")]:

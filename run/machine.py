@@ -1,4 +1,4 @@
-"""The machine: device, dtype and compilation, the ranks, random streams, signals."""
+"""Device, dtype and compilation, ranks, random streams, signals."""
 import contextlib
 import ctypes
 import os
@@ -16,35 +16,35 @@ from model import Block
 # ------------------------------------------------------------------------------------- the device
 
 def resolve(cfg):
-    """(device, dtype name, whether to compile): the best there is where cfg says auto."""
+    """(device, dtype name, whether to compile); auto in cfg means the best available."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
              "cpu": True}
     kind = next(d for d in there if there[d]) if cfg.device == "auto" else cfg.device
     if not there[kind]:
-        raise UserError(f"--device {kind}: there is none here")
+        raise UserError(f"--device {kind} is not available on this machine")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
 
 def double(device):
-    """float64, or the widest floats that a device has: mps has no float64."""
+    """float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """torch.compile, if cfg says so, of each layer of the modules that are not None. Layers share
-    their graphs (prompts, one token, training; a batch of one row), whichever module they are of.
-    These count against one limit, by default 8."""
+    """Compiles each layer of the modules that are not None, if cfg says so. All layers of all
+    modules share their graphs: for prompts, for one token, for training, for a batch of one row.
+    The graphs count against one recompile limit, 8 by default."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
-        torch.fx.experimental._config.use_duck_shape = False    # sizes that are equal by chance
+        torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
         layers = [layer for module in filter(None, modules) for layer in module.modules()]
         for layer in layers:
             if isinstance(layer, Block):
                 layer.compile(dynamic=True)
 
 def prepare():
-    """Let stdout replace what the terminal cannot show, and have glibc keep freed memory: handed
-    back to the system, every activation faults in anew, on a CPU a twentieth of a training step."""
+    """Makes stdout replace characters that the terminal cannot show, and glibc keep freed memory:
+    page faults on returned memory would cost a twentieth of a training step on a CPU."""
     if hasattr(sys.stdout, "reconfigure"):      # a notebook's has no such method
         sys.stdout.reconfigure(errors="replace")
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -55,12 +55,12 @@ def prepare():
 # -------------------------------------------------------------------------------------- the ranks
 
 def start_ranks(device):
-    """Join the other processes, if torchrun started this one."""
+    """Joins the other processes, if torchrun started this one."""
     if "RANK" in os.environ and not dist.is_initialized():
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
-                raise UserError(f"RANK is set and {name} is not: let torchrun start ranks, or "
-                                f"unset it")
+                raise UserError(f"RANK is set but {name} is not: launch with torchrun, or unset "
+                                f"RANK")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
@@ -69,83 +69,83 @@ def start_ranks(device):
             raise UserError(f"cannot join the other ranks: {str(e).splitlines()[0]}") from e
 
 def world():
-    """(rank, number of ranks) under torchrun; (0, 1) without."""
+    """(rank, number of ranks); (0, 1) without torchrun."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def local_share(items):
-    """This rank's share of a sequence that every rank holds: each in turn takes one."""
+    """This rank's share of a sequence that every rank has: every n-th item, for n ranks."""
     rank, ranks = world()
     return items[rank::ranks]
 
 def all_reduce(x, op=dist.ReduceOp.SUM):
-    """Sum (or `op`) of a tensor over all ranks."""
+    """A tensor summed (or reduced by `op`) over all ranks."""
     if dist.is_initialized():
         x = x.clone()
         dist.all_reduce(x, op)
     return x
 
 def common_device():
-    """Where a tensor must be that the ranks reduce."""
+    """The device on which a tensor must be to be reduced over the ranks."""
     cuda = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda" if cuda else "cpu")
 
 def mean_and_std(x):
-    """Of the numbers x (n,) of all ranks, without Bessel's correction."""
+    """Mean and std of x (n,) over all ranks, without Bessel's correction."""
     n = all_reduce(torch.tensor(float(len(x)), device=x.device)).clamp(min=1)
     mean = all_reduce(x.sum()) / n
     return mean, (all_reduce((x - mean).square().sum()) / n).sqrt()
 
 def means(stats):
-    """The means of tensors by name, over their elements and all ranks."""
+    """The mean of each tensor in a dict, over its elements and all ranks."""
     parts = torch.stack([x.float().mean() for x in stats.values()])
     return dict(zip(stats, (all_reduce(parts) / world()[1]).tolist()))
 
 def wait_for_all():
-    """Go on when all ranks are here: what one of them writes next, no other is reading."""
+    """A barrier: no rank still reads what another one writes next."""
     if dist.is_initialized():
         dist.barrier()
 
 def exit_with(code):
-    """End the process, if there is something to tell or there are ranks."""
-    if dist.is_initialized() and code != 2:     # gloo's threads can abort an orderly exit
+    """Exits with a code; returns if the code is 0 and there are no ranks."""
+    if dist.is_initialized() and code != 2:     # gloo's threads can abort a normal exit
         wait_for_all()
-        os._exit(code)          # what was printed is flushed
+        os._exit(code)          # all output has been flushed
     if code:
         sys.exit(code)
 
 # ----------------------------------------------------------------------------------- random streams
 
 def rng(cfg, purpose, at=0):
-    """A random stream for each purpose and step: it follows from the seed, so nothing is stored."""
+    """A random stream for a purpose and step. It follows from the seed, so no state is saved."""
     return random.Random(f"{cfg.seed}/{purpose}/{at}")
 
 def generator(cfg, purpose):
-    """The same for what torch draws: weights of a new model."""
+    """The same for torch, to initialise the weights of a new model."""
     return torch.Generator().manual_seed(rng(cfg, purpose).getrandbits(63))
 
 def uniform(rng, *shape):
-    """Numbers in [0, 1) from a random stream, float64, the same on every machine."""
+    """float64 uniforms in [0, 1) from a random stream, the same on every machine."""
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
 # --------------------------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked to stop, of this `number`; all that was made is saved, and `command` goes on
-    from there."""
+    """Signal `number` asked the run to stop; all results are saved, and `command` continues the
+    run."""
     number, command = 0, ""
 
-ASKED = []      # signals that came: the step in progress is finished and saved first
+ASKED = []      # signals received; the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """Remember a signal; obey a second one at once."""
+    """Signal handler: records the first signal, exits at the second."""
     if ASKED:
         sys.exit(128 + number)
     ASKED.append(number)
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """In this context Ctrl-C and SIGTERM ask to stop; after it they do what they did before. That
-    another rank is no longer there raises UserError."""
+    """A context in which Ctrl-C and SIGTERM only ask the run to stop; `command` continues the run.
+    Raises UserError if another rank has ended."""
     before = {number: signal.signal(number, ask_to_stop)
               for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -153,9 +153,9 @@ def stoppable(command=""):
     except Stopped as when:
         when.number, when.command = stop_asked(), command
         raise
-    except RuntimeError as e:           # gloo's has no type of its own
+    except RuntimeError as e:           # gloo's errors have no type of their own
         if isinstance(e, dist.DistError) or "gloo" in str(e):
-            raise UserError("another rank has ended; go on from the last checkpoint with "
+            raise UserError("another rank has ended; continue from the last checkpoint with "
                             "--resume") from e
         raise
     finally:
@@ -164,6 +164,6 @@ def stoppable(command=""):
         ASKED.clear()
 
 def stop_asked():
-    """The number of a signal that came to any rank; 0 without one."""
+    """The number of a signal that any rank received; 0 if none did."""
     number = torch.tensor(max(ASKED, default=0), device=common_device())
     return all_reduce(number, dist.ReduceOp.MAX).item()

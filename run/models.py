@@ -1,4 +1,4 @@
-"""The models of a run: loaded or new, on their device; frozen copies; critics and reward models."""
+"""Loads or creates the models of a run; frozen copies; heads for critics and reward models."""
 import copy
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from model import GPT
 from run import machine, preflight, pretrained, sharing
 
 def encoding_of(cfg, where):
-    """The tokenizer in a model's folder, with its chat template; bytes for a new model."""
+    """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
     if cfg.init or where and (Path(where) / "tokenizer.json").exists():
         return load_encoding(where, cfg.chat, cfg.system)
     if cfg.system or cfg.chat not in ("auto", "none"):
@@ -20,8 +20,8 @@ def encoding_of(cfg, where):
     return byte_encoding()
 
 def to_device(model, cfg):
-    """The model on its device, with the dtype of its matrix products and the other settings that
-    change how, but not what, it computes."""
+    """Moves a model to its device, and applies the settings that change how, but not what, it
+    computes."""
     device, dtype, _ = machine.resolve(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
     model.recompute = cfg.recompute == "on"
@@ -30,36 +30,34 @@ def to_device(model, cfg):
     return model.to(device)
 
 def load_model(where, cfg, encoding, longest=0):
-    """The model in a folder, on its device; raises UserError if the tokenizer does not belong to
-    it, or if a run with prompts of up to `longest` tokens would not fit (0: no run, only answers).
+    """Loads the model in a folder; raises UserError if the tokenizer does not match, or if a run
+    with prompts of up to `longest` tokens would not fit in memory (0: only the model must fit).
     """
     model = pretrained.without_memory(where)
     if model.cfg.vocab_size < encoding.n_vocab:
         raise UserError(f"{where}: the model has a vocabulary of {model.cfg.vocab_size}, the "
-                        f"tokenizer "
-                        f"one of {encoding.n_vocab}")
+                        f"tokenizer one of {encoding.n_vocab}")
     if not 0 <= min(encoding.stop) <= max(encoding.stop) < model.cfg.vocab_size:
-        raise UserError(f"{where}: eos_token_id {sorted(encoding.stop)} is outside of the "
-                        f"vocabulary "
+        raise UserError(f"{where}: eos_token_id {sorted(encoding.stop)} is outside the vocabulary "
                         f"of {model.cfg.vocab_size}")
     preflight.check_room(model, cfg, longest)
     return to_device(pretrained.read_weights(model, where), cfg)
 
 def trained_model(cfg):
-    """The tokenizer and the model of --init, or of the run's own folder, for use."""
+    """The tokenizer and the model in --init or, by default, in the run's own folder."""
     where = cfg.init or cfg.folder
     encoding = encoding_of(cfg, where)
     return encoding, load_model(where, cfg, encoding)
 
 def model_of(config, cfg, longest):
-    """A model with the shape in a config.json's dict; its weights are still to be loaded."""
+    """A model of the shape in a config.json's dict; its weights are uninitialised."""
     model = pretrained.of_config(config)
     preflight.check_room(model, cfg, longest)
     return to_device(pretrained.allocate(model), cfg)
 
 def new_model(cfg, encoding, longest):
-    """A new model with random weights. Its context is a power of two and holds prompts of `longest`
-    tokens and their completions."""
+    """A new model with random weights, whose context is a power of two that fits prompts of
+    `longest` tokens and their completions."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
     shape = pretrained.shape(vocab_size=encoding.n_vocab, n_layer=cfg.n_layer, n_head=cfg.n_head,
                              n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd,
@@ -71,9 +69,9 @@ def new_model(cfg, encoding, longest):
     return model
 
 def frozen(model):
-    """A copy without gradients. Under autocast its matrices are rounded here, once, and not at
-    each use: less memory, the same results. The embedding is not rounded, so a tied head
-    becomes a matrix of its own."""
+    """A copy without gradients. Under autocast its matrices are rounded once, here, instead of at
+    each use, with the same results in less memory. The embedding is not rounded, so a tied head
+    becomes a separate matrix."""
     copied = copy.deepcopy(model).requires_grad_(False)
     if model.amp and model.cfg.tied:
         copied.cfg = dataclasses.replace(model.cfg, tied=False)
@@ -85,8 +83,8 @@ def frozen(model):
     return copied
 
 class ScalarHead(nn.Module):
-    """A number for each token, linear in the hidden state after it: of its own GPT `trunk`, or,
-    without one, of hidden states passed in. A critic, or a reward model."""
+    """A critic or a reward model: a scalar per token, linear in the hidden state of its own GPT
+    `trunk` or, without a trunk, in hidden states passed in."""
 
     def __init__(self, size, trunk=None, std=0.0, generator=None):
         super().__init__()
@@ -96,6 +94,6 @@ class ScalarHead(nn.Module):
         self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
 
     def forward(self, ids, mask=None, h=None):
-        """(B, T) of ids (B, T), or of h (B, T, C) without a trunk; `mask` as in GPT.forward."""
+        """Scalars (B, T) from ids (B, T), or from h (B, T, C) without a trunk; `mask` as in GPT."""
         h = h if self.trunk is None else self.trunk(ids, mask=mask)
         return h.float() @ self.head.weight[0] + self.head.bias

@@ -1,4 +1,4 @@
-"""The optimizer, its step over all ranks, and supervised training."""
+"""The optimizer, its step across ranks, and supervised training."""
 import math
 
 import torch
@@ -7,15 +7,15 @@ from data import UserError
 from run import machine, shard, show
 
 def new_optimizer(modules, lr, eps=1e-8):
-    """AdamW over the modules that are not None, without weight decay: the KL to the reference is
-    what keeps the weights from drifting."""
+    """AdamW for the modules that are not None. No weight decay: the KL to the reference keeps the
+    weights from drifting."""
     params = [p for module in filter(None, modules) for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 
 def optimizer_step(opt, grad_clip):
-    """Sums the gradients over the ranks, clips, steps, clears; returns the norm before clipping. It
-    is one norm over all weights, a separate critic's included, as in the first PPO code and in
-    CleanRL: Adam cancels most of a common factor."""
+    """Sums the gradients over the ranks, clips, steps, clears; returns the norm before clipping,
+    which is over all weights, those of a separate critic included, as in the original PPO code
+    and in CleanRL. (Adam cancels most of a common factor.)"""
     params = [p for group in opt.param_groups for p in group["params"]]
     for p in params:
         p.grad = shard.summed(torch.zeros_like(p) if p.grad is None else p.grad)

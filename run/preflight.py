@@ -1,4 +1,4 @@
-"""Whether a run can be, before anything large is allocated: the task, the sizes, the memory."""
+"""Checks before anything large is allocated: the task, the sizes, the memory."""
 import re
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from model import CHUNK
 from run import machine, shard, show
 
 def problems_of(cfg, task):
-    """The training and the held-out problems of a task; raises UserError if they are missing."""
+    """A task's training and held-out problems; raises UserError if it returns anything else."""
     found = task.problems(cfg)
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(have_prompts, found)):
         raise UserError("the task's problems(cfg) must return two lists, training and held-out, of "
@@ -18,12 +18,12 @@ def problems_of(cfg, task):
     return train, held_out[:cfg.held_out or None]
 
 def have_prompts(problems):
-    """Whether each of these problems has a prompt."""
+    """Whether every problem has a string `prompt`."""
     return all(isinstance(getattr(p, "prompt", None), str) for p in problems)
 
 def check_run(cfg, task, problems, held_out):
-    """Raises UserError if the task lacks what the run needs, if a step needs more problems than
-    there are, or a number that the ranks do not divide; prints a note if few are held out."""
+    """Raises UserError if the task lacks a function that the run needs, or if a step needs more
+    problems than there are or a number not divisible by the ranks; notes a small held-out set."""
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
     if cfg.warm_steps:
@@ -36,10 +36,10 @@ def check_run(cfg, task, problems, held_out):
                         f"{cfg.prompts * cfg.group} rows")
     if not held_out:
         raise UserError("the task has no held-out problems to evaluate on")
-    for problem in problems[:1]:            # before the warm start, not after it
+    for problem in problems[:1]:            # fail before the warm start
         check_components(problem, task.reward(problem, ""))
     ranks = machine.world()[1]
-    drawn = {"prompts": cfg.prompts}          # problems at a time
+    drawn = {"prompts": cfg.prompts}          # problems drawn at a time
     if cfg.reward == "model":
         drawn["fit_prompts"] = cfg.fit_prompts
     for name, n in drawn.items():
@@ -57,7 +57,7 @@ def check_run(cfg, task, problems, held_out):
 
 def check_room(model, cfg, longest):
     """Raises UserError, before the model is allocated, if a run with prompts of up to `longest`
-    tokens would not fit the context or the memory; with longest 0, if the model alone would not."""
+    tokens would not fit its context or the memory; longest 0: only the weights must fit."""
     if longest and longest + cfg.max_new > model.cfg.block_size:
         raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
                         f"model's context of {model.cfg.block_size}")
@@ -68,8 +68,7 @@ def check_room(model, cfg, longest):
     if free is not None and total(need) > free:
         parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
         raise UserError(f"this needs about {total(need) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
-                        f"free "
-                        f"({parts}): lower --micro_tokens, --max_new, --group or --prompts")
+                        f"free ({parts}): lower --micro_tokens, --max_new, --group or --prompts")
 
 def free_memory(device):
     """Free bytes on a device, or None if unknown."""
@@ -80,47 +79,47 @@ def free_memory(device):
     return 1024 * int(found[1]) if found and device.type == "cpu" else None
 
 def rope_tables(shape):
-    """Bytes of a model's cosines and sines."""
+    """Bytes of RoPE's cosines and sines."""
     return 4 * shape.block_size * shape.head_size
 
 def memory(model, cfg, longest):
-    """Bytes that a run needs, by purpose. Of what only the rollout and only the update need, the
-    larger counts: they take turns. The activations are an estimate."""
+    """Bytes that a run needs, by purpose. Rollout and update alternate, so only the larger of the
+    two counts. The activations are an estimate."""
     c, half = model.cfg, machine.resolve(cfg)[1] == "bfloat16"
-    N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: bytes of a product
+    N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: bytes in products
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     frozen = 4 * N - (4 - b) * linear + b * c.vocab_size * c.n_embd * (half and c.tied)
     learned, slots, V = cfg.reward == "model", longest + cfg.max_new, c.vocab_size
     rows = cfg.prompts * max(cfg.group, cfg.choices * learned) // machine.world()[1]
-    tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least a row
+    tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least one row
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
-    layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # of a token
+    layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # per token
     stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
     sharded = shard.is_on(cfg)
-    own = N / (machine.world()[1] if sharded else 1)    # parameters of a model on a rank
-    # The cache counts twice: it is copied when rows diverge or end.
+    own = N / (machine.world()[1] if sharded else 1)    # a model's parameters on one rank
+    # The cache counts twice: it is copied when rows diverge or finish.
     rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
-               "logits of a token": 24 * rows * V, "whole sampler": frozen * sharded}
-    # Of a sharded model two layers are gathered at a time, and what is outside the layers.
+               "logits of a token": 24 * rows * V, "full sampler": frozen * sharded}
+    # A sharded model gathers two layers at a time, and the weights outside the layers.
     update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
               "logits": 12 * min(CHUNK, V * tokens),
-              "whole layers": 4 * (N - linear + 2 * linear // c.n_layer) * sharded}
+              "gathered layers": 4 * (N - linear + 2 * linear // c.n_layer) * sharded}
     models = trained + cfg.needs_reference + (half or sharded) + learned
     run = {"weights": 4 * own * trained, "Adam": 8 * own * trained,
            "reference": frozen * own / N * cfg.needs_reference,
            "sampler": frozen * (half and not sharded), "reward model": 16 * own * learned,
            "RoPE's tables": rope_tables(c) * models, **max(rollout, update, key=total)}
-    begun = {"weights before sharding": 4 * N * sharded, "copies of them": 2 * frozen * sharded,
+    begun = {"weights before sharding": 4 * N * sharded, "frozen copies": 2 * frozen * sharded,
              "the warm start's gradients and Adam": 12 * N * sharded * (cfg.warm_steps > 0)}
     return max(run, begun, key=total)
 
 def total(need):
-    """The sum of what `memory` returns."""
+    """The sum over all purposes of `memory`."""
     return sum(need.values())
 
 def costs(model, cfg, longest):
-    """A line on the memory that a run with prompts of up to `longest` tokens needs."""
+    """A line with the memory that a run with prompts of up to `longest` tokens needs."""
     need, free = total(memory(model, cfg, longest)), free_memory(machine.resolve(cfg)[0])
     known = "" if free is None else f" of {free / 1e9:.1f} free"
     return f"memory: about {need / 1e9:.1f} GB{known}"

@@ -1,6 +1,6 @@
-"""Hugging Face's layout, in and out: config.json and the tensors of Llama, Qwen2, Qwen3 and GPT-2.
+"""Reads and writes Hugging Face's layout: config.json and tensors of Llama, Qwen2, Qwen3, GPT-2.
 
-A model that was loaded carries its config.json as `model.hf`, to be written back as it came.
+A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
 """
 import json
 import re
@@ -28,9 +28,9 @@ GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", 
               "self_attn.q_proj": "attn.c_attn", "self_attn.k_proj": "attn.c_attn",
               "self_attn.v_proj": "attn.c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
               "norm.": "ln_f."}
-TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear layers: a file holds the transpose
+TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear weights: stored transposed
 CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # in older files
-# What of a config.json would change the arithmetic, and the values with which it does not.
+# Settings in a config.json that may change the arithmetic, with the values that do not.
 ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
             attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,),
             is_causal=(True,), partial_rotary_factor=(1,),
@@ -39,15 +39,15 @@ ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch
             **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "float16", "bfloat16")))
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-KINDS = {int: "integer", bool: "bool", float: "positive number", list: "list", dict: "object"}
+KINDS = {int: "an integer", bool: "a bool", float: "a positive number", list: "a list",
+         dict: "an object"}
 
 # ------------------------------------------------------------------------------------ config.json
 
 def read_config(hf):
-    """The GPTConfig of a config.json's dict; raises UserError for what this model does not compute.
-    """
+    """The GPTConfig of a config.json's dict; raises UserError for anything not supported."""
     if (family := hf.get("model_type")) not in tuple(FAMILIES):
-        raise UserError(f"a model of the family {family!r}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
     refuse(hf, ONLY)
     for kind in typed(hf, "layer_types", list, []):
         if kind != "full_attention":
@@ -63,7 +63,7 @@ def read_config(hf):
     return shape(**given, **FAMILIES[family], **read_rope(hf))
 
 def shape(**fields):
-    """A GPTConfig; raises UserError for sizes out of bounds: a damaged file must not allocate
+    """A GPTConfig; raises UserError for sizes out of bounds, so that a damaged file cannot allocate
     memory."""
     for name, x in fields.items():
         least, most = int(name != "head_size"), 1000 if name == "n_layer" else 2 ** 20
@@ -72,8 +72,8 @@ def shape(**fields):
     return GPTConfig(**fields)
 
 def read_rope(hf):
-    """The fields of GPTConfig that say how positions turn. As transformers has it, `rope_scaling`
-    counts before `rope_parameters`, and a rope_theta in there before one outside."""
+    """GPTConfig's fields for RoPE. As in transformers, `rope_scaling` takes precedence over
+    `rope_parameters`, and a rope_theta inside either over one outside."""
     rope = typed(hf, "rope_scaling", dict) or typed(hf, "rope_parameters", dict, {})
     if unknown := rope.keys() - {"rope_type", "type", "rope_theta", *ONLY, *LLAMA3}:
         raise UserError(f"rope scaling with {min(unknown)} is not supported")
@@ -88,22 +88,22 @@ def read_rope(hf):
     return dict(rope_theta=typed(rope, "rope_theta", float, theta), rope_scaling=tuple(scaling))
 
 def refuse(hf, only):
-    """Raise UserError for a key whose value is none of those it may have, or nothing."""
+    """Raises UserError for a key that has a value other than those in `only`."""
     for key, values in only.items():
         if hf.get(key) is not None and hf[key] not in values:
             raise UserError(f"{key} {hf[key]!r} is not supported")
 
 def typed(hf, key, kind, default=None):
-    """The value of a key, of its kind; of floats, the positive. Raises UserError for any other."""
+    """The value of a key; raises UserError if it has another type, or is a float not above 0."""
     x = default if hf.get(key) is None else hf[key]
     if x is None or type(x) is kind and kind is not float:
         return x
     if kind is float and type(x) in (int, float) and 0 < x < 1e300:
         return float(x)
-    raise UserError(f"{key} is {x!r}, which is no {KINDS[kind]}")
+    raise UserError(f"{key} must be {KINDS[kind]}, not {x!r}")
 
 def config_json(model):
-    """The config.json of a model: the one that it came with, or, for a new one, a Llama's."""
+    """The config.json of a model: the one it was loaded with, or a Llama's for a new model."""
     if not hasattr(model, "hf"):
         model.hf = {theirs: getattr(model.cfg, ours) for ours, theirs in NAMES.items()} | dict(
             model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
@@ -113,23 +113,23 @@ def config_json(model):
 # ----------------------------------------------------------------------------------------- reading
 
 def load(folder):
-    """The model in `folder`; raises UserError if it is of another family, or not whole. Never are
-    there more than the model and one of the file's tensors in memory."""
+    """Loads the model in `folder`; raises UserError if it is incomplete or of another family. Holds
+    at most the model and one of the file's tensors in memory."""
     return read_weights(without_memory(folder), folder)
 
 def without_memory(folder):
-    """The model in `folder`, on the meta device: its shape, and no memory for it yet."""
+    """The model in `folder` on the meta device: its shape, without memory for its weights."""
     path = Path(folder) / "config.json"
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as e:
-        why = f"{e.__class__.__name__}: {e}" if path.exists() else "there is none"
+        why = f"{e.__class__.__name__}: {e}" if path.exists() else "not found"
         raise UserError(f"no model in {folder}: config.json: {why}; --init names its folder") from e
     return of_config(read_json(text, path), path)
 
 def of_config(hf, source="config.json"):
-    """A model of a config.json's dict, on the meta device; raises UserError, which names the
-    source."""
+    """The model of a config.json's dict, on the meta device; a UserError it raises names `source`.
+    """
     try:
         shape = read_config(hf)
     except UserError as e:
@@ -140,16 +140,16 @@ def of_config(hf, source="config.json"):
     return model
 
 def allocate(model):
-    """Memory for a model on the meta device; its weights are still to be set."""
+    """Allocates a model on the meta device; its weights are uninitialised."""
     model.to_empty(device="cpu").set_angles()
     return model
 
 @torch.no_grad()
 def read_weights(model, folder):
-    """Fill a model on the meta device with the tensors of a folder."""
+    """Allocates a model on the meta device and fills it with the tensors in a folder."""
     held, seen, head = parameters_by_file_name(allocate(model)), set(), None
     for name, tensor in each_tensor(folder):
-        name = name if name in held else f"transformer.{name}"      # as the first GPT-2 has it
+        name = name if name in held else f"transformer.{name}"      # as in OpenAI's GPT-2 files
         if name in held:
             parts = held[name]
             tensor = tensor.T if TURNED.search(name) else tensor
@@ -157,32 +157,32 @@ def read_weights(model, folder):
             if tensor.shape != want:
                 raise UserError(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
             if not tensor.is_floating_point():
-                raise UserError(f"{folder}: {name} has the dtype {tensor.dtype}, not one of floats")
+                raise UserError(f"{folder}: {name} has the dtype {tensor.dtype}, not a float dtype")
             for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
                 p.copy_(part)
                 if not finite(p):
-                    raise UserError(f"{folder}: {name} has numbers that are not finite")
+                    raise UserError(f"{folder}: {name} has values that are not finite")
             seen.add(name)
         elif model.cfg.tied and name == "transformer.lm_head.weight":
             head = tensor
         elif not CONSTANTS.search(name):
-            raise UserError(f"{folder}: the tensor {name} is none of this model's")
+            raise UserError(f"{folder}: the tensor {name} does not belong to this model")
     if missing := sorted(held.keys() - seen):
-        raise UserError(f"{folder}: no tensor {missing[0]}, and {len(missing) - 1} more missing")
+        raise UserError(f"{folder}: tensor {missing[0]} is missing, and {len(missing) - 1} more")
     if head is not None and not torch.equal(head.float(), model.embed_tokens.weight):
-        raise UserError(f"{folder}: tie_word_embeddings is true, and lm_head.weight is not the "
-                        f"embedding: set it to false, or leave the tensor out")
+        raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the "
+                        f"embedding: set it to false, or remove the tensor")
     return model
 
 def each_tensor(folder):
-    """(name, tensor) of a checkpoint's model.safetensors, or of its parts, one after the other."""
+    """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
     folder = Path(folder)
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     try:
         if index.exists() and not (folder / files[0]).exists():
             parts = typed(read_json(index.read_bytes(), index), "weight_map", dict, {}).values()
             if not all(type(part) is str and Path(part).name == part for part in parts):
-                raise UserError(f"{index}: weight_map names what is no file beside it")
+                raise UserError(f"{index}: weight_map names something that is not a file beside it")
             files = sorted(set(parts))
         for file in files:
             with safe_open(folder / file, "pt") as f:
@@ -192,7 +192,7 @@ def each_tensor(folder):
         raise UserError(f"{folder}: cannot read its tensors ({e.__class__.__name__}: {e})") from e
 
 def parameters_by_file_name(model, parameters=None):
-    """Lists of parameters by their name in a file: GPT-2's joins query, key and value."""
+    """Lists of parameters by their name in a file: GPT-2 stores query, key and value in one."""
     held, gpt2 = {}, config_json(model)["model_type"] == "gpt2"
     for name, p in (parameters or dict(model.named_parameters())).items():
         if gpt2:
@@ -206,16 +206,15 @@ def parameters_by_file_name(model, parameters=None):
 # ----------------------------------------------------------------------------------------- writing
 
 def save(model, folder, files=(), parameters=None):
-    """Write config.json and model.safetensors as they came, in names and layout, and `files` beside
-    them, their bytes by name; of a model that is dealt to ranks its whole `parameters` by name. The
-    dtype is that of training, whatever it came in: at small rates most weights move by less than
-    half a step of bfloat16, and would be what they were."""
+    """Writes config.json and model.safetensors in the layout that was loaded, and `files` (name to
+    bytes). `parameters`: the full tensors of a sharded model. Weights are saved in float32 whatever
+    they came in: at small learning rates bfloat16 would round most updates away."""
     folder, hf = Path(folder), config_json(model)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(hf, indent=2))
     for name, content in dict(files).items():
-        (folder / name).parent.mkdir(exist_ok=True)     # a template may lie in a folder of its own
+        (folder / name).parent.mkdir(exist_ok=True)     # a template may be in a subfolder
         write_whole(folder / name, content)
     tensors = {}
     for name, parts in parameters_by_file_name(model, parameters).items():

@@ -1,8 +1,8 @@
-"""A page to look at runs: one file of HTML with all that it shows, which asks nothing of a network.
+"""Runs as one self-contained HTML page, which loads nothing from a network.
 
     python grpo.py --report out/grpo out/ppo
 
-`page/` holds what it is made of: our template, style and script, and uPlot, which draws the curves.
+`page/` holds its template, style and script, and uPlot, which draws the curves.
 """
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from data import UserError, read_json
 from run import files, machine
 
 PAGE = Path(__file__).parent / "page"
-MOST = 20_000_000       # bytes of samples.jsonl on one page, shared by its runs
+MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
 
 def refresh(folder):
     """Rewrites the report of a run, on the first rank."""
@@ -24,8 +24,8 @@ def refresh(folder):
         write([folder])
 
 def write(folders, out=""):
-    """Write report.html about the runs in some folders, into the first one or into `out`. Gives its
-    path; raises UserError for a folder without a run."""
+    """Writes report.html on the runs in `folders`, into the first folder or into `out`; returns its
+    path. Raises UserError for a folder without a run."""
     folders, to = [Path(x) for x in folders], Path(out or folders[0])
     text = page([run_of(x, MOST // len(folders)) for x in folders])
     try:
@@ -36,7 +36,7 @@ def write(folders, out=""):
     return to / "report.html"
 
 def run_of(folder, most):
-    """What a page shows of a run, of its samples at most so many bytes."""
+    """What the page shows of a run, with at most `most` bytes of samples."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"no run in {folder}")
@@ -47,21 +47,21 @@ def run_of(folder, most):
                 metrics=[parsed(line, path) for line in whole_lines(path)], samples=samples)
 
 def whole_lines(path):
-    """The lines of a file, as bytes, up to one that is still being written; none without a file."""
+    """The complete lines of a file, as bytes; none if there is no file."""
     if path.is_file():
         with open(path, "rb") as f:
             yield from (line for line in f if line.endswith(b"\n"))
 
 def parsed(line, path):
-    """The record in a line of a log; raises UserError for what is none."""
+    """The record in a line of a log; raises UserError if it is not one."""
     found = read_json(line, path)
     if type(found.get("step")) is not int:
         raise UserError(f"{path} has a line without a step")
     return found
 
 def thinned(path, most):
-    """The records of samples.jsonl at steps chosen evenly, the first and the last among them, so
-    that they have at most so many bytes; and at how many steps there were some."""
+    """The records of samples.jsonl at evenly spaced steps, the first and the last included, at most
+    `most` bytes of them; and the number of steps in the file."""
     sizes = {}                                          # bytes by step: the file may be large
     for line in whole_lines(path):
         sizes[step_of(line)] = sizes.get(step_of(line), 0) + len(line)
@@ -72,16 +72,16 @@ def thinned(path, most):
     return [parsed(line, path) for line in whole_lines(path) if step_of(line) in kept], len(steps)
 
 def step_of(line):
-    """The step that a line of samples.jsonl begins with; -1 if it does not."""
+    """The step at the beginning of a line of samples.jsonl; -1 if it has none."""
     found = re.match(rb'\{"step": (\d{1,15}),', line)
     return int(found[1]) if found else -1
 
 def spread(items, n):
-    """n of the items, as evenly as can be, the first and the last among them."""
+    """n of the items, evenly spaced, the first and the last included."""
     return [items[i * (len(items) - 1) // max(1, n - 1)] for i in range(n)]
 
 def page(runs):
-    """The page about some runs."""
+    """The page on some runs."""
     names = ("page.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css",
              "uPlot.LICENSE")
     template, style, script, plot, plot_style, licence = (
@@ -93,12 +93,12 @@ def page(runs):
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda found: shown[found[1]], template)
 
 def hash_of(text):
-    """What a Content-Security-Policy calls a script or a style that may run: nothing else does."""
+    """The hash by which a Content-Security-Policy allows a script or a style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 def escaped(data):
-    """JSON that can stand in a script element: a text in it ends no element and begins none. It is
-    ASCII, so that U+2028 and U+2029, which end a line of a script, are escaped as well."""
+    """JSON that is safe inside a script element: no text in it can open or close an element. It is
+    ASCII, so U+2028 and U+2029, which end a line of a script, are escaped as well."""
     dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
     try:
         try:
@@ -106,13 +106,13 @@ def escaped(data):
         except ValueError:
             text = dumps(finite(data))
     except RecursionError as e:
-        raise UserError("a log to report on has brackets in brackets, hundreds of them") from e
+        raise UserError("a log to report on is nested too deeply") from e
     for c in "<>&":
         text = text.replace(c, f"\\u{ord(c):04x}")
     return text
 
 def finite(data):
-    """The same with null for numbers that JSON does not know: NaN and the infinities."""
+    """The data with null in place of NaN and infinities, which JSON lacks."""
     if isinstance(data, dict):
         return {name: finite(x) for name, x in data.items()}
     if isinstance(data, list):

@@ -1,20 +1,20 @@
-"""Groups of a rollout to look at: which ones, and what is written down of each."""
+"""The groups of a rollout that samples.jsonl shows, and their records."""
 import torch
 
 from data.tokenizer import pieces
 from run import batches, machine
 
-PART = 2 ** 24      # most logits at a time for the entropy, 64 MiB in float32
+PART = 2 ** 24      # most logits at a time, 64 MiB in float32
 
 def widest(batch, group):
-    """The rows of the group whose rewards spread most, by their std; of equal ones the first."""
+    """The rows of the group with the largest std of rewards; the first one in a tie."""
     spread = batch.reward.sum(1).cpu().double().view(-1, group).std(1, correction=0)
     p = int(spread.argmax())
     return slice(p * group, (p + 1) * group)
 
 def chosen(cfg, step, batch):
-    """Two groups of this rank, as rows by the reason: the one of the widest spread, and another one
-    at random, if there is another."""
+    """The rows of two of this rank's groups by reason: the widest spread of rewards, and a random
+    other group, if there is one."""
     rows = {"spread": widest(batch, cfg.group)}
     others = [at for at in range(0, len(batch.ids), cfg.group) if at != rows["spread"].start]
     if others:
@@ -24,12 +24,11 @@ def chosen(cfg, step, batch):
 
 @torch.no_grad()
 def as_it_is_now(policy, ids, mask, temperature):
-    """log pi of the sampled tokens, and the entropy of the distribution that each is from, in nats:
-    two lists for each row, under the policy after its update. One row at a time, PART logits at a
-    time."""
+    """log pi of each sampled token and the entropy at its position, in nats, under the policy after
+    the update: for each, a list per row. Computes one row at a time, PART logits at a time."""
     logps, entropies = [], []
     for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
-        with torch.compiler.set_stance("force_eager"):      # a row alone would be compiled anew
+        with torch.compiler.set_stance("force_eager"):      # a single row would be compiled again
             h = policy(row[None, :T - 1])[0]                                                # (T, C)
         h, tokens = h[on[1:T]], row[:T][on[:T]]                                     # (n, C), (n,)
         logp, entropy = [], []
@@ -43,19 +42,19 @@ def as_it_is_now(policy, ids, mask, temperature):
     return logps, entropies
 
 def rounded(x):
-    """The numbers of a tensor (n,), to four digits."""
+    """The numbers of a tensor (n,), to four decimals."""
     return [round(value, 4) for value in x.tolist()]
 
 def records(agent, step, batch):
-    """What samples.jsonl says of two groups of a rollout after its update, a dict for each. A list
-    in a list is of a row's tokens; `ends` are those, counted from 0, where its steps end."""
+    """The records of samples.jsonl for two groups of a rollout, a dict each, after its update. An
+    inner list has an entry per token; `ends` are indices, from 0, of tokens that end a step."""
     cfg, found = agent.cfg, []
     for which, rows in chosen(cfg, step, batch).items():
         ids, mask = batch.ids[rows], batch.mask[rows]
         new_logp, entropy = as_it_is_now(agent.policy, ids, mask, cfg.temperature)
 
         def of_tokens(x, where=mask):
-            """The numbers of the sampled tokens of each row, or of some of them."""
+            """For each row the numbers at its sampled tokens, or at those in `where`."""
             return None if x is None else [rounded(row[on]) for row, on in zip(x[rows], where)]
         found.append({
             "step": step, "which": which, "prompt": batch.problems[rows.start].prompt,

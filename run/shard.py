@@ -1,6 +1,6 @@
-"""Models sharded across the ranks with PyTorch's FSDP2: each rank keeps a shard of every parameter,
-of its gradient and of Adam's moments. A layer is gathered while it computes, the embedding until
-the backward pass ends; gradients are reduce-scattered as sums."""
+"""Sharding with PyTorch's FSDP2: each rank keeps a shard of every parameter, of its gradient and of
+Adam's moments. A layer is gathered while it computes, the embedding until the backward pass ends;
+gradients are reduce-scattered as sums."""
 import torch
 from torch.distributed import ReduceOp
 
@@ -13,8 +13,8 @@ def is_on(cfg):
     return cfg.shard == "on" and machine.world()[1] > 1
 
 def shard_module(cfg, module):
-    """The module, sharded in place if sharding is on: layer by layer, then the rest. Frozen
-    parameters of a trained module are not sharded: a reward model's norm."""
+    """Shards a module in place, if sharding is on: layer by layer, then the rest, except frozen
+    parameters of a trained module (a reward model's norm)."""
     if is_on(cfg):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -45,18 +45,18 @@ def full(x):
     return x.full_tensor() if is_sharded(x) else x
 
 def for_the_first_rank(x):
-    """A sharded tensor, gathered, on the first rank on its CPU; any other tensor unchanged."""
+    """A sharded tensor, gathered to the first rank's CPU; any other tensor unchanged."""
     if not is_sharded(x):
         return x
-    gathered = full(x)                          # a collective: every rank must call it
+    gathered = full(x)                          # a collective, called on every rank
     return gathered.cpu() if machine.world()[0] == 0 else x
 
 def summed(grad):
-    """A gradient summed over the ranks; FSDP2 has summed a sharded one already."""
+    """A gradient summed over the ranks; FSDP2 has already summed a sharded one."""
     return grad if is_sharded(grad) else machine.all_reduce(grad)
 
 def like(p, x):
-    """A copy of the tensor x laid out as the parameter p: on its device, sharded if it is."""
+    """A copy of tensor x placed like parameter p: on the same device, with the same sharding."""
     x = x.to(p.device, copy=True)
     if not is_sharded(p) or x.shape != p.shape:         # Adam's step count is a scalar
         return x
@@ -73,14 +73,14 @@ def check_alike(tensors):
         total = (3 * total + bits.view(torch.uint8).sum(dtype=torch.int64).item()) % 2 ** 60
     total = torch.tensor(total, device=machine.common_device())
     if machine.all_reduce(total, ReduceOp.MIN) != machine.all_reduce(total, ReduceOp.MAX):
-        raise UserError("the ranks differ in what they have learned; go on from the last "
+        raise UserError("the ranks no longer hold the same weights; continue from the last "
                         "checkpoint with --resume")
 
 @torch.no_grad()
 def copy_weights(copied, policy):
-    """Copies the policy's current weights and buffers into a frozen copy. The copy may have a head
-    of its own where the policy's is tied to the embedding (`models.frozen`); any other difference
-    in names or shapes raises UserError."""
+    """Copies the policy's current weights and buffers into a frozen copy. The copy's head may be
+    untied where the policy's is tied (`models.frozen`); any other difference in names or shapes
+    raises UserError."""
     source = parameters(policy) | dict(policy.named_buffers())
     target = parameters(copied) | dict(copied.named_buffers())
     if policy.cfg.tied and "lm_head.weight" in target:
@@ -90,7 +90,7 @@ def copy_weights(copied, policy):
         raise UserError(f"cannot copy the policy: only the {where} has {unmatched[0]}")
     for name, p in target.items():
         x = source[name] if is_sharded(p) else full(source[name])
-        if p.numel() == 0:                              # `release` gave up its memory
+        if p.numel() == 0:                              # freed by `release`
             p.data = p.data.new_empty(x.shape)
         if p.shape != x.shape:
             raise UserError(f"cannot copy the policy: {name} has the shape {tuple(x.shape)}, and "
@@ -98,12 +98,12 @@ def copy_weights(copied, policy):
         p.copy_(x)
 
 def release(agent):
-    """Frees the unsharded copy of a sharded policy: an update needs the memory."""
+    """Frees the unsharded copy of a sharded policy, whose memory the update needs."""
     if is_sharded(agent.policy):
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
 
 def refresh(agent):
-    """Copies the policy's current weights into the copy to sample from, if there is one."""
+    """Copies the policy's current weights into the sampler, if there is one."""
     if agent.sampler is not None:
         copy_weights(agent.sampler, agent.policy)

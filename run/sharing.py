@@ -1,11 +1,11 @@
-"""Rows of a rollout begin alike: with their prompt, and often with more. Here what several rows
-begin with is computed once. `share` hands both classes to a model: `SharedRows` in place of
-`model.Rows` in a training pass, `SharedCache` in place of `model.KVCache` in sampling. The results
-are the same up to rounding; on a CPU a step takes about half the time.
+"""Rows of a rollout have common prefixes: the prompt, and often more. This module computes each
+prefix once. `share` installs it in a model: `SharedRows` replaces `model.Rows` in a training pass,
+and `SharedCache` replaces `KVCache` in sampling. The results are the same up to rounding; on a CPU
+a step takes about half the time.
 
-Two rows share a token only if they have the same tokens and the same positions up to it, and if a
-token's state depends on those alone: a bidirectional prefix, or a router that sees other tokens,
-needs `--share_prefix off`.
+Rows share a token if they have the same tokens and positions up to it. This assumes that a token's
+state depends on nothing else: a bidirectional prefix, or a router that sees other tokens, needs
+`--share_prefix off`.
 """
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,16 @@ from data import UserError
 from model import causal_attention
 
 def share(model):
-    """Let a model compute once what rows begin with alike."""
+    """Makes a model compute prefixes that rows share only once."""
     model.layout, model.cache = SharedRows, SharedCache
 
 # ---------------------------------------------------------------------------------- training passes
 
 def distinct(mask, *same):
-    """The tokens of rows (B, T) that must be computed: those up to the last True in mask (B, T),
-    unless the row above has begun the same in each of the tensors `same`, (B, T). Returns their
-    indices into the flattened rows, (n,), and for each place of the rows the index into these n,
-    (B, T); places that need nothing have any index."""
+    """The tokens that must be computed: in each row those up to the last True in mask (B, T), less
+    any prefix in which all tensors of `same`, (B, T), equal the row above. Returns their indices
+    into the flattened rows, (n,), and for each position of the rows the index among these n,
+    (B, T), which is arbitrary after the last True."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
     alike = needed[:-1]
     for x in same:
@@ -33,8 +33,8 @@ def distinct(mask, *same):
     return new.flatten().nonzero()[:, 0], torch.where(new, count - 1, 0).cummax(0).values
 
 class SharedRows:
-    """The layout of a training pass over the n distinct tokens, as one row (1, n): attention sees
-    them in whole rows, everything else once."""
+    """The layout of a training pass over the n distinct tokens, as one row (1, n). Only attention
+    sees full rows."""
 
     def __init__(self, ids, mask=None, pos=None):
         mask = torch.ones_like(ids) if mask is None else mask
@@ -43,28 +43,28 @@ class SharedRows:
         self.pos = (self.first % ids.size(1) if pos is None else pos.flatten()[self.first])[None]
 
     def attend(self, q, k, v, cache):
-        """As `Rows.attend`, without a cache, for heads of the distinct tokens (1, n, H, D)."""
+        """Like `Rows.attend` without a cache, for the heads (1, n, H, D) of the distinct tokens."""
         if q.shape[:2] != self.ids.shape:
-            raise UserError(f"shared rows have {self.ids.size(1)} tokens, and attention is given "
-                            f"{tuple(q.shape[:2])}: what differs between rows, other than ids and "
-                            f"positions, needs --share_prefix off")
+            raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
+                            f"{tuple(q.shape[:2])}: rows that differ in more than ids and "
+                            f"positions need --share_prefix off")
         y = causal_attention(self.gather(q), self.gather(k), self.gather(v))          # (B, T, H, D)
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))
         return y.unflatten(-1, q.shape[2:])[None]                                     # (1, n, H, D)
 
     def gather(self, x):
-        """Heads x (1, n, H, D) in whole rows, (B, T, H, D). `embedding` sums the gradient of a
-        token over its rows faster than indexing does; in float32, see `causal_attention`."""
+        """Heads x (1, n, H, D) as full rows, (B, T, H, D). `embedding` sums a token's gradient over
+        its rows faster than indexing. For the cast to float32 see `causal_attention`."""
         x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
         return F.embedding(self.index, x[0].flatten(1)).unflatten(-1, x.shape[2:])
 
     def in_rows(self, x):
-        """Hidden states (1, n, C) in whole rows, (B, T, C); padding has any token's."""
+        """Hidden states (1, n, C) as full rows, (B, T, C); arbitrary at padding."""
         return F.embedding(self.index, x[0])
 
     @staticmethod
     def to_score(ids, mask):
-        """As `Rows.to_score`: a token that rows share is scored once."""
+        """Like `Rows.to_score`, but a token that rows share is scored once."""
         first, index = distinct(mask, ids)
         once, index = index[mask].unique(return_inverse=True)
         row, column = torch.unravel_index(first[once], ids.shape)
@@ -73,14 +73,14 @@ class SharedRows:
 # ----------------------------------------------------------------------------------------- sampling
 
 class KVCache:
-    """Plain decoding: a row of keys and values for each completion, (L, 2, B, K, S, D)."""
+    """Plain decoding: keys and values for each completion, (L, 2, B, K, S, D)."""
 
     def __init__(self, model, slots):
         self.model, self.slots = model, slots
 
     def read(self, ids, length, group):
-        """Reads padded prompts, ids (P, T) with `length` (P,) tokens, each for `group` completions;
-        returns the logits of their first tokens, (P * group, V)."""
+        """Prefills padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
+        each; returns the logits of the completions' first tokens, (P * group, V)."""
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
         self.cache = self.model.new_cache(len(ids), self.slots)
         pos = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
@@ -88,21 +88,21 @@ class KVCache:
         return self.model.head(h[torch.arange(len(ids), device=ids.device), length - 1])
 
     def append(self, token, pos, active):
-        """Appends token (r,) at position pos (r,) to the rows that are `active` (r,) and drops the
-        others; returns the logits of the next tokens, (active, V)."""
+        """Appends token (r,) at position pos (r,) to the `active` (r,) rows and drops the others;
+        returns the logits of the next tokens, (active, V)."""
         self.cache = self.cache[:, :, active]
         h = self.model(token[active, None], pos[active, None], self.cache)              # (., 1, C)
         return self.model.head(h[:, 0])
 
 class SharedCache:
-    """Decoding with one state for all completions that are alike so far: a group starts in one
-    state, and its rows part when they sample different tokens."""
+    """Decoding in which completions with the same tokens so far share one state: a group starts
+    with one state, and its rows diverge when they sample different tokens."""
 
     def __init__(self, model, slots):
-        self.model = model          # `slots` are the most that can be; here the cache grows
+        self.model = model          # `slots` is the maximum; this cache grows on demand
 
     def read(self, ids, length, group):
-        """As `KVCache.read`."""
+        """Like `KVCache.read`."""
         P, T = ids.shape
         self.cache = self.model.new_cache(P, by_16(T))                      # (L, 2, b, K, S, D)
         self.used = T
@@ -112,7 +112,7 @@ class SharedCache:
         return self.model.head(h[torch.arange(P, device=ids.device), length - 1])[self.state]
 
     def append(self, token, pos, active):
-        """As `KVCache.append`."""
+        """Like `KVCache.append`."""
         token, pos = token[active], pos[active]
         self.advance(self.state[active], token)
         if self.used == self.cache.size(4):
@@ -124,15 +124,15 @@ class SharedCache:
         return self.model.head(h[:, 0])[self.state]
 
     def advance(self, state, token):
-        """The states after rows in `state` (r,) sampled `token` (r,): rows that were in the same
-        one and sampled the same token share the next. As long as no rows part, and nine tenths of
-        the states are still needed, the cache stays as it is: copying it costs too."""
+        """The states after rows in `state` (r,) sampled `token` (r,): rows that shared a state and
+        sampled the same token share the next one. If no rows diverge and nine tenths of the states
+        are still needed, the cache is kept as it is, to avoid a copy."""
         pair, after = torch.stack((state, token)).unique(dim=1, return_inverse=True)
         before = pair[0]                                                                     # (b,)
         if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
             self.state = state
             return
-        if len(before) == 1:                # torch.compile would compile a batch of one again
+        if len(before) == 1:                # avoids compiling again for a batch of one
             before = before.repeat(2)
         self.cache, self.state = self.cache.index_select(2, before), after
 

@@ -1,4 +1,4 @@
-"""What one sees in the terminal."""
+"""Terminal output."""
 import contextlib
 import os
 import shlex
@@ -10,50 +10,50 @@ from data import UserError, tokenizer
 from run import machine
 
 def print0(text):
-    """Print on the first rank; where nobody reads any more, a run goes on without a word."""
+    """Prints on the first rank. If stdout is closed, the run continues silently."""
     if machine.world()[0] == 0:
         say(text, sys.stdout)
 
 def error(e):
-    """Print what went wrong, on stderr, as one line."""
+    """Prints an error to stderr, as one line."""
     say("error: " + on_one_line(str(e)), sys.stderr)
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a whole command: what ends it is one line instead of a traceback, and the exit
-    code of the process."""
+    """A context for a whole command: a signal or an error ends it with one line instead of a
+    traceback, and with an exit code."""
     code = 0
     try:
         yield
     except machine.Stopped as when:
         print0(f"stopped {when}; continue with: {when.command}")
         code = 128 + when.number
-    except KeyboardInterrupt:           # in an evaluation or an answer: there is nothing to save
+    except KeyboardInterrupt:           # in --eval_only or --ask: nothing to save
         code = 130
-    except (UserError, OSError) as e:           # an OSError: a disk that is full, a path too long
+    except (UserError, OSError) as e:           # OSError: a full disk, a path too long
         error(e)
         code = 2
     machine.exit_with(code)
 
 def say(text, stream):
-    """Print to a stream, which may be closed, or the pipe to a `head` that has ended."""
+    """Prints to a stream that may be closed, or a pipe to a `head` that has ended."""
     if stream is None:
         return
     try:
         print(text, file=stream, flush=True)
-    except OSError:             # what is left in its buffer goes nowhere too
+    except OSError:             # the rest of its buffer is discarded too
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 def clock(seconds):
-    """Minutes and seconds."""
+    """Seconds as minutes:seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def progress(name, total, every=10):
-    """A function that says how far something is, and the time left, if it was silent for `every`
-    seconds or is told to."""
+    """A function that prints progress and the time left, at most once in `every` seconds unless
+    told to print now."""
     began = said = time.time()
     def told(done, more="", now=False):
-        """Say it; `more` stands between."""
+        """Prints that `done` items are done, then `more`."""
         nonlocal said
         if now or time.time() - said > every:
             said = time.time()
@@ -62,13 +62,13 @@ def progress(name, total, every=10):
     return told
 
 def percentages(results):
-    """Shares by name on one line, of pass@k and maj@k those with the least and the largest k."""
+    """Shares by name on one line; of pass@k and maj@k only pass@1 and the largest k."""
     most = max(int(name.partition("@")[2] or 0) for name in results)
     shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
     return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
 
 def header(agent, problems, held_out):
-    """What a run works on, and with."""
+    """Prints what a run works on, and with."""
     cfg, (device, dtype, compiled) = agent.cfg, machine.resolve(agent.cfg)
     millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
@@ -81,21 +81,21 @@ def header(agent, problems, held_out):
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 def farewell(cfg, question):
-    """Where the report and the model are, and how to ask it something."""
+    """Prints where the report and the model are, and how to ask the model a question."""
     print0(f"curves, and completions token by token: {cfg.folder / 'report.html'}")
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
            f"--init {cfg.folder} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
-    """How to go on with a run. A task that is a file has to be named: it is executed."""
+    """The command that continues a run. It must name a task that is a file, as that is executed."""
     task = f" --task {cfg.task}" if cfg.task.endswith(".py") else ""
     return f"python grpo.py --resume --out {cfg.folder}{task}"
 
 def step_line(step, total, done):
-    """One line for a step, by the statistics of the steps `done`, with the time left; and a warning
-    when three in a row taught nothing."""
+    """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
+    warning after three steps in a row without a signal."""
     stats, times = done[-1], [stats["seconds"] for stats in done]
-    shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # with digits
+    shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # name=decimals
     left = statistics.median(times[-9:]) * (total - step)
     print0(f"step {step}/{total}  "
            + "".join(f"{name} {stats[name]:.{digits}f}  " for name, digits in shown.items()
@@ -107,17 +107,17 @@ def step_line(step, total, done):
                "or no completion ended")
 
 def reward_model_quality(measures):
-    """How good a fitted reward model is on problems that were kept from it."""
+    """Prints the quality of a fitted reward model on held-out problems."""
     print0("reward model  held out: accuracy {rm_accuracy:.1%}  calibration error {rm_error:.3f}"
            .format(**measures))
 
 def on_one_line(text):
-    """A text with its line breaks shown."""
+    """A text with visible line breaks."""
     return text.replace("\n", " ⏎ ")
 
 def coloured(pieces, adv):
-    """The texts of tokens on one line. In a terminal green is to become likelier, red less likely,
-    and in grey there is nothing to learn."""
+    """The texts of tokens on one line. In a terminal, green tokens have a positive advantage, red
+    ones a negative one, grey ones 0."""
     pieces = [on_one_line(piece) for piece in pieces]
     if sys.stdout and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         codes = (32 if a > 0 else 31 if a < 0 else 90 for a in adv)
@@ -125,8 +125,8 @@ def coloured(pieces, adv):
     return "".join(pieces)
 
 def group(batch, rows, encoding):
-    """The distinct completions of a group, some rows of a rollout, with how often each was sampled,
-    the tokens coloured by advantage: at most four, of the highest and of the lowest rewards."""
+    """Prints the distinct completions of a group (`rows` of a rollout) and how often each was
+    sampled, tokens coloured by advantage: at most four, with the highest and lowest rewards."""
     found, prompt = {}, on_one_line(batch.problems[rows.start].prompt)
     rewards = batch.reward[rows].sum(1).tolist()
     for i, (text, reward) in enumerate(zip(batch.texts[rows], rewards), rows.start):

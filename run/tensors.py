@@ -1,4 +1,4 @@
-"""The tensors of a run by name: which there are, which there must be, whether they can be."""
+"""The tensors in a checkpoint by name, and their validation."""
 import hashlib
 
 import torch
@@ -7,21 +7,21 @@ from data import UserError
 from run import shard
 
 ROLES = ("policy", "ref", "critic", "reward_model")
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # of each parameter, in Adam
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # Adam's, for each parameter
 ROWS = dict(ids=torch.int64, mask=torch.bool, ends=torch.bool, label=torch.float32)
 
 def modules(agent):
-    """The modules of a run by role, those that it has."""
+    """The modules that a run has, by role."""
     return {role: getattr(agent, role) for role in ROLES if getattr(agent, role) is not None}
 
 def named_parameters(agent):
-    """The parameters of a run by role and name; of those that are dealt, this rank's parts."""
+    """The parameters of a run by role and name; of sharded ones, this rank's shards."""
     return {f"{role}.{n}": p for role, module in modules(agent).items()
             for n, p in shard.parameters(module).items()}
 
 def training_state(agent):
-    """Every tensor of a run by name: parameters of the modules by role, state of the optimizer,
-    and of the labelled rows in the history."""
+    """Every tensor of a run by name: the parameters by role, the optimizer's state, and the
+    history of labelled rows."""
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
@@ -29,7 +29,7 @@ def training_state(agent):
     return {n: p.detach() for n, p in named.items()} | moments | rows
 
 def wanted(agent, checkpoint):
-    """The tensors that a Checkpoint must have: by name, one of the same shape and dtype."""
+    """The tensors that a Checkpoint must have: for each name one of the right shape and dtype."""
     want = named_parameters(agent)
     if checkpoint.step > 0:                         # all moments after a step, none before
         trained = {p for group in agent.opt.param_groups for p in group["params"]}
@@ -42,29 +42,29 @@ def wanted(agent, checkpoint):
     return want
 
 def check_tensors(agent, checkpoint):
-    """Raise UserError unless a Checkpoint has just the tensors that are wanted, of numbers that can
-    be. Given moments smaller than their parameter, the fused optimizer would write beyond them."""
+    """Raises UserError unless a Checkpoint has exactly the `wanted` tensors, with valid values.
+    (With moments smaller than their parameter the fused optimizer would write out of bounds.)"""
     want, have = wanted(agent, checkpoint), checkpoint.tensors
     wrong = sorted(want.keys() ^ have.keys())
     wrong += [n for n in want.keys() & have.keys() if have[n].shape != want[n].shape
-              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # a GPU's is rounded
+              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # a GPU rounds it
     if wrong:
-        raise UserError(f"{agent.cfg.folder}: tensors missing, superfluous, or of another shape or "
+        raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
                         f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
     wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
              or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
     steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
-    if len(steps) > 1 or min(steps, default=1) < 1:         # a count for each parameter, all alike
+    if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
         wrong += steps.values()
     ids = have.get("history.ids", torch.zeros(0, 1))
     if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
             0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):
         wrong.append("history.ids")
     if wrong:
-        raise UserError(f"{agent.cfg.folder}: numbers that cannot be in the tensor {wrong[0]}")
+        raise UserError(f"{agent.cfg.folder}: the tensor {wrong[0]} has invalid values")
 
 def sha256_of(tensors):
-    """SHA-256 of tensors on the CPU by name: names, dtypes, shapes, bytes. 2 GB take seconds."""
+    """SHA-256 of a dict of CPU tensors: names, dtypes, shapes, bytes. 2 GB take seconds."""
     sha256 = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         sha256.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
@@ -72,5 +72,5 @@ def sha256_of(tensors):
     return sha256.hexdigest()
 
 def finite(tensor):
-    """Whether all numbers of a tensor are finite, found without another one of its size."""
+    """Whether all values of a tensor are finite, without allocating another of its size."""
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

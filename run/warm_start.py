@@ -1,5 +1,4 @@
-"""The supervised start: made on the task's demonstrations, kept in the run's folder, loaded again.
-"""
+"""The warm start: supervised fine-tuning on demonstrations, kept in the run's folder for reuse."""
 import hashlib
 import json
 from dataclasses import asdict
@@ -15,8 +14,8 @@ from run import batches, machine, models, optimizer, pretrained, show
 from run.files import write_whole
 
 def starting_model(cfg, task, longest, encoding):
-    """The policy before RL, and whether it still needs its warm start: the one kept by an earlier
-    run, or --init's, or a new one. `longest`: the most tokens of a prompt."""
+    """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
+    needs its warm start. `longest`: tokens of the longest prompt."""
     where = cfg.folder / "warm_start"
     note, warm = where / "warm_start.json", cfg.warm_steps > 0 or not cfg.init
     known = warm and note.exists() and note.read_text() == warm_note(cfg, task)
@@ -31,22 +30,20 @@ def starting_model(cfg, task, longest, encoding):
         return model, warm and not known
     return models.new_model(cfg, encoding, longest), True
 
-# Settings of which a kept warm start does not depend: what only RL, evaluation, logging or the
-# machine uses. A setting that is not named here counts.
+# Settings on which a kept warm start does not depend: those that only RL, evaluation, logging or
+# the machine uses. It depends on every setting that is not listed here.
 RL_ONLY = frozenset(
     "train test out steps iterations eval_every held_out samples save_every prompts group "
     "temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
-    "value_coef "
-    "ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs minibatches lr "
-    "half_life "
-    "fit_prompts choices labels device dtype compile shard".split())
+    "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
+    "minibatches lr half_life fit_prompts choices labels device dtype compile shard".split())
 
 def warm_start(model, task, problems, cfg, encoding):
-    """Supervised fine-tuning on fresh demonstrations; the result is kept in the run's folder."""
+    """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
     device = model.device
 
     def row(problem, rng):
-        """The ids of a prompt and of its demonstration."""
+        """The ids of a prompt and of a demonstration."""
         said = encoding.encode_ordinary(task.demonstration(problem, rng))
         return encoding.encode_prompt(problem.prompt), said + [encoding.end]
 
@@ -54,7 +51,7 @@ def warm_start(model, task, problems, cfg, encoding):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = machine.rng(cfg, "warm start", step)
         rows = [row(p, rng) for p in rng.choices(problems, k=cfg.warm_batch)]
-        tokens = sum(len(text) for _, text in rows)             # of all ranks
+        tokens = sum(len(text) for _, text in rows)             # over all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
         rows = machine.local_share(rows)
@@ -70,14 +67,14 @@ def warm_start(model, task, problems, cfg, encoding):
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
         note.unlink(missing_ok=True)
         pretrained.save(model, where, encoding.files)
-        write_whole(note, warm_note(cfg, task))                 # last: it says that all is there
+        write_whole(note, warm_note(cfg, task))                 # last: marks the rest complete
 
 def padded(rows, device):
     """Lists of unequal length as one tensor (B, T), padded on the right with 0 or False."""
     return pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
 
 def warm_note(cfg, task):
-    """Everything a warm start depends on, as text: settings, code, data, the machine."""
+    """All that a warm start depends on, as text: settings, code, data, machine."""
     root = Path(data.__file__).parent.parent
     modules = ("batches", "machine", "models", "optimizer", "sharing", "warm_start")
     sources = [root / "model.py", *sorted((root / "data").glob("*.py")),

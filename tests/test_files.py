@@ -135,7 +135,7 @@ CONFIGS = {
     "rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}, "rope_parameters": [1], "model_type": [],
     "eos_token_id": -1, "hidden_act": {"a": 1}, "partial_rotary_factor": 0.5}
 OURS = {"num_hidden_layers": "n_layer", "max_position_embeddings": "block_size", "hidden_size": "n_embd",
-        "rope_scaling": "low_freq_factor", "model_type": "family", "head_dim": "head_size"}
+        "rope_scaling": "low_freq_factor", "head_dim": "head_size"}
 
 
 @pytest.mark.parametrize("key", CONFIGS)
@@ -286,7 +286,7 @@ def test_two_runs_in_one_folder(again, capsys):
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
     for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
-        assert "another run is at work in" in fault(capsys, *args, "--out", again)
+        assert "another run is active in" in fault(capsys, *args, "--out", again)
     other.kill()
     other.communicate()
     main(["--resume", "--steps", "3", "--out", str(again)])
@@ -396,7 +396,7 @@ def test_scores_that_say_nothing(x, spread, says, tmp_path, capsys, monkeypatch)
 def test_a_rank_alone(env, says, capsys, monkeypatch):
     for name, x in env.items():
         monkeypatch.setenv(name, x)
-    assert f"RANK is set and {says} is not" in fault(capsys, *TINY, "--steps", 1)
+    assert f"RANK is set but {says} is not" in fault(capsys, *TINY, "--steps", 1)
 
 
 def test_other_problems_on_resume(tmp_path, capsys, monkeypatch):

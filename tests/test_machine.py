@@ -86,7 +86,7 @@ def test_what_is_asked_for_counts_before_what_is_best(cuda, gpus):
 def test_a_device_that_is_not_there(gpus):
     gpus(False)
     for kind in ("cuda", "mps"):
-        with pytest.raises(UserError, match=f"^--device {kind}: there is none here$"):
+        with pytest.raises(UserError, match=f"^--device {kind} is not available on this machine$"):
             machine.resolve(Config(device=kind))
 
 
@@ -162,7 +162,7 @@ def test_ranks_on_cpus_join_by_gloo(torchrun, monkeypatch):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_of_torchruns_settings_are_none(name, torchrun, monkeypatch):
     monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=f"^RANK is set and {name} is not"):
+    with pytest.raises(UserError, match=f"^RANK is set but {name} is not: launch with torchrun"):
         machine.start_ranks(torch.device("cpu"))
     assert not torchrun
 

@@ -260,8 +260,8 @@ def test_activations_of_gelu():
 
 
 @pytest.mark.parametrize("prompts, names", [
-    (1, ["gradients", "activations", "logits", "whole layers"]),
-    (600, ["cache", "logits of a token", "whole sampler"])])
+    (1, ["gradients", "activations", "logits", "gathered layers"]),
+    (600, ["cache", "logits of a token", "full sampler"])])
 def test_of_rollout_and_update_the_larger_counts(prompts, names):
     need = preflight.memory(tiny_model(), Config(prompts=prompts, group=2, max_new=8, micro_tokens=100, device="cpu"), 4)
     assert [*need][-len(names):] == names and [*need][0] == "weights" and len(need) == 6 + len(names)
@@ -273,7 +273,7 @@ def test_of_a_model_that_is_dealt_a_rank_needs_its_part(dtype, monkeypatch):
     cfg, model = Config(shard="on", dtype=dtype, device="cpu", reward="model", group=2, micro_tokens=256, max_new=4,
                         warm_steps=0), tiny_model(n_layer=5)
     alone = preflight.memory(model, cfg, 2)
-    assert not alone["whole layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
+    assert not alone["gathered layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
     monkeypatch.setattr(machine, "world", lambda: (1, 4))
     parts, rollout = (preflight.memory(model, dataclasses.replace(cfg, prompts=p), 2) for p in (1, 4000))
     for name in ("weights", "Adam", "reference", "reward model"):
@@ -282,8 +282,8 @@ def test_of_a_model_that_is_dealt_a_rank_needs_its_part(dtype, monkeypatch):
     own = dict(model.named_parameters())
     layer = sum(p.numel() for n, p in own.items() if n.startswith("layers.0.") and p.dim() == 2)
     outside = sum(p.numel() for n, p in own.items() if not n.startswith("layers.") or p.dim() == 1)
-    assert parts["whole layers"] == 4 * (2 * layer + outside)
-    assert rollout["whole sampler"] == alone["reference"] and "gradients" not in rollout
+    assert parts["gathered layers"] == 4 * (2 * layer + outside)
+    assert rollout["full sampler"] == alone["reference"] and "gradients" not in rollout
 
 
 def test_a_model_is_whole_before_it_is_dealt(monkeypatch):
@@ -292,7 +292,7 @@ def test_a_model_is_whole_before_it_is_dealt(monkeypatch):
     N = sum(p.numel() for p in model.parameters())
     cfg = Config(shard="on", dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
     alone = preflight.memory(model, cfg, 1)
-    assert alone["weights"] == 4 * N and "copies of them" not in alone
+    assert alone["weights"] == 4 * N and "frozen copies" not in alone
     monkeypatch.setattr(machine, "world", lambda: (1, 64))
     assert preflight.total(preflight.memory(model, cfg, 1)) == 4 * N + 2 * 4 * N
     assert preflight.total(preflight.memory(model, dataclasses.replace(cfg, warm_steps=1), 1)) == 12 * N + 12 * N

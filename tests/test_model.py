@@ -317,7 +317,7 @@ def test_what_says_only_how_it_is_anyway(harmless):
 
 
 @pytest.mark.parametrize("change, fault", [
-    (dict(model_type="gemma"), "a model of the family 'gemma'; known are llama, qwen2, qwen3, gpt2"),
+    (dict(model_type="gemma"), "model_type 'gemma' is not one of llama, qwen2, qwen3, gpt2"),
     (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     (dict(attention_bias=True), "attention_bias True is not supported"),
     (dict(mlp_bias=True), "mlp_bias True is not supported"),
@@ -328,16 +328,16 @@ def test_what_says_only_how_it_is_anyway(harmless):
     (dict(quantization_config={}), "quantization_config {} is not supported"),
     (dict(dtype="float64"), "dtype 'float64' is not supported"),
     (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types 'sliding_attention' is not supported"),
-    (dict(layer_types="full_attention"), "layer_types is 'full_attention', which is no list"),
-    (dict(vocab_size="320"), "vocab_size is '320', which is no integer"),
-    (dict(vocab_size=320.0), "vocab_size is 320.0, which is no integer"),
-    (dict(vocab_size=True), "vocab_size is True, which is no integer"),
-    (dict(tie_word_embeddings=1), "tie_word_embeddings is 1, which is no bool"),
-    (dict(rope_theta=0), "rope_theta is 0, which is no positive number"),
-    (dict(rope_theta=-0.5), "rope_theta is -0.5, which is no positive number"),
-    (dict(rope_theta=1e300), "rope_theta is 1e+300, which is no positive number"),
-    (dict(rope_theta="10000"), "rope_theta is '10000', which is no positive number"),
-    (dict(rope_theta=True), "rope_theta is True, which is no positive number"),
+    (dict(layer_types="full_attention"), "layer_types must be a list, not 'full_attention'"),
+    (dict(vocab_size="320"), "vocab_size must be an integer, not '320'"),
+    (dict(vocab_size=320.0), "vocab_size must be an integer, not 320.0"),
+    (dict(vocab_size=True), "vocab_size must be an integer, not True"),
+    (dict(tie_word_embeddings=1), "tie_word_embeddings must be a bool, not 1"),
+    (dict(rope_theta=0), "rope_theta must be a positive number, not 0"),
+    (dict(rope_theta=-0.5), "rope_theta must be a positive number, not -0.5"),
+    (dict(rope_theta=1e300), "rope_theta must be a positive number, not 1e+300"),
+    (dict(rope_theta="10000"), "rope_theta must be a positive number, not '10000'"),
+    (dict(rope_theta=True), "rope_theta must be a positive number, not True"),
     (dict(vocab_size=None), "vocab_size is missing"),
     (dict(hidden_size=None, vocab_size=None, rms_norm_eps=None), "vocab_size is missing"),
     (dict(rms_norm_eps=None, intermediate_size=None), "intermediate_size is missing"),
@@ -378,7 +378,7 @@ def fault_of(folder):
 
 def test_a_config_that_cannot_be_read(tmp_path):
     folder, ends = tmp_path / "model", "; --init names its folder"
-    assert fault_of(folder) == f"no model in {folder}: config.json: there is none{ends}"
+    assert fault_of(folder) == f"no model in {folder}: config.json: not found{ends}"
     (folder / "config.json").mkdir(parents=True)
     said = fault_of(folder)
     assert said.startswith(f"no model in {folder}: config.json: IsADirectoryError: [Errno ") and said.endswith(ends)
@@ -392,7 +392,7 @@ def test_the_first_of_the_tensors_that_are_missing_is_named(gone, more, tmp_path
     save_file({name: tensors[name] for name in sorted(tensors)[1 + gone:]} | {
         name: tensors[name] for name in sorted(tensors)[:1]}, tmp_path / "model.safetensors")
     assert fault_of(tmp_path) == (
-        f"{tmp_path}: no tensor model.layers.0.input_layernorm.weight, and {more} more missing")
+        f"{tmp_path}: tensor model.layers.0.input_layernorm.weight is missing, and {more} more")
 
 
 @pytest.mark.parametrize("config, name", [(LLAMA | dict(tie_word_embeddings=True), "model.embed_tokens.weight"),
@@ -405,7 +405,7 @@ def test_a_tied_head_in_the_file_is_the_embedding(config, name, tmp_path):
     save_file(tensors | {"lm_head.weight": tensors[name].clone()}, tmp_path / "model.safetensors")
     assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, tensors[name])
     save_file(tensors | {"lm_head.weight": tensors[name] + 1}, tmp_path / "model.safetensors")
-    assert "tie_word_embeddings is true, and lm_head.weight is not the embedding" in fault_of(tmp_path)
+    assert "tie_word_embeddings is true, but lm_head.weight is not the embedding" in fault_of(tmp_path)
 
 
 def test_a_model_in_parts(tmp_path, model):
@@ -423,7 +423,7 @@ def test_a_model_in_parts(tmp_path, model):
     assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, model.embed_tokens.weight)
     for wrong in ("../model.safetensors", "/dev/null", 3, None):
         index.write_text(json.dumps({"weight_map": parts | {"a": wrong}}))
-        assert fault_of(tmp_path) == f"{index}: weight_map names what is no file beside it"
+        assert fault_of(tmp_path) == f"{index}: weight_map names something that is not a file beside it"
     index.unlink()
     said = fault_of(tmp_path)
     assert said.startswith(f"{tmp_path}: cannot read its tensors (FileNotFoundError: ") and str(whole) in said

@@ -160,7 +160,7 @@ def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
 def test_what_is_not_this_model_is_refused(tmp_path):
     checkpoint("qwen2", tmp_path)
     whole = json.loads((tmp_path / "config.json").read_text())
-    for change, why in ((dict(model_type="mamba"), "family 'mamba'"),
+    for change, why in ((dict(model_type="mamba"), "model_type 'mamba'"),
                         (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
                         (dict(use_sliding_window=True), "use_sliding_window"),
                         (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'"),
@@ -169,8 +169,8 @@ def test_what_is_not_this_model_is_refused(tmp_path):
                         (dict(num_attention_heads=0), "must be between 1"),
                         (dict(num_key_value_heads=-1), "must be between 1"),
                         (dict(intermediate_size=96), "has the shape"),
-                        (dict(num_hidden_layers=2), "is none of this model's"),
-                        (dict(num_hidden_layers=4), "no tensor model.layers.3")):
+                        (dict(num_hidden_layers=2), "does not belong to this model"),
+                        (dict(num_hidden_layers=4), r"tensor model\.layers\.3\S+ is missing")):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
         with pytest.raises(UserError, match=why):
             pretrained.load(tmp_path)

@@ -69,7 +69,7 @@ ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
 DEALT = ["grpo", "ppo", "critic of its own", "a row a minibatch", "reward learned", "steps learned"]
 PAIRS = [("two", name) for name in ALIKE] + [("dealt", name) for name in DEALT]
-LOST = "error: another rank has ended; go on from the last checkpoint with --resume\n"
+LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 
 
@@ -591,7 +591,7 @@ def test_ranks_go_on_with_what_is_dealt(both, tmp_path, name):
 def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what):
     """A bit of a weight, or of a labelled row, is enough."""
     codes, _, err = pair(tmp_path, apart, what, flags(both, "reward learned", out=tmp_path / "run"))
-    assert codes == [2, 2] and all(re.fullmatch(r"error: the ranks differ in what they have learned; .*\n", x) for x in err)
+    assert codes == [2, 2] and all(re.fullmatch(r"error: the ranks no longer hold the same weights; .*\n", x) for x in err)
 
 
 def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):

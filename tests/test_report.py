@@ -310,7 +310,7 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage, says", [
     (None, "no run in"), ("[1]\n", "must hold a JSON object"), ("{\n", "is not JSON"), ('{"x": 1}\n', "without a step"),
-    ('{"step": 1, "x": ' + "[" * 900 + "NaN" + "]" * 900 + "}\n", "brackets in brackets")])
+    ('{"step": 1, "x": ' + "[" * 900 + "NaN" + "]" * 900 + "}\n", "nested too deeply")])
 def test_a_folder_that_is_no_runs_is_one_line(damage, says, tmp_path, capsys):
     if damage:
         (tmp_path / "metrics.jsonl").write_text(damage)
@@ -564,14 +564,14 @@ def test_curves_of_several_runs(opened, page, tmp_path):
     find(page, "#settings summary")[0].click()
     assert find(page, "#settings tr.differs")[0].text.split() == ["group", "3", "5"]
     choose(page, "run", "1")
-    assert text_of(page, "#note") == "No completions were written down yet."
+    assert text_of(page, "#note") == "No completions have been logged yet."
 
 
 def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MOST", 30_000)
     path = folder_of(tmp_path / "run", invented(range(1, 31), lambda *at: "abc", rows=2))
     page, kept = opened(path), len({x["step"] for x in shown_data(path)[0]["samples"]})
-    assert 5 < kept < 30 and text_of(page, "#note").startswith(f"Of 30 sampled steps {kept} are on this page")
+    assert 5 < kept < 30 and text_of(page, "#note").startswith(f"This page has {kept} of 30 logged steps")
 
 
 def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(opened, tmp_path):
@@ -581,7 +581,7 @@ def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(opened, tmp_path):
     page = opened(folder_of(tmp_path / "run", old))
     assert [x.text for x in find(page, ".card .text")] == ["2", "3"] and rgba(page)[2] > rgba(page)[0]
     choose(page, "colour", "entropy")
-    assert text_of(page, "#legend") == "entropy: this run has none."
+    assert text_of(page, "#legend") == "entropy: not available for this run."
 
 
 def test_a_phone_and_the_dark(opened, page):

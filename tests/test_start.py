@@ -146,7 +146,7 @@ def test_end_tokens_are_in_the_vocabulary(stop, fits, saved, encoding):
     if fits:
         assert models.load_model(saved, CFG, encoding, 5)
     else:
-        with pytest.raises(UserError, match=r"eos_token_id \[.*\] is outside of the vocabulary of 257$"):
+        with pytest.raises(UserError, match=r"eos_token_id \[.*\] is outside the vocabulary of 257$"):
             models.load_model(saved, CFG, encoding, 5)
 
 

@@ -147,7 +147,7 @@ def test_score_pairs_each_completion_with_its_prompt():
 
 
 @pytest.mark.parametrize("parts, why", [
-    ({"correct": 1.0, "more": 1.0}, "always be the same"), ({"right": 1.0}, "must be a dict with 'correct'"),
+    ({"correct": 1.0, "more": 1.0}, "use the same ones for every prompt"), ({"right": 1.0}, "must be a dict with 'correct'"),
     ({}, "must be a dict with 'correct'"), (1.0, "must be a dict"), (None, "must be a dict")])
 def test_components_are_always_the_same(parts, why):
     """Of rows with other components than the first's, some were once dropped in silence."""

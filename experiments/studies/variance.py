@@ -8,7 +8,7 @@ more of fresh ones. Then each of 64 rollouts gives a gradient under every baseli
 token weights 1/|o| as in those runs or with equal token weights. Noise is the mean squared distance of the
 gradients from their mean, divided by the squared length of the mean's component along the true direction: that of
 leave-one-out with equal token weights, which is unbiased. The cosine of the two directions is what bias lowers.
-Products of two means take them from different halves of the rollouts, so that noise does not add to them.
+Products of two mean gradients take them from different halves of the rollouts, so that noise does not bias them.
 """
 import argparse
 import concurrent.futures

@@ -1,4 +1,4 @@
-// The script of a report. What a model or a task wrote reaches the page as text alone, through `make`.
+// The script of a report. Text from a model or a task reaches the page only as text, through `make`.
 "use strict";
 
 const $ = id => document.getElementById(id);
@@ -14,7 +14,7 @@ function make(tag, name = "", text = "", ...children) {
   return element;
 }
 
-// A number for people: four digits, and whole ones whole.
+// Formats a number: four digits; integers in full.
 function shown(x) {
   if (typeof x !== "number") return x === null || x === undefined ? "–" : String(x);
   if (Number.isInteger(x)) return String(x);
@@ -25,7 +25,7 @@ function shown(x) {
 // ------------------------------------------------------------------------------------- the overview
 
 const names = runs.map(run => run.name);
-for (const run of runs) {       // two folders of one name are told apart by their paths
+for (const run of runs) {       // folders with the same name are shown by path
   run.label = names.filter(name => name === run.name).length > 1 ? run.path : run.name;
   run.settings = run.about.config || {};
 }
@@ -52,34 +52,34 @@ function overview() {
 // --------------------------------------------------------------------------------------- the curves
 
 const MEANING = {
-  reward: "the reward of a completion, as it is trained on, mean over the step's completions",
-  accuracy: "share of right completions; points: of held-out problems, greedy, by any (pass@k)"
-    + " or most (maj@k) of k samples",
-  length: "tokens of a completion, mean",
+  reward: "the training reward, mean over the step's completions",
+  accuracy: "share of right completions; points: on held-out problems, greedy, any of k samples (pass@k)"
+    + " or most of them (maj@k)",
+  length: "mean tokens per completion",
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",
-  dead_groups: "share of groups whose completions all earned the same: nothing is learned from them",
-  finished: "share of completions that ended by themselves; the others were cut at --max_new",
-  clip_share: "share of tokens that the clip kept from moving the policy, mean over the optimizer steps",
-  grad_norm: "norm of the gradient before it is clipped, mean over the optimizer steps",
+  dead_groups: "share of groups whose rewards are all equal: nothing is learned from them",
+  finished: "share of completions that ended with a stop token; the others were cut off at --max_new",
+  clip_share: "share of tokens whose gradient the clip removed, mean over optimizer steps",
+  grad_norm: "gradient norm before clipping, mean over optimizer steps",
   mismatch: "largest gap between the sampler's and the trainer's log-probability of a token",
-  loss: "the loss of the policy; about 0 by nature, so watch the reward",
-  value_loss: "the loss of the critic",
-  explained_variance: "how much of the returns the critic knows: 1 is all, 0 no more than their mean",
-  rule_reward: "the reward of the task's rule, which a learned reward stands for",
-  rm_accuracy: "how often the reward model agrees with labels that it did not learn",
-  rm_error: "by how much the reward model's confidence in such labels is off",
-  beta: "weight of the KL",
-  seconds: "seconds of a step",
-  rollout_tok_s: "tokens sampled in a second",
-  update_tok_s: "tokens learned in a second",
+  loss: "the policy loss; about 0 by design, so watch the reward",
+  value_loss: "the critic's loss",
+  explained_variance: "share of the returns' variance that the critic explains: 1 is all, 0 only their mean",
+  rule_reward: "the reward by the task's rule, which the learned reward replaces",
+  rm_accuracy: "accuracy of the reward model on held-out labels",
+  rm_error: "expected calibration error of the reward model on held-out labels",
+  beta: "KL coefficient",
+  seconds: "seconds per step",
+  rollout_tok_s: "tokens sampled per second",
+  update_tok_s: "tokens trained on per second",
 };
 const FIRST = ["reward", "accuracy", "length", "kl", "entropy"];
 const DASHES = [[], [2, 3], [8, 4], [8, 3, 2, 3], [4, 2]];
 const heldOut = name => name === "greedy" || /^(pass|maj)@\d+$/.test(name);
 const kOf = name => Number(name.split("@")[1] || 1);
 
-// A piece of a line, for a legend.
+// A line sample for a legend.
 function stroke(color, dash = []) {
   const svg = "http://www.w3.org/2000/svg", box = document.createElementNS(svg, "svg");
   const line = document.createElementNS(svg, "path");
@@ -90,7 +90,7 @@ function stroke(color, dash = []) {
   return box;
 }
 
-// The lines of a chart: each a quantity of a run.
+// The lines of a chart: one quantity of one run each.
 function linesOf(name, known) {
   const measured = known.filter(heldOut), most = Math.max(...measured.map(kOf));
   const ends = measured.filter(key => kOf(key) === 1 || kOf(key) === most);
@@ -111,10 +111,10 @@ function chart(box, name, known) {
   const values = lines.map(({color, dash, label}) => [
     make("span", "value"), make("span", "", "", stroke(colour(color), dash), `${label} `)]);
   const where = make("span", "quiet"), keys = [...new Set(lines.map(line => line.key))];
-  const together = several ? keys : [null];       // of several runs each quantity has a row of its own
+  const together = several ? keys : [null];       // with several runs, a row per quantity
   const rows = together.map((key, n) => make("div", "", "", n ? "" : where, several && keys.length > 1 ? `${key}: ` : "",
     ...values.filter((_, i) => !several || lines[i].key === key).map(([value, label]) => (label.append(value), label))));
-  const read = index => {         // the values at a step; without one the last there are
+  const read = index => {         // the values at a step; index null: the last values
     where.textContent = index === null ? "at the end:" : `step ${steps[index]}:`;
     lines.forEach((line, i) => {
       values[i][0].textContent = shown(index === null ? last(line.run, line.key) : columns[i][index]);
@@ -145,7 +145,7 @@ function chart(box, name, known) {
 function curves() {
   const known = [...new Set(runs.flatMap(run => run.metrics.flatMap(Object.keys)))];
   const others = known.filter(name => name !== "step" && !FIRST.includes(name) && !heldOut(name));
-  const order = Object.keys(MEANING);       // components of the reward, which it lacks, come first
+  const order = Object.keys(MEANING);       // reward components, not listed there, come first
   others.sort((a, b) => order.indexOf(a) - order.indexOf(b));
   const draw = (box, which) => {
     box.replaceChildren();
@@ -168,18 +168,18 @@ const k3 = r => r === null ? null : Math.expm1(Math.min(r, 20)) - r;
 const QUANTITIES = {
   advantage: {about: "blue: the update makes it likelier; orange: less likely", both: true,
     of: (g, i, t) => at(g.advantages, i, t)},
-  "log-ratio": {about: "log-probability after the update less that when it was sampled", both: true,
+  "log-ratio": {about: "log-probability after the update minus when sampled", both: true,
     of: (g, i, t) => less(at(g.new_logp, i, t), at(g.logp, i, t))},
-  KL: {about: "to the reference: k3 of the token, as it was sampled",
+  KL: {about: "to the reference, k3 of the token when sampled",
     of: (g, i, t) => k3(less(at(g.ref_logp, i, t), at(g.logp, i, t)))},
-  entropy: {about: "how open the choice of this token is, in nats, after the update",
+  entropy: {about: "of the distribution at this token after the update, in nats",
     of: (g, i, t) => at(g.entropy, i, t)},
-  surprise: {about: "-log pi of the token when it was sampled, in nats",
+  surprise: {about: "-log pi of the token when sampled, in nats",
     of: (g, i, t) => less(0, at(g.logp, i, t))},
 };
 const WHICH = {spread: "widest spread of rewards", random: "at random"};
 
-for (const run of runs) {       // older runs have no tokens: there a completion is one
+for (const run of runs) {       // older runs have no tokens: a completion counts as one
   run.samples = run.samples.filter(g => Array.isArray(g.completions) && Array.isArray(g.rewards));
   for (const g of run.samples) {
     g.tokens ??= g.completions.map(text => [text]);
@@ -191,11 +191,11 @@ for (const run of runs) {       // older runs have no tokens: there a completion
 }
 const state = {run: 0, step: null, which: "spread"};
 
-// The largest value that colours tell apart, the same for all steps of a run: nine in ten are below.
+// The value of the strongest colour, for all steps of a run: the 90th percentile.
 function scaleOf(run, name) {
   if (run.scales[name] === undefined) {
     const all = [], of = QUANTITIES[name].of;
-    const skip = Math.ceil(run.samples.length / 60);        // enough to know
+    const skip = Math.ceil(run.samples.length / 60);        // a sample is enough
     run.samples.forEach((g, n) => n % skip || g.tokens.forEach((row, i) => row.forEach((_, t) => {
       const x = of(g, i, t);
       if (x !== null) all.push(Math.abs(x));
@@ -208,7 +208,7 @@ function scaleOf(run, name) {
 
 const query = () => $("search").value.trim().toLowerCase();
 
-// The groups that the filters leave, by step.
+// The groups that pass the filters, by step.
 function groups() {
   const left = new Map();
   for (const g of runs[state.run].samples) {
@@ -227,7 +227,7 @@ function options(select, labels, value) {
   select.value = value;
 }
 
-// Show the step that is nearest to the chosen one among those that the filters leave.
+// Show the step nearest to the chosen one among those that pass the filters.
 function render() {
   $("tip").hidden = true;
   const run = runs[state.run], left = groups(), steps = [...left.keys()].sort((a, b) => a - b);
@@ -244,9 +244,9 @@ function render() {
   options($("which"), Object.fromEntries(here.map(x => [x.which, WHICH[x.which] || "logged"])), g?.which);
   $("which").disabled = here.length < 2;
   const kept = new Set(run.samples.map(x => x.step)).size;
-  $("note").textContent = (kept < run.steps ? `Of ${run.steps} sampled steps ${kept} are on this page, spread`
-    + " evenly; all are in samples.jsonl. " : "") + (g ? "" : run.samples.length
-    ? "No group matches." : "No completions were written down yet.");
+  $("note").textContent = (kept < run.steps ? `This page has ${kept} of ${run.steps} logged steps, evenly`
+    + " spaced; all are in samples.jsonl. " : "") + (g ? "" : run.samples.length
+    ? "No group matches." : "No completions have been logged yet.");
   legend(run);
   $("group").replaceChildren(...(g ? groupOf(g, run) : []));
   state.steps = steps;
@@ -257,11 +257,11 @@ function render() {
 function legend(run) {
   const name = $("colour").value, {both, about} = QUANTITIES[name], most = scaleOf(run, name);
   if (most === null) {
-    $("legend").replaceChildren(`${name}: this run has none.`);
+    $("legend").replaceChildren(`${name}: not available for this run.`);
     return;
   }
   $("legend").replaceChildren(make("span", "", both ? `≤ ${shown(-most)}` : "0"), make("span", both ? "bar both" : "bar one"),
-    make("span", "", `≥ ${shown(most)}`), make("span", "quiet", `${name}: ${about}. Point at a token, or tap it, for its numbers.`));
+    make("span", "", `≥ ${shown(most)}`), make("span", "quiet", `${name}: ${about}. Point at or tap a token for its numbers.`));
 }
 
 function groupOf(g, run) {
@@ -274,7 +274,7 @@ function groupOf(g, run) {
     + (seen.length < order.length ? `; ${seen.length} with “${$("search").value.trim()}”` : "")
     + (g.dead ? "; a dead group: all rewards are equal, and nothing is learned from it" : "")
     + ". The highest reward comes first."
-    + (steps ? " A number in a frame is the reward of the step that ends before it." : "");
+    + (steps ? " A framed number is the reward of the step that ends before it." : "");
   return [make("pre", "prompt", g.prompt), make("p", "quiet", about),
     make("div", "cards", "", ...seen.map(i => card(g, i, run, steps)))];
 }
@@ -308,7 +308,7 @@ function card(g, i, run, steps) {
   return make("article", "card", "", head, text);
 }
 
-// The tokens that a searched text lies in.
+// The tokens that contain the searched text.
 function found(g, i) {
   const marked = new Set(), word = query();
   for (let at = word ? g.text[i + 1].indexOf(word) : -1; at >= 0; at = g.text[i + 1].indexOf(word, at + 1)) {
@@ -321,7 +321,7 @@ function found(g, i) {
   return marked;
 }
 
-// The numbers of the token that is pointed at, beside it.
+// A tooltip with the numbers of the token under the pointer.
 function point(event) {
   const token = event.target.closest?.(".tok"), tip = $("tip"), g = state.group;
   tip.hidden = !token;
@@ -368,7 +368,7 @@ function settings() {
   const fields = [...new Set(runs.flatMap(run => Object.keys(run.settings)))];
   const value = (run, name) => JSON.stringify(run.settings[name]) ?? "–";
   const differs = name => new Set(runs.map(run => value(run, name))).size > 1;
-  fields.sort((a, b) => differs(b) - differs(a));         // what tells the runs apart comes first
+  fields.sort((a, b) => differs(b) - differs(a));         // settings that differ between runs come first
   table.append(make("tr", "", "", make("th"), ...runs.map(run => make("th", "", run.label))));
   for (const name of fields) {
     table.append(make("tr", differs(name) ? "differs" : "", "", make("td", "", name),

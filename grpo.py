@@ -1,10 +1,10 @@
 """GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, sec. 4), in one file.
 
-G completions of each prompt are sampled from the old policy; a token's advantage is the z-score of
-the reward in its group (4.1.2), or the sum of those of the steps that end at or after it (4.1.3);
-its ratio is clipped, and the loss averaged over the completion, then over the group (eq. 3); the
-k3 estimator of the KL to a frozen reference is in the loss (eq. 4); a reward model is refitted in
-each iteration (Algorithm 1). PPO is here too. Where the paper is silent, a comment gives a reason.
+For each prompt the old policy samples G completions. A token's advantage is the z-score of its
+completion's reward in the group (4.1.2) or, with rewards for steps, the sum of the z-scores of the
+steps that end at or after it (4.1.3). The ratio is clipped; the loss is averaged over a completion,
+then over the group (eq. 3), and includes the k3 estimate of the KL to a frozen reference (eq. 4). A
+reward model is refitted in each iteration (Algorithm 1). PPO and others are rows of ALGOS.
 
     python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
@@ -44,81 +44,81 @@ ALGOS = {
 }
 VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
 # The paper divides a learned reward by the group's std too. But once all completions of a group are
-# good, that std is noise of the reward model, and the policy would follow it.
+# good, that std is only the reward model's noise, and dividing by it would amplify the noise.
 REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run, by default the paper's; `make_config` makes one for a task and an
-    algorithm. A field is a flag; the comment at its end is the flag's help."""
-    # basics: the paper samples 64 completions a question, 1024 in a batch, of up to 1024 tokens
+    """The settings of a run; the defaults are the paper's. `make_config` builds one for a task and
+    an algorithm. Every field is a flag, and the comment after it is the flag's help."""
+    # basics: the paper samples 64 completions per question, of up to 1024 tokens, 1024 in a batch
     task: str = "arithmetic"    # name of a file in data/, or path of one
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
-    steps: int = 100            # steps of an iteration, each a rollout and its update
+    steps: int = 100            # steps per iteration; a step is one rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
-    max_new: int = 1024         # most tokens of a completion (N)
+    max_new: int = 1024         # maximum tokens per completion (N)
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # problems and prompts
     difficulty: int = 2         # digits of the factors; in countdown, how many numbers
-    train: str = ""             # file of training problems (gsm8k)
-    test: str = ""              # file of held-out problems (gsm8k)
+    train: str = ""             # file with the training problems (gsm8k)
+    test: str = ""              # file with the held-out problems (gsm8k)
     chat: Literal["auto", "none", "think", "no_think"] = "auto"  # chat template, thinking on or off
     system: str = ""            # system message for the chat template; empty: its own
-    temperature: float = 1.0    # sampling temperature, in the log-probabilities too
+    temperature: float = 1.0    # temperature of sampling and of all log-probabilities
     # evaluation and checkpoints
     eval_every: int = 0         # steps between evaluations; 0: before the first, after the last
     held_out: int = 0           # held-out problems to evaluate on; 0: all
     samples: int = 8            # completions per held-out problem, plus one greedy
-    save_every: int = 10        # steps between checkpoints, and between groups in samples.jsonl
+    save_every: int = 10        # steps between checkpoints, and between entries in samples.jsonl
     # reward
     reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
     supervision: Literal["outcome", "process"] = "outcome"  # reward completions, or their steps
-    truncated_reward: float = 0.0       # highest reward of a completion cut off at max_new
+    truncated_reward: float = 0.0       # upper bound on the reward if cut off at max_new
     # advantage
     baseline: Literal["none", "group", "leave-one-out", "value",
                       "group+value"] = "group"          # what is subtracted from the rewards
-    adv_scale: Literal["none", "group", "batch"] = "group"      # std to divide advantages by
+    adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides advantages
     gamma: float = 1.0          # discount, with a value baseline
     lam: float = 0.95           # lambda of GAE
-    critic: Literal["shared", "separate"] = "shared"    # a head on the policy, or its own model
+    critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     value_coef: float = 0.1     # weight of the critic's loss
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where to apply KL to the reference
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL to the reference goes
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no reference
-    target_kl: float = 0.0      # KL to adapt beta towards; 0: fixed beta
-    loss_mean: Literal["sequence", "token", "constant"] = "sequence"    # average over tokens
+    target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
+    loss_mean: Literal["sequence", "token", "constant"] = "sequence"    # how tokens are averaged
     # update
     iterations: int = 1         # outer loop of Algorithm 1: new reference, new reward model
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
-    micro_tokens: int = 2048    # most tokens in one forward and backward pass
+    micro_tokens: int = 2048    # maximum tokens per forward and backward pass
     recompute: Literal["off", "on"] = "off"     # activation checkpointing
-    half_life: int = 0          # steps in which the learning rate halves; 0: constant (the paper)
-    grad_clip: float = 1.0      # largest gradient norm
+    half_life: int = 0          # steps in which the learning rate halves; 0: constant (paper)
+    grad_clip: float = 1.0      # maximum gradient norm
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
     n_head: int = 8             # query heads
     n_kv_head: int = 1          # key/value heads
-    n_embd: int = 256           # channels, the width of a new model
+    n_embd: int = 256           # width (channels) of a new model
     warm_steps: int = 1500      # optimizer steps of the warm start; with --init, 0
     warm_batch: int = 48        # demonstrations per optimizer step
     warm_lr: float = 1.2e-3     # peak learning rate of the warm start
-    # learned reward: fitted before the first step and at each iteration
+    # learned reward: the reward model is fitted at the start of each iteration
     fit_prompts: int = 256      # problems whose completions are labelled
-    choices: int = 4            # completions of which people choose the best (2: Bradley-Terry)
-    labels: Literal["rule", "rollouts"] = "rule"        # labels of steps: the rule, or rollouts
+    choices: int = 4            # completions per choice of the best one (2: Bradley-Terry)
+    labels: Literal["rule", "rollouts"] = "rule"        # source of the labels of steps
     # machine
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: the best available
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bf16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"      # torch.compile; auto: on cuda
-    share_prefix: Literal["on", "off"] = "on"   # compute shared beginnings of completions once
+    share_prefix: Literal["on", "off"] = "on"   # compute common prefixes of completions once
     shard: Literal["off", "on"] = "off"         # shard the models across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -139,21 +139,21 @@ class Config:
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
 flags.read_help(Config)
-# Bounds: by default a number is at least 0, an integer at least 1 or its default 0.
+# Bounds: unless listed, a float is at least 0, an integer at least 1, or 0 if that is its default.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, truncated_reward=-1e9)     # a group of 1 has no spread
 MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # on --resume
 
 def make_config(**given):
-    """The Config of a command line or a notebook: the task's DEFAULTS, overridden by the rows of
-    REWARDS and of ALGOS (named `algo`), by what a setting implies for others, and by `given`.
-    Raises UserError for unknown names and bad values."""
+    """The Config for a command line or a notebook. Later entries override earlier ones: the task's
+    DEFAULTS, the rows of REWARDS and ALGOS (chosen by `reward` and `algo`), what a setting implies
+    for others, and `given`. Raises UserError for unknown names and bad values."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":      # there the gradient of k1 is the KL's (eq. 2)
+    if (fields | given).get("kl") == "reward":      # k1 has the KL's gradient there (eq. 2)
         fields |= dict(estimator="k1")
     if chosen.get("init"):      # no warm start, or with --warm_steps one at a fine-tuning rate
         fields |= dict(warm_steps=0, warm_lr=2e-5)
@@ -166,20 +166,20 @@ def make_config(**given):
 class Batch:
     """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t."""
     ids: torch.Tensor               # (B, T) int64    prompt, completion, padding on the right
-    mask: torch.Tensor              # (B, T) bool     the policy sampled the token; the end's too
-    finished: torch.Tensor          # (B,)   bool     it ended with a stop token, not at the limit
-    logp: torch.Tensor              # (B, T) float32  log pi(ids[:, t] given ids[:, :t]), as sampled
-    start: torch.Tensor             # (B,)   int64    the column where the completion begins
-    problems: list = None           # of each row
-    texts: list = None              # its completion
-    components: dict = None         # (B,)   float32  the components of its rule reward, by name
-    reward: torch.Tensor = None     # (B, T) float32  of each step, in the column of its last token
-    ends: torch.Tensor = None       # (B, T) bool     those columns; one step: the outcome
-    old_logp: torch.Tensor = None   # (B, T) float32  under the old policy, as the trainer has it
-    ref_logp: torch.Tensor = None   # (B, T) float32  under the reference
-    value: torch.Tensor = None      # (B, T) float32  the critic's, of the state before token t
-    adv: torch.Tensor = None        # (B, T) float32  the advantage
-    returns: torch.Tensor = None    # (B, T) float32  what the value should have been
+    mask: torch.Tensor              # (B, T) bool     sampled tokens, the end token included
+    finished: torch.Tensor          # (B,)   bool     ended with a stop token; False if cut off
+    logp: torch.Tensor              # (B, T) float32  log pi(ids[:, t] | ids[:, :t]), the sampler's
+    start: torch.Tensor             # (B,)   int64    column of the completion's first token
+    problems: list = None           # (B,)            problem of each row
+    texts: list = None              # (B,)            completion as text
+    components: dict = None         # (B,)   float32  components of the rule's reward, by name
+    reward: torch.Tensor = None     # (B, T) float32  reward of a step, at the step's last token
+    ends: torch.Tensor = None       # (B, T) bool     last tokens of steps; an outcome is one step
+    old_logp: torch.Tensor = None   # (B, T) float32  log pi under the old policy, for the ratio
+    ref_logp: torch.Tensor = None   # (B, T) float32  log pi under the reference
+    value: torch.Tensor = None      # (B, T) float32  critic's value of the state before token t
+    adv: torch.Tensor = None        # (B, T) float32  advantages
+    returns: torch.Tensor = None    # (B, T) float32  targets of the value
 
     def select(self, rows, T):
         """The tensors of some rows, cut to T columns."""
@@ -187,21 +187,21 @@ class Batch:
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
 
 def sample_token(logits, temperature, u, greedy):
-    """A token for each row of logits (r, V), and its log-probability at that temperature, (r,), by
-    the inverse CDF: the token at which the cumulative distribution passes u (r,), uniform in
-    [0, 1). Where `greedy` (r,), the most likely token."""
+    """Samples a token for each row of logits (r, V) by the inverse CDF, the first at which the
+    cumulative distribution exceeds u (r,), uniform in [0, 1); where `greedy` (r,) is True, takes
+    the most likely one. Returns tokens (r,) and their log-probabilities at that temperature."""
     logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
     cdf = logp.exp().cumsum(-1)
-    u = u.float().clamp(max=1 - 2 ** -24)       # at 1 it would pass the last token that is possible
+    u = u.float().clamp(max=1 - 2 ** -24)       # float() may round u up to 1
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
     token = torch.where(greedy, logits.argmax(-1), token)
     return token, logp.gather(-1, token[:, None])[:, 0]
 
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0):
-    """`group` completions of each prompt (ids), the first `greedy` of them greedy, of at most
-    `max_new` tokens (of each prompt, or of all): a Batch with ids, mask, finished, logp and start.
-    `stop`: the ids that end a completion; u (B, N): the random numbers for `sample_token`."""
+    """Samples `group` completions of each prompt (a list of ids), the first `greedy` of them
+    greedily, of at most `max_new` tokens (one number, or one per prompt). `stop`: the ids that end
+    a completion. u (B, N): random numbers for `sample_token`. Returns a Batch up to `start`."""
     device = policy.device
     prompts, length, most = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
     ids = prompts.repeat_interleave(group, 0)                                               # (B, T)
@@ -209,7 +209,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
-    rows = torch.arange(len(ids), device=device)    # (r,), those that go on; logits are theirs
+    rows = torch.arange(len(ids), device=device)    # (r,), unfinished rows, in the order of logits
     is_greedy = rows % group < greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
     stop = torch.tensor(sorted(stop), device=device)
@@ -237,7 +237,7 @@ def complete(agent, prompts, group, u, max_new=None, greedy=0):
 
 def generate(agent, problems, u, greedy=0):
     """Completions of this rank's share of `problems`, with their texts and rule rewards. The random
-    numbers u (n, G, N) are for all ranks: how many there are changes no sample."""
+    numbers u (n, G, N) cover all ranks, so samples do not depend on the number of ranks."""
     problems, u = machine.local_share(problems), machine.local_share(u)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), greedy=greedy)
@@ -245,10 +245,10 @@ def generate(agent, problems, u, greedy=0):
 
 # ---------------------------------------------------------------- advantages: rewards to credit
 def outcome_scores(reward, group):
-    """GRPO's advantage under outcome supervision (DeepSeekMath 4.1.2): the z-score of the reward of
-    each completion in its group, (B,), and which groups are dead, (P,): their rewards are equal up
-    to rounding, the scores exactly 0. The std is without Bessel's correction (the paper is silent):
-    the mean square is 1 at every G. Without an epsilon the reward's scale does not matter."""
+    """GRPO's advantages under outcome supervision (DeepSeekMath 4.1.2): the z-score of each
+    completion's reward within its group, (B,), and which groups are dead, (P,): equal rewards up to
+    rounding, for which the scores are exactly 0. The std has no Bessel correction (the paper is
+    silent), so the mean square is 1 for any G; with no epsilon, the reward's scale cancels."""
     r = reward.to(machine.double(reward.device)).view(-1, group)                            # (P, G)
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
@@ -257,9 +257,9 @@ def outcome_scores(reward, group):
     return score.flatten().float(), dead.flatten()
 
 def step_scores(reward, ends, group, baseline="group", scale="group"):
-    """The same for the rewards of steps (B, T), in the columns `ends` (B, T), against all steps of
-    the group: process supervision (4.1.3); and for the other baselines and scales. With one step a
-    row it is outcome supervision. Returns scores (B, T) and dead groups (P,)."""
+    """The general form, for process supervision (4.1.3) and for other baselines and scales: the
+    rewards of steps (B, T), at the columns `ends` (B, T), relative to those of all steps of the
+    group. One step per row is outcome supervision. Returns scores (B, T), dead groups (P,)."""
     r = torch.where(ends, reward, 0).to(machine.double(reward.device))
     r, on = r.view(-1, group, r.size(1)), ends.view(-1, group, r.size(1))                # (P, G, T)
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
@@ -276,7 +276,7 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
 
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
-    delta_t = r_t + gamma V_{t+1} - V_t, V_t of the state before token t, and 0 after the last."""
+    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one."""
     out = torch.zeros_like(reward)
     next_adv = next_value = torch.zeros_like(reward[:, 0])
     for t in reversed(range(reward.size(1))):
@@ -287,17 +287,17 @@ def gae(reward, value, mask, gamma, lam):
     return out
 
 def whiten(x, mask):
-    """(x - mean) / std over the columns in mask of all ranks, 0 elsewhere and if all are equal."""
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
     x = x.to(machine.double(x.device))
     mean, std = machine.mean_and_std(x[mask])
     spread = mask & (std > 1e-6 * mean.abs())
     return torch.where(spread, (x - mean) / std, 0).float()
 
 def advantages(reward, ends, mask, penalty, value, cfg):
-    """Advantages (B, T), returns (B, T) or None, and dead groups (P,), of step rewards (B, T) at
-    `ends` (B, T). `penalty` (B, T): the KL subtracted from each token's reward. `value`: the
-    critic's, (B, T) or None."""
-    if value is None:               # a row is one action: its penalties count at its end
+    """Advantages (B, T), returns (B, T) or None, and dead groups (P,), from step rewards (B, T) at
+    `ends` (B, T), the KL penalty on each token's reward (B, T), and the critic's values (B, T) or
+    None."""
+    if value is None:               # a completion is one action, its penalty at its end
         reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
     if cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group":
         score, dead = outcome_scores(reward.sum(1), cfg.group)
@@ -315,7 +315,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
 
 # ----------------------------------------------------------- rollout: completions, rewards, credit
 def rollout(agent, problems, rng):
-    """One step's completions, rewards and advantages: the Batch, and its statistics."""
+    """Completions of the problems with their rewards and advantages: a Batch and its statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, machine.uniform(rng, len(problems), cfg.group, cfg.max_new))
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
@@ -324,8 +324,8 @@ def rollout(agent, problems, rng):
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
 
-    # The sampler's log-probabilities are the trainer's up to rounding. Where rounding matters, the
-    # old ones are the trainer's own: in bfloat16, and in a reward that may be nothing but the KL.
+    # The sampler's log-probabilities are the trainer's up to rounding. Where rounding matters, use
+    # the trainer's: in bfloat16, and for a KL in the reward, which may be the only reward there is.
     use_trainers = agent.policy.amp is not None or cfg.kl == "reward"
     batch.old_logp = batch.logp
     if use_trainers or agent.critic is not None:
@@ -336,7 +336,7 @@ def rollout(agent, problems, rng):
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
 
     penalty = torch.zeros_like(batch.logp)
-    if cfg.kl == "reward" and agent.ref is not None:        # of the old policy: its ratio is 1
+    if cfg.kl == "reward" and agent.ref is not None:        # under the old policy the ratio is 1
         penalty = agent.beta * kl_estimate(batch.old_logp, batch.ref_logp, 1.0, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
@@ -344,21 +344,21 @@ def rollout(agent, problems, rng):
 
 # -------------------------------------------------------------------------------------- the loss
 def token_weights(mask, mean, rows, tokens, max_new):
-    """The weight of each token in the loss, (B, T); `rows` and `tokens` count the whole minibatch,
-    all its micro-batches and ranks. sequence: 1/|o| in each row (eq. 3), so tokens of long rows
-    weigh less; token: all the same; constant: the same whatever the lengths are (Dr. GRPO)."""
+    """Each token's weight in the loss, (B, T). `rows` and `tokens` count the whole minibatch, over
+    all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
+    token: all equal; constant: all equal, and independent of the lengths (Dr. GRPO)."""
     if mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
     return mask / max(tokens if mean == "token" else rows * max_new, 1)
 
 def bounded(x):
-    """x clamped to [-20, 20] with the gradient of x, so that exp and its gradient stay finite."""
+    """x clamped to [-20, 20], but with the gradient of x, so exp and its gradient stay finite."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, ratio, estimator):
-    """An estimate of the KL to the reference, token by token (B, T), from samples of the policy.
-    As a loss its gradient is, on-policy and in the mean, 0 for k1, that of KL(pi || ref) for k2 and
-    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4."""
+    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
+    its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
+    of KL(ref || pi) for k3, the paper's eq. 4."""
     log_ratio = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_ratio
@@ -368,9 +368,9 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     return ratio * k3 if estimator == "ratio*k3" else k3
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
-    """Clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T): the loss
-    and its statistics, means over the `tokens` of the minibatch. Where the ratio is 1, its gradient
-    with respect to logp is -weight * (adv + beta * (pi_ref / pi - 1)): the paper's eq. 21."""
+    """The clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T), and
+    statistics, which are means over the `tokens` of the minibatch. At ratio 1 its gradient with
+    respect to logp is -weight * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
     logp, old_logp, adv = (torch.where(mask, x, 0) for x in (logp, old_logp, adv))  # NaN stays out
     log_ratio = logp - old_logp
     if cfg.ratio == "sequence":                 # GSPO: the geometric mean over the row
@@ -390,15 +390,15 @@ def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
     return loss, {name: x.detach() for name, x in stats.items()}
 
 def value_loss(value, old_value, returns, mask, weight):
-    """Half the squared error of the values, (B, T), or of the values kept within VALUE_CLIP of the
-    old ones, whichever is larger: PPO's clipped value loss."""
+    """PPO's clipped value loss: half the squared error of the values (B, T), or of the values
+    clipped to within VALUE_CLIP of the old ones, whichever is larger."""
     value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
     near = old_value + (value - old_value).clamp(-VALUE_CLIP, VALUE_CLIP)
     error = torch.maximum((value - returns).square(), (near - returns).square())
     return (weight * error).sum() / 2
 
 def total_loss(agent, batch, weight, tokens):
-    """Every term of the loss, of some rows of a rollout: a new term goes here. The loss, its
+    """The sum of all terms of the loss (a new term goes here) for some rows of a rollout, the
     statistics, and the log-probabilities (B, T)."""
     cfg = agent.cfg
     logp, value = model.token_logps(agent.policy, batch.ids, batch.mask, cfg.temperature,
@@ -413,9 +413,9 @@ def total_loss(agent, batch, weight, tokens):
 
 # ------------------------------------------------------------------------------------ the update
 def update(agent, batch, rng):
-    """The minibatches of all epochs over one rollout, each the sum of its micro-batches and one
-    optimizer step. Changes the models; returns the mean statistics. Raises UserError if before the
-    first optimizer step the sampler's and the trainer's log-probabilities disagree."""
+    """Makes one optimizer step for each minibatch of each epoch over a rollout, accumulating
+    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
+    optimizer step, the sampler's and the trainer's log-probabilities disagree."""
     cfg, zero = agent.cfg, batch.logp.new_zeros(())
     total = {"loss": zero, "clip_share": zero}
     norm, mismatch = 0.0, None
@@ -443,9 +443,9 @@ def update(agent, batch, rng):
     return dict(zip(total, means)) | {"grad_norm": norm / steps, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """The rows of a rollout, (B,), that have a gradient; `update` leaves the others out: without a
-    reference and a critic, those without an advantage. Two of these are computed to make sure: if
-    they have a loss, a fork has added a term that needs them."""
+    """Which rows of a rollout have a gradient, (B,); `update` skips the others. Without a reference
+    and a critic, rows whose advantages are all 0 have none. As a check, the loss of two of them is
+    computed: if it is not 0, a fork has added a term that needs these rows."""
     if agent.ref is not None or agent.critic is not None:
         return torch.ones_like(batch.finished)
     learns = batch.adv.any(1)
@@ -453,14 +453,14 @@ def has_gradient(agent, batch):
     with torch.no_grad():
         loss, *_ = total_loss(agent, two, two.mask.float(), 1)
     if loss.item() != 0:
-        raise data.UserError("rows without an advantage have a loss, and the update would leave "
-                             "them out: let has_gradient in grpo.py return all rows")
+        raise data.UserError("rows without an advantage have a loss, but the update would skip "
+                             "them: let has_gradient in grpo.py return all rows")
     return learns
 
 # ------------------------------------------------------------------------------ the reward model
 def begin_iteration(agent, problems, iteration):
-    """Algorithm 1: the policy becomes the reference; it completes fresh problems, and the reward
-    model learns from their labels and from 10 % of history. Returns the measures of the fit."""
+    """Algorithm 1: the policy becomes the reference, and the reward model is fitted to labels of
+    its completions plus 10 % of history. Returns the metrics of the fit."""
     cfg = agent.cfg
     if agent.ref is not None:
         shard.copy_weights(agent.ref, agent.policy)
@@ -468,7 +468,7 @@ def begin_iteration(agent, problems, iteration):
         return {}
     rng = machine.rng(cfg, "fit", iteration)
     labels_rng = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
-    tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth is for measuring
+    tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth measures the fit
     drawn = rng.sample(problems[:tenth], n)
     drawn += rng.sample(problems[tenth:], cfg.fit_prompts - n)
     rows = []
@@ -486,12 +486,12 @@ def begin_iteration(agent, problems, iteration):
 
 # ------------------------------------------------------------------------------------ evaluation
 def evaluate(agent, problems):
-    """Share of the problems solved: greedily, and by --samples: as the chance that one of k of them
-    is right (pass@k), or the answer that most of k give (maj@k), for k = 1, 2, 4, ... up to all."""
+    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
+    majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
     cfg, rng, n = agent.cfg, machine.rng(agent.cfg, "evaluate"), agent.cfg.samples
     names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
     total = torch.zeros(1 + len(names), device=agent.policy.device)
-    size = max(1, cfg.prompts * cfg.group // (1 + n))   # at a time: rows as in training
+    size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
     for part in batches.in_chunks("evaluation", problems, size):
         u = machine.uniform(rng, len(part), n, cfg.max_new)
         batch = generate(agent, part, F.pad(u, (0, 0, 1, 0)), greedy=1)
@@ -505,7 +505,7 @@ def evaluate(agent, problems):
 
 # --------------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
-    """One rollout and its update: the Batch to look at, and its statistics."""
+    """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg, began = agent.cfg, time.perf_counter()
     if cfg.half_life:
         agent.opt.param_groups[0]["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
@@ -528,7 +528,7 @@ def train(cfg, task=None, saved=None):
     agent = agents.new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
     total, done = cfg.steps * cfg.iterations, []
-    if saved and saved.stats:                               # it was stopped in this evaluation
+    if saved and saved.stats:                               # the run was stopped in its evaluation
         finish_step(agent, held_out, saved.step, saved.stats)
     for step in range(saved.step + 1 if saved else 0, total + 1):
         stats = {}
@@ -545,7 +545,7 @@ def train(cfg, task=None, saved=None):
     return agent
 
 def finish_step(agent, held_out, step, stats):
-    """Evaluates, logs and saves, where they are due; raises Stopped if a signal asked to stop."""
+    """Evaluates, logs and saves when due; raises Stopped after a signal."""
     cfg = agent.cfg
     last = step == cfg.steps * cfg.iterations
     if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
@@ -576,7 +576,7 @@ def read_command(argv):
     if mode["resume"]:
         row = ALGOS[given.pop("algo", "grpo")]
         return mode, *checkpoint.resume(where, Config, row | given, MAY_CHANGE)
-    if mode["ask"] is not None or mode["eval_only"]:        # of a run: with its settings
+    if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given) | given
     return mode, make_config(**given), None
 

@@ -2,9 +2,9 @@
 LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters have Llama's names;
 `run/pretrained.py` reads and writes checkpoints.
 
-Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels of a head,
+Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,
 L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
-keeps real tokens from seeing padding.
+hides the padding from real tokens.
 """
 from dataclasses import dataclass
 
@@ -17,24 +17,24 @@ from data import UserError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; the last fields are those in which the families differ."""
+    """The shape of a model. From `positions` on, the fields are what the families differ in."""
     vocab_size: int = 257
     n_layer: int = 4
     n_head: int = 4
     n_kv_head: int = 2          # each key/value head serves n_head / n_kv_head query heads
     n_embd: int = 128
     n_inner: int = 352          # width of the MLP
-    block_size: int = 128       # most tokens of a row
+    block_size: int = 128       # maximum tokens per row
     head_size: int = 0          # D; 0: n_embd / n_head
-    positions: str = "rope"     # or "learned": a table added to the embedding
+    positions: str = "rope"     # or "learned": position embeddings
     rope_theta: float = 10000.0
-    rope_scaling: tuple = ()    # Llama 3's: factor, low and high frequency factor, first context
+    rope_scaling: tuple = ()    # Llama 3's: factor, low and high factor, original context
     norm: str = "rms"           # or "layer"
     norm_eps: float = 1e-5
-    mlp: str = "swiglu"         # or "gelu", its approximation by tanh
-    bias: str = "none"          # or "qkv", "all": which linear layers have one
-    qk_norm: bool = False       # RMSNorm of each query and key head
-    tied: bool = True           # the head is the embedding
+    mlp: str = "swiglu"         # or "gelu" (the tanh approximation)
+    bias: str = "none"          # which linear layers have one; or "qkv", "all"
+    qk_norm: bool = False       # RMSNorm on each query and key head
+    tied: bool = True           # the head shares the embedding's weights
 
     def __post_init__(self):
         if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
@@ -50,19 +50,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x):       # F.rms_norm squares into a tensor of its own: twice the CPU time
+    def forward(self, x):       # F.rms_norm takes twice the time on a CPU
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
         return x * (square + self.eps).rsqrt() * self.weight
 
 def rotate(x, cos, sin):
-    """RoPE: rotates the pairs (x[i], x[i + D/2]) of each head by the angles of its position.
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of each head by the angles of the position;
     x (B, T, H, D), cos and sin (B, T, 1, D/2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 def causal_attention(q, k, v):
-    """Each token attends to itself and those before it in its row: q (B, T, H, D), k and v
-    (B, T, K, D). On a CPU in float32: in bfloat16 its backward pass takes 5 times as long there."""
+    """Attention of q (B, T, H, D) to k and v (B, T, K, D) of the same and earlier tokens. On a CPU
+    always in float32, as the backward pass in bfloat16 takes 5 times as long there."""
     if v.is_cpu and v.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                # (B, ., T, D)
@@ -71,9 +71,9 @@ def causal_attention(q, k, v):
     return y.transpose(1, 2)
 
 class Rows:
-    """The plain layout: all tokens of all rows are computed, (B, T). With a cache they attend to
-    the slots up to their position, and put their own key and value there. `run/sharing.py` has the
-    layout for training that computes what rows begin with alike once."""
+    """The plain layout: every token of every row, (B, T), is computed. With a cache, a token writes
+    its key and value to the slot of its position and attends to the slots up to it. Another layout,
+    in `run/sharing.py`, computes common prefixes of rows only once in training."""
 
     def __init__(self, ids, mask=None, pos=None, slots=0):
         columns = torch.arange(ids.size(1), device=ids.device)
@@ -82,7 +82,7 @@ class Rows:
         self.bias = torch.where(seen, 0.0, float("-inf"))[:, None]                    # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Of q (B, T, H, D), k and v (B, T, K, D), and a layer's cache (2, B, K, S, D) or None."""
+        """Attention to k and v, or to a layer's cache (2, B, K, S, D) after writing them to it."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
@@ -93,13 +93,13 @@ class Rows:
         return y.transpose(1, 2)
 
     def in_rows(self, x):
-        """The hidden states (B, T, C) of what was computed."""
+        """Hidden states in the layout of ids, (B, T, C)."""
         return x
 
     @staticmethod
     def to_score(ids, mask):
-        """Row and column (n,) of the sampled tokens whose log-probability is to be computed, and
-        for each True in mask (B, T) its index among these n."""
+        """The tokens to score, as rows and columns (n,), and for each True in mask (B, T) the index
+        of its token among these n."""
         row, column = mask.nonzero(as_tuple=True)
         return row, column, torch.arange(len(row), device=ids.device)
 
@@ -155,9 +155,9 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
-        self.recompute = False  # activations in the backward pass, a layer at a time
-        self.layout = Rows      # of a training pass, and
-        self.cache = None       # how to decode: see run/sharing.py
+        self.recompute = False  # activation checkpointing, a layer at a time
+        self.layout = Rows      # layout of training passes
+        self.cache = None       # class of the KV cache in sampling; None: sharing.KVCache
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
@@ -166,16 +166,16 @@ class GPT(nn.Module):
         if not cfg.tied:
             self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.set_angles()
-        std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000, more in a narrower one
+        std = (2 / (5 * cfg.n_embd)) ** 0.5     # 0.02, as in GPT-2, at width 1000
         for name, p in self.named_parameters():
-            if p.dim() == 2:                    # and its residual branches shrink with depth
+            if p.dim() == 2:                    # as in GPT-2, less for residual branches
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = (2 * cfg.n_layer) ** -0.5 if residual else 1
                 nn.init.normal_(p, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """RoPE's tables, cos and sin (block_size, 1, D/2) of the angles of each position. Llama 3's
-        scaling lowers the frequencies that are low for its first context (arXiv 2407.21783)."""
+        """Sets RoPE's tables, cos and sin (block_size, 1, D/2) of each position's angles. Llama 3's
+        scaling lowers frequencies that are low for the original context (arXiv 2407.21783)."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:
@@ -187,10 +187,10 @@ class GPT(nn.Module):
         self.register_buffer("sin", angle.sin()[:, None], persistent=False)
 
     def forward(self, ids, pos=None, cache=None, mask=None):
-        """Hidden states (B, T, C) of ids (B, T) after the last norm, for `head`. pos (B, T): the
-        positions, by default 0..T-1. With a cache (`new_cache`) each token attends to the slots up
-        to its position, where its own key and value are written in place. Without one, what
-        stands after the last True in mask (B, T) of a row is not needed and may be left out."""
+        """Hidden states (B, T, C) of ids (B, T) after the last norm, to pass to `head`. pos (B, T):
+        positions, by default 0..T-1. With a cache (from `new_cache`), keys and values are written
+        to it in place. Without one, states after a row's last True in mask (B, T) are not needed,
+        and a layout may return anything there."""
         T, most = ids.size(1), self.cfg.block_size
         if T > most:
             raise UserError(f"{T} tokens do not fit the model's context of {most}")
@@ -218,7 +218,7 @@ class GPT(nn.Module):
             return F.linear(x, head.weight).float()
 
     def autocast(self):
-        """The context in which matrix products are done in `amp`."""
+        """A context that runs matrix products in `amp`."""
         return torch.autocast(self.device.type, self.amp, enabled=self.amp is not None)
 
     @property
@@ -232,11 +232,11 @@ class GPT(nn.Module):
                            dtype=self.amp or like.dtype, device=like.device)
 
 # ------------------------------------------------------------------------------- log-probabilities
-CHUNK = 2 ** 26     # most logits at a time, 256 MiB in float32
+CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. The shift by one is here and nowhere else."""
+    critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
     sampled = mask[:, 1:]
     h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
     row, column, index = model.layout.to_score(ids, mask)
@@ -248,8 +248,8 @@ def token_logps(model, ids, mask, temperature, critic=None):
     return F.pad(logp, (1, 0)), F.pad(value, (1, 0))
 
 def logps_of(model, h, tokens, temperature):
-    """log pi of the tokens (n,) after the hidden states h (n, C). More than CHUNK logits are made
-    in parts, and again in the backward pass: there is never a tensor of all of them."""
+    """log pi of the tokens (n,) given the hidden states h (n, C) before them. Logits of more than
+    CHUNK elements are computed in parts, and recomputed in the backward pass, to save memory."""
     def of_part(h, tokens):
         logits = model.head(h / temperature)                                               # (n, V)
         return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

@@ -145,7 +145,7 @@ def reach():
         for fixture in fixtures:
             together.setdefault(fixture, []).append(test)
     for tests in together.values():         # the first of them includes the fixture's time
-        most = max(watch.seconds[test] for test in tests if test in watch.seconds)
+        most = max((watch.seconds[test] for test in tests if test in watch.seconds), default=0)
         watch.seconds |= {test: most for test in tests if test in watch.seconds}
     lines = {}
     for file in FILES:

@@ -23,17 +23,15 @@ from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from run import pretrained  # noqa: E402
 
-# `python -m pytest -m quick`: the inner loop of a change, half a minute.
-QUICK = "sampling sharing model loss credit oracle reward machine glue start layout fork".split()
-
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "quick: the tests of the algorithm and the model, half a minute")
+    config.addinivalue_line("markers", "slow: takes a second or more")
+    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; half a minute")
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.stem.removeprefix("test_") in QUICK:
+        if item.get_closest_marker("slow") is None and item.path.parent.name != "upstream":
             item.add_marker("quick")
 
 
@@ -103,7 +101,10 @@ def show_reports(session, processes):
             if report is None:
                 del processes[reader]
                 continue
-            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=session.config, data=report))
+            report = hook.pytest_report_from_serializable(config=session.config, data=report)
+            if isinstance(report.longrepr, list):       # a skipped test's tuple: JSON has lists only
+                report.longrepr = tuple(report.longrepr)
+            hook.pytest_runtest_logreport(report=report)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
 

@@ -426,6 +426,7 @@ def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
 
 # ----------------------------------------------------------------------------------- at random
 
+@pytest.mark.slow
 def test_a_few_hostile_files_and_flags(monkeypatch, capsys):
     """The others are in the script, to be run by hand."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))

@@ -95,6 +95,7 @@ def test_a_comment_elsewhere_is_no_help(config):
         flags.read_help(config)
 
 
+@pytest.mark.slow
 def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
     """And the one after it is still there."""
     field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'
@@ -193,6 +194,7 @@ def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
 
 # ------------------------------------------------------------------------------- innocent changes
 
+@pytest.mark.slow
 def test_new_files_and_prints_are_fine(tmp_path):
     """data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines in model.py: the tests of the layout stay green."""
     import shutil

@@ -513,6 +513,7 @@ def test_no_float64_where_there_is_none(monkeypatch):
         update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
 def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
     """Policy, reference and sampler are of one class, and torch counts their graphs together."""
@@ -532,6 +533,7 @@ def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
                     token_logps(model, ids, torch.ones(rows, T, dtype=torch.bool), 1.0)
 
 
+@pytest.mark.slow
 def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
     """Prompts, tokens, a pass without gradients and one with them; in bfloat16 too, where the reference and
     the sampler have the same ones. A prompt or a row that is alone would have more."""
@@ -556,6 +558,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
     assert counted["stats"]["unique_graphs"] == 4 and not counted["graph_break"]
 
 
+@pytest.mark.slow
 def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
     """Without dynamic shapes every rollout length compiles anew; and the layers share their graphs."""
     torch._dynamo.reset()

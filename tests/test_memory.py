@@ -138,6 +138,7 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     preflight.check_room(model, cfg, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
 def test_loading_holds_one_copy(tmp_path):
     """160 MB of weights, in float32 and in bfloat16: at any moment hardly more than these. The file

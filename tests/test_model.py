@@ -124,6 +124,7 @@ def test_save_and_load(tmp_path, model):
     assert "model.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_compiled_model_saves_plain_names(tmp_path, model):
     """A wrapper of torch.compile once put `_orig_mod.` before every name."""
     model.compile(backend="eager")

@@ -1,6 +1,7 @@
 """Three whole training steps against tests/oracle.py, which was written from the papers: every
 weight and every number of metrics.jsonl, in float64, for every algorithm and choice."""
 import copy
+import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -206,41 +207,52 @@ def compare(cfg, monkeypatch, ranks=1):
 
 # ------------------------------------------------------------------------------------- the cases
 
+def each(**choices):
+    """A dict for each combination of the choices of some settings."""
+    return [dict(zip(choices, values)) for values in itertools.product(*choices.values())]
+
+
 CASES = [
-    *(dict(algo=algo) for algo in grpo.ALGOS),
+    *each(algo=grpo.ALGOS),
+    *each(supervision=["process"], baseline=["group", "leave-one-out", "group+value"]),
+    *each(baseline=["none", "leave-one-out", "group+value"]),
+    dict(baseline="group+value", critic="separate", gamma=0.9, lam=0.7, value_coef=1),
+    dict(adv_scale="batch"),
+    dict(estimator="k2", beta=0.3), dict(kl="reward", beta=0.3), dict(beta=0.0), dict(target_kl=0.1),
+    *each(ratio=["sequence"], loss_mean=["token", "constant"]),
+    dict(clip_low=0.05, clip_high=0.4),
+    dict(truncated_reward=-1.0, supervision="process"),
+    dict(reward="model", truncated_reward=-1.0), dict(algo="ppo", reward="model", supervision="process"),
+    dict(temperature=1.3, algo="ppo", critic="separate"),
+    dict(epochs=1, minibatches=4, micro_tokens=1000),
+    dict(epochs=3, recompute="on"),
+    dict(grad_clip=0.01),
+]
+MORE = [
     # whose credit it is
-    *(dict(supervision="process", baseline=baseline) for baseline in BASELINES),
-    *(dict(algo=algo, supervision="process") for algo in ("ppo", "rloo", "reinforce")),
-    *(dict(baseline=baseline, adv_scale=scale) for baseline in BASELINES
-      for scale in ("none", "batch")),
-    *(dict(algo=algo, critic="separate") for algo in ("ppo", "a2c")),
-    *(dict(baseline="group+value", critic=critic, gamma=0.9, lam=0.7, value_coef=1)
-      for critic in ("shared", "separate")),
-    dict(baseline="none"), dict(baseline="leave-one-out"), dict(baseline="group+value"),
+    *each(supervision=["process"], baseline=["none", "value"]),
+    *each(algo=["ppo", "rloo", "reinforce"], supervision=["process"]),
+    *each(baseline=BASELINES, adv_scale=["none", "batch"]),
+    *each(algo=["ppo", "a2c"], critic=["separate"]),
+    dict(baseline="group+value", gamma=0.9, lam=0.7, value_coef=1),
     # the KL
-    *(dict(kl=kl, estimator=estimator, beta=0.3) for kl in ("loss", "reward")
-      for estimator in ("k1", "k2", "k3", "ratio*k3")),
+    *each(kl=["loss", "reward"], estimator=["k1", "k2", "k3", "ratio*k3"], beta=[0.3]),
     dict(kl="watch", beta=0.3),
     dict(kl="reward", supervision="process", beta=0.3),
     dict(kl="loss", algo="ppo", beta=0.3),
-    dict(beta=0.0),
-    *(dict(algo=algo, target_kl=target) for algo in ("grpo", "ppo") for target in (0.1, 9)),
+    *each(algo=["grpo", "ppo"], target_kl=[0.1, 9]),
     # the loss
-    *(dict(loss_mean=mean) for mean in ("token", "constant")),
-    *(dict(ratio="sequence", loss_mean=mean) for mean in ("sequence", "token", "constant")),
+    *each(loss_mean=["token", "constant"]),
+    dict(ratio="sequence"),
     dict(algo="ppo", ratio="sequence", loss_mean="token"),
-    dict(clip_low=0.05, clip_high=0.4),
     # the reward
-    dict(truncated_reward=-1.0), dict(truncated_reward=-1.0, supervision="process"),
-    *(dict(algo=algo, reward="model", supervision=supervision, truncated_reward=unfinished)
-      for algo, supervision, unfinished in
-      (("grpo", "outcome", -1.0), ("grpo", "process", 0.3), ("grpo", "outcome", 9.0),
-       ("ppo", "outcome", -1.0), ("ppo", "process", -1.0))),
+    dict(truncated_reward=-1.0),
+    *each(reward=["model"], supervision=["outcome", "process"], truncated_reward=[0.3, 9.0]),
+    dict(algo="ppo", reward="model", truncated_reward=-1.0),
     # the update
-    dict(temperature=0.7), dict(temperature=1.3, algo="ppo", critic="separate"),
-    dict(epochs=1, minibatches=1, micro_tokens=1), dict(epochs=1, minibatches=4, micro_tokens=1000),
-    dict(epochs=3, recompute="on"), dict(prompts=3, group=2, minibatches=3),
-    dict(grad_clip=0.01),
+    dict(temperature=0.7),
+    dict(epochs=1, minibatches=1, micro_tokens=1),
+    dict(prompts=3, group=2, minibatches=3),
 ]
 
 
@@ -248,7 +260,7 @@ def title(given):
     return " ".join(f"{name}={x}" for name, x in given.items())
 
 
-@pytest.mark.parametrize("given", CASES, ids=title)
+@pytest.mark.parametrize("given", [*CASES, *(pytest.param(given, marks=pytest.mark.slow) for given in MORE)], ids=title)
 def test_three_steps(given, monkeypatch):
     """In each there is something to learn, rows end and are cut, and tokens are clipped at both
     sides; without a baseline few advantages are negative."""

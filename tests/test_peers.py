@@ -10,6 +10,7 @@ from conftest import ROOT
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.slow
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models as tokenizer_models, normalizers, pre_tokenizers  # noqa: E402
 from tokenizers import processors, trainers  # noqa: E402

@@ -694,6 +694,7 @@ def test_every_setting_is_turned():
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
 def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
     base, values = SETTINGS[name]

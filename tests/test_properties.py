@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
+pytestmark = pytest.mark.slow
 from hypothesis import assume, given, settings, strategies as some  # noqa: E402
 
 import data.arithmetic as arithmetic  # noqa: E402

@@ -32,6 +32,7 @@ from run import agents, batches, checkpoint, machine, models, optimizer, preflig
 from run import tensors as tensors_of
 from run.tensors import sha256_of, training_state
 
+pytestmark = pytest.mark.slow
 # Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
 TASK = """
 from types import SimpleNamespace as Problem

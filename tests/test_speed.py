@@ -89,6 +89,7 @@ def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, caps
     assert len(lines) == 2 + 2 * 3 + 2 and lines[-2].startswith("| tiny, ours | ") and lines[-1].endswith(" 1.00 |")
 
 
+@pytest.mark.slow
 def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_path, capsys):
     """Tiny, on the CPU, in this process: so that it works the first time where there is a GPU."""
     from experiments.cost import gpu, speed

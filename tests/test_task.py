@@ -60,6 +60,7 @@ def test_reward_is_0_1_or_2(completion, correct, working):
     assert task.reward(P, completion) == {"correct": correct, "working": working}
 
 
+@pytest.mark.slow
 def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
     rng = random.Random(0)
     sampled = [task.demonstration(P, rng) for _ in range(2000)]
@@ -451,6 +452,7 @@ def test_numbers_too_long_for_python():
                 module.answer(text)
 
 
+@pytest.mark.slow
 def test_no_hostile_text_is_correct(monkeypatch):
     """The search of experiments/robustness/hostile_texts.py, with fewer texts."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
@@ -529,6 +531,7 @@ def test_marks_are_taken_out_in_linear_time():
     assert shown.startswith("<think>\n2+2 = 4<<<<") and time.process_time() - began < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difficulty", [2, 4])
 def test_countdown(difficulty):
     train, held_out = countdown.problems(SimpleNamespace(difficulty=difficulty))
@@ -542,6 +545,7 @@ def test_countdown(difficulty):
         assert all(truth for _, truth in countdown.steps(p, countdown.demonstration(p, random)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difficulty", [2, 4])
 def test_countdown_shows_what_was_tried(difficulty):
     """Up to three other expressions of the same numbers, all different, each with the value that it has; then a solution."""

@@ -7,6 +7,7 @@
 
 Prints each bug and the first test that fails. The exit code is 1 if no test fails for one of them.
 """
+import argparse
 import os
 import re
 import shutil
@@ -334,17 +335,20 @@ def try_out(bug, quick=False):
     return failed and failed[1]
 
 
-def main(words):
-    readme, quick = "--readme" in words, "--quick" in words
-    words = [word for word in words if not word.startswith("--")]
-    chosen = [m for m in BUGS if not words or any(word in m[0] for word in words)]
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="inject only bugs whose name contains one of these")
+    parser.add_argument("--quick", action="store_true", help="run all quick tests instead of each bug's own")
+    parser.add_argument("--readme", action="store_true", help="write bugs.md")
+    args = parser.parse_args(argv)
+    chosen = [m for m in BUGS if not args.words or any(word in m[0] for word in args.words)]
     rows, missed = [], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, file, *_), failed in zip(chosen, pool.map(partial(try_out, quick=quick), chosen)):
+        for (name, file, *_), failed in zip(chosen, pool.map(partial(try_out, quick=args.quick), chosen)):
             rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
             missed += failed is None
             print(rows[-1], flush=True)
-    if readme and not words:
+    if args.readme and not args.words:
         head = "| what was changed | where | first test that fails |\n|---|---|---|\n"
         (HERE / "bugs.md").write_text(head + "\n".join(rows) + "\n")
     print(f"{len(rows)} bugs injected, {missed} not caught")

@@ -2,9 +2,9 @@
 
 For each prompt the old policy samples G completions. A token's advantage is the z-score of its
 completion's reward in the group (4.1.2) or, with rewards for steps, the sum of the z-scores of the
-steps that end at or after it (4.1.3). The ratio is clipped; the loss is averaged over a completion,
-then over the group (eq. 3), and includes the k3 estimate of the KL to a frozen reference (eq. 4). A
-reward model is refitted in each iteration (Algorithm 1). PPO and others are rows of ALGOS.
+steps that end at or after it (4.1.3). The importance ratio is clipped; the loss is averaged over a
+completion, then over the group (eq. 3), with a k3 estimate of the KL to a frozen reference (eq. 4).
+A learned reward model is refitted in each iteration (Algorithm 1). ALGOS has PPO and six others.
 
     python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
@@ -39,7 +39,7 @@ ALGOS = {
     "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", loss_mean="constant",
                  **UNCLIPPED),                                                      # 2402.14740
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),             # 2503.20783
-    "dapo": dict(clip_high=0.28, kl="none", loss_mean="token"),     # 2503.14476, but no resampling
+    "dapo": dict(clip_high=0.28, kl="none", loss_mean="token"),     # 2503.14476: its clip, its mean
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
 }
 VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
@@ -51,11 +51,11 @@ REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
 class Config:
     """The settings of a run; the defaults are the paper's. `make_config` builds one for a task and
     an algorithm. Every field is a flag, and the comment after it is the flag's help."""
-    # basics: the paper samples 64 completions per question, of up to 1024 tokens, 1024 in a batch
+    # basics: the paper has 64 completions of up to 1024 tokens per question, 1024 per batch
     task: str = "arithmetic"    # name of a file in data/, or path of one
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
-    steps: int = 100            # steps per iteration; a step is one rollout and its update
+    steps: int = 100            # steps (a rollout and its update) in each of --iterations
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
     max_new: int = 1024         # maximum tokens per completion (N)
@@ -76,12 +76,12 @@ class Config:
     # reward
     reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
     supervision: Literal["outcome", "process"] = "outcome"  # reward completions, or their steps
-    truncated_reward: float = 0.0       # upper bound on the reward if cut off at max_new
+    truncated_reward: float = 0.0       # bound on the reward if cut off at max_new
     # advantage
     baseline: Literal["none", "group", "leave-one-out", "value",
                       "group+value"] = "group"          # what is subtracted from the rewards
     adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides advantages
-    gamma: float = 1.0          # discount, with a value baseline
+    gamma: float = 1.0          # discount, used only with a critic
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     value_coef: float = 0.1     # weight of the critic's loss
@@ -89,11 +89,11 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL to the reference goes
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
-    beta: float = 0.04          # KL coefficient; 0: no reference
+    beta: float = 0.04          # KL coefficient; 0: no KL term
     target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
-    loss_mean: Literal["sequence", "token", "constant"] = "sequence"    # how tokens are averaged
+    loss_mean: Literal["sequence", "token", "constant"] = "sequence"  # as in GRPO, DAPO or Dr. GRPO
     # update
     iterations: int = 1         # outer loop of Algorithm 1: new reference, new reward model
     epochs: int = 1             # passes over a rollout (the paper's mu)
@@ -113,7 +113,7 @@ class Config:
     # learned reward: the reward model is fitted at the start of each iteration
     fit_prompts: int = 256      # problems whose completions are labelled
     choices: int = 4            # completions per choice of the best one (2: Bradley-Terry)
-    labels: Literal["rule", "rollouts"] = "rule"        # source of the labels of steps
+    labels: Literal["rule", "rollouts"] = "rule"        # what labels steps: rule, or continuations
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bf16 on cuda
@@ -124,7 +124,7 @@ class Config:
     def __post_init__(self):
         flags.validate(self, LEAST, MOST)
         if self.target_kl and not self.applies_kl:
-            raise data.UserError("--target_kl adapts beta: it needs a beta and --kl loss or reward")
+            raise data.UserError("--target_kl adapts beta: it needs --beta and --kl loss or reward")
 
     @property
     def folder(self):
@@ -141,7 +141,7 @@ class Config:
 flags.read_help(Config)
 # Bounds: unless listed, a float is at least 0, an integer at least 1, or 0 if that is its default.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, truncated_reward=-1e9)     # a group of 1 has no spread
+             grad_clip=1e-9, truncated_reward=-1e9)
 MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # on --resume
 
@@ -153,9 +153,9 @@ def make_config(**given):
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":      # k1 has the KL's gradient there (eq. 2)
+    if (fields | given).get("kl") == "reward":      # in a reward k1 has the KL's gradient (eq. 2)
         fields |= dict(estimator="k1")
-    if chosen.get("init"):      # no warm start, or with --warm_steps one at a fine-tuning rate
+    if chosen.get("init"):      # no warm start; with --warm_steps one at a fine-tuning rate
         fields |= dict(warm_steps=0, warm_lr=2e-5)
     fields |= given
     fields.pop("algo", None)
@@ -186,22 +186,22 @@ class Batch:
         tensors = {n: x[rows] for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
 
-def sample_token(logits, temperature, u, greedy):
-    """Samples a token for each row of logits (r, V) by the inverse CDF, the first at which the
-    cumulative distribution exceeds u (r,), uniform in [0, 1); where `greedy` (r,) is True, takes
-    the most likely one. Returns tokens (r,) and their log-probabilities at that temperature."""
+def sample_token(logits, temperature, u, is_greedy):
+    """Samples a token for each row of logits (r, V) by inverse CDF: the first whose cumulative
+    probability exceeds u (r,), uniform in [0, 1); where is_greedy (r,), takes the most likely one.
+    Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
     logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
     cdf = logp.exp().cumsum(-1)
     u = u.float().clamp(max=1 - 2 ** -24)       # float() may round u up to 1
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
-    token = torch.where(greedy, logits.argmax(-1), token)
+    token = torch.where(is_greedy, logits.argmax(-1), token)
     return token, logp.gather(-1, token[:, None])[:, 0]
 
 @torch.no_grad()
-def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0):
-    """Samples `group` completions of each prompt (a list of ids), the first `greedy` of them
-    greedily, of at most `max_new` tokens (one number, or one per prompt). `stop`: the ids that end
-    a completion. u (B, N): random numbers for `sample_token`. Returns a Batch up to `start`."""
+def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
+    """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
+    ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
+    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, filled up to start."""
     device = policy.device
     prompts, length, most = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
     ids = prompts.repeat_interleave(group, 0)                                               # (B, T)
@@ -210,7 +210,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     rows = torch.arange(len(ids), device=device)    # (r,), unfinished rows, in the order of logits
-    is_greedy = rows % group < greedy                                                       # (B,)
+    is_greedy = rows % group < n_greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
     stop = torch.tensor(sorted(stop), device=device)
 
@@ -229,18 +229,18 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, greedy=0)
     T = length.max() + n + 1
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
-def complete(agent, prompts, group, u, max_new=None, greedy=0):
+def complete(agent, prompts, group, u, max_new=None, n_greedy=0):
     """`sample` from the policy, with the settings of the run."""
     cfg, policy = agent.cfg, agent.sampler or agent.policy
     return sample(policy, prompts, group, max_new or cfg.max_new, cfg.temperature,
-                  agent.encoding.stop, u, greedy)
+                  agent.encoding.stop, u, n_greedy)
 
-def generate(agent, problems, u, greedy=0):
+def generate(agent, problems, u, n_greedy=0):
     """Completions of this rank's share of `problems`, with their texts and rule rewards. The random
     numbers u (n, G, N) cover all ranks, so samples do not depend on the number of ranks."""
     problems, u = machine.local_share(problems), machine.local_share(u)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), greedy=greedy)
+    batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), n_greedy=n_greedy)
     return reward.score(agent.task, agent.encoding, problems, batch)
 
 # ---------------------------------------------------------------- advantages: rewards to credit
@@ -270,7 +270,7 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
         r = torch.where(dead, 0, r - mean)
     elif baseline == "leave-one-out":           # the mean of the other completions
         r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
-    if scale == "group":
+    if scale == "group":                        # "batch": see `advantages`
         r = r / torch.where(dead, 1, std)
     return torch.where(on, r, 0).view_as(reward).float(), dead.flatten()
 
@@ -297,7 +297,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages (B, T), returns (B, T) or None, and dead groups (P,), from step rewards (B, T) at
     `ends` (B, T), the KL penalty on each token's reward (B, T), and the critic's values (B, T) or
     None."""
-    if value is None:               # a completion is one action, its penalty at its end
+    if value is None:               # no critic: the whole KL penalty is on the last reward
         reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
     if cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group":
         score, dead = outcome_scores(reward.sum(1), cfg.group)
@@ -324,14 +324,14 @@ def rollout(agent, problems, rng):
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
 
-    # The sampler's log-probabilities are the trainer's up to rounding. Where rounding matters, use
-    # the trainer's: in bfloat16, and for a KL in the reward, which may be the only reward there is.
-    use_trainers = agent.policy.amp is not None or cfg.kl == "reward"
+    # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
+    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
+    use_pass = agent.policy.amp is not None or cfg.kl == "reward"
     batch.old_logp = batch.logp
-    if use_trainers or agent.critic is not None:
-        trainer_logp, batch.value = batches.logps(agent.sampler or agent.policy, batch, cfg,
-                                                  agent.critic)
-        batch.old_logp = trainer_logp if use_trainers else batch.logp
+    if use_pass or agent.critic is not None:
+        pass_logp, batch.value = batches.logps(agent.sampler or agent.policy, batch, cfg,
+                                               agent.critic)
+        batch.old_logp = pass_logp if use_pass else batch.logp
     if agent.ref is not None:
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
 
@@ -343,13 +343,13 @@ def rollout(agent, problems, rng):
     return batch, batches.statistics(batch, dead)
 
 # -------------------------------------------------------------------------------------- the loss
-def token_weights(mask, mean, rows, tokens, max_new):
+def token_weights(mask, loss_mean, rows, tokens, max_new):
     """Each token's weight in the loss, (B, T). `rows` and `tokens` count the whole minibatch, over
     all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
     token: all equal; constant: all equal, and independent of the lengths (Dr. GRPO)."""
-    if mean == "sequence":
+    if loss_mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
-    return mask / max(tokens if mean == "token" else rows * max_new, 1)
+    return mask / max(tokens if loss_mean == "token" else rows * max_new, 1)
 
 def bounded(x):
     """x clamped to [-20, 20], but with the gradient of x, so exp and its gradient stay finite."""
@@ -359,12 +359,12 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
     its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
     of KL(ref || pi) for k3, the paper's eq. 4."""
-    log_ratio = bounded(ref_logp - logp)
+    r = bounded(ref_logp - logp)
     if estimator == "k1":
-        return -log_ratio
+        return -r
     if estimator == "k2":
-        return log_ratio.square() / 2
-    k3 = log_ratio.expm1() - log_ratio          # exp(r) - 1 - r would lose its digits near 0
+        return r.square() / 2
+    k3 = r.expm1() - r                          # exp(r) - 1 - r would lose its digits near 0
     return ratio * k3 if estimator == "ratio*k3" else k3
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
@@ -417,11 +417,11 @@ def update(agent, batch, rng):
     gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
     optimizer step, the sampler's and the trainer's log-probabilities disagree."""
     cfg, zero = agent.cfg, batch.logp.new_zeros(())
-    total = {"loss": zero, "clip_share": zero}
+    total = {"loss": zero, "clip_share": zero}          # for a step that skips every row
     norm, mismatch = 0.0, None
     shard.release(agent)
     learns = has_gradient(agent, batch)
-    agents.train_mode(agent, True)                      # a fork may have dropout
+    agents.train_mode(agent, True)                      # in case you add dropout
     for rows, size in batches.minibatches(cfg, rng, batch.ids.device):
         tokens = machine.all_reduce(batch.mask[rows].sum()).clamp(min=1)
         rows = rows[learns[rows]]
@@ -445,7 +445,7 @@ def update(agent, batch, rng):
 def has_gradient(agent, batch):
     """Which rows of a rollout have a gradient, (B,); `update` skips the others. Without a reference
     and a critic, rows whose advantages are all 0 have none. As a check, the loss of two of them is
-    computed: if it is not 0, a fork has added a term that needs these rows."""
+    computed: if it is not 0, the loss has a new term that needs these rows."""
     if agent.ref is not None or agent.critic is not None:
         return torch.ones_like(batch.finished)
     learns = batch.adv.any(1)
@@ -453,7 +453,7 @@ def has_gradient(agent, batch):
     with torch.no_grad():
         loss, *_ = total_loss(agent, two, two.mask.float(), 1)
     if loss.item() != 0:
-        raise data.UserError("rows without an advantage have a loss, but the update would skip "
+        raise data.UserError("rows whose advantages are 0 have a loss, but the update would skip "
                              "them: let has_gradient in grpo.py return all rows")
     return learns
 
@@ -494,7 +494,7 @@ def evaluate(agent, problems):
     size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
     for part in batches.in_chunks("evaluation", problems, size):
         u = machine.uniform(rng, len(part), n, cfg.max_new)
-        batch = generate(agent, part, F.pad(u, (0, 0, 1, 0)), greedy=1)
+        batch = generate(agent, part, F.pad(u, (0, 0, 1, 0)), n_greedy=1)  # no u for the greedy row
         said = [agent.task.answer(text) if ended else ""
                 for text, ended in zip(batch.texts, batch.finished.tolist())]
         for i, (greedy, *right) in enumerate(batch.components["correct"].view(-1, 1 + n).tolist()):
@@ -565,7 +565,7 @@ def ask(agent, question):
     """A question and its greedy completion."""
     prompt = agent.encoding.encode_prompt(question)
     room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
-    batch = sample(agent.policy, [prompt], 1, room, 1.0, agent.encoding.stop, greedy=1)
+    batch = sample(agent.policy, [prompt], 1, room, 1.0, agent.encoding.stop, n_greedy=1)
     return question + tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line

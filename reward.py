@@ -50,8 +50,8 @@ def of_steps(task, batch, cfg, encoding):
         tokens = step_tokens(encoding, ids, [end for end, _ in found])
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
         good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]
-        ends[i, at], reward[i, at] = True, 1.0
-        reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0   # 0 if any false
+        ends[i, at], reward[i, at] = True, 1.0      # of steps with the same last token: 0 if any is
+        reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0
     return reward, ends
 
 def at_the_limit(batch, truncated_reward):
@@ -80,9 +80,9 @@ def learned(reward_model, batch, cfg):
 def reward_loss(score, label, K):
     """Negative log-likelihood of the labels, summed; score and label (n,).
 
-    K > 1: each set of K rows has one chosen row, with label 1, and the loss is -log softmax of its
-    score ("Fine-Tuning Language Models from Human Preferences"; K = 2 is Bradley-Terry). K = 1: the
-    label is the probability that a step is good, and the loss is binary cross-entropy.
+    K > 1: the labels are each row's probability of being chosen among its K, and the loss is the
+    cross-entropy with the softmax of their scores (Ziegler et al. 2019; K = 2 is Bradley-Terry).
+    K = 1: the label is the probability that a step is good; the loss is binary cross-entropy.
     """
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
@@ -122,7 +122,7 @@ def rollout_labels(complete, agent, batch, rng, tries=4):
         room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # tokens left
         u = machine.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
         ended = complete(agent, prefixes, tries, u, room)
-        ended.start = batch.start[row].repeat_interleave(tries)
+        ended.start = batch.start[row].repeat_interleave(tries)     # texts include the prefix
         score(agent.task, agent.encoding, [batch.problems[i] for i in row], ended)
         label[row, column] = ended.components["correct"].view(-1, tries).mean(1)
     return label
@@ -187,14 +187,15 @@ def quality(score, label, K):
     choices, picking any of the completions most likely to be chosen counts as right."""
     if K == 1:
         p = score.sigmoid()
-        sure, hit = torch.maximum(p, 1 - p), ((p > 0.5) == (label > 0.5)).float()
-        came = hit
+        confidence, correct = torch.maximum(p, 1 - p), ((p > 0.5) == (label > 0.5)).float()
+        outcome = correct
     else:
-        sure, pick = score.view(-1, K).softmax(1).max(1)
-        came = label.view(-1, K).gather(1, pick[:, None])[:, 0]         # its chance of being chosen
-        hit = (came == label.view(-1, K).amax(1)).float()
-    gap = torch.zeros(10).index_add(0, (sure * 10).long().clamp(max=9), sure - came)
-    return hit.mean().item(), (gap.abs().sum() / len(hit)).item()
+        confidence, pick = score.view(-1, K).softmax(1).max(1)
+        outcome = label.view(-1, K).gather(1, pick[:, None])[:, 0]      # its chance of being chosen
+        correct = (outcome == label.view(-1, K).amax(1)).float()
+    bins = (confidence * 10).long().clamp(max=9)
+    gap = torch.zeros(10).index_add(0, bins, confidence - outcome)
+    return correct.mean().item(), (gap.abs().sum() / len(correct)).item()
 
 def replay(history, rows, K, rng):
     """Up to `rows` rows drawn at random from the history, in whole sets of K."""

@@ -101,7 +101,8 @@ def load(folder, config, whole=True):
     except (OSError, SafetensorError) as e:
         raise UserError(f"{path} is not a complete safetensors file: {e}") from e
     except (KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
+        raise UserError(f"{path} was not written by this version of grpo.py ({type(e).__name__}: "
+                        f"{e})") from e
 
 def refuse_foreign_code(task, given, folder):
     """Raises UserError if the run's task is a file that the flags `given` do not name: opening

@@ -14,8 +14,8 @@ from data import UserError
 from run import show
 
 MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
-             eval_only=dict(action="store_true", help="evaluate the model of --init, or of --out"),
-             ask=dict(metavar="QUESTION", help="print that model's answer"),
+             eval_only=dict(action="store_true", help="evaluate the model in --init, or in --out"),
+             ask=dict(metavar="QUESTION", help="print the answer of the model in --init or --out"),
              report=dict(metavar="FOLDER", nargs="+", help="put these runs on one page, "
                          "report.html in the first folder, or in --out"))
 # Other libraries' names for our settings.
@@ -23,7 +23,7 @@ ALIASES = dict(learning_rate="lr", num_generations="group", epsilon="clip_low", 
                epsilon_high="clip_high", max_completion_length="max_new", max_new_tokens="max_new",
                num_iterations="epochs", loss_type="loss_mean", scale_rewards="adv_scale",
                max_steps="steps", model="init", output_dir="out", gae_lambda="lam",
-               per_device_train_batch_size="prompts")
+               gradient_accumulation_steps="micro_tokens")
 HELP = {}           # for each dataclass a list of (title, {field: text})
 
 def read_help(config):
@@ -56,13 +56,13 @@ def read(config, algos, about, argv):
     at most one is set. The flags are the fields of the dataclass `config`, and --algo."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
-        epilog="Defaults are in brackets; a task may override them.",
+        epilog="Defaults are in brackets; a task overrides some, see DEFAULTS in its file.",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
                                 max_help_position=36))
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
-    add(parser, "algo", str, algos, "grpo", "algorithm: settings, which other flags override")
+    add(parser, "algo", str, algos, "grpo", "algorithm: settings that other flags can override")
     fields = {f.name: f for f in dataclasses.fields(config)}
     for title, helps in HELP[config]:
         group = parser.add_argument_group(title)

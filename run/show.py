@@ -93,7 +93,7 @@ def resume_command(cfg):
 
 def step_line(step, total, done):
     """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
-    warning after three steps in a row without a signal."""
+    warning after three steps in a row in which the groups say nothing."""
     stats, times = done[-1], [stats["seconds"] for stats in done]
     shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # name=decimals
     left = statistics.median(times[-9:]) * (total - step)
@@ -103,8 +103,7 @@ def step_line(step, total, done):
            + f"{times[-1]:.2f} s  left {clock(left)}")
     idle = [stats["dead_groups"] == 1 or stats["finished"] == 0 for stats in done]
     if idle[-3:] == [True] * 3 and idle[-4:] != [True] * 4:
-        print0("warning: nothing to learn from in 3 steps: in every group all rewards were equal, "
-               "or no completion ended")
+        print0("warning: in 3 steps all rewards of every group were equal, or no completion ended")
 
 def reward_model_quality(measures):
     """Prints the quality of a fitted reward model on held-out problems."""

@@ -1,5 +1,6 @@
 """Changes that a fork makes: nothing about it is silent."""
 import dataclasses
+import inspect
 import subprocess
 import sys
 from typing import Literal
@@ -13,7 +14,7 @@ from data import UserError
 from run import flags, shard
 from run.models import frozen
 
-FIELD = "    lr: float = 1e-6            # learning rate\n"
+FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
 
 
 def fork(tmp_path, edit, *command):
@@ -101,11 +102,11 @@ def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
     field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'
     done = fork(tmp_path, lambda text: text.replace(FIELD, field + FIELD), "--help")
     assert done.returncode == 0 and "--n_mlp {a,b}" in done.stdout and "width (#) of the MLP [a]" in done.stdout
-    assert "learning rate [1e-06]" in done.stdout
+    assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in done.stdout
 
 
 @pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
-                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("per_device_train_batch_size", "prompts"),
+                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("gradient_accumulation_steps", "micro_tokens"),
                                          ("num_iterations", "epochs"), ("loss_type", "loss_mean"), ("scale_rewards", "adv_scale"), ("max-new-tokens", "max_new"), ("gae_lambda", "lam"), ("resum", "resume")])
 def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
     with pytest.raises(UserError, match=f"^there is no setting '{name}': did you mean '{meant}'\\?$"):
@@ -115,7 +116,6 @@ def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
 
 
 def test_no_source_is_parsed_after_the_import(monkeypatch):
-    import inspect
     monkeypatch.setattr(inspect, "getsource", lambda *_: pytest.fail("parsed"))
     assert grpo.read_command(["--lr", "1"])[1].lr == 1
 

@@ -331,7 +331,7 @@ def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
     b = a_rollout(model, cfg)
     b.adv[:4], b.ref_logp = 0, None
     opt = torch.optim.SGD(model.parameters(), 1.0)
-    with pytest.raises(UserError, match="rows without an advantage have a loss.*let has_gradient in grpo.py return all rows"):
+    with pytest.raises(UserError, match="rows whose advantages are 0 have a loss.*let has_gradient in grpo.py return all rows"):
         update(model, opt, b, cfg, random.Random(0))
     monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones_like(batch.finished))
     update(model, opt, b, cfg, random.Random(0))
@@ -366,7 +366,7 @@ def test_a_critic_learns_from_rows_without_an_advantage():
 
 def test_update_is_the_gradient_of_the_paper():
     """Row by row, from eq. 3 and 4 as they are written, without micro-batches or weights."""
-    got, stats, b = gradient(None, loss_mean="sequence")
+    got, stats, b = gradient(None, loss_mean="sequence", beta=0.04)
     model, rows = tiny_model(), []
     for i in range(len(b.ids)):
         logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[0][b.mask[i:i + 1]]

@@ -62,7 +62,7 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
     assert want.std() > 0.3
     torch.testing.assert_close(have, want, rtol=0, atol=1e-4)
     prompts = [ids[0, :9].tolist(), ids[1, :30].tolist()]               # right padding, the cache
-    batch = sample(ours, prompts, 1, 64, 1.0, {10 ** 6}, greedy=1)
+    batch = sample(ours, prompts, 1, 64, 1.0, {10 ** 6}, n_greedy=1)
     for row, prompt in enumerate(prompts):
         out = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False,
                               eos_token_id=None, pad_token_id=0)[0, len(prompt):]

@@ -1,6 +1,6 @@
 """Who sees what, and which setting moves what: whole runs through `main`, watched by wrappers that
 call through. The first half follows one run of two iterations, whole and resumed; the second turns
-each setting in a run where it is active, and pins the constants that claims rest upon."""
+each setting in a run where it is active."""
 import dataclasses
 import itertools
 import json
@@ -685,12 +685,12 @@ def made(places, tmp_path_factory):
 
 
 def test_every_setting_is_turned():
-    """A new field needs a line in SETTINGS, and a new choice of an old one a value there."""
-    assert list(SETTINGS) == [f.name for f in dataclasses.fields(Config)]
     for f in dataclasses.fields(Config):
+        assert f.name in SETTINGS, f"add a line for the new setting {f.name} to SETTINGS in tests/test_plumbing.py"
         base, values = SETTINGS[f.name]
         own = {(BASE | base).get(f.name, f.default), *values}
-        assert own >= set(getattr(f.type, "__args__", ())) - {"cuda", "mps"}, f.name
+        missing = set(getattr(f.type, "__args__", ())) - {"cuda", "mps"} - own
+        assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_plumbing.py"
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
 
 
@@ -714,97 +714,12 @@ def test_choices_differ_from_each_other(name, made):
         assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)
 
 
-# ----------------------------------------------------------------------------- constants, by source
-
-# DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
-# coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
-# the training batch size is 1024. The policy model only has a single update following each
-# exploration stage."
-PAPER = dict(
-    lr=1e-6, beta=0.04, group=64, max_new=1024, prompts=1024 // 64, epochs=1, minibatches=1,
-    supervision="outcome", baseline="group", adv_scale="group",                 # 4.1.2
-    ratio="token", loss_mean="sequence", kl="loss", estimator="k3",              # eq. 3 and 4
-    iterations=1, reward="rule")
-PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler et al. 2019
-    clip_low=0.2, clip_high=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
-OURS = dict(
-    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", out="",
-    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, truncated_reward=0.0, target_kl=0.0,
-    micro_tokens=2048, recompute="off", half_life=0, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
-    n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, choices=4, labels="rule", device="auto",
-    dtype="auto", compile="auto", share_prefix="on", shard="off")
-
-WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
-ROWS = {                                        # what differs from GRPO
-    "grpo": {},
-    "reinforce": dict(baseline="none", adv_scale="none", kl="none", loss_mean="constant", **WITHOUT_A_CLIP),
-    "a2c": dict(baseline="value", adv_scale="batch", kl="none", **WITHOUT_A_CLIP),
-    # PPO of a language model: KL in the reward (Ziegler et al. 2019), whitened advantages
-    "ppo": dict(baseline="value", adv_scale="batch", kl="reward", estimator="k1"),
-    # arXiv 2402.14740: REINFORCE on whole completions, the mean of the others as the baseline
-    "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", estimator="k1", loss_mean="constant",
-                 **WITHOUT_A_CLIP),
-    # arXiv 2503.20783: neither 1/|o| nor the std; no KL
-    "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),
-    # arXiv 2503.14476: eps_low 0.2, eps_high 0.28, a mean over tokens, no KL
-    "dapo": dict(clip_high=0.28, kl="none", loss_mean="token"),
-    # arXiv 2507.18071, 5.1: left and right clipping ranges 3e-4 and 4e-4, of the sequence's ratio
-    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4)}
-
-LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
-TASKS = {                                       # what differs from Config
-    "arithmetic": dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048),
-    "countdown": dict(task="countdown", difficulty=3, **LARGE),
-    "gsm8k": dict(task="gsm8k", **LARGE),
-    "sums": dict(task="sums", difficulty=1, group=16, max_new=24, lr=3e-5, half_life=25, kl="none", micro_tokens=4096,
-                 save_every=25)}
-
-
-def difference(cfg, base):
-    """The fields of a Config that are not those of another."""
-    return {name: x for name, x in vars(cfg).items() if x != getattr(base, name)}
-
-
-def test_the_defaults_are_those_of_the_paper():
-    assert vars(Config()) == PAPER | PPO | OURS
-    assert len(PAPER | PPO | OURS) == len(PAPER) + len(PPO) + len(OURS)
-
-
-def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
-    assert grpo.ALGOS.keys() == ROWS.keys()
-    for algo, row in ROWS.items():
-        assert difference(make_config(algo=algo), make_config()) == row, algo
-        assert difference(grpo.read_command(["--algo", algo])[1], make_config()) == row, algo
-    assert difference(make_config(reward="model"), make_config()) == dict(reward="model", adv_scale="none")
-
+# -------------------------------------------------------------------------------------- constants
 
 def test_in_the_reward_the_kl_is_k1_unless_another_is_asked_for():
     assert make_config(kl="reward").estimator == make_config(algo="ppo").estimator == "k1"
     assert make_config(algo="ppo", kl="loss").estimator == make_config(kl="watch").estimator == "k3"
     assert make_config(algo="ppo", estimator="k2").estimator == make_config(kl="reward", estimator="k2").estimator == "k2"
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_each_task_has_its_own_settings(task):
-    assert difference(make_config(task=task), Config()) == TASKS[task]
-
-
-def test_a_new_model_is_the_one_of_the_readme():
-    """1.9 million parameters; RoPE's base is 10000, and RMSNorm's epsilon 1e-5."""
-    policy = models.new_model(make_config(), byte_encoding(), 6)
-    assert dataclasses.asdict(policy.cfg) == dict(
-        vocab_size=257, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, n_inner=1024, block_size=128, head_size=32,
-        positions="rope", rope_theta=10000.0, rope_scaling=(), norm="rms", norm_eps=1e-5, mlp="swiglu",
-        bias="none", qk_norm=False, tied=True)
-    assert f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}" == "1.9"
-    assert policy.norm.eps == policy.layers[0].input_layernorm.eps == 1e-5
-    turns = torch.atan2(policy.sin[1, 0], policy.cos[1, 0])       # of position 1
-    torch.testing.assert_close(turns, 10000.0 ** (-torch.arange(16) / 16))
-    std = policy.embed_tokens.weight.std().item()
-    assert std == pytest.approx((2 / (5 * 256)) ** 0.5, rel=0.02)
-    for layer in policy.layers:             # the branches that add up shrink with the depth
-        assert layer.mlp.down_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
-        assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
 
 
 def test_the_optimizer_is_adamw_without_weight_decay(places):
@@ -861,31 +776,7 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
     assert seen == [(n, 1e-3, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
 
 
-def test_what_the_readme_says_of_the_people_and_the_problems():
-    """53 % only guess, one number in 2000 is a slip, 500 problems are held out."""
-    assert (arithmetic.GUESS, arithmetic.SLIP, arithmetic.HELD_OUT) == (0.53, 0.0005, 500)
-    assert (countdown.DRAWS, countdown.HELD_OUT) == (60000, 500)
-    right = SimpleNamespace(prompt="", numbers=(1, 2), target=3, answer="3")
-    for task, text in ((countdown, "1+2"), (gsm8k, "3")):       # TinyZero's: a tenth for the tags
-        assert task.reward(right, f"<answer>{text}</answer>") == {"correct": 1.0, "format": 0.1}
-        assert task.reward(right, "<answer>4</answer>") == {"correct": 0.0, "format": 0.1}
-        assert task.reward(right, text) == {"correct": 0.0, "format": 0.0}
-
-
 def test_a_config_cannot_be_changed():
     """A run's settings are what was checked and written down."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().lr = 1.0
-
-
-def test_other_constants_that_are_claims():
-    assert batches.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
-    assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
-    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
-    assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
-                              grad_clip=1e-9, truncated_reward=-1e9)
-    assert grpo.MOST == dict(gamma=1, lam=1, warm_batch=1_000_000, choices=10_000)
-    assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
-    scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
-    ends = torch.ones(4, 1, dtype=torch.bool)
-    assert [grpo.step_scores(x[:, None], ends, 4)[1].item() for x in scores] == [False, True]   # spread below 1e-6 of the mean

@@ -325,7 +325,8 @@ def test_a_folder_that_is_no_runs_is_one_line(damage, says, tmp_path, capsys):
 def test_every_statistic_has_a_meaning():
     script = (ROOT / "run/page/page.js").read_text()
     meaning = re.search(r"const MEANING = \{(.*?)^\};", script, re.M | re.S)[1]
-    assert set(re.findall(r"^  (\w+): \"", meaning, re.M)) == data.STATISTICS - {"step", "greedy"}
+    assert set(re.findall(r"^  (\w+): \"", meaning, re.M)) == data.STATISTICS - {"step", "greedy"}, \
+        "MEANING in run/page/page.js and STATISTICS in data/__init__.py must have the same names"
 
 
 # ------------------------------------------------------------------------------------- in a browser

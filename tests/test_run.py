@@ -113,7 +113,7 @@ def test_learns_to_stop(tmp_path):
 def test_a_reward_that_never_varies_is_said(tmp_path, capsys):
     m = trained(tmp_path, lambda p, text: {"correct": 0.0}, steps=4, warm_steps=5)
     assert m[-1]["dead_groups"] == 1
-    assert capsys.readouterr().out.count("warning: nothing to learn from") == 1
+    assert capsys.readouterr().out.count("warning: in 3 steps all rewards") == 1
 
 
 # --------------------------------------------------------------- the same run, whatever happens
@@ -329,7 +329,7 @@ def test_the_run_folder(unbroken):
         "model.safetensors", "config.json", "checkpoint.safetensors", "run.json", "metrics.jsonl",
         "samples.jsonl", "report.html", "warm_start", "tokenizer.json", "tokenizer_config.json", "lock"}
     lines = metrics(unbroken, timed=True)
-    assert set(lines[1]) == set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
+    assert set(lines[1]) >= set("step seconds beta reward accuracy length kl entropy clip_share mismatch "
                                 "grad_norm dead_groups finished rollout_tok_s update_tok_s loss working".split())
     measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8)), *(f"maj@{k}" for k in (2, 4, 8))}
     assert set(lines[0]) == {"step"} | measured and measured < set(lines[-1])
@@ -415,7 +415,7 @@ def measured(monkeypatch, texts, finished):
     problems = [arithmetic.Problem("x", "c"), arithmetic.Problem("y", "a")]
     task = SimpleNamespace(answer=lambda t: t)
 
-    def generate(agent, chunk, u, greedy):
+    def generate(agent, chunk, u, n_greedy):
         """A greedy completion and the samples of each problem."""
         assert u.shape == (len(chunk), 9, 1024)
         rows = [(t, t == p.answer and f, f) for p in chunk for t, f in
@@ -698,7 +698,9 @@ def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken
     main([*SMALL, "--steps", "1", "--algo", "ppo", "--reward", "model", "--fit_prompts", "20", "--out",
           str(tmp_path)])
     names = set().union(*metrics(tmp_path, timed=True))
-    assert {name for name in names if "@" not in name} - {"working"} == data.STATISTICS
+    names = {name for name in names if "@" not in name} - {"working"}
+    assert not names - data.STATISTICS, f"add {names - data.STATISTICS} to STATISTICS in data/__init__.py"
+    assert names == data.STATISTICS
 
 
 def without(*functions):

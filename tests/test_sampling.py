@@ -71,7 +71,7 @@ def test_no_token_of_probability_zero():
 
 def test_greedy_is_the_argmax_of_the_whole_prefix():
     model = tiny_model()
-    b = sample(model, PROMPTS, 1, 6, 1.0, STOP, greedy=1)
+    b = sample(model, PROMPTS, 1, 6, 1.0, STOP, n_greedy=1)
     for prompt, ids, mask in zip(PROMPTS, b.ids, b.mask):
         row = list(prompt)
         for token in ids[mask].tolist():
@@ -103,7 +103,7 @@ def scripted(tokens):
     ([7, 10, 8], 2, True),          # a second stop token
     ([256], 1, True)])
 def test_finished_is_explicit(script, length, finished):
-    b = sample(scripted(script), [[1, 2]], 1, 3, 1.0, {256, 10}, greedy=1)
+    b = sample(scripted(script), [[1, 2]], 1, 3, 1.0, {256, 10}, n_greedy=1)
     assert b.ids[0][b.mask[0]].tolist() == script[:length]
     assert b.finished.tolist() == [finished]
 
@@ -120,7 +120,7 @@ def test_end_tokens_in_the_prompt_are_prompt():
 
 def test_only_the_sampled_column_and_later_ones_move():
     model = tiny_model()
-    b = sample(model, [[49, 50, 61]], 1, 6, 1.0, set(), greedy=1)
+    b = sample(model, [[49, 50, 61]], 1, 6, 1.0, set(), n_greedy=1)
     ids = b.ids.clone()
     ids[0, 5] += 1
     moved = token_logps(model, b.ids, b.mask, 1.0)[0] != token_logps(model, ids, b.mask, 1.0)[0]
@@ -196,8 +196,8 @@ def test_every_token_has_its_share_over_a_grid_of_u():
 def test_a_greedy_row_beside_sampled_ones():
     """The first of each group is greedy; the others are what they are alone."""
     model, u = tiny_model(), uniform(9, 10)
-    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u, greedy=1)
-    greedy = sample(model, PROMPTS, 1, 10, 1.0, STOP, greedy=1)
+    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u, n_greedy=1)
+    greedy = sample(model, PROMPTS, 1, 10, 1.0, STOP, n_greedy=1)
     sampled = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
     for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, sampled, [1, 2, 4, 5, 7, 8])):
         for i, row in enumerate(rows):
@@ -281,5 +281,5 @@ def test_the_cache_that_is_read_holds_just_what_was_written(longest):
 def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
     b, _ = ending([2], [[7, 8]])
     assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
-    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 1.0, STOP, greedy=1)
+    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 1.0, STOP, n_greedy=1)
     assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]

@@ -29,7 +29,7 @@ def both(family, amp=None):
 def sampled(model, temperature=0.5):
     """Completions of ragged prompts, of which many begin alike and end early."""
     u = torch.rand(24, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return sample(model, PROMPTS, 8, 12, temperature, set(range(0, 257, 5)), u, greedy=2)
+    return sample(model, PROMPTS, 8, 12, temperature, set(range(0, 257, 5)), u, n_greedy=2)
 
 
 @pytest.mark.parametrize("amp, off", [(None, 2e-5), (torch.bfloat16, 0.3)])

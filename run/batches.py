@@ -32,10 +32,6 @@ def last_tokens(mask):
     """A mask of each row's last sampled token, (B, T)."""
     return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
-def by_16(n):
-    """n rounded up to a multiple of 16, so that few shapes are compiled."""
-    return -(-n // 16) * 16
-
 def minibatches(cfg, rng, device):
     """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
     rows on this rank, as indices into this rank's batch, and its number of rows on all ranks."""

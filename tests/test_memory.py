@@ -269,7 +269,7 @@ def test_of_rollout_and_update_the_larger_counts(prompts, names):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_of_a_model_that_is_dealt_a_rank_needs_its_part(dtype, monkeypatch):
+def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
     """And at times two layers with all that is in none; or to sample all weights, which it lets go of."""
     cfg, model = Config(shard="on", dtype=dtype, device="cpu", reward="model", group=2, micro_tokens=256, max_new=4,
                         warm_steps=0), tiny_model(n_layer=5)
@@ -287,7 +287,7 @@ def test_of_a_model_that_is_dealt_a_rank_needs_its_part(dtype, monkeypatch):
     assert rollout["full sampler"] == alone["reference"] and "gradients" not in rollout
 
 
-def test_a_model_is_whole_before_it_is_dealt(monkeypatch):
+def test_a_model_is_whole_before_it_is_sharded(monkeypatch):
     """With a warm start so are its gradients and moments; that counts where it is more than the run."""
     model = tiny_model(n_layer=5)
     N = sum(p.numel() for p in model.parameters())

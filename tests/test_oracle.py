@@ -159,15 +159,15 @@ def on_ranks(ranks, work, monkeypatch):
 # -------------------------------------------------------------------------------- the comparison
 
 def check_minibatches(chosen, cfg):
-    """In every epoch each row once, in parts whose sizes differ by 1 at most; dealt anew in each
+    """In every epoch each row once, in parts whose sizes differ by 1 at most; split anew in each
     epoch and step."""
     n, B = cfg.minibatches, cfg.prompts * cfg.group
     epochs = [chosen[i:i + n] for i in range(0, len(chosen), n)]
     for epoch in epochs:
         assert sorted(sum(epoch, [])) == list(range(B))
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
-    dealt = {tuple(map(tuple, map(sorted, epoch))) for epoch in epochs}
-    assert len(epochs) == 3 * cfg.epochs and (n == 1 or len(dealt) > len(epochs) / 2)
+    splits = {tuple(map(tuple, map(sorted, epoch))) for epoch in epochs}
+    assert len(epochs) == 3 * cfg.epochs and (n == 1 or len(splits) > len(epochs) / 2)
 
 
 def compare(cfg, monkeypatch, ranks=1):

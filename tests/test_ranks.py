@@ -1,5 +1,5 @@
 """Two processes against one: the same samples, statistics, weights and files, however the rows are
-dealt; and what one of them meets, a signal or a UserError, reaches the other.
+split; and what one of them meets, a signal or a UserError, reaches the other.
 
 Two processes make all of RUNS in one go while this one makes them alone, and the tests compare what
 both have left. Each pair is forked from a process that has imported torch.
@@ -68,8 +68,8 @@ RUNS = {
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
-DEALT = ["grpo", "ppo", "critic of its own", "a row a minibatch", "reward learned", "steps learned"]
-PAIRS = [("two", name) for name in ALIKE] + [("dealt", name) for name in DEALT]
+SHARDED = ["grpo", "ppo", "critic of its own", "a row a minibatch", "reward learned", "steps learned"]
+PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 
@@ -80,7 +80,7 @@ def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
     above = where.parent
     return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start"), warm_steps=0) | RUNS[name] | dict(
-        out=str(where / name), shard="on" if where.name == "dealt" else "off")
+        out=str(where / name), shard="on" if where.name == "sharded" else "off")
 
 
 def run(name, where):
@@ -152,7 +152,7 @@ def all_runs(rank, where):
     sys.addaudithook(note)
     reward.rollout_labels, shard.release = rollout_labels, released
     machine.start_ranks(torch.device("cpu"))
-    for name in DEALT if where.name == "dealt" else RUNS:
+    for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
         state = {n: x for n, x in training_state(agent).items() if not isinstance(x, DTensor)}
         found[name] = {"state": sha256_of(state), "beta": agent.beta, "printed": printed}
@@ -326,7 +326,7 @@ def constants():
 
 @pytest.fixture(scope="module")
 def both(forks, constants, tmp_path_factory):
-    """The folders of all RUNS, `one` by this process and `two` by a pair, and of DEALT by another; what
+    """The folders of all RUNS, `one` by this process and `two` by a pair, and of SHARDED by another; what
     the ranks of both pairs found."""
     top = tmp_path_factory.mktemp("ranks")
     (top / "letters.py").write_text(TASK)
@@ -335,10 +335,10 @@ def both(forks, constants, tmp_path_factory):
     printed = {name: run(name, top / "one")[1] for name in RUNS}
     codes, _, err = end_of(two, top / "two")
     assert codes == [0, 0], err
-    codes, _, err = pair(top / "dealt", all_runs, top / "dealt")
+    codes, _, err = pair(top / "sharded", all_runs, top / "sharded")
     assert codes == [0, 0] and err == ["", ""], err
-    found = {ranks: [json.loads((top / f"{ranks}{rank}.json").read_text()) for rank in (0, 1)] for ranks in ("two", "dealt")}
-    return top, printed, found["two"], found["dealt"]
+    found = {ranks: [json.loads((top / f"{ranks}{rank}.json").read_text()) for rank in (0, 1)] for ranks in ("two", "sharded")}
+    return top, printed, found["two"], found["sharded"]
 
 
 def metrics(where):
@@ -444,13 +444,13 @@ def test_a_rank_keeps_its_part_of_the_models(both):
     """The sampler is whole between updates, and let go of in one. A rank alone keeps all."""
     assert all(entry == [1, None, None] for rank in both[2] for entry in rank["kept"])
     for rank in both[3]:
-        assert len(rank["kept"]) > len(DEALT)
+        assert len(rank["kept"]) > len(SHARDED)
         for share, before, after in rank["kept"]:
             assert 0.4 < share < 0.6 and before >= 1 and after == 0
 
 
 def test_the_first_rank_alone_writes(both):
-    for found, runs in ((both[2], RUNS), (both[3], DEALT)):
+    for found, runs in ((both[2], RUNS), (both[3], SHARDED)):
         first, second = (rank["opened"] for rank in found)
         assert len(first) > len(runs) and second == []
 
@@ -559,9 +559,9 @@ def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
     assert codes[0] == 2 and lost == LOST
 
 
-@pytest.mark.parametrize("ranks", ["two", "dealt"])
+@pytest.mark.parametrize("ranks", ["two", "sharded"])
 def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
-    """And one process goes on where both were, with a model that was dealt too."""
+    """And one process goes on where both were, with a sharded model too."""
     args, out = command(**settings("ppo", both[0] / ranks) | dict(out=tmp_path / "run", save_every=1)), tmp_path / "run"
     codes, _, (lost, _) = pair(tmp_path, interrupted, 1, signal.SIGKILL, 6, args)
     assert codes == [2, -signal.SIGKILL] and lost == LOST
@@ -572,10 +572,10 @@ def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("name", ["critic of its own", "steps learned"])
-def test_ranks_go_on_with_what_is_dealt(both, tmp_path, name):
+def test_ranks_resume_with_sharded_models(both, tmp_path, name):
     """After a stop they end to the bit where they would have: weights, moments, labelled rows."""
-    out, whole = tmp_path / "run", both[0] / "dealt" / name
-    args = command(**settings(name, both[0] / "dealt") | dict(out=out))
+    out, whole = tmp_path / "run", both[0] / "sharded" / name
+    args = command(**settings(name, both[0] / "sharded") | dict(out=out))
     at = 2 if name == "critic of its own" else 4            # in the first step; before it there is a fit
     codes, _, err = pair(tmp_path, interrupted, 0, signal.SIGTERM, at, args)
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""]
@@ -607,7 +607,7 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
 @pytest.mark.parametrize("given, says", [
     (dict(warm_batch=1, init=""), "--warm_batch 1 is less than one row for each of 2 ranks"),
     (dict(reward="model", fit_prompts=11), "--fit_prompts 11 is not divisible by 2 ranks")])
-def test_what_cannot_be_dealt_is_a_fault(both, tmp_path, given, says):
+def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
     codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
     assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()
 

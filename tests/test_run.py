@@ -92,7 +92,7 @@ def test_learns_what_is_rewarded(tmp_path):
 
 @pytest.mark.slow
 def test_learns_nothing_from_shuffled_rewards(tmp_path):
-    """The same settings, the rewards dealt at random: on the mean of three seeds no gain."""
+    """The same settings, random rewards: on the mean of three seeds no gain."""
     gains = []
     for seed in (1, 2, 3):
         truth, r = [], machine.rng(Config(seed=seed), "shuffled")

@@ -1,7 +1,7 @@
 """All checks and measurements on a GPU in one command, with the results in OUT/gpu.json:
 
     pip install -r tests/requirements-peers.txt trl==1.16.0          # only to compare with TRL
-    python experiments/cost/gpu.py                                   # 9 minutes on an H200
+    python experiments/cost/gpu.py                                   # on a GPU: not yet tried
     python experiments/cost/gpu.py --device cpu --tiny               # a dry run on the CPU: two minutes
 
 The parts: the test suite; the main job with and without compilation, what it learns and how long it takes; how

@@ -212,9 +212,9 @@ BUGS = [
      "    if agent.sampler is not None:", "    if False:", "speed -k copy"),
     ("a sharded gradient is averaged over the ranks", "run/shard.py",
      "            part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks\n"
-     "            part.set_force_sum_reduction_for_comms(True)\n", "            pass\n", "ranks -k dealt"),
+     "            part.set_force_sum_reduction_for_comms(True)\n", "            pass\n", "ranks -k sharded"),
     ("ranks of a sharded model make different numbers of passes", "run/batches.py",
-     "    for _ in range(len(chunks), most):", "    for _ in range(0):", "ranks -k dealt"),
+     "    for _ in range(len(chunks), most):", "    for _ in range(0):", "ranks -k sharded"),
     ('resume without the adapted beta', 'run/checkpoint.py',
      'agent.beta = checkpoint.beta',
      'pass', 'run -k steered'),

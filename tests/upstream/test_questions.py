@@ -389,26 +389,26 @@ def tables(name):
 
 
 def told(question):
-    """The rows whose pass@1 at the end is told apart from that of the base above them."""
+    """The rows whose pass@1 at the end differs significantly from that of the base above them."""
     rows = (line.split(" | ") for line in questions.lines(question, kept(question)))
     return {cells[0][2:].removesuffix(" (base)") for cells in rows if any(cell.startswith("**") for cell in cells[2:3])}
 
 
 def gap(question, row, base, of=questions.last):
-    """The mean of a paired difference, in points, and whether it is told apart from 0."""
+    """The mean of a paired difference, in points, and whether it differs significantly from 0."""
     rows = kept(question)["rows"]
     text = questions.apart(rows[row], rows[base], of)
     return float(text.strip("*").split(" ")[0]), "**" in text
 
 
 def up(question, row, base, of=questions.last):
-    """A row is above another, and told apart from it."""
+    """A row is significantly above another."""
     points, told_apart = gap(question, row, base, of)
     return told_apart and points > 0
 
 
 def equal(question, row, base, of=questions.last):
-    """A row is not told apart from another."""
+    """A row does not differ significantly from another."""
     return not gap(question, row, base, of)[1]
 
 

@@ -27,8 +27,8 @@ from run import agents, batches, checkpoint, flags, folder, machine, models, opt
 from run import report, shard, sharing, show
 
 # ---------------------------------------------------------------------------------- the settings
-# The published algorithms, as differences from Config. A ladder from the raw reward to GRPO:
-# reinforce, a2c (adds a critic), ppo --beta 0 (the clip), ppo (the reference), grpo (the group).
+# The published algorithms, as differences from Config. A ladder, each adding one thing: reinforce,
+# a2c (a critic), ppo --beta 0 (a clip), ppo (a reference); grpo replaces the critic by the group.
 UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
@@ -51,7 +51,7 @@ REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
 class Config:
     """The settings of a run; the defaults are the paper's. `make_config` builds one for a task and
     an algorithm. Every field is a flag, and the comment after it is the flag's help."""
-    # basics: the paper has 64 completions of up to 1024 tokens per question, 1024 per batch
+    # basics: the paper has 64 completions per question, up to 1024 tokens each, 1024 in a batch
     task: str = "arithmetic"    # name of a file in data/, or path of one
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
@@ -76,11 +76,11 @@ class Config:
     # reward
     reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
     supervision: Literal["outcome", "process"] = "outcome"  # reward completions, or their steps
-    truncated_reward: float = 0.0       # bound on the reward if cut off at max_new
+    truncated_reward: float = 0.0       # cap on the reward of a completion cut off
     # advantage
     baseline: Literal["none", "group", "leave-one-out", "value",
                       "group+value"] = "group"          # what is subtracted from the rewards
-    adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides advantages
+    adv_scale: Literal["none", "group", "batch"] = "group"      # which std divides advantages
     gamma: float = 1.0          # discount, used only with a critic
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
@@ -100,7 +100,7 @@ class Config:
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 2048    # maximum tokens per forward and backward pass
     recompute: Literal["off", "on"] = "off"     # activation checkpointing
-    half_life: int = 0          # steps in which the learning rate halves; 0: constant (paper)
+    half_life: int = 0          # steps after which the learning rate has halved; 0: never
     grad_clip: float = 1.0      # maximum gradient norm
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
@@ -112,11 +112,11 @@ class Config:
     warm_lr: float = 1.2e-3     # peak learning rate of the warm start
     # learned reward: the reward model is fitted at the start of each iteration
     fit_prompts: int = 256      # problems whose completions are labelled
-    choices: int = 4            # completions per choice of the best one (2: Bradley-Terry)
-    labels: Literal["rule", "rollouts"] = "rule"        # what labels steps: rule, or continuations
+    choices: int = 4            # completions compared per label; 2: Bradley-Terry
+    labels: Literal["rule", "rollouts"] = "rule"        # step labels: task's rule, or rollouts
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bf16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"      # torch.compile; auto: on cuda
     share_prefix: Literal["on", "off"] = "on"   # compute common prefixes of completions once
     shard: Literal["off", "on"] = "off"         # shard the models across the ranks (FSDP2)
@@ -192,7 +192,7 @@ def sample_token(logits, temperature, u, is_greedy):
     Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
     logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
     cdf = logp.exp().cumsum(-1)
-    u = u.float().clamp(max=1 - 2 ** -24)       # float() may round u up to 1
+    u = u.float().clamp(max=1 - 2 ** -24)       # rounding to float32 may give 1
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
     token = torch.where(is_greedy, logits.argmax(-1), token)
     return token, logp.gather(-1, token[:, None])[:, 0]
@@ -201,7 +201,7 @@ def sample_token(logits, temperature, u, is_greedy):
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
     """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
     ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
-    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, filled up to start."""
+    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, ids to start."""
     device = policy.device
     prompts, length, most = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
     ids = prompts.repeat_interleave(group, 0)                                               # (B, T)
@@ -214,7 +214,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
     stop = torch.tensor(sorted(stop), device=device)
 
-    cache = (policy.cache or sharing.KVCache)(policy, ids.size(1))
+    cache = (policy.cache_class or sharing.KVCache)(policy, ids.size(1))
     logits = cache.read(prompts[:, :length.max()], length, group)                           # (B, V)
     for n in range(u.size(1)):
         token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
@@ -352,7 +352,7 @@ def token_weights(mask, loss_mean, rows, tokens, max_new):
     return mask / max(tokens if loss_mean == "token" else rows * max_new, 1)
 
 def bounded(x):
-    """x clamped to [-20, 20], but with the gradient of x, so exp and its gradient stay finite."""
+    """x clamped to [-20, 20] with a straight-through gradient, so that its exp stays finite."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, ratio, estimator):
@@ -468,11 +468,11 @@ def begin_iteration(agent, problems, iteration):
         return {}
     rng = machine.rng(cfg, "fit", iteration)
     labels_rng = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
-    tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth measures the fit
+    tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth is held out
     drawn = rng.sample(problems[:tenth], n)
     drawn += rng.sample(problems[tenth:], cfg.fit_prompts - n)
     rows = []
-    size = max(1, cfg.group // cfg.choices) * cfg.prompts
+    size = max(1, cfg.group // cfg.choices) * cfg.prompts       # as many rows as in training
     for part in batches.in_chunks("labelling", drawn, size):
         batch = generate(agent, part, machine.uniform(rng, len(part), cfg.choices, cfg.max_new))
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
@@ -528,7 +528,7 @@ def train(cfg, task=None, saved=None):
     agent = agents.new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
     total, done = cfg.steps * cfg.iterations, []
-    if saved and saved.stats:                               # the run was stopped in its evaluation
+    if saved and saved.stats:                               # stopped during an evaluation: redo it
         finish_step(agent, held_out, saved.step, saved.stats)
     for step in range(saved.step + 1 if saved else 0, total + 1):
         stats = {}
@@ -570,7 +570,7 @@ def ask(agent, question):
 
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
-    """A command line as (mode flags, Config, the Checkpoint if it is to resume)."""
+    """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
     given, mode = flags.read(Config, ALGOS, __doc__, argv)
     where = make_config(**given).folder
     if mode["resume"]:

@@ -6,7 +6,8 @@ Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D ch
 L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
 hides the padding from real tokens.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,7 @@ from data import UserError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. From `positions` on, the fields are what the families differ in."""
+    """The shape of a model. The fields from `positions` on distinguish the families."""
     vocab_size: int = 257
     n_layer: int = 4
     n_head: int = 4
@@ -26,20 +27,22 @@ class GPTConfig:
     n_inner: int = 352          # width of the MLP
     block_size: int = 128       # maximum tokens per row
     head_size: int = 0          # D; 0: n_embd / n_head
-    positions: str = "rope"     # or "learned": position embeddings
+    positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: tuple = ()    # Llama 3's: factor, low and high factor, original context
-    norm: str = "rms"           # or "layer"
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    mlp: str = "swiglu"         # or "gelu" (the tanh approximation)
-    bias: str = "none"          # which linear layers have one; or "qkv", "all"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"       # GELU: the tanh approximation
+    bias: Literal["none", "qkv", "all"] = "none"    # which linear layers have one
     qk_norm: bool = False       # RMSNorm on each query and key head
     tied: bool = True           # the head shares the embedding's weights
 
     def __post_init__(self):
-        if self.n_embd % self.n_head and not self.head_size or self.n_head % self.n_kv_head:
-            raise UserError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}, "
-                            f"and that of n_kv_head {self.n_kv_head}")
+        for f in fields(self):
+            if (choices := get_args(f.type)) and getattr(self, f.name) not in choices:
+                raise UserError(f"{f.name} must be one of {', '.join(choices)}")
+        if (self.n_embd % self.n_head and not self.head_size) or self.n_head % self.n_kv_head:
+            raise UserError("n_head must divide n_embd, and n_kv_head must divide n_head")
         object.__setattr__(self, "head_size", self.head_size or self.n_embd // self.n_head)
         if self.head_size % 2 and self.positions == "rope":
             raise UserError(f"RoPE needs an even head size, not {self.head_size}")
@@ -55,8 +58,7 @@ class RMSNorm(nn.Module):
         return x * (square + self.eps).rsqrt() * self.weight
 
 def rotate(x, cos, sin):
-    """RoPE: rotates the pairs (x[i], x[i + D/2]) of each head by the angles of the position;
-    x (B, T, H, D), cos and sin (B, T, 1, D/2)."""
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D); cos, sin (B, T, 1, D/2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -79,7 +81,7 @@ class Rows:
         columns = torch.arange(ids.size(1), device=ids.device)
         self.ids, self.pos = ids, columns.expand_as(ids) if pos is None else pos
         seen = torch.arange(slots, device=ids.device) <= self.pos[..., None]             # (B, T, S)
-        self.bias = torch.where(seen, 0.0, float("-inf"))[:, None]                    # (B, 1, T, S)
+        self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
         """Attention to k and v, or to a layer's cache (2, B, K, S, D) after writing them to it."""
@@ -88,8 +90,8 @@ class Rows:
         row = torch.arange(len(q), device=q.device)[:, None]
         cache[0][row, :, self.pos] = k.to(cache.dtype)
         cache[1][row, :, self.pos] = v.to(cache.dtype)
-        q, bias = q.transpose(1, 2), self.bias.to(q.dtype)
-        y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=bias, enable_gqa=True)
+        q, mask = q.transpose(1, 2), self.attn_mask.to(q.dtype)
+        y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=True)
         return y.transpose(1, 2)
 
     def in_rows(self, x):
@@ -98,8 +100,8 @@ class Rows:
 
     @staticmethod
     def to_score(ids, mask):
-        """The tokens to score, as rows and columns (n,), and for each True in mask (B, T) the index
-        of its token among these n."""
+        """Where the n tokens to score are: their rows and columns (n,), and for each True in mask
+        (B, T) its index among these n."""
         row, column = mask.nonzero(as_tuple=True)
         return row, column, torch.arange(len(row), device=ids.device)
 
@@ -156,8 +158,8 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activation checkpointing, a layer at a time
-        self.layout = Rows      # layout of training passes
-        self.cache = None       # class of the KV cache in sampling; None: sharing.KVCache
+        self.layout_class = Rows        # of training passes
+        self.cache_class = None         # of sampling; None: sharing.KVCache
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
@@ -166,21 +168,21 @@ class GPT(nn.Module):
         if not cfg.tied:
             self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.set_angles()
-        std = (2 / (5 * cfg.n_embd)) ** 0.5     # 0.02, as in GPT-2, at width 1000
+        std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000
         for name, p in self.named_parameters():
-            if p.dim() == 2:                    # as in GPT-2, less for residual branches
+            if p.dim() == 2:                    # as in GPT-2, smaller for residual projections
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = (2 * cfg.n_layer) ** -0.5 if residual else 1
                 nn.init.normal_(p, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """Sets RoPE's tables, cos and sin (block_size, 1, D/2) of each position's angles. Llama 3's
-        scaling lowers frequencies that are low for the original context (arXiv 2407.21783)."""
+        """Sets all buffers, also in a loaded model: RoPE's cos and sin (block_size, 1, D/2). Llama
+        3's scaling lowers what is slow for the original context (arXiv 2407.21783)."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:
-            factor, low, high, first = c.rope_scaling
-            kept = (first * inv_freq / (2 * torch.pi) - low) / (high - low)
+            factor, low, high, context = c.rope_scaling
+            kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
             inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
         angle = torch.arange(c.block_size)[:, None] * inv_freq
         self.register_buffer("cos", angle.cos()[:, None], persistent=False)
@@ -188,15 +190,13 @@ class GPT(nn.Module):
 
     def forward(self, ids, pos=None, cache=None, mask=None):
         """Hidden states (B, T, C) of ids (B, T) after the last norm, to pass to `head`. pos (B, T):
-        positions, by default 0..T-1. With a cache (from `new_cache`), keys and values are written
-        to it in place. Without one, states after a row's last True in mask (B, T) are not needed,
-        and a layout may return anything there."""
-        T, most = ids.size(1), self.cfg.block_size
-        if T > most:
-            raise UserError(f"{T} tokens do not fit the model's context of {most}")
+        positions, by default 0..T-1. A cache (from `new_cache`) is written to in place. Without
+        one, states after a row's last True in mask (B, T) are not needed, and may be anything."""
+        if ids.size(1) > self.cfg.block_size:
+            raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         with self.autocast():
             if cache is None:
-                layout, cache = self.layout(ids, mask, pos), [None] * self.cfg.n_layer
+                layout, cache = self.layout_class(ids, mask, pos), [None] * self.cfg.n_layer
             else:
                 layout = Rows(ids, mask, pos, slots=cache.size(4))
             x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
@@ -239,7 +239,7 @@ def token_logps(model, ids, mask, temperature, critic=None):
     critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
     sampled = mask[:, 1:]
     h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
-    row, column, index = model.layout.to_score(ids, mask)
+    row, column, index = model.layout_class.to_score(ids, mask)
     logp = logps_of(model, h[row, column - 1], ids[row, column], temperature)                # (n,)
     logp = logp.new_zeros(sampled.shape).masked_scatter(sampled, logp[index])
     if critic is None:
@@ -251,7 +251,7 @@ def logps_of(model, h, tokens, temperature):
     """log pi of the tokens (n,) given the hidden states h (n, C) before them. Logits of more than
     CHUNK elements are computed in parts, and recomputed in the backward pass, to save memory."""
     def of_part(h, tokens):
-        logits = model.head(h / temperature)                                               # (n, V)
+        logits = model.head(h / temperature)            # (n, V): the head has no bias
         return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     size = max(1, CHUNK // model.cfg.vocab_size)
     if len(tokens) <= size:

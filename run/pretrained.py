@@ -103,11 +103,16 @@ def typed(hf, key, kind, default=None):
     raise UserError(f"{key} must be {KINDS[kind]}, not {x!r}")
 
 def config_json(model):
-    """The config.json of a model: the one it was loaded with, or a Llama's for a new model."""
+    """The config.json of a model: the one it was loaded with, or a Llama's for a new model. Raises
+    UserError if the model has a setting that the latter does not hold."""
     if not hasattr(model, "hf"):
         model.hf = {theirs: getattr(model.cfg, ours) for ours, theirs in NAMES.items()} | dict(
             model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
             rope_theta=model.cfg.rope_theta, dtype="float32")
+        read, written = vars(read_config(model.hf)), vars(model.cfg)
+        if lost := [name for name in written if read[name] != written[name]]:
+            raise UserError(f"config.json would not say {lost[0]} {written[lost[0]]!r}: add it to "
+                            f"config_json and read_config in run/pretrained.py")
     return model.hf
 
 # ----------------------------------------------------------------------------------------- reading
@@ -141,7 +146,12 @@ def of_config(hf, source="config.json"):
 
 def allocate(model):
     """Allocates a model on the meta device; its weights are uninitialised."""
-    model.to_empty(device="cpu").set_angles()
+    uninitialised = dict(model.to_empty(device="cpu").named_buffers())
+    model.set_angles()
+    for name, x in model.named_buffers():
+        if x is uninitialised[name]:
+            raise UserError(f"files do not hold the buffer {name}: compute it in set_angles, in "
+                            f"model.py")
     return model
 
 @torch.no_grad()

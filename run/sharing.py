@@ -15,7 +15,7 @@ from model import causal_attention
 
 def share(model):
     """Makes a model compute prefixes that rows share only once."""
-    model.layout, model.cache = SharedRows, SharedCache
+    model.layout_class, model.cache_class = SharedRows, SharedCache
 
 # ---------------------------------------------------------------------------------- training passes
 

@@ -76,7 +76,7 @@ def padded(rows, device):
 def warm_note(cfg, task):
     """All that a warm start depends on, as text: settings, code, data, machine."""
     root = Path(data.__file__).parent.parent
-    modules = ("batches", "machine", "models", "optimizer", "sharing", "warm_start")
+    modules = ("batches", "machine", "models", "optimizer", "pretrained", "sharing", "warm_start")
     sources = [root / "model.py", *sorted((root / "data").glob("*.py")),
                *(root / "run" / f"{name}.py" for name in modules)]
     sources += [Path(x) for x in (getattr(task, "__file__", None), cfg.train or None) if x]

@@ -10,8 +10,9 @@ import torch
 from conftest import ROOT, tiny_model
 
 import grpo
+import model
 from data import UserError
-from run import flags, shard
+from run import flags, pretrained, shard
 from run.models import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
@@ -190,6 +191,41 @@ def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
         policy.embed_tokens.weight += 1
     shard.copy_weights(copied, policy)
     assert torch.equal(copied.lm_head.weight, policy.embed_tokens.weight.bfloat16())
+
+
+# ------------------------------------------------------------------------- a model of another kind
+
+@pytest.mark.parametrize("name", ["positions", "norm", "mlp", "bias"])
+def test_a_misspelled_part_of_a_model_is_refused(name):
+    """`positions="alibi"` once built a model with RoPE."""
+    with pytest.raises(UserError, match=f"^{name} must be one of "):
+        tiny_model(**{name: "alibi"})
+
+
+def test_a_shape_that_config_json_cannot_hold_is_refused():
+    """It would be lost by --resume, --init and a kept warm start."""
+    with pytest.raises(UserError, match="would not say norm 'layer': add it to config_json and read_config in run/pretrained.py$"):
+        pretrained.config_json(tiny_model(norm="layer"))
+
+
+def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
+    """A loaded model is made without memory: such a buffer would hold whatever was in memory before."""
+    class Forked(model.GPT):
+        def __init__(self, cfg, generator=None):
+            super().__init__(cfg, generator)
+            self.register_buffer("slopes", torch.ones(3), persistent=False)
+
+    class Mended(Forked):
+        def set_angles(self):
+            super().set_angles()
+            self.register_buffer("slopes", torch.ones(3), persistent=False)
+    pretrained.save(tiny_model(), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "GPT", Forked)
+        with pytest.raises(UserError, match="files do not hold the buffer slopes: compute it in set_angles, in model.py$"):
+            pretrained.load(tmp_path)
+        patch.setattr(pretrained, "GPT", Mended)
+        assert pretrained.load(tmp_path).slopes.tolist() == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------- innocent changes

@@ -106,7 +106,7 @@ def test_the_flag_chooses(tmp_path):
                                share_prefix=way, device="cpu", dtype="float32", out=str(out))
         agent = grpo.train(cfg)
         models = (agent.policy, agent.ref, agent.critic.trunk)
-        assert all((model.layout is SharedRows) == (way == "on") for model in models)
+        assert all((model.layout_class is SharedRows) == (way == "on") for model in models)
         found[way] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for one, other in zip(*found.values()):
         for name in one.keys() & {"reward", "length", "loss", "kl", "grad_norm", "pass@1"}:

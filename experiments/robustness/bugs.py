@@ -252,7 +252,7 @@ BUGS = [
      '    alike = needed[:-1]\n',
      '    alike = torch.ones_like(needed[:-1])\n', 'sharing'),
     ("the cache is read without a mask", "model.py",
-     "attn_mask=bias", "attn_mask=None", "model sampling"),
+     "attn_mask=mask", "attn_mask=None", "model sampling"),
     ("larger chunks of logits than allowed", "model.py",
      "max(1, CHUNK // model", "max(1, 2 * CHUNK // model", "memory"),
     ("activations are kept despite --recompute", "model.py",

@@ -776,6 +776,15 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
     assert seen == [(n, 1e-3, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
 
 
+@pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
+    """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
+    seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
+    monkeypatch.setattr(optimizer, "supervised_fit", lambda *given: seen.append(given[4]))
+    reward.fit(models.ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
+    assert seen == [pytest.approx(lr)]
+
+
 def test_a_config_cannot_be_changed():
     """A run's settings are what was checked and written down."""
     with pytest.raises(dataclasses.FrozenInstanceError):

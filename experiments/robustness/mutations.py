@@ -108,9 +108,11 @@ class Watch:
     fixtures."""
 
     def __init__(self, measured):
-        self.measured, self.seconds, self.shared, self.failed = measured, {}, {}, set()
+        self.measured, self.seconds, self.setup, self.shared, self.failed = measured, {}, {}, {}, set()
 
     def pytest_runtest_logreport(self, report):
+        if report.when == "setup":
+            self.setup[report.nodeid] = report.duration
         if not report.passed:           # skipped, or too slow under coverage
             self.failed.add(report.nodeid)
 
@@ -144,9 +146,10 @@ def reach():
     for test, fixtures in watch.shared.items():
         for fixture in fixtures:
             together.setdefault(fixture, []).append(test)
-    for tests in together.values():         # the first of them includes the fixture's time
-        most = max((watch.seconds[test] for test in tests if test in watch.seconds), default=0)
-        watch.seconds |= {test: most for test in tests if test in watch.seconds}
+    for tests in together.values():         # any of them may be the one that needs the fixture
+        tests = [test for test in tests if test in watch.seconds]
+        setup = max((watch.setup[test] for test in tests), default=0)
+        watch.seconds |= {test: max(watch.seconds[test], watch.seconds[test] - watch.setup[test] + setup) for test in tests}
     lines = {}
     for file in FILES:
         by_line = measured.get_data().contexts_by_lineno(str(ROOT / file))

@@ -72,6 +72,33 @@ def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
     assert (agent.sampler is not None) is (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("given, of_pass", [
+    ({}, False), (dict(baseline="value"), False), (dict(kl="reward"), True), (dict(kl="reward", baseline="value"), True),
+    (dict(dtype="bfloat16"), True), (dict(dtype="bfloat16", baseline="value"), True)])
+def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given, of_pass, monkeypatch):
+    cfg = with_(**given)
+    task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)})
+    agent = agents.new_agent(cfg, task, byte_encoding(), models.to_device(tiny_model(), cfg))
+    asked = []
+
+    def logps(gpt, batch, cfg, critic=None):
+        asked.append((gpt, critic))
+        return torch.full_like(batch.logp, -7.0), torch.zeros_like(batch.logp) if critic else None
+    monkeypatch.setattr(batches, "logps", logps)
+    batch, _ = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
+    assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
+    passes = [(agent.sampler or agent.policy, agent.critic)] if of_pass or agent.critic else []
+    assert asked == [*passes, (agent.ref, None)]
+
+
+def test_completions_are_sampled_unless_told(monkeypatch):
+    """Also those that label the steps of another one."""
+    monkeypatch.setattr(grpo, "sample", lambda *given: given)
+    agent = SimpleNamespace(cfg=CFG, policy="policy", sampler=None, encoding=SimpleNamespace(stop={1}))
+    assert grpo.complete(agent, ["prompt"], 4, "u", [7]) == ("policy", ["prompt"], 4, [7], 1.0, {1}, "u", 0)
+    assert grpo.complete(agent, ["prompt"], 4, "u", n_greedy=1) == ("policy", ["prompt"], 4, 8, 1.0, {1}, "u", 1)
+
+
 # ------------------------------------------------------------------------------------- a step
 
 def test_speeds_are_tokens_by_seconds(monkeypatch):

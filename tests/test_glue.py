@@ -101,6 +101,16 @@ def test_completions_are_sampled_unless_told(monkeypatch):
 
 # ------------------------------------------------------------------------------------- a step
 
+@pytest.mark.parametrize("kl, factor", [(0.0, 0.98), (0.079, 0.98), (0.095, 0.995), (0.1, 1.0), (0.11, 1.01), (0.13, 1.02), (9.0, 1.02)])
+def test_beta_moves_by_a_tenth_of_the_relative_error(kl, factor, monkeypatch):
+    batch = SimpleNamespace(mask=torch.ones(2, 6, dtype=torch.bool))
+    monkeypatch.setattr(grpo, "rollout", lambda agent, drawn, rng: (batch, {}))
+    monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: {"kl": kl})
+    agent = SimpleNamespace(cfg=with_(target_kl=0.1), beta=0.5)
+    _, stats = grpo.train_step(agent, PROBLEMS, 1)
+    assert stats["beta"] == 0.5 and agent.beta == pytest.approx(0.5 * factor)
+
+
 def test_speeds_are_tokens_by_seconds(monkeypatch):
     """8 tokens sampled in 2 seconds and learned in 5."""
     clock, batch = iter([10.0, 12.0, 17.0]), SimpleNamespace(mask=torch.arange(12).view(2, 6) < 8)

@@ -23,8 +23,8 @@ import data
 import model
 import reward
 from data import answers, tokenizer
-from run import agents, batches, checkpoint, flags, folder, machine, models, optimizer, preflight
-from run import report, shard, sharing, show
+from run import agents, batches, caches, checkpoint, flags, folder, machine, models, optimizer
+from run import preflight, report, shard, show
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. A ladder, each adding one thing: reinforce,
@@ -119,6 +119,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"      # torch.compile; auto: on cuda
     share_prefix: Literal["on", "off"] = "on"   # compute common prefixes of completions once
+    static_cache: Literal["auto", "on", "off"] = "auto"     # KV cache of fixed size; auto: on cuda
     shard: Literal["off", "on"] = "off"         # shard the models across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -203,30 +204,35 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
     completion. u (B, N): random numbers for `sample_token`. Returns a Batch, ids to start."""
     device = policy.device
-    prompts, length, most = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
-    ids = prompts.repeat_interleave(group, 0)                                               # (B, T)
+    prompts, length, most, T = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
+    ids = F.pad(prompts, (0, T - prompts.size(1))).repeat_interleave(group, 0)              # (B, T)
     start, most = length.repeat_interleave(group), most.repeat_interleave(group)            # (B,)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
-    rows = torch.arange(len(ids), device=device)    # (r,), unfinished rows, in the order of logits
+    rows = torch.arange(len(ids), device=device)    # (r,), the rows that are still computed
+    active = torch.ones_like(finished)              # (r,), of these, the rows that still sample
     is_greedy = rows % group < n_greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
-    stop = torch.tensor(sorted(stop), device=device)
+    stop, N = torch.tensor(sorted(stop), device=device), u.size(1)
 
-    cache = (policy.cache_class or sharing.KVCache)(policy, ids.size(1))
-    logits = cache.read(prompts[:, :length.max()], length, group)                           # (B, V)
-    for n in range(u.size(1)):
+    cache = (policy.cache_class or caches.KVCache)(policy, T)
+    logits = cache.read(prompts, length, group)                                             # (B, V)
+    for n in range(N):
         token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
-        column = start[rows] + n
-        ids[rows, column], logp[rows, column], mask[rows, column] = token, token_logp, True
-        finished[rows] = torch.isin(token, stop)
+        column = (start[rows] + n).clamp(max=T - 1)
+        ids[rows, column] = torch.where(active, token, ids[rows, column])
+        logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
+        mask[rows, column] |= active
+        finished[rows] |= active & torch.isin(token, stop)
         active = ~finished[rows] & (n + 1 < most[rows])
-        if not active.any():
-            break
-        logits = cache.append(token, column, active)                                        # (r, V)
-        rows = rows[active]
-    T = length.max() + n + 1
+        if (n + 1) % cache.every == 0 or n + 1 == N:    # rarely on a GPU, as the host waits for it
+            kept = cache.keep(active)
+            if len(kept) == 0:
+                break
+            rows, active, token, column = rows[kept], active[kept], token[kept], column[kept]
+        logits = cache.append(token, column)                                                # (r, V)
+    T = batches.row_lengths(mask).max()
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def complete(agent, prompts, group, u, max_new=None, n_greedy=0):

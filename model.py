@@ -72,24 +72,31 @@ def causal_attention(q, k, v):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
+def send(x, device):
+    """x on a device; the host does not wait for a copy to a GPU."""
+    if x.is_cpu and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
 class Rows:
     """The plain layout: every token of every row, (B, T), is computed. With a cache, a token writes
     its key and value to the slot of its position and attends to the slots up to it. Another layout,
     in `run/sharing.py`, computes common prefixes of rows only once in training."""
 
-    def __init__(self, ids, mask=None, pos=None, slots=0):
-        columns = torch.arange(ids.size(1), device=ids.device)
-        self.ids, self.pos = ids, columns.expand_as(ids) if pos is None else pos
-        seen = torch.arange(slots, device=ids.device) <= self.pos[..., None]             # (B, T, S)
+    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), slots=0):
+        columns = torch.arange(ids.size(1), device=device)
+        self.ids, self.pos = send(ids, device), columns.expand_as(ids) if pos is None else pos
+        seen = torch.arange(slots, device=device) <= self.pos[..., None]                 # (B, T, S)
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v, or to a layer's cache (2, B, K, S, D) after writing them to it."""
+        """Attention to k and v, or to a layer's cache, keys and values (B, K, S, D), after writing
+        them to it."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
-        cache[0][row, :, self.pos] = k.to(cache.dtype)
-        cache[1][row, :, self.pos] = v.to(cache.dtype)
+        cache[0][row, :, self.pos] = k.to(cache[0].dtype)
+        cache[1][row, :, self.pos] = v.to(cache[1].dtype)
         q, mask = q.transpose(1, 2), self.attn_mask.to(q.dtype)
         y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=True)
         return y.transpose(1, 2)
@@ -100,10 +107,9 @@ class Rows:
 
     @staticmethod
     def to_score(ids, mask):
-        """Where the n tokens to score are: their rows and columns (n,), and for each True in mask
-        (B, T) its index among these n."""
-        row, column = mask.nonzero(as_tuple=True)
-        return row, column, torch.arange(len(row), device=ids.device)
+        """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask
+        (B, T) its index among these n, (B, T); on the host."""
+        return mask.flatten().nonzero()[:, 0], mask.flatten().cumsum(0).view_as(mask) - 1
 
 class Attention(nn.Module):
     def __init__(self, cfg):
@@ -159,7 +165,7 @@ class GPT(nn.Module):
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activation checkpointing, a layer at a time
         self.layout_class = Rows        # of training passes
-        self.cache_class = None         # of sampling; None: sharing.KVCache
+        self.cache_class = None         # of sampling; None: caches.KVCache
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
@@ -196,9 +202,10 @@ class GPT(nn.Module):
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         with self.autocast():
             if cache is None:
-                layout, cache = self.layout_class(ids, mask, pos), [None] * self.cfg.n_layer
+                layout = self.layout_class(ids, mask, pos, self.device)
+                cache = [None] * self.cfg.n_layer
             else:
-                layout = Rows(ids, mask, pos, slots=cache.size(4))
+                layout = Rows(ids, mask, pos, self.device, slots=cache[0][0].size(2))
             x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
@@ -216,6 +223,10 @@ class GPT(nn.Module):
         head = self.embed_tokens if self.cfg.tied else self.lm_head
         with self.autocast():
             return F.linear(x, head.weight).float()
+
+    def next_logits(self, token, pos, cache):
+        """Logits (B, V) after token (B,) at position pos (B,), which is added to the cache."""
+        return self.head(self(token[:, None], pos[:, None], cache)[:, 0])
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""
@@ -237,14 +248,17 @@ CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
     critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
-    sampled = mask[:, 1:]
-    h = model(ids[:, :-1], mask=sampled)            # (B, T - 1, C): column t predicts token t + 1
-    row, column, index = model.layout_class.to_score(ids, mask)
-    logp = logps_of(model, h[row, column - 1], ids[row, column], temperature)                # (n,)
-    logp = logp.new_zeros(sampled.shape).masked_scatter(sampled, logp[index])
+    ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
+    h = model(ids[:, :-1], mask=mask[:, 1:])        # (B, T - 1, C): column t predicts token t + 1
+    scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
+    state = scored - scored // ids.size(1) - 1      # one to the left, in rows of T - 1 states
+    logp = logps_of(model, h.flatten(0, 1)[send(state, device)],
+                    send(ids.flatten()[scored], device), temperature)                        # (n,)
+    sampled = send(mask[:, 1:], device)
+    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index[:, 1:], device)], 0)
     if critic is None:
         return F.pad(logp, (1, 0)), None
-    value = torch.where(sampled, critic(ids[:, :-1], sampled, h), 0)
+    value = torch.where(sampled, critic(ids[:, :-1], mask[:, 1:], h), 0)
     return F.pad(logp, (1, 0)), F.pad(value, (1, 0))
 
 def logps_of(model, h, tokens, temperature):

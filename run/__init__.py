@@ -1,5 +1,6 @@
 """The code around the algorithm. Each module imports only modules above it:
 
+    caches      KV caches of sampling: plain, and with static shapes for a GPU
     machine     device, dtype, compilation, ranks, random streams, signals
     show        terminal output
     flags       a dataclass as a command line

@@ -12,17 +12,17 @@ from run import machine, show
 # --------------------------------------------------------------------------------------- the rows
 
 def pad_prompts(prompts, max_new, context, device):
-    """Pads prompts (lists of ids) on the right to (P, T), with room for `max_new` tokens (a number,
-    or one per prompt); returns them with their lengths and maxima of new tokens, both (P,). Raises
-    UserError if a row would not fit in the `context`."""
+    """Pads prompts (lists of ids) on the right to the longest, (P, S); returns them with their
+    lengths and maxima of new tokens, `max_new` (a number, or one per prompt), both (P,), and the
+    width T of a row with its completion. Raises UserError if T exceeds the `context`."""
     most = torch.as_tensor(max_new).expand(len(prompts)).tolist()
-    T = max(len(prompt) + n for prompt, n in zip(prompts, most))
-    if T > context:
-        raise UserError(f"a prompt of {max(map(len, prompts))} tokens and --max_new {max_new} do "
-                        f"not fit the model's context of {context}")
-    padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
-    return (torch.tensor(x, device=device) for x in (padded, lengths, most))
+    T = max(length + n for length, n in zip(lengths, most))
+    if T > context:
+        raise UserError(f"a prompt of {max(lengths)} tokens and --max_new {max_new} do not fit the "
+                        f"model's context of {context}")
+    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+    return *(torch.tensor(x, device=device) for x in (padded, lengths, most)), T
 
 def row_lengths(mask):
     """The length of each row without padding, (B,)."""

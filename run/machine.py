@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from data import UserError
 from model import Block
+from run.caches import StaticCache
 
 # ------------------------------------------------------------------------------------- the device
 
@@ -26,14 +27,21 @@ def resolve(cfg):
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     return device, dtype, kind == "cuda" if cfg.compile == "auto" else cfg.compile == "on"
 
+def has_static_cache(cfg):
+    """Whether sampling uses static shapes: by default on cuda, where shared prefixes save less than
+    launching kernels and waiting for them costs."""
+    on_cuda = resolve(cfg)[0].type == "cuda"
+    return on_cuda if cfg.static_cache == "auto" else cfg.static_cache == "on"
+
 def double(device):
     """float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules that are not None, if cfg says so. All layers of all
-    modules share their graphs: for prompts, for one token, for training, for a batch of one row.
-    The graphs count against one recompile limit, 8 by default."""
+    """Compiles each layer of the modules that are not None, if cfg says so, and for a static cache
+    all that a sampled token takes, as one CUDA graph. All layers of all modules share their graphs:
+    for prompts, for one token, for training, for a batch of one row. The graphs count against one
+    recompile limit, 8 by default."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
         torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
@@ -41,6 +49,9 @@ def compile_all(cfg, *modules):
         for layer in layers:
             if isinstance(layer, Block):
                 layer.compile(dynamic=True)
+            if getattr(layer, "cache_class", None) is StaticCache:
+                layer.next_logits = torch.compile(layer.next_logits, mode="reduce-overhead",
+                                                  fullgraph=True, dynamic=True)
 
 def prepare():
     """Makes stdout replace characters that the terminal cannot show, and glibc keep freed memory:

@@ -9,7 +9,7 @@ from torch import nn
 from data import UserError
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT
-from run import machine, preflight, pretrained, sharing
+from run import caches, machine, preflight, pretrained, sharing
 
 def encoding_of(cfg, where):
     """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
@@ -27,6 +27,8 @@ def to_device(model, cfg):
     model.recompute = cfg.recompute == "on"
     if cfg.share_prefix == "on":
         sharing.share(model)
+    if machine.has_static_cache(cfg):
+        model.cache_class = caches.StaticCache
     return model.to(device)
 
 def load_model(where, cfg, encoding, longest=0):

@@ -7,6 +7,7 @@ import torch
 from data import UserError, check_components, require
 from model import CHUNK
 from run import machine, shard, show
+from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):
     """A task's training and held-out problems; raises UserError if it returns anything else."""
@@ -98,9 +99,12 @@ def memory(model, cfg, longest):
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
     sharded = shard.is_on(cfg)
     own = N / (machine.world()[1] if sharded else 1)    # a model's parameters on one rank
-    # The cache counts twice: it is copied when rows diverge or finish.
-    rollout = {"cache": 2 * 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots,
-               "logits of a token": 24 * rows * V, "full sampler": frozen * sharded}
+    # A static cache is kept; another one counts twice: it is copied when rows diverge or finish.
+    static = machine.has_static_cache(cfg)
+    slot = 2 * b * c.n_layer * c.n_kv_head * c.head_size
+    cache = slot * (power_of_two(rows) * by_64(slots) if static else 2 * rows * slots)
+    rollout = {"cache": cache * (not static), "logits of a token": 24 * rows * V,
+               "full sampler": frozen * sharded}
     # A sharded model gathers two layers at a time, and the weights outside the layers.
     update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
               "logits": 12 * min(CHUNK, V * tokens),
@@ -109,6 +113,7 @@ def memory(model, cfg, longest):
     run = {"weights": 4 * own * trained, "Adam": 8 * own * trained,
            "reference": frozen * own / N * cfg.needs_reference,
            "sampler": frozen * (half and not sharded), "reward model": 16 * own * learned,
+           "static cache": cache * static,
            "RoPE's tables": rope_tables(c) * models, **max(rollout, update, key=total)}
     begun = {"weights before sharding": 4 * N * sharded, "frozen copies": 2 * frozen * sharded,
              "the warm start's gradients and Adam": 12 * N * sharded * (cfg.warm_steps > 0)}

@@ -1,7 +1,7 @@
 """Rows of a rollout have common prefixes: the prompt, and often more. This module computes each
 prefix once. `share` installs it in a model: `SharedRows` replaces `model.Rows` in a training pass,
-and `SharedCache` replaces `KVCache` in sampling. The results are the same up to rounding; on a CPU
-a step takes about half the time.
+and `SharedCache` replaces `caches.KVCache` in sampling. The results are the same up to rounding; on
+a CPU a step takes about half the time.
 
 Rows share a token if they have the same tokens and positions up to it. This assumes that a token's
 state depends on nothing else: a bidirectional prefix, or a router that sees other tokens, needs
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from data import UserError
-from model import causal_attention
+from model import causal_attention, send
+from run.caches import prefill
 
 def share(model):
     """Makes a model compute prefixes that rows share only once."""
@@ -36,11 +37,14 @@ class SharedRows:
     """The layout of a training pass over the n distinct tokens, as one row (1, n). Only attention
     sees full rows."""
 
-    def __init__(self, ids, mask=None, pos=None):
-        mask = torch.ones_like(ids) if mask is None else mask
-        self.first, self.index = distinct(mask, *[x for x in (ids, pos) if x is not None])
-        self.ids = ids.flatten()[self.first][None]                                          # (1, n)
-        self.pos = (self.first % ids.size(1) if pos is None else pos.flatten()[self.first])[None]
+    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu")):
+        known = [x.cpu() for x in (ids, pos) if x is not None]          # compared on the host
+        mask = torch.ones_like(known[0]) if mask is None else mask.cpu()
+        first, index = distinct(mask, *known)
+        self.first, self.index = send(first, device), send(index, device)
+        self.ids = send(known[0].flatten()[first][None], device)                            # (1, n)
+        at = first % ids.size(1) if pos is None else known[1].flatten()[first]
+        self.pos = send(at[None], device)
 
     def attend(self, q, k, v, cache):
         """Like `Rows.attend` without a cache, for the heads (1, n, H, D) of the distinct tokens."""
@@ -66,37 +70,16 @@ class SharedRows:
     def to_score(ids, mask):
         """Like `Rows.to_score`, but a token that rows share is scored once."""
         first, index = distinct(mask, ids)
-        once, index = index[mask].unique(return_inverse=True)
-        row, column = torch.unravel_index(first[once], ids.shape)
-        return row, column, index
+        once = index[mask].unique()
+        rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
+        return first[once], rank[index]
 
 # ----------------------------------------------------------------------------------------- sampling
-
-class KVCache:
-    """Plain decoding: keys and values for each completion, (L, 2, B, K, S, D)."""
-
-    def __init__(self, model, slots):
-        self.model, self.slots = model, slots
-
-    def read(self, ids, length, group):
-        """Prefills padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
-        each; returns the logits of the completions' first tokens, (P * group, V)."""
-        ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
-        self.cache = self.model.new_cache(len(ids), self.slots)
-        pos = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
-        h = self.model(ids, pos, self.cache)                                            # (B, T, C)
-        return self.model.head(h[torch.arange(len(ids), device=ids.device), length - 1])
-
-    def append(self, token, pos, active):
-        """Appends token (r,) at position pos (r,) to the `active` (r,) rows and drops the others;
-        returns the logits of the next tokens, (active, V)."""
-        self.cache = self.cache[:, :, active]
-        h = self.model(token[active, None], pos[active, None], self.cache)              # (., 1, C)
-        return self.model.head(h[:, 0])
 
 class SharedCache:
     """Decoding in which completions with the same tokens so far share one state: a group starts
     with one state, and its rows diverge when they sample different tokens."""
+    every = 1
 
     def __init__(self, model, slots):
         self.model = model          # `slots` is the maximum; this cache grows on demand
@@ -107,21 +90,23 @@ class SharedCache:
         self.cache = self.model.new_cache(P, by_16(T))                      # (L, 2, b, K, S, D)
         self.used = T
         self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
-        pos = torch.arange(T, device=ids.device).repeat(P, 1)
-        h = self.model(ids, pos, self.cache)                                             # (P, T, C)
-        return self.model.head(h[torch.arange(P, device=ids.device), length - 1])[self.state]
+        return prefill(self.model, ids, length, self.cache)[self.state]
 
-    def append(self, token, pos, active):
+    def keep(self, active):
+        """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
+        kept = active.nonzero()[:, 0]
+        self.state = self.state[kept]
+        return kept
+
+    def append(self, token, pos):
         """Like `KVCache.append`."""
-        token, pos = token[active], pos[active]
-        self.advance(self.state[active], token)
+        self.advance(self.state, token)
         if self.used == self.cache.size(4):
             self.cache = F.pad(self.cache, (0, 0, 0, 16))
         self.used += 1
         of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
         token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
-        h = self.model(token[:, None], pos[:, None], self.cache)                         # (b, 1, C)
-        return self.model.head(h[:, 0])[self.state]
+        return self.model.next_logits(token, pos, self.cache)[self.state]
 
     def advance(self, state, token):
         """The states after rows in `state` (r,) sampled `token` (r,): rows that shared a state and

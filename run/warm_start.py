@@ -36,7 +36,8 @@ RL_ONLY = frozenset(
     "train test out steps iterations eval_every held_out samples save_every prompts group "
     "temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
     "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
-    "minibatches lr half_life fit_prompts choices labels device dtype compile shard".split())
+    "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
+    "shard".split())
 
 def warm_start(model, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""

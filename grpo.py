@@ -183,7 +183,8 @@ class Batch:
     returns: torch.Tensor = None    # (B, T) float32  targets of the value
 
     def select(self, rows, T):
-        """The tensors of some rows, cut to T columns."""
+        """The tensors of some rows, indices on the host, cut to T columns."""
+        rows = model.send(rows, self.ids.device)
         tensors = {n: x[rows] for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
 
@@ -427,20 +428,21 @@ def update(agent, batch, rng):
     norm, mismatch = 0.0, None
     shard.release(agent)
     learns = has_gradient(agent, batch)
+    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
     agents.train_mode(agent, True)                      # in case you add dropout
-    for rows, size in batches.minibatches(cfg, rng, batch.ids.device):
-        tokens = machine.all_reduce(batch.mask[rows].sum()).clamp(min=1)
-        rows = rows[learns[rows]]
-        mask, gaps = batch.mask[rows], [batch.logp.new_zeros(0)]
-        weight = token_weights(mask, cfg.loss_mean, size, tokens, cfg.max_new)
-        for micro, T in batches.micro_batches(batch.ids[rows], mask, cfg.micro_tokens):
+    for rows, size in batches.minibatches(cfg, rng):
+        tokens = max(1, machine.all_reduce(mask[rows].sum()).item())
+        rows, gaps = rows[learns[rows]], [batch.logp.new_zeros(0)]
+        for micro, T in batches.micro_batches(ids[rows], mask[rows], cfg.micro_tokens):
             part = batch.select(rows[micro], T)
-            loss, stats, logp = total_loss(agent, part, weight[micro, :T], tokens)
+            weight = token_weights(part.mask, cfg.loss_mean, size, tokens, cfg.max_new)
+            loss, stats, logp = total_loss(agent, part, weight, tokens)
             loss.backward()
-            total = {name: total.get(name, 0.0) + x for name, x in stats.items()}
-            gaps.append((logp - part.logp).abs()[part.mask])
+            for name, x in stats.items():
+                total[name] = total.get(name, 0.0) + x
+            gaps.append((logp - part.logp).abs().flatten())
         if mismatch is None:
-            mismatch = batches.checked_gap(torch.cat(gaps), agent.policy.amp)
+            mismatch = batches.checked_gap(torch.cat(gaps), mask[rows].sum(), agent.policy.amp)
         norm += optimizer.optimizer_step(agent.opt, cfg.grad_clip)
     agents.train_mode(agent, False)
     shard.refresh(agent)
@@ -449,15 +451,15 @@ def update(agent, batch, rng):
     return dict(zip(total, means)) | {"grad_norm": norm / steps, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,); `update` skips the others. Without a reference
-    and a critic, rows whose advantages are all 0 have none. As a check, the loss of two of them is
-    computed: if it is not 0, the loss has a new term that needs these rows."""
+    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
+    a reference and a critic, rows whose advantages are all 0 have none. As a check, the loss of two
+    of them is computed: if it is not 0, the loss has a new term that needs these rows."""
     if agent.ref is not None or agent.critic is not None:
-        return torch.ones_like(batch.finished)
-    learns = batch.adv.any(1)
-    two = batch.select((~learns).nonzero()[:2, 0], batch.ids.size(1))
+        return torch.ones(len(batch.ids), dtype=torch.bool)
+    learns = batch.adv.any(1).cpu()
+    probe = batch.select((~learns).nonzero()[:2, 0], batch.ids.size(1))
     with torch.no_grad():
-        loss, *_ = total_loss(agent, two, two.mask.float(), 1)
+        loss, *_ = total_loss(agent, probe, probe.mask.float(), 1)
     if loss.item() != 0:
         raise data.UserError("rows whose advantages are 0 have a loss, but the update would skip "
                              "them: let has_gradient in grpo.py return all rows")
@@ -496,7 +498,7 @@ def evaluate(agent, problems):
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
     cfg, rng, n = agent.cfg, machine.rng(agent.cfg, "evaluate"), agent.cfg.samples
     names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
-    total = torch.zeros(1 + len(names), device=agent.policy.device)
+    total = [0.0] * (1 + len(names))                # the number of problems, then the sum of each
     size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
     for part in batches.in_chunks("evaluation", problems, size):
         u = machine.uniform(rng, len(part), n, cfg.max_new)
@@ -505,8 +507,9 @@ def evaluate(agent, problems):
                 for text, ended in zip(batch.texts, batch.finished.tolist())]
         for i, (greedy, *right) in enumerate(batch.components["correct"].view(-1, 1 + n).tolist()):
             own = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
-            total += total.new_tensor([1, greedy, *answers.shares(right, own).values()])
-    count, *solved = machine.all_reduce(total).tolist()
+            found = [1, greedy, *answers.shares(right, own).values()]
+            total = [x + y for x, y in zip(total, found)]
+    count, *solved = machine.all_reduce(torch.tensor(total)).tolist()
     return dict(zip(names, (x / count for x in solved)))
 
 # --------------------------------------------------------------------------------------- the run

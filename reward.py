@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from data import UserError, check_components
 from data.tokenizer import decode, step_tokens
+from model import send
 from run import batches, machine, optimizer
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
@@ -43,16 +44,17 @@ def of_steps(task, batch, cfg, encoding):
     last = batches.last_tokens(batch.mask)
     if cfg.supervision == "outcome":
         return torch.where(last, sum(batch.components.values())[:, None], 0), last
-    ends, reward, correct = last.clone(), torch.zeros_like(batch.logp), batch.components["correct"]
+    device, all_ids, mask = last.device, batch.ids.cpu(), batch.mask.cpu()
+    ends, reward, correct = last.cpu(), torch.zeros(mask.shape), batch.components["correct"].cpu()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
-        columns = batch.mask[i].nonzero()[:, 0].tolist()
-        ids, found = batch.ids[i, columns].tolist(), task.steps(problem, text) or [(0, False)]
+        columns = mask[i].nonzero()[:, 0].tolist()
+        ids, found = all_ids[i, columns].tolist(), task.steps(problem, text) or [(0, False)]
         tokens = step_tokens(encoding, ids, [end for end, _ in found])
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
         good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]
         ends[i, at], reward[i, at] = True, 1.0      # of steps with the same last token: 0 if any is
         reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0
-    return reward, ends
+    return send(reward, device), send(ends, device)
 
 def at_the_limit(batch, truncated_reward):
     """The rewards (B, T), capped at `truncated_reward` at the last token of each row that was cut
@@ -66,7 +68,6 @@ def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token, (B, T)."""
     def of_rows(ids, mask):
         """The scores of some rows, for `in_micro_batches`."""
-        ids, mask = (x.to(reward_model.head.weight.device) for x in (ids, mask))
         return [reward_model(ids, mask)]
     return batches.in_micro_batches(of_rows, ids, mask, cfg.micro_tokens)[0]
 
@@ -115,17 +116,17 @@ def noisy_labels(rows, K, noise, rng):
 def rollout_labels(complete, agent, batch, rng, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
     are right. `complete` is grpo.complete. A last step keeps its true label."""
-    label = batch.reward.clone()
-    places = (batch.ends & ~batches.last_tokens(batch.mask)).nonzero()                     # (n, 2)
+    ids, start, label = batch.ids.cpu(), batch.start.cpu(), batch.reward.to("cpu", copy=True)
+    places = (batch.ends & ~batches.last_tokens(batch.mask)).cpu().nonzero()               # (n, 2)
     for row, column in (part.T for part in places.split(128) if len(part)):
-        prefixes = [batch.ids[i, :t + 1].tolist() for i, t in zip(row, column)]
-        room = (agent.cfg.max_new - (column + 1 - batch.start[row])).tolist()   # tokens left
+        prefixes = [ids[i, :t + 1].tolist() for i, t in zip(row, column)]
+        room = (agent.cfg.max_new - (column + 1 - start[row])).tolist()         # tokens left
         u = machine.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
         ended = complete(agent, prefixes, tries, u, room)
-        ended.start = batch.start[row].repeat_interleave(tries)     # texts include the prefix
+        ended.start = start[row].repeat_interleave(tries)           # texts include the prefix
         score(agent.task, agent.encoding, [batch.problems[i] for i in row], ended)
-        label[row, column] = ended.components["correct"].view(-1, tries).mean(1)
-    return label
+        label[row, column] = ended.components["correct"].view(-1, tries).mean(1).cpu()
+    return send(label, batch.ids.device)
 
 # ---------------------------------------------------------------------------------------- the fit
 
@@ -176,9 +177,10 @@ def fit(reward_model, data, K, cfg, rng):
         sets = machine.local_share(sets)
         ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
         for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens // K):
-            part = {name: x[rows_of(sets[micro]), :T].to(device) for name, x in data.items()}
-            score = reward_model(part["ids"], part["mask"])[part["ends"]]
-            yield reward_loss(score, part["label"][part["ends"]], K) / count
+            part = {name: x[rows_of(sets[micro]), :T] for name, x in data.items()}
+            at = part["ends"].flatten().nonzero()[:, 0]
+            score = reward_model(part["ids"], part["mask"]).flatten()[send(at, device)]
+            yield reward_loss(score, send(part["label"].flatten()[at], device), K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
     optimizer.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
 

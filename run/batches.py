@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import UserError
-from model import token_logps
+from model import send, token_logps
 from run import machine, show
 
 # --------------------------------------------------------------------------------------- the rows
@@ -32,22 +32,23 @@ def last_tokens(mask):
     """A mask of each row's last sampled token, (B, T)."""
     return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
-def minibatches(cfg, rng, device):
+def minibatches(cfg, rng):
     """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
-    rows on this rank, as indices into this rank's batch, and its number of rows on all ranks."""
+    rows on this rank, as indices (on the host) into this rank's batch, and its number of rows on
+    all ranks."""
     rows = cfg.prompts * cfg.group
     local = machine.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
     for _ in range(cfg.epochs):
         permutation = torch.tensor(rng.sample(range(rows), rows))
         for part in permutation.tensor_split(cfg.minibatches):
-            yield torch.isin(local, part).nonzero()[:, 0].to(device), len(part)
+            yield torch.isin(local, part).nonzero()[:, 0], len(part)
 
 def micro_batches(ids, mask, budget):
     """Splits rows of ids and mask (B, T) into chunks of at most `budget` tokens, padding included,
-    or of one longer row; yields (row indices, longest length). Rows are sorted, so that rows with a
-    common prefix are neighbours and share it. Every rank yields as many chunks, empty ones at the
-    end if need be: with sharded models all ranks take part in every pass."""
-    rows, length, chunks, longest = ids.tolist(), row_lengths(mask).tolist(), [], 0
+    or of one longer row; yields (row indices on the host, longest length). Rows are sorted, so that
+    rows with a common prefix are neighbours and share it. Every rank yields as many chunks, empty
+    ones at the end if need be: with sharded models all ranks take part in every pass."""
+    rows, length, chunks, longest = ids.tolist(), row_lengths(mask.cpu()).tolist(), [], 0
     for row in sorted(range(len(rows)), key=rows.__getitem__):
         longest = max(longest, length[row])
         if chunks and (len(chunks[-1]) + 1) * longest <= budget:
@@ -55,7 +56,7 @@ def micro_batches(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    most = machine.all_reduce(torch.tensor(len(chunks), device=ids.device), dist.ReduceOp.MAX)
+    most = machine.all_reduce(torch.tensor(len(chunks)), dist.ReduceOp.MAX)
     for chunk in chunks:
         yield torch.tensor(chunk), max(length[row] for row in chunk)
     for _ in range(len(chunks), most):
@@ -63,14 +64,16 @@ def micro_batches(ids, mask, budget):
 
 @torch.no_grad()
 def in_micro_batches(f, ids, mask, budget):
-    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without gradients."""
-    out = None
+    """f(ids, mask), a tuple of (B, T) tensors or None, in micro-batches and without gradients. f is
+    given its ids and mask on the host; the results are on the device of `ids`."""
+    device, ids, mask, out = ids.device, ids.cpu(), mask.cpu(), None
     for rows, T in micro_batches(ids, mask, budget):
         parts = f(ids[rows, :T], mask[rows, :T])
-        out = out or [x if x is None else torch.zeros_like(ids, dtype=x.dtype) for x in parts]
+        out = out or [x if x is None else torch.zeros(ids.shape, dtype=x.dtype, device=device)
+                      for x in parts]
         for whole, part in zip(out, parts):
             if part is not None:
-                whole[rows, :T] = part.to(ids.device)
+                whole[send(rows, device), :T] = part.to(device)
     return out
 
 def logps(gpt, batch, cfg, critic=None):
@@ -141,12 +144,13 @@ def speed(batch, began, sampled, ended):
 # log-probabilities in the ratios are the trainer's own.)
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
-def checked_gap(gaps, dtype):
-    """The largest of the gaps (n,) between the sampler's and the trainer's log-probabilities, over
-    all ranks; raises UserError if it or the mean exceeds what rounding in `dtype` explains."""
+def checked_gap(gaps, tokens, dtype):
+    """The largest of the gaps (n,) between the sampler's and the trainer's log-probabilities of
+    `tokens` tokens, over all ranks; gaps of other columns are 0. Raises UserError if it, or the
+    mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
     largest = machine.all_reduce(F.pad(gaps, (0, 1)).max(), dist.ReduceOp.MAX).item()
-    mean = machine.mean_and_std(gaps)[0].item()
+    mean = machine.all_reduce(gaps.sum()).item() / max(1, machine.all_reduce(tokens).item())
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "

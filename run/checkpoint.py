@@ -44,6 +44,7 @@ def save(agent, step, stats=()):
     tensors = {n: shard.for_the_first_rank(x) for n, x in tensors.items()}
     if machine.world()[0] > 0:
         return
+    tensors = {n: x.cpu() for n, x in tensors.items()}          # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
     pretrained.save(agent.policy, folder, agent.encoding.files, policy)
     state = dict(step=step, stats=dict(stats), beta=agent.beta,

@@ -99,21 +99,22 @@ def memory(model, cfg, longest):
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
     sharded = shard.is_on(cfg)
     own = N / (machine.world()[1] if sharded else 1)    # a model's parameters on one rank
-    # A static cache is kept; another one counts twice: it is copied when rows diverge or finish.
+    # A cache counts twice, as it is copied when rows diverge or finish; a static one is not, but it
+    # is kept during the update.
     static = machine.has_static_cache(cfg)
     slot = 2 * b * c.n_layer * c.n_kv_head * c.head_size
     cache = slot * (power_of_two(rows) * by_64(slots) if static else 2 * rows * slots)
-    rollout = {"cache": cache * (not static), "logits of a token": 24 * rows * V,
+    rollout = {"cache": cache, "logits of a token": 24 * rows * V,
                "full sampler": frozen * sharded}
     # A sharded model gathers two layers at a time, and the weights outside the layers.
     update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
               "logits": 12 * min(CHUNK, V * tokens),
               "gathered layers": 4 * (N - linear + 2 * linear // c.n_layer) * sharded}
+    update |= {"static cache": cache} if static else {}
     models = trained + cfg.needs_reference + (half or sharded) + learned
     run = {"weights": 4 * own * trained, "Adam": 8 * own * trained,
            "reference": frozen * own / N * cfg.needs_reference,
            "sampler": frozen * (half and not sharded), "reward model": 16 * own * learned,
-           "static cache": cache * static,
            "RoPE's tables": rope_tables(c) * models, **max(rollout, update, key=total)}
     begun = {"weights before sharding": 4 * N * sharded, "frozen copies": 2 * frozen * sharded,
              "the warm start's gradients and Adam": 12 * N * sharded * (cfg.warm_steps > 0)}

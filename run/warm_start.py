@@ -41,8 +41,6 @@ RL_ONLY = frozenset(
 
 def warm_start(model, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
-    device = model.device
-
     def row(problem, rng):
         """The ids of a prompt and of a demonstration."""
         said = encoding.encode_ordinary(task.demonstration(problem, rng))
@@ -56,8 +54,8 @@ def warm_start(model, task, problems, cfg, encoding):
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
         rows = machine.local_share(rows)
-        ids = padded([prompt + text for prompt, text in rows], device)
-        mask = padded([[False] * len(prompt) + [True] * len(text) for prompt, text in rows], device)
+        ids = padded([prompt + text for prompt, text in rows])
+        mask = padded([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
         for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
@@ -70,9 +68,9 @@ def warm_start(model, task, problems, cfg, encoding):
         pretrained.save(model, where, encoding.files)
         write_whole(note, warm_note(cfg, task))                 # last: marks the rest complete
 
-def padded(rows, device):
+def padded(rows):
     """Lists of unequal length as one tensor (B, T), padded on the right with 0 or False."""
-    return pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 def warm_note(cfg, task):
     """All that a warm start depends on, as text: settings, code, data, machine."""

@@ -328,17 +328,24 @@ def test_an_optimizer_step_is_on_the_sum_of_all_ranks(monkeypatch):
 @pytest.mark.parametrize("dtype, most, mean", [(None, 1e-3, 1e-4), (torch.bfloat16, 2.0, 0.1)])
 def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, mean):
     """A single one, or all of them on average."""
+    def checked(gaps, n=100):
+        return batches.checked_gap(gaps, torch.tensor(n), dtype)
     one = torch.zeros(100, dtype=torch.float64)
     one[7] = most
-    assert batches.checked_gap(one, dtype) == most and batches.checked_gap(torch.zeros(0), dtype) == 0
-    assert batches.checked_gap(torch.full((100,), mean * (1 - 1e-6), dtype=torch.float64), dtype) == pytest.approx(mean, rel=1e-5)
-    for wrong in (one * (1 + 1e-6), one * float("nan"), torch.full((100,), mean * (1 + 1e-6), dtype=torch.float64)):
+    assert checked(one) == most and checked(torch.zeros(0), 0) == 0
+    alike = torch.full((100,), mean, dtype=torch.float64)
+    assert checked(alike * (1 - 1e-6)) == pytest.approx(mean, rel=1e-5)
+    padding = torch.zeros(900, dtype=torch.float64)         # columns without a sampled token do not count
+    with pytest.raises(UserError, match="^sampler and trainer disagree"):
+        checked(torch.cat((alike * (1 + 1e-6), padding)))
+    for wrong in (one * (1 + 1e-6), one * float("nan")):
         with pytest.raises(UserError, match="^sampler and trainer disagree"):
-            batches.checked_gap(wrong, dtype)
+            checked(wrong)
 
 
 def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
-    got = two_ranks(monkeypatch, lambda gap: batches.checked_gap(gap, None), [torch.tensor([1e-5])], [torch.tensor([5e-5, 0])])
+    got = two_ranks(monkeypatch, lambda gap: batches.checked_gap(gap, torch.tensor(1), None), [torch.tensor([1e-5])],
+                    [torch.tensor([5e-5, 0])])
     assert got == (pytest.approx(5e-5),) * 2
 
 

@@ -104,11 +104,11 @@ def sums(rank):
     """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
     own = torch.tensor(rank + 1.0)
     found = {"sum": machine.all_reduce(own).item(), "own": own.item(),
-             "gap": batches.checked_gap((own / 2 ** 17)[None], None) * 2 ** 17,
+             "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
              "spread": [x.item() for x in machine.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "parts": [machine.local_share(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
-        batches.checked_gap(torch.tensor([float(rank)]), None)            # of one rank alone
+        batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
     return found
 
 

@@ -1,0 +1,144 @@
+"""The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
+import copy
+import re
+
+import pytest
+import torch
+import torch._dynamo
+from conftest import tiny_model
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from grpo import make_config, sample
+from model import token_logps
+from run import caches, machine, models, preflight
+from run.caches import KVCache, StaticCache, by_64, power_of_two
+from run.sharing import SharedCache
+
+PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
+STOP = set(range(0, 257, 9))        # many: rows end all the time
+
+
+def static(model):
+    model.cache_class = StaticCache
+    return model
+
+
+def uniform(rows, n, seed=0):
+    return torch.rand(rows, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def watched(model):
+    """The rows and slots with which a model is called from now on, the prompts' first."""
+    seen, forward = [], model.forward
+
+    def record(ids, pos, cache):
+        seen.append((len(ids), cache[0][0].size(2)))
+        return forward(ids, pos, cache)
+    model.forward = record
+    return seen
+
+
+def ending(model, at, prompts, group, longest):
+    """A Batch whose row i samples the end token at its turn at[i]: the model finds it as likely as another one."""
+    model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([9, 256]), 0.0)
+    u = torch.where(torch.arange(longest) == torch.tensor(at)[:, None], 0.9, 0.1).double()
+    return sample(model, prompts, group, longest, 1.0, {256}, u)
+
+
+@pytest.mark.parametrize("limits", [20, [5, 11, 8], [1, 1, 12], [40, 3, 1]])
+def test_the_same_as_the_plain_cache(limits):
+    """Rows that have ended, or are at their limit, are computed on for a while: that changes nothing."""
+    most = max(limits) if isinstance(limits, list) else limits
+    longest = max(len(p) + n for p, n in zip(PROMPTS, limits if isinstance(limits, list) else [limits] * 3))
+    model = tiny_model(block_size=longest)      # no room for the longest prompt with the largest limit
+    u = uniform(24, most)
+    plain = sample(model, PROMPTS, 8, limits, 0.7, STOP, u, n_greedy=1)
+    b = sample(static(model), PROMPTS, 8, limits, 0.7, STOP, u, n_greedy=1)
+    for name in ("ids", "mask", "finished", "start"):
+        assert torch.equal(getattr(b, name), getattr(plain, name)), name
+    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+    torch.testing.assert_close(b.logp, token_logps(model, b.ids, b.mask, 0.7)[0], rtol=0, atol=2e-5)
+
+
+def test_rows_leave_once_half_of_them_have_ended_and_are_looked_at_every_16_tokens():
+    """Of 24 rows, so 32 are computed, 4 end at turn 3 and 8 more at 20: at turn 32 there are at most 16."""
+    model = static(tiny_model(block_size=128))
+    seen = watched(model)
+    at = [3] * 4 + [20] * 8 + [40] * 12
+    b = ending(model, at, [[1, 2], [3]], 12, 60)
+    assert b.mask.sum(1).tolist() == [n + 1 for n in at] and b.finished.all()
+    assert seen[0] == (2, 2)                            # the prompts, once for a group
+    assert seen[1:] == [(32, 64)] * 31 + [(16, 64)] * 16            # and at turn 48 none is left
+    assert b.ids.size(1) == 1 + 41
+
+
+def test_slots_are_multiples_of_64():
+    model = static(tiny_model(block_size=192))
+    seen = watched(model)
+    ending(model, [130], [[5] * 60], 1, 132)
+    assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 64 + [192] * 63
+    assert [by_64(n) for n in (1, 64, 65)] == [64, 64, 128]
+    assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
+
+
+def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
+    """A CUDA graph works on fixed addresses. What an earlier rollout left in it does not matter."""
+    model, other = static(tiny_model()), static(tiny_model())
+    sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    first = caches.MEMORY[model]
+    assert first[0][0].shape == (32, 2, 64, 8) and other not in caches.MEMORY
+    for x in (x for layer in first for x in layer):
+        x.fill_(100.0)
+    b = sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30))
+    assert caches.MEMORY[model] is first
+    model.cache_class = KVCache
+    assert torch.equal(b.ids, sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30)).ids)
+    static(model)
+    sample(model, PROMPTS, 11, 5, 1.0, STOP, uniform(33, 5))
+    assert caches.MEMORY[model][0][0].shape == (64, 2, 64, 8)
+    assert copy.deepcopy(model) not in caches.MEMORY
+
+
+@pytest.mark.parametrize("flag, cuda, found", [("auto", False, SharedCache), ("on", False, StaticCache),
+                                               ("auto", True, StaticCache), ("off", True, SharedCache)])
+def test_the_flag_chooses(flag, cuda, found, monkeypatch):
+    cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
+    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", False))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
+    assert models.to_device(tiny_model(), cfg).cache_class is found
+    cfg = make_config(task="arithmetic", static_cache="off", share_prefix="off", device="cpu")
+    assert models.to_device(tiny_model(), cfg).cache_class is None
+
+
+def test_its_memory_is_counted_in_the_update_too():
+    """2 * 600 rows are 2,048, 8 tokens 64 slots, each with a key and a value in 2 layers of 2 heads of 8."""
+    cfg = dict(task="arithmetic", group=2, max_new=4, device="cpu", dtype="float32", static_cache="on")
+    rollout, update = (preflight.memory(tiny_model(), make_config(**cfg, prompts=n), 4) for n in (600, 1))
+    assert rollout["cache"] == 4 * 2 * 2 * 2 * 8 * 2048 * 64 and "gradients" not in rollout
+    assert update["static cache"] == 4 * 2 * 2 * 2 * 8 * 2 * 64 and "gradients" in update
+
+
+@pytest.mark.slow
+def test_a_token_is_one_graph_of_few_launches(monkeypatch):
+    """Through Inductor, in ragged rollouts: no graph break, at most 4 compilations, at most 20 kernels a layer, and
+    the tokens of the plain cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain = tiny_model(n_layer=2)
+    model = static(copy.deepcopy(plain))
+    monkeypatch.setattr(machine, "Block", type(None))           # prompts are not the point: they stay uncompiled
+    machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+
+    def rollouts():
+        for seed, (prompts, group, longest) in enumerate([(PROMPTS, 8, 12), (PROMPTS[:2], 4, 40), (PROMPTS, 11, 20),
+                                                          (PROMPTS[:1], 2, 40)]):
+            u = uniform(len(prompts) * group, longest, seed)
+            b, want = (sample(x, prompts, group, longest, 0.5, STOP, u) for x in (model, plain))
+            assert torch.equal(b.ids, want.ids)
+            torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=5e-5)
+    _, codes = run_and_get_code(rollouts)
+    assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
+    for code in codes:
+        called = re.findall(r"(?:extern_kernels|torch\.ops|cpp_fused)[\w.]*\(", code[code.index("def call"):])
+        assert sum("mm" in name for name in called) == 2 * 7 + 1 and len(called) <= 20 * 2, called

@@ -1,6 +1,5 @@
-"""One GPT for the Llama, Qwen2, Qwen3 and GPT-2 families: RoPE or learned positions, RMSNorm or
-LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout. Parameters have Llama's names;
-`run/pretrained.py` reads and writes checkpoints.
+"""One GPT for the Llama, Qwen2, Qwen3 and GPT-2 families, with Llama's parameter names: RoPE or
+learned positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout.
 
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,
 L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
@@ -79,9 +78,8 @@ def send(x, device):
     return x.to(device)
 
 class Rows:
-    """The plain layout: every token of every row, (B, T), is computed. With a cache, a token writes
-    its key and value to the slot of its position and attends to the slots up to it. Another layout,
-    in `run/sharing.py`, computes common prefixes of rows only once in training."""
+    """The plain layout: every token of every row, (B, T), is computed. With a cache, a token's slot
+    is its position. `run/sharing.py` has a layout that computes common prefixes only once."""
 
     def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), slots=0):
         columns = torch.arange(ids.size(1), device=device)
@@ -90,8 +88,7 @@ class Rows:
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v, or to a layer's cache, keys and values (B, K, S, D), after writing
-        them to it."""
+        """Attention to k and v, or to a layer's cache of both, (B, K, S, D), once they are in it."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
@@ -196,7 +193,7 @@ class GPT(nn.Module):
 
     def forward(self, ids, pos=None, cache=None, mask=None):
         """Hidden states (B, T, C) of ids (B, T) after the last norm, to pass to `head`. pos (B, T):
-        positions, by default 0..T-1. A cache (from `new_cache`) is written to in place. Without
+        positions, by default 0..T-1. A cache (from `caches.new_cache`) is written to. Without
         one, states after a row's last True in mask (B, T) are not needed, and may be anything."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
@@ -236,12 +233,6 @@ class GPT(nn.Module):
     def device(self):
         return self.norm.weight.device
 
-    def new_cache(self, rows, slots):
-        """Empty KV cache (L, 2, rows, K, slots, D): keys at [:, 0], values at [:, 1]."""
-        c, like = self.cfg, self.norm.weight
-        return torch.zeros(c.n_layer, 2, rows, c.n_kv_head, slots, c.head_size,
-                           dtype=self.amp or like.dtype, device=like.device)
-
 # ------------------------------------------------------------------------------- log-probabilities
 CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
 
@@ -249,26 +240,25 @@ def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
     critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
     ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
-    h = model(ids[:, :-1], mask=mask[:, 1:])        # (B, T - 1, C): column t predicts token t + 1
+    h = model(ids[:, :-1], mask=mask[:, 1:])                                          # (B, T - 1, C)
+    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
-    state = scored - scored // ids.size(1) - 1      # one to the left, in rows of T - 1 states
-    logp = logps_of(model, h.flatten(0, 1)[send(state, device)],
-                    send(ids.flatten()[scored], device), temperature)                        # (n,)
-    sampled = send(mask[:, 1:], device)
-    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index[:, 1:], device)], 0)
+    tokens = send(ids.flatten()[scored], device)
+    logp = logps_of(model, before[send(scored, device)], tokens, temperature)                # (n,)
+    logp, sampled = F.pad(logp, (0, 1))[send(index, device)], send(mask, device)             # (B, T)
+    logp = torch.where(sampled, logp, 0)
     if critic is None:
-        return F.pad(logp, (1, 0)), None
-    value = torch.where(sampled, critic(ids[:, :-1], mask[:, 1:], h), 0)
-    return F.pad(logp, (1, 0)), F.pad(value, (1, 0))
+        return logp, None
+    value = F.pad(critic(ids[:, :-1], mask[:, 1:], h), (1, 0))
+    return logp, torch.where(sampled, value, 0)
 
 def logps_of(model, h, tokens, temperature):
     """log pi of the tokens (n,) given the hidden states h (n, C) before them. Logits of more than
     CHUNK elements are computed in parts, and recomputed in the backward pass, to save memory."""
-    def of_part(h, tokens):
-        logits = model.head(h / temperature)            # (n, V): the head has no bias
-        return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     size = max(1, CHUNK // model.cfg.vocab_size)
-    if len(tokens) <= size:
-        return of_part(h, tokens)
-    parts = zip(h.split(size), tokens.split(size))
-    return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts])
+    if len(tokens) > size:
+        parts = zip(h.split(size), tokens.split(size))
+        return torch.cat([checkpoint(logps_of, model, *part, temperature, use_reentrant=False)
+                          for part in parts])
+    logits = model.head(h / temperature)            # (n, V): the head has no bias
+    return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

@@ -8,6 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+def new_cache(model, rows, slots):
+    """Empty keys [:, 0] and values [:, 1] of each layer, (L, 2, rows, K, slots, D)."""
+    c, like = model.cfg, model.norm.weight
+    return torch.zeros(c.n_layer, 2, rows, c.n_kv_head, slots, c.head_size,
+                       dtype=model.amp or like.dtype, device=like.device)
+
 def prefill(model, ids, length, cache):
     """Reads padded prompts, ids (P, T) with `length` (P,) tokens, into a cache; returns the logits
     of the completions' first tokens, (P, V)."""
@@ -25,7 +31,7 @@ class KVCache:
     def read(self, ids, length, group):
         """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
         each; returns the logits of the completions' first tokens, (P * group, V)."""
-        self.cache = self.model.new_cache(len(ids) * group, self.slots)
+        self.cache = new_cache(self.model, len(ids) * group, self.slots)
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
         return prefill(self.model, ids, length, self.cache)
 
@@ -54,7 +60,8 @@ def memory_of(model, rows, slots):
     old = MEMORY.get(model)
     if old is None or len(old[0][0]) < rows or old[0][0].size(2) < slots:
         MEMORY.pop(model, None)         # free the old one first
-        MEMORY[model] = [[x.clone() for x in layer] for layer in model.new_cache(rows, slots)]
+        MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer]       # each on its own
+                         for layer in new_cache(model, 0, slots)]
     return MEMORY[model]
 
 class StaticCache:
@@ -67,7 +74,7 @@ class StaticCache:
     def read(self, ids, length, group):
         """Like `KVCache.read`, but each prompt is read once."""
         P, T = ids.shape
-        prompt = self.model.new_cache(P, T)                                   # (L, 2, P, K, T, D)
+        prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
         logits = prefill(self.model, ids, length, prompt)
         self.rows, self.used, self.shape = P * group, T, None
         self.memory = memory_of(self.model, power_of_two(self.rows), by_64(self.slots))

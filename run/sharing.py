@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from data import UserError
 from model import causal_attention, send
-from run.caches import prefill
+from run.caches import new_cache, prefill
 
 def share(model):
     """Makes a model compute prefixes that rows share only once."""
@@ -87,7 +87,7 @@ class SharedCache:
     def read(self, ids, length, group):
         """Like `KVCache.read`."""
         P, T = ids.shape
-        self.cache = self.model.new_cache(P, by_16(T))                      # (L, 2, b, K, S, D)
+        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
         self.used = T
         self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
         return prefill(self.model, ids, length, self.cache)[self.state]

@@ -4,10 +4,7 @@ import re
 
 import pytest
 import torch
-import torch._dynamo
 from conftest import tiny_model
-from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 
 from grpo import make_config, sample
 from model import token_logps
@@ -17,6 +14,8 @@ from run.sharing import SharedCache
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: rows end all the time
+# Importing torch._dynamo warns.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def static(model):
@@ -123,6 +122,8 @@ def test_its_memory_is_counted_in_the_update_too():
 def test_a_token_is_one_graph_of_few_launches(monkeypatch):
     """Through Inductor, in ragged rollouts: no graph break, at most 4 compilations, at most 20 kernels a layer, and
     the tokens of the plain cache."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import run_and_get_code
     torch._dynamo.reset()
     counters.clear()
     plain = tiny_model(n_layer=2)

@@ -16,7 +16,7 @@ from data import UserError
 from grpo import Config
 from model import GPT, GPTConfig, token_logps
 from run.models import ScalarHead, frozen
-from run import agents, machine, models, preflight, pretrained, shard
+from run import agents, caches, machine, models, preflight, pretrained, shard
 from run.files import save_file
 
 
@@ -215,7 +215,7 @@ def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     assert need["RoPE's tables"] == sum(x.cos.nbytes + x.sin.nbytes for x in all_models)
     rollout = preflight.memory(agent.policy, dataclasses.replace(cfg, prompts=600), 5)
     rows = 600 * max(4, cfg.choices if cfg.reward == "model" else 0)
-    cache = agent.policy.new_cache(rows, 5 + 8)
+    cache = caches.new_cache(agent.policy, rows, 5 + 8)
     assert rollout["cache"] == 2 * cache.nbytes and rollout["logits of a token"] == rows * 257 * 24
 
 

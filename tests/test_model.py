@@ -12,6 +12,7 @@ import model as model_py
 from data import UserError
 from data.tokenizer import load_encoding
 from model import GPTConfig, RMSNorm, rotate, token_logps
+from run.caches import new_cache
 from run.models import ScalarHead
 from run import pretrained
 
@@ -92,7 +93,7 @@ def test_cache_with_ragged_rows_equals_no_cache(positions, kv):
     lengths = [2, 7, 5]
     full = torch.randint(0, 256, (3, 12))
     want = model(full)
-    cache = model.new_cache(3, 16).normal_()            # garbage in the slots not yet written
+    cache = new_cache(model, 3, 16).normal_()            # garbage in the slots not yet written
     with torch.no_grad():
         got = model(full[:, :7], torch.arange(7).expand(3, -1), cache)
         for i, n in enumerate(lengths):
@@ -230,7 +231,7 @@ def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
 def test_a_cache_holds_keys_and_values_in_the_dtype_of_products(amp, dtype):
     model = tiny_model(n_layer=3)
     model.amp = amp
-    cache = model.new_cache(5, 7)
+    cache = new_cache(model, 5, 7)
     assert cache.shape == (3, 2, 5, 2, 7, 8) and cache.dtype == dtype and not cache.any()
     assert cache.device == model.device and not cache.requires_grad
 

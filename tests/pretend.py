@@ -1,0 +1,353 @@
+"""A CUDA device that a test pretends to have, on a build of PyTorch without one.
+
+    with pretend.cuda() as device:              # device("cuda", 0); `--device cuda` runs
+        with pretend.counted() as seen:
+            ...
+    assert seen.waits == {"grpo.py:247 nonzero": 2}
+
+A Pretended tensor says that it is on the device, and holds a tensor on the CPU, on which each operation is computed.
+What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
+wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
+
+It does not know of kernels that CUDA lacks for some dtype, of memory, of torch.compile and of sharded models.
+"""
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._foreach_utils
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parent.parent
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------------- the tensor
+
+class Pretended(torch.Tensor):
+    """A tensor on a CUDA device, as far as Python can tell. PyTorch's C++ is told the device is XLA: of a CUDA tensor
+    it wants to know the stream, which a build without CUDA cannot say, while autocast("cuda") takes XLA's as well."""
+
+    @staticmethod
+    def __new__(cls, held, index):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device("xla", index),
+            _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA))
+        self.held, self.index = held, index
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+    def set_data(self, other):
+        torch.Tensor.data.__set__(self, other)
+        self.held = other.held
+
+    device = property(lambda self: torch.device("cuda", self.index))
+    is_cuda, is_xla = property(lambda self: True), property(lambda self: False)
+    data = property(torch.Tensor.data.__get__, set_data)
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def __repr__(self):
+        return f"Pretended({self.held!r})"
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+
+def inside(x):
+    """A CUDA device by the name that it has in C++; anything else unchanged."""
+    if isinstance(x, str) and x.startswith("cuda"):
+        x = torch.device(x)
+    if isinstance(x, torch.device) and x.type == "cuda":
+        return torch.device("xla", torch.cuda.current_device() if x.index is None else x.index)
+    return x
+
+
+# ------------------------------------------------------------------------------- what is counted
+
+COUNTING = []       # a namespace for each `counted` that is open
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts what happens in this context, three Counters by line and operation: `waits` of the host for the device,
+    `copies` to the device for which it waits too, and `launches`, the operations on the device but views. A call is
+    counted once, however often it waits or launches."""
+    seen = SimpleNamespace(waits=Counter(), copies=Counter(), launches=Counter())
+    COUNTING.append(seen)
+    try:
+        yield seen
+    finally:
+        COUNTING.remove(seen)
+
+
+def count(kind, name):
+    for seen in COUNTING:
+        getattr(seen, kind)[f"{site()} {name}"] += 1
+
+
+@functools.cache
+def in_project(file):
+    """A file's path in the project; None if it is somewhere else, or this one."""
+    path = Path(file)
+    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
+    return str(path.relative_to(ROOT)) if ours else None
+
+
+def site():
+    """The innermost line of the project that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if path := in_project(frame.f_code.co_filename):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+# ------------------------------------------------------------------------------------ CUDA's rules
+
+COPIES = {"_to_copy", "copy_"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# Where a CPU tensor without dimensions is taken as a number: all that is pointwise, but the kernels of three inputs.
+NUMBERS = {"fill_", "masked_fill", "masked_fill_"}
+NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "clamp", "clamp_"}
+# Beside those that PyTorch itself marks as depending on data.
+WAITS = {"equal", "masked_scatter_backward", "multinomial"}
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+             "_local_scalar_dense", "is_pinned", "_pin_memory"}
+
+
+@functools.cache
+def described(func):
+    """What an operation is called, the places of the arguments that it writes to, and whether it waits or launches."""
+    schema = func._schema
+    changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    name = schema.name.split("::")[1]
+    return SimpleNamespace(
+        name=name, written=[(i, a.name) for i, (a, yes) in enumerate(zip(schema.arguments, changed)) if yes],
+        returned=[r.alias_info is not None and r.alias_info.is_write for r in schema.returns],
+        takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags and name not in NO_NUMBERS,
+        waits=name in WAITS or bool(DATA_DEPENDENT & set(func.tags)), launches=not view and name not in NO_KERNEL)
+
+
+def refuse(func, op, tensors, args):
+    """Raises for tensors on two devices, unless CUDA allows it: numbers on the CPU, indices on the CPU, copies."""
+    cpu = [t for t in tensors if not isinstance(t, Pretended)]
+    numbers = cpu and all(t.dim() == 0 for t in cpu) and len({t.device for t in tensors}) == 2
+    allowed = numbers and op.takes_numbers and not any(args[i] is t for i, _ in op.written for t in cpu)
+    if op.name in INDEXING and isinstance(args[0], Pretended):
+        values = [t for t in args[2:3] if not isinstance(t, Pretended)]
+        allowed = all(t.dim() == 0 for t in values) and len({t.device for t in tensors} - {t.device for t in cpu}) == 1
+    if not allowed:
+        found = ", ".join(f"{t.device} {str(t.dtype)[6:]}{[*t.shape]}" for t in tensors)
+        raise RuntimeError(f"{site()}: Expected all tensors to be on the same device, but found at least two devices: "
+                           f"{found} in {func}")
+
+
+def watch(op, args, kwargs):
+    """Counts the waits, copies and launches of an operation on the device."""
+    waits, copies, name = op.waits, 0, op.name
+    if name in INDEXING:
+        indices, values = [t for t in args[1] if t is not None], args[2:3]
+        numbers = [t for t in values if not isinstance(t, Pretended)]
+        masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
+        filled = numbers and masks == indices and len(masks) == 1           # masked_fill
+        waits = not filled and any(isinstance(t, Pretended) for t in masks)
+        copies = sum(not isinstance(t, Pretended) for t in indices) + len([] if filled else numbers)
+    elif name == "repeat_interleave":
+        waits = kwargs.get("output_size") is None
+    elif name == "isin":                                                    # by sorting, unless there are few
+        waits = len(args) > 1 and args[1].numel() >= 10 * args[0].numel() ** 0.145
+    elif name == "where":                                                   # a number on the CPU
+        copies = sum(not isinstance(t, Pretended) for t in args)
+    if waits:
+        count("waits", name)
+    for _ in range(copies):
+        count("copies", name)
+    if op.launches:
+        count("launches", name)
+
+
+def watch_copy(op, source, to_device, non_blocking):
+    """Counts what a copy between the devices waits for."""
+    if isinstance(source, Pretended) and not to_device:
+        if not non_blocking:
+            count("waits", op.name)
+    elif not isinstance(source, Pretended) and to_device:
+        if not (non_blocking and getattr(source, "pinned", False)):
+            count("copies", op.name)
+    elif COUNTING:
+        count("launches", op.name)
+
+
+# ----------------------------------------------------------------------------------- computing
+
+def compute(func, args, kwargs):
+    """The result of any operation, on the device or on the CPU; below autograd and autocast, which are PyTorch's."""
+    op, tensors = described(func), []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+        elif isinstance(x, (list, tuple)):
+            tensors += [t for t in x if isinstance(t, torch.Tensor)]
+    index = next((t.index for t in tensors if isinstance(t, Pretended)), None)
+    if (asked := kwargs.get("device")) is not None:
+        to_device = asked.type in ("xla", "cuda")
+        index = asked.index if to_device else index
+        kwargs = kwargs | {"device": torch.device("cpu") if to_device else asked}
+    else:
+        to_device = isinstance(args[0], Pretended) if op.name == "copy_" else index is not None
+    if index is None:
+        return on_cpu(func, op, args, kwargs)
+    if (generator := kwargs.get("generator")) is not None:
+        raise RuntimeError(f"{site()}: Expected a 'cuda' device type for generator but found {generator.device}")
+
+    if op.name in COPIES:
+        source = args[1] if op.name == "copy_" else args[0]
+        watch_copy(op, source, to_device, kwargs.get("non_blocking", args[2:3] == (True,)))
+    else:
+        if any(not isinstance(t, Pretended) or t.index != index for t in tensors):
+            refuse(func, op, tensors, args)
+        if COUNTING:
+            watch(op, args, kwargs)
+    found = func(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
+    return results(op, args, kwargs, found, index) if to_device else found
+
+
+def on_cpu(func, op, args, kwargs):
+    """The result of an operation that has nothing to do with the device. Pinned memory there is none, only a mark."""
+    if op.name == "is_pinned":
+        return getattr(args[0], "pinned", False)
+    pinned = op.name == "_pin_memory" or kwargs.get("pin_memory")
+    found = args[0].clone() if op.name == "_pin_memory" else func(*args, **kwargs | {
+        "pin_memory": False} if pinned else kwargs)
+    if pinned:
+        found.pinned = True
+    return found
+
+
+def held(x):
+    """The tensors on the CPU that stand behind an argument."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(held, x))
+    return x.held if isinstance(x, Pretended) else x
+
+
+def results(op, args, kwargs, found, index):
+    """What an operation on the device returns: what it has written to, and new tensors."""
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
+    for t in written:
+        if isinstance(t, Pretended) and t.shape != t.held.shape:
+            raise NotImplementedError(f"{op.name} changes the shape of a tensor in place")
+    if not any(op.returned):
+        return wrapped(found, index)
+    found = found if isinstance(found, tuple) else (found,)
+    out = [written.pop(0) if own else wrapped(x, index) for own, x in zip(op.returned, found)]
+    return out[0] if len(out) == 1 else tuple(out)
+
+
+def wrapped(x, index):
+    """The tensors in a result, on the device."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(wrapped(y, index) for y in x)
+    return Pretended(x, index) if type(x) is torch.Tensor else x
+
+
+class Operations(TorchDispatchMode):
+    """Sees what makes tensors of none, too."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+
+class Calls(TorchFunctionMode):
+    """What Python calls, with devices under their names in C++. Setting elements to a number takes it from the CPU, and
+    attention is one kernel."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": inside(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = [inside(x) for x in args]
+        elif func is torch.Tensor.__setitem__ and isinstance(args[0], Pretended) and isinstance(args[2], (int, float)):
+            args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype)
+        elif func is F.scaled_dot_product_attention and isinstance(args[0], Pretended) and args[0].numel():
+            return attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention by the CPU's kernel, in autocast's dtype."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf"))
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v, attn_mask = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, attn_mask))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=attn_mask,
+                                                            scale=scale)[0]
+
+
+# ------------------------------------------------------------------------------------ the device
+
+@contextlib.contextmanager
+def guard():
+    """Autograd asks a table in C++ who knows the streams of XLA: for a while it is who knows those of the CPU, none."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
+    table = (ctypes.c_void_p * 10).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
+    before, table[9] = table[9], table[0]
+    try:
+        yield
+    finally:
+        table[9] = before
+
+
+@contextlib.contextmanager
+def cuda(index=0, free=60 * 10 ** 9):
+    """In this context PyTorch has CUDA devices; yields the one with this index."""
+    current = [0]
+    stands = dict(
+        _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8, current_device=lambda: current[0],
+        set_device=lambda device: current.__setitem__(0, torch.device(device).index),
+        synchronize=lambda device=None: count("waits", "synchronize"), mem_get_info=lambda device=None: (free, 8 * 10 ** 10),
+        is_bf16_supported=lambda *_: True, is_current_stream_capturing=lambda: False, empty_cache=lambda: None)
+    foreach, calls, engine = torch.utils._foreach_utils, Calls(), torch.autograd._engine_run_backward
+
+    def run_backward(*args, **kwargs):          # Python suspends a mode in what it calls; this may call forward passes
+        with calls:
+            return engine(*args, **kwargs)
+    lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
+    with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):
+        for name, stand in stands.items():
+            patch.setattr(torch.cuda, name, stand)
+        patch.setattr(foreach, "_foreach_supported_types", [torch.Tensor, Pretended])
+        patch.setattr(foreach, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "xla"])
+        patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
+        torch._C._set_only_lift_cpu_tensors(True)           # torch.tensor makes one on the CPU, and copies it
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            with calls, Operations():
+                yield torch.device("cuda", index)
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lifts)
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)

@@ -9,7 +9,8 @@ A Pretended tensor says that it is on the device, and holds a tensor on the CPU,
 What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
 wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
 
-It does not know of kernels that CUDA lacks for some dtype, of memory, of torch.compile and of sharded models.
+In `pretend.nccl()` two processes that have such devices reduce tensors on them, and none on the CPU. All this knows
+nothing of kernels that CUDA lacks for some dtype, of memory, of torch.compile and of sharded models.
 """
 import contextlib
 import ctypes
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._foreach_utils
 from torch.overrides import TorchFunctionMode
@@ -86,8 +88,8 @@ COUNTING = []       # a namespace for each `counted` that is open
 @contextlib.contextmanager
 def counted():
     """Counts what happens in this context, three Counters by line and operation: `waits` of the host for the device,
-    `copies` to the device for which it waits too, and `launches`, the operations on the device but views. A call is
-    counted once, however often it waits or launches."""
+    `copies` to the device, for which it waits too, and `launches`, the operations on the device that are not views. A
+    call counts once, however often it waits or launches."""
     seen = SimpleNamespace(waits=Counter(), copies=Counter(), launches=Counter())
     COUNTING.append(seen)
     try:
@@ -101,14 +103,6 @@ def count(kind, name):
         getattr(seen, kind)[f"{site()} {name}"] += 1
 
 
-@functools.cache
-def in_project(file):
-    """A file's path in the project; None if it is somewhere else, or this one."""
-    path = Path(file)
-    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
-    return str(path.relative_to(ROOT)) if ours else None
-
-
 def site():
     """The innermost line of the project that is running."""
     frame = sys._getframe(1)
@@ -119,155 +113,149 @@ def site():
     return "?"
 
 
+@functools.cache
+def in_project(file):
+    """A file's path in the project; None if it is somewhere else, or this one."""
+    path = Path(file)
+    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
+    return str(path.relative_to(ROOT)) if ours else None
+
+
 # ------------------------------------------------------------------------------------ CUDA's rules
 
-COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-# Where a CPU tensor without dimensions is taken as a number: all that is pointwise, but the kernels of three inputs.
+# What takes a CPU tensor without dimensions as a number, beside all that is pointwise; and what of that does not.
 NUMBERS = {"fill_", "masked_fill", "masked_fill_"}
 NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "clamp", "clamp_"}
-# Beside those that PyTorch itself marks as depending on data.
+# What makes the host wait, beside what PyTorch marks as depending on data; and what launches nothing, beside views.
 WAITS = {"equal", "masked_scatter_backward", "multinomial"}
-DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
-             "_local_scalar_dense", "is_pinned", "_pin_memory"}
+DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_local_scalar_dense"}
 
 
 @functools.cache
 def described(func):
-    """What an operation is called, the places of the arguments that it writes to, and whether it waits or launches."""
-    schema = func._schema
-    changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    name = schema.name.split("::")[1]
+    """What is known of an operation: its name, which arguments it writes to, which results are these, whether it takes
+    numbers from the CPU, waits, or launches."""
+    def writes(x):
+        return x.alias_info is not None and x.alias_info.is_write
+
+    arguments, returns = func._schema.arguments, func._schema.returns
+    name, view = func._schema.name.split("::")[1], any(r.alias_info and not writes(r) for r in returns)
     return SimpleNamespace(
-        name=name, written=[(i, a.name) for i, (a, yes) in enumerate(zip(schema.arguments, changed)) if yes],
-        returned=[r.alias_info is not None and r.alias_info.is_write for r in schema.returns],
+        name=name, written=[(i, a.name) for i, a in enumerate(arguments) if writes(a)], returned=[*map(writes, returns)],
         takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags and name not in NO_NUMBERS,
-        waits=name in WAITS or bool(DATA_DEPENDENT & set(func.tags)), launches=not view and name not in NO_KERNEL)
+        waits=name in WAITS or bool(DEPENDS & set(func.tags)), launches=not view and name not in NO_KERNEL)
 
 
-def refuse(func, op, tensors, args):
-    """Raises for tensors on two devices, unless CUDA allows it: numbers on the CPU, indices on the CPU, copies."""
-    cpu = [t for t in tensors if not isinstance(t, Pretended)]
-    numbers = cpu and all(t.dim() == 0 for t in cpu) and len({t.device for t in tensors}) == 2
-    allowed = numbers and op.takes_numbers and not any(args[i] is t for i, _ in op.written for t in cpu)
-    if op.name in INDEXING and isinstance(args[0], Pretended):
-        values = [t for t in args[2:3] if not isinstance(t, Pretended)]
-        allowed = all(t.dim() == 0 for t in values) and len({t.device for t in tensors} - {t.device for t in cpu}) == 1
-    if not allowed:
+def is_cpu(x):
+    return isinstance(x, torch.Tensor) and type(x) is not Pretended
+
+
+def refuse(func, op, args, written, tensors):
+    """Raises for tensors on two devices, but for what CUDA allows: numbers on the CPU, and indices."""
+    cpu = [t for t in tensors if is_cpu(t)]
+    if op.name in INDEXING:
+        allowed = not is_cpu(args[0]) and all(t.dim() == 0 for t in args[2:3] if is_cpu(t))
+    else:
+        allowed = op.takes_numbers and all(t.dim() == 0 for t in cpu) and not any(map(is_cpu, written))
+    if not allowed or len({t.device for t in tensors}) > 1 + bool(cpu):
         found = ", ".join(f"{t.device} {str(t.dtype)[6:]}{[*t.shape]}" for t in tensors)
         raise RuntimeError(f"{site()}: Expected all tensors to be on the same device, but found at least two devices: "
                            f"{found} in {func}")
 
 
 def watch(op, args, kwargs):
-    """Counts the waits, copies and launches of an operation on the device."""
-    waits, copies, name = op.waits, 0, op.name
-    if name in INDEXING:
-        indices, values = [t for t in args[1] if t is not None], args[2:3]
-        numbers = [t for t in values if not isinstance(t, Pretended)]
+    """Counts an operation on the device, and what of it waits."""
+    waits, copies = op.waits, 0
+    if op.name in INDEXING:         # by a mask: of its nonzero elements, unless they are set to a number
+        indices, numbers = [t for t in args[1] if t is not None], [*filter(is_cpu, args[2:3])]
         masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
-        filled = numbers and masks == indices and len(masks) == 1           # masked_fill
-        waits = not filled and any(isinstance(t, Pretended) for t in masks)
-        copies = sum(not isinstance(t, Pretended) for t in indices) + len([] if filled else numbers)
-    elif name == "repeat_interleave":
+        if len(masks) == len(indices) == len(numbers) == 1:
+            numbers = masks = []
+        waits, copies = not all(map(is_cpu, masks)), sum(map(is_cpu, indices)) + len(numbers)
+    elif op.name == "repeat_interleave":
         waits = kwargs.get("output_size") is None
-    elif name == "isin":                                                    # by sorting, unless there are few
-        waits = len(args) > 1 and args[1].numel() >= 10 * args[0].numel() ** 0.145
-    elif name == "where":                                                   # a number on the CPU
-        copies = sum(not isinstance(t, Pretended) for t in args)
-    if waits:
-        count("waits", name)
-    for _ in range(copies):
-        count("copies", name)
-    if op.launches:
-        count("launches", name)
+    elif op.name == "isin":         # sorts, unless the second tensor is small
+        waits = args[1].numel() >= 10 * args[0].numel() ** 0.145
+    elif op.name == "where":
+        copies = sum(map(is_cpu, args))
+    for kind, n in (("waits", waits), ("copies", copies), ("launches", op.launches)):
+        for _ in range(n):
+            count(kind, op.name)
 
 
-def watch_copy(op, source, to_device, non_blocking):
-    """Counts what a copy between the devices waits for."""
-    if isinstance(source, Pretended) and not to_device:
-        if not non_blocking:
-            count("waits", op.name)
-    elif not isinstance(source, Pretended) and to_device:
-        if not (non_blocking and getattr(source, "pinned", False)):
-            count("copies", op.name)
-    elif COUNTING:
-        count("launches", op.name)
+def watch_copy(op, args, kwargs, to_device):
+    """Counts a copy: between the devices it waits, but from pinned memory, and to the CPU, if it is told not to."""
+    source = args[op.name == "copy_"]
+    non_blocking = kwargs.get("non_blocking", args[2:3] == (True,))
+    if is_cpu(source):
+        kind = None if non_blocking and hasattr(source, "pinned") else "copies"
+    else:
+        kind = "launches" if to_device else None if non_blocking else "waits"
+    if kind:
+        count(kind, op.name)
 
 
-# ----------------------------------------------------------------------------------- computing
+# --------------------------------------------------------------------------------------- computing
 
 def compute(func, args, kwargs):
-    """The result of any operation, on the device or on the CPU; below autograd and autocast, which are PyTorch's."""
+    """The result of an operation, wherever; below autograd and autocast, which are PyTorch's own."""
     op, tensors = described(func), []
     for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.Tensor):
-            tensors.append(x)
-        elif isinstance(x, (list, tuple)):
-            tensors += [t for t in x if isinstance(t, torch.Tensor)]
-    index = next((t.index for t in tensors if isinstance(t, Pretended)), None)
+        tensors += [t for t in x if isinstance(t, torch.Tensor)] if isinstance(x, (list, tuple)) else [
+            x] if isinstance(x, torch.Tensor) else []
+    index = next((t.index for t in tensors if type(t) is Pretended), None)
+    to_device = index is not None if op.name != "copy_" else type(args[0]) is Pretended
     if (asked := kwargs.get("device")) is not None:
         to_device = asked.type in ("xla", "cuda")
         index = asked.index if to_device else index
-        kwargs = kwargs | {"device": torch.device("cpu") if to_device else asked}
-    else:
-        to_device = isinstance(args[0], Pretended) if op.name == "copy_" else index is not None
+        kwargs = kwargs | ({"device": torch.device("cpu")} if to_device else {})
     if index is None:
         return on_cpu(func, op, args, kwargs)
     if (generator := kwargs.get("generator")) is not None:
         raise RuntimeError(f"{site()}: Expected a 'cuda' device type for generator but found {generator.device}")
 
-    if op.name in COPIES:
-        source = args[1] if op.name == "copy_" else args[0]
-        watch_copy(op, source, to_device, kwargs.get("non_blocking", args[2:3] == (True,)))
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
+    if op.name in ("copy_", "_to_copy"):
+        watch_copy(op, args, kwargs, to_device)
     else:
-        if any(not isinstance(t, Pretended) or t.index != index for t in tensors):
-            refuse(func, op, tensors, args)
-        if COUNTING:
-            watch(op, args, kwargs)
+        if any(type(t) is not Pretended or t.index != index for t in tensors):
+            refuse(func, op, args, written, tensors)
+        watch(op, args, kwargs)
     found = func(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
-    return results(op, args, kwargs, found, index) if to_device else found
+    if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
+        raise NotImplementedError(f"{func} changes the shape of a tensor in place")
+    if not any(op.returned):
+        return wrapped(found, index) if to_device else found
+    found = found if isinstance(found, tuple) else (found,)
+    found = tuple(written.pop(0) if own else wrapped(x, index) for own, x in zip(op.returned, found))
+    return found if len(found) > 1 else found[0]
 
 
 def on_cpu(func, op, args, kwargs):
-    """The result of an operation that has nothing to do with the device. Pinned memory there is none, only a mark."""
+    """The result of an operation apart from the device. Pinned memory is only marked."""
     if op.name == "is_pinned":
-        return getattr(args[0], "pinned", False)
-    pinned = op.name == "_pin_memory" or kwargs.get("pin_memory")
-    found = args[0].clone() if op.name == "_pin_memory" else func(*args, **kwargs | {
-        "pin_memory": False} if pinned else kwargs)
-    if pinned:
-        found.pinned = True
-    return found
+        return hasattr(args[0], "pinned")
+    if op.name == "_pin_memory":
+        pinned = args[0].clone()
+        pinned.pinned = True
+        return pinned
+    return func(*args, **kwargs)
 
 
 def held(x):
-    """The tensors on the CPU that stand behind an argument."""
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(held, x))
-    return x.held if isinstance(x, Pretended) else x
-
-
-def results(op, args, kwargs, found, index):
-    """What an operation on the device returns: what it has written to, and new tensors."""
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
-    for t in written:
-        if isinstance(t, Pretended) and t.shape != t.held.shape:
-            raise NotImplementedError(f"{op.name} changes the shape of a tensor in place")
-    if not any(op.returned):
-        return wrapped(found, index)
-    found = found if isinstance(found, tuple) else (found,)
-    out = [written.pop(0) if own else wrapped(x, index) for own, x in zip(op.returned, found)]
-    return out[0] if len(out) == 1 else tuple(out)
+    """The tensors on the CPU behind an argument."""
+    if type(x) is Pretended:
+        return x.held
+    return type(x)(map(held, x)) if isinstance(x, (list, tuple)) else x
 
 
 def wrapped(x, index):
-    """The tensors in a result, on the device."""
-    if isinstance(x, (list, tuple)):
-        return type(x)(wrapped(y, index) for y in x)
-    return Pretended(x, index) if type(x) is torch.Tensor else x
+    """The tensors in a result, on a device."""
+    if isinstance(x, torch.Tensor):
+        return Pretended(x, index)
+    return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
 
 
 class Operations(TorchDispatchMode):
@@ -351,3 +339,33 @@ def cuda(index=0, free=60 * 10 ** 9):
         finally:
             torch._C._set_only_lift_cpu_tensors(lifts)
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+
+@contextlib.contextmanager
+def nccl():
+    """In this context the backend nccl is there: gloo, for tensors on the current device only."""
+    real = SimpleNamespace(**vars(dist))
+
+    def init_process_group(backend):
+        assert backend == "nccl"
+        real.init_process_group("gloo")
+
+    def all_reduce(x, op=dist.ReduceOp.SUM):
+        if is_cpu(x) or x.index != torch.cuda.current_device():
+            raise RuntimeError(f"{site()}: No backend type associated with device type {x.device}")
+        real.all_reduce(x.held, op)
+
+    def all_gather_object(*args):
+        count("waits", "all_gather_object")
+        real.all_gather_object(*args)
+
+    def barrier(device_ids=None):
+        if device_ids != [torch.cuda.current_device()]:
+            raise RuntimeError(f"{site()}: a barrier that does not know its device")
+        count("waits", "barrier")
+        real.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        for stand in (init_process_group, all_reduce, all_gather_object, barrier):
+            patch.setattr(dist, stand.__name__, stand)
+        yield

@@ -1,12 +1,22 @@
 """The project on a CUDA device that is pretended (see pretend.py): tensors on two devices, and waits for the device."""
 import copy
+import json
+import re
+import sys
 
 import pretend
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save
 from torch.utils.checkpoint import checkpoint
+
+import grpo
+from data.tokenizer import byte_encoding
+from model import GPT
+from run import machine, pretrained
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
 
 
 @pytest.fixture
@@ -201,3 +211,139 @@ def test_nothing_is_left_of_the_pretence():
     assert pretend.COUNTING == []
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(3, device="cuda")
+
+
+# ------------------------------------------------------------------------------------------- the project
+
+# Of random bytes half end a completion: most have a few letters, and a reward by what these are.
+TASK = """
+from types import SimpleNamespace as Problem
+DEFAULTS = {}
+def problems(cfg):
+    words = [Problem(prompt=a + b[:n] + "=") for a in "abcdef" for b in "ghi" for n in (0, 1)]
+    return words[1:], words[:1]
+def demonstration(problem, rng):
+    return rng.choice("abc")
+def reward(problem, text):
+    return {"correct": float(len(text) % 2), "style": sum(map(ord, text)) % 7 / 7}
+def steps(problem, text):
+    return [(i + 1, ord(x) % 3 > 0) for i, x in enumerate(text)]
+def answer(text):
+    return text[:1]
+"""
+TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8, block_size=16, norm_eps=1e-5, tied=True)
+FAMILIES = {"gpt2": {}, "qwen2": {}, "qwen3": {}, "llama": dict(
+    tie_word_embeddings=False, rope_scaling=dict(zip(pretrained.LLAMA3, (8.0, 1.0, 4.0, 8.0)), rope_type="llama3"))}
+SMALL = dict(family="llama", prompts=5, group=2, max_new=3, steps=1, held_out=1, samples=1, micro_tokens=60, lr=1e-3, fit_prompts=10,
+             compile="off")
+RUNS = {
+    "grpo": {},
+    "reinforce, qwen2": dict(algo="reinforce", family="qwen2"),
+    "a2c, qwen3": dict(algo="a2c", family="qwen3"),
+    "ppo": dict(algo="ppo"),
+    "rloo, gpt2": dict(algo="rloo", family="gpt2"),
+    "dr_grpo, minibatches": dict(algo="dr_grpo", minibatches=2, epochs=2),
+    "dapo, nothing shared": dict(algo="dapo", share_prefix="off"),
+    "gspo, recompute": dict(algo="gspo", recompute="on"),
+    "ppo, critic of its own": dict(algo="ppo", critic="separate", baseline="group+value"),
+    "steps rewarded, target_kl": dict(supervision="process", target_kl=0.01),
+    "reward learned": dict(reward="model", choices=2, iterations=2),
+    "steps learned": dict(reward="model", supervision="process", labels="rollouts", algo="ppo", choices=2),
+    "warm start": dict(family="", n_layer=1, n_embd=16, n_head=2, warm_steps=6, warm_batch=8, warm_lr=0.1),
+}
+
+
+def model_of(family, where):
+    """A folder with a random model of a family."""
+    names = pretrained.GPT2_NAMES if family == "gpt2" else pretrained.NAMES
+    hf = {theirs: SHAPE[ours] for ours, theirs in names.items()} | FAMILIES[family] | dict(
+        model_type=family, eos_token_id=[*range(0, 257, 2)])
+    model, generator = pretrained.allocate(pretrained.of_config(hf)), torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=generator)
+    pretrained.save(model, where, byte_encoding().files)
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory):
+    """A folder with a task and a model of each family."""
+    where = tmp_path_factory.mktemp("device")
+    (where / "letters.py").write_text(TASK)
+    for family in FAMILIES:
+        model_of(family, where / family)
+    return where
+
+
+def settings(top, name, **changes):
+    """One of RUNS."""
+    given = SMALL | RUNS[name] | changes
+    family = given.pop("family")
+    return given | dict(task=str(top / "letters.py"), init=family and str(top / family))
+
+
+def run(top, name, **changes):
+    """One of RUNS in a folder of its own; the agent that it ends with."""
+    return grpo.train(grpo.make_config(**settings(top, name, **changes)))
+
+
+def metrics(where):
+    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_float32_is_that_of_the_cpu(top, tmp_path, name):
+    """Every metric, weight, moment and labelled row."""
+    run(top, name, device="cpu", out=str(tmp_path / "cpu"))
+    with pretend.cuda() as device:
+        agent = run(top, name, device="cuda", dtype="float32", out=str(tmp_path / "cuda"))
+        assert all(p.device == device for p in agent.policy.parameters())
+    one, two = (load_file(tmp_path / kind / "checkpoint.safetensors") for kind in ("cpu", "cuda"))
+    assert one.keys() == two.keys() and len(one) > 20
+    for n, x in one.items():
+        assert x.dtype == two[n].dtype and torch.allclose(x, two[n], rtol=1e-5, atol=1e-6), n
+    for a, b in zip(metrics(tmp_path / "cpu"), metrics(tmp_path / "cuda"), strict=True):
+        assert all(a[x] == pytest.approx(b[x], rel=1e-5, abs=1e-6) for x in (a.keys() | b.keys()) - TIMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_bfloat16(top, tmp_path, name):
+    """Its sampler has weights in bfloat16, and is the policy up to rounding."""
+    with pretend.cuda() as device:
+        agent = run(top, name, device="cuda", out=str(tmp_path / "run"))
+        assert agent.policy.amp == torch.bfloat16 and agent.sampler.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        assert all(p.device == device and p.dtype == torch.float32 for p in agent.policy.parameters())
+    last = metrics(tmp_path / "run")[-1]
+    assert last["mismatch"] < 0.2 and last["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
+    """Then it is evaluated, asked, shown."""
+    given = settings(top, "steps learned", critic="separate", labels="rule", steps=2, device="cuda", out=str(tmp_path))
+    task, real = ["--task", given["task"]], grpo.train_step
+
+    def interrupted(agent, problems, step):
+        machine.ASKED.append(15)
+        return real(agent, problems, step)
+    with pretend.cuda():
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+            patch.setattr(grpo, "train_step", interrupted)
+            grpo.main([part for name, x in given.items() for part in (f"--{name}", str(x))])
+        assert stopped.value.code == 128 + 15 and metrics(tmp_path)[-1]["step"] == 1
+        grpo.main(["--resume", *task, "--out", str(tmp_path)])
+        assert metrics(tmp_path)[-1]["step"] == 2
+        capsys.readouterr()
+        grpo.main(["--eval_only", *task, "--init", str(tmp_path)])
+        assert re.match(r"greedy \d+\.\d%  pass@1 ", capsys.readouterr().out)
+        grpo.main(["--ask", "ag=", *task, "--init", str(tmp_path)])
+        assert capsys.readouterr().out.startswith("ag=")
+        grpo.main(["--report", str(tmp_path)])
+
+
+def test_a_tensor_left_on_the_cpu_is_found_with_its_line(top, tmp_path, monkeypatch):
+    monkeypatch.setattr(GPT, "device", torch.device("cpu"))
+    with pretend.cuda(), pytest.raises(RuntimeError, match=r"^model\.py:\d+: Expected all tensors to be on the same device"):
+        run(top, "grpo", device="cuda", out=str(tmp_path / "run"))

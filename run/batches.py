@@ -55,7 +55,8 @@ def micro_batches(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    most = machine.all_reduce(torch.tensor(len(chunks), device=ids.device), dist.ReduceOp.MAX)
+    count = torch.tensor(len(chunks), device=machine.common_device())
+    most = machine.all_reduce(count, dist.ReduceOp.MAX)
     for chunk in chunks:
         yield torch.tensor(chunk), max(length[row] for row in chunk)
     for _ in range(len(chunks), most):

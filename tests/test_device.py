@@ -1,8 +1,12 @@
 """The project on a CUDA device that is pretended (see pretend.py): tensors on two devices, and waits for the device."""
 import copy
 import json
+import multiprocessing
+import os
 import re
+import socket
 import sys
+import traceback
 
 import pretend
 import pytest
@@ -347,3 +351,45 @@ def test_a_tensor_left_on_the_cpu_is_found_with_its_line(top, tmp_path, monkeypa
     monkeypatch.setattr(GPT, "device", torch.device("cpu"))
     with pretend.cuda(), pytest.raises(RuntimeError, match=r"^model\.py:\d+: Expected all tensors to be on the same device"):
         run(top, "grpo", device="cuda", out=str(tmp_path / "run"))
+
+
+# --------------------------------------------------------------------------------------- two processes
+
+RANKS = {
+    "grpo": dict(minibatches=2, prompts=2),
+    "reward learned": dict(dtype="float32", prompts=2),
+    "steps learned": dict(micro_tokens=24, prompts=2),
+}
+
+
+def as_rank(rank, port, top, where):
+    """All of RANKS on one of two GPUs; what went wrong goes to a file."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        with pretend.cuda(rank) as device, pretend.nccl():
+            machine.start_ranks(device)
+            for name, changes in RANKS.items():
+                agent = run(top, name, **{"device": "cuda", "out": str(where / name)} | changes)
+                assert all(p.device == device for p in agent.policy.parameters())
+            with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+                machine.all_reduce(torch.zeros(()))
+            machine.wait_for_all()
+    except BaseException:
+        (where / f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)                         # the other one does not wait for this one
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_two_ranks_reduce_nothing_on_the_cpu(top, tmp_path):
+    """As with nccl, which has no collectives for tensors on the CPU. Learned rewards once had one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [multiprocessing.get_context("fork").Process(target=as_rank, args=(rank, port, top, tmp_path)) for rank in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0], [path.read_text() for path in tmp_path.glob("error*")]
+    assert all(metrics(tmp_path / name)[-1]["step"] > 0 for name in RANKS)

@@ -15,7 +15,6 @@ nothing of kernels that CUDA lacks for some dtype, of memory, of torch.compile a
 import contextlib
 import ctypes
 import functools
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._foreach_utils
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +59,10 @@ class Pretended(torch.Tensor):
     is_cuda, is_xla = property(lambda self: True), property(lambda self: False)
     data = property(torch.Tensor.data.__get__, set_data)
 
+    def __setitem__(self, key, value):      # a number is taken from the CPU
+        value = torch.tensor(value, dtype=self.dtype) if isinstance(value, (int, float)) else value
+        torch.Tensor.__setitem__(self, key, value)
+
     def tolist(self):
         return self.cpu().tolist()
 
@@ -73,11 +75,12 @@ class Pretended(torch.Tensor):
 
 def inside(x):
     """A CUDA device by the name that it has in C++; anything else unchanged."""
-    if isinstance(x, str) and x.startswith("cuda"):
-        x = torch.device(x)
-    if isinstance(x, torch.device) and x.type == "cuda":
-        return torch.device("xla", torch.cuda.current_device() if x.index is None else x.index)
-    return x
+    x = torch.device(x) if isinstance(x, str) and x.startswith("cuda") else x
+    return torch.device("xla", index_of(x)) if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def index_of(device):
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 # ------------------------------------------------------------------------------- what is counted
@@ -209,7 +212,7 @@ def compute(func, args, kwargs):
     to_device = index is not None if op.name != "copy_" else type(args[0]) is Pretended
     if (asked := kwargs.get("device")) is not None:
         to_device = asked.type in ("xla", "cuda")
-        index = asked.index if to_device else index
+        index = index_of(asked) if to_device else index
         kwargs = kwargs | ({"device": torch.device("cpu")} if to_device else {})
     if index is None:
         return on_cpu(func, op, args, kwargs)
@@ -222,7 +225,8 @@ def compute(func, args, kwargs):
     else:
         if any(type(t) is not Pretended or t.index != index for t in tensors):
             refuse(func, op, args, written, tensors)
-        watch(op, args, kwargs)
+        if COUNTING:
+            watch(op, args, kwargs)
     found = func(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
     if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
         raise NotImplementedError(f"{func} changes the shape of a tensor in place")
@@ -259,7 +263,7 @@ def wrapped(x, index):
 
 
 class Operations(TorchDispatchMode):
-    """Sees what makes tensors of none, too."""
+    """Sees operations on no tensor too, such as zeros."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -269,25 +273,11 @@ class Operations(TorchDispatchMode):
         return compute(func, args, kwargs or {})
 
 
-class Calls(TorchFunctionMode):
-    """What Python calls, with devices under their names in C++. Setting elements to a number takes it from the CPU, and
-    attention is one kernel."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": inside(kwargs["device"])}
-        if func is torch.Tensor.to:
-            args = [inside(x) for x in args]
-        elif func is torch.Tensor.__setitem__ and isinstance(args[0], Pretended) and isinstance(args[2], (int, float)):
-            args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype)
-        elif func is F.scaled_dot_product_attention and isinstance(args[0], Pretended) and args[0].numel():
-            return attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Attention by the CPU's kernel, in autocast's dtype."""
+    """Attention on the device as one operation, the CPU's kernel, in autocast's dtype."""
+    if is_cpu(q) or not q.numel():
+        return torch._C._nn.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
+                                                         enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf"))
     if torch.is_autocast_enabled("cuda"):
@@ -311,30 +301,30 @@ def guard():
 
 
 @contextlib.contextmanager
-def cuda(index=0, free=60 * 10 ** 9):
+def cuda(index=0):
     """In this context PyTorch has CUDA devices; yields the one with this index."""
-    current = [0]
-    stands = dict(
+    current, tensor, to = [0], torch.tensor, torch.Tensor.to
+    module = dict(
         _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8, current_device=lambda: current[0],
         set_device=lambda device: current.__setitem__(0, torch.device(device).index),
-        synchronize=lambda device=None: count("waits", "synchronize"), mem_get_info=lambda device=None: (free, 8 * 10 ** 10),
-        is_bf16_supported=lambda *_: True, is_current_stream_capturing=lambda: False, empty_cache=lambda: None)
-    foreach, calls, engine = torch.utils._foreach_utils, Calls(), torch.autograd._engine_run_backward
-
-    def run_backward(*args, **kwargs):          # Python suspends a mode in what it calls; this may call forward passes
-        with calls:
-            return engine(*args, **kwargs)
+        synchronize=lambda device=None: count("waits", "synchronize"), is_bf16_supported=lambda *_: True,
+        is_current_stream_capturing=lambda: False, mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10))
+    foreach = dict(_foreach_supported_types=[torch.Tensor, Pretended],
+                   _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"])
+    stands = [
+        (torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, device=inside(device), **kwargs)),
+        (torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *map(inside, args), **{
+            name: inside(x) for name, x in kwargs.items()})),
+        (F, "scaled_dot_product_attention", attention), *((torch.cuda, *stand) for stand in module.items()),
+        *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
     lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
     with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):
-        for name, stand in stands.items():
-            patch.setattr(torch.cuda, name, stand)
-        patch.setattr(foreach, "_foreach_supported_types", [torch.Tensor, Pretended])
-        patch.setattr(foreach, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "xla"])
-        patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
+        for stand in stands:
+            patch.setattr(*stand)
         torch._C._set_only_lift_cpu_tensors(True)           # torch.tensor makes one on the CPU, and copies it
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         try:
-            with calls, Operations():
+            with Operations():
                 yield torch.device("cuda", index)
         finally:
             torch._C._set_only_lift_cpu_tensors(lifts)

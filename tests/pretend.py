@@ -9,8 +9,8 @@ A Pretended tensor says that it is on the device, and holds a tensor on the CPU,
 What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
 wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
 
-In `pretend.nccl()` two processes that have such devices reduce tensors on them, and none on the CPU. All this knows
-nothing of kernels that CUDA lacks for some dtype, of memory, of torch.compile and of sharded models.
+In `pretend.nccl()`, processes with such devices reduce tensors on them, and none on the CPU. What CUDA lacks a kernel
+for, memory, torch.compile and sharded models are beyond this.
 """
 import contextlib
 import ctypes
@@ -34,8 +34,9 @@ aten = torch.ops.aten
 # ------------------------------------------------------------------------------------- the tensor
 
 class Pretended(torch.Tensor):
-    """A tensor on a CUDA device, as far as Python can tell. PyTorch's C++ is told the device is XLA: of a CUDA tensor
-    it wants to know the stream, which a build without CUDA cannot say, while autocast("cuda") takes XLA's as well."""
+    """A tensor on a CUDA device, as far as Python can tell. PyTorch's C++ is told that the device is XLA: for a CUDA
+    tensor autograd needs the current stream, which a build without CUDA does not have, for an XLA tensor it does not,
+    and autocast("cuda") applies to both."""
 
     @staticmethod
     def __new__(cls, held, index):
@@ -180,7 +181,7 @@ def watch(op, args, kwargs):
     elif op.name == "repeat_interleave":
         waits = kwargs.get("output_size") is None
     elif op.name == "isin":         # sorts, unless the second tensor is small
-        waits = args[1].numel() >= 10 * args[0].numel() ** 0.145
+        waits = all(map(torch.is_tensor, args[:2])) and args[1].numel() >= 10 * args[0].numel() ** 0.145
     elif op.name == "where":
         copies = sum(map(is_cpu, args))
     for kind, n in (("waits", waits), ("copies", copies), ("launches", op.launches)):
@@ -203,11 +204,10 @@ def watch_copy(op, args, kwargs, to_device):
 # --------------------------------------------------------------------------------------- computing
 
 def compute(func, args, kwargs):
-    """The result of an operation, wherever; below autograd and autocast, which are PyTorch's own."""
+    """The result of any operation, on a device or not. Autograd and autocast, PyTorch's own, are above this."""
     op, tensors = described(func), []
     for x in (*args, *kwargs.values()):
-        tensors += [t for t in x if isinstance(t, torch.Tensor)] if isinstance(x, (list, tuple)) else [
-            x] if isinstance(x, torch.Tensor) else []
+        tensors += [t for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)]
     index = next((t.index for t in tensors if type(t) is Pretended), None)
     to_device = index is not None if op.name != "copy_" else type(args[0]) is Pretended
     if (asked := kwargs.get("device")) is not None:
@@ -238,7 +238,7 @@ def compute(func, args, kwargs):
 
 
 def on_cpu(func, op, args, kwargs):
-    """The result of an operation apart from the device. Pinned memory is only marked."""
+    """The result of an operation on the CPU. Pinned memory is only marked; a view of it is not."""
     if op.name == "is_pinned":
         return hasattr(args[0], "pinned")
     if op.name == "_pin_memory":
@@ -263,7 +263,7 @@ def wrapped(x, index):
 
 
 class Operations(TorchDispatchMode):
-    """Sees operations on no tensor too, such as zeros."""
+    """Sees operations that have no tensor to start from, too: zeros, randn."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -290,7 +290,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 @contextlib.contextmanager
 def guard():
-    """Autograd asks a table in C++ who knows the streams of XLA: for a while it is who knows those of the CPU, none."""
+    """Autograd looks in a table in C++ for the guard of a tensor's device, and a build without XLA has none: in this
+    context it finds the CPU's, which knows no streams."""
     library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
     table = (ctypes.c_void_p * 10).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
     before, table[9] = table[9], table[0]

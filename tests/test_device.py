@@ -170,7 +170,7 @@ COUNTS = {
     "repeats": (lambda c, h, m: (c.repeat_interleave(2, 0), c.repeat_interleave(m[:, 0].long(), 0)), 1, 0, 4),
     "repeats of known size": (lambda c, h, m: c.repeat_interleave(m[:, 0].long(), 0, output_size=4), 0, 0, 3),
     "equal": (lambda c, h, m: torch.equal(c, c + 1), 1, 0, 2),
-    "isin": (lambda c, h, m: (torch.isin(c, c[0]), torch.isin(c[0], c.repeat(9, 1))), 1, 0, 3),
+    "isin": (lambda c, h, m: (torch.isin(c, c[0]), torch.isin(c, 1), torch.isin(c[0], c.repeat(9, 1))), 1, 0, 4),
     "a tensor of a list": (lambda c, h, m: (torch.tensor([1, 2], device="cuda"), c.new_tensor([3.0])), 0, 2, 0),
     "to": (lambda c, h, m: (h.to("cuda"), c.to("cuda"), c.copy_(h), h.to("cuda", non_blocking=True)), 0, 3, 0),
     "pinned": (lambda c, h, m: (h.pin_memory().to("cuda", non_blocking=True), h.pin_memory().to("cuda")), 0, 1, 0),

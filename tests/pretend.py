@@ -134,7 +134,8 @@ NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "cl
 # What makes the host wait, beside what PyTorch marks as depending on data; and what launches nothing, beside views.
 WAITS = {"equal", "masked_scatter_backward", "multinomial"}
 DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_local_scalar_dense"}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+             "_local_scalar_dense"}
 
 
 @functools.cache
@@ -147,7 +148,8 @@ def described(func):
     arguments, returns = func._schema.arguments, func._schema.returns
     name, view = func._schema.name.split("::")[1], any(r.alias_info and not writes(r) for r in returns)
     return SimpleNamespace(
-        name=name, written=[(i, a.name) for i, a in enumerate(arguments) if writes(a)], returned=[*map(writes, returns)],
+        name=name, returned=[*map(writes, returns)],
+        written=[(i, a.name) for i, a in enumerate(arguments) if writes(a)],
         takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags and name not in NO_NUMBERS,
         waits=name in WAITS or bool(DEPENDS & set(func.tags)), launches=not view and name not in NO_KERNEL)
 

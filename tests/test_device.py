@@ -114,7 +114,8 @@ def test_numbers_are_those_of_the_cpu():
                 y[ids[0], ids[1]] = y[ids[1], ids[0]]
                 y[1] = 1
                 y[:2][ids[0] > 0] = 0
-                parts = y[y > 0], y.float().masked_scatter(y > 0, y.float().flatten()), y[:2].repeat_interleave(ids[1], 0)
+                scattered = y.float().masked_scatter(y > 0, y.float().flatten())
+                parts = y[y > 0], scattered, y[:2].repeat_interleave(ids[1], 0)
                 found.append([part.cpu() for part in (y, *parts, torch.searchsorted(y[0].float(), y[1].float()))])
     for one, two in (found[:2], found[2:]):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -144,7 +145,8 @@ def trained(device, amp):
 
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_model_trains_as_on_the_cpu(amp):
-    """To the bit in float32. In bfloat16 CUDA rounds elsewhere, and Adam, which moves weights by 3e-2 here, makes more of it."""
+    """To the bit in float32. In bfloat16 CUDA rounds elsewhere, and Adam, which moves weights by 3e-2 here, makes more
+    of it."""
     one, dtype = trained("cpu", amp)
     with pretend.cuda() as device, pretend.counted() as seen:
         two, dtype_there = trained(device, amp)
@@ -175,7 +177,8 @@ COUNTS = {
     "to": (lambda c, h, m: (h.to("cuda"), c.to("cuda"), c.copy_(h), h.to("cuda", non_blocking=True)), 0, 3, 0),
     "pinned": (lambda c, h, m: (h.pin_memory().to("cuda", non_blocking=True), h.pin_memory().to("cuda")), 0, 1, 0),
     "indices on the CPU": (lambda c, h, m: (c[torch.tensor([0, 1])], c[[0, 1], [1, 2]]), 0, 3, 2),
-    "indices on the device": (lambda c, h, m: c.__setitem__((m[:, 0].long(), m[:, 1].long()), c[0, :1].clone()), 0, 0, 4),
+    "indices on the device": (
+        lambda c, h, m: c.__setitem__((m[:, 0].long(), m[:, 1].long()), c[0, :1].clone()), 0, 0, 4),
     "a number set": (lambda c, h, m: (c.__setitem__(m[0].long(), 1.0), c.__setitem__(0, 1.0)), 0, 1, 3),
     "numbers": (lambda c, h, m: (c + h[0, 0], torch.where(m, c, 0), torch.where(m, c, h[0, 0])), 0, 1, 4),
     "views": (lambda c, h, m: (c.view(3, 4), c.T, c[None], c.expand(2, 4, 3), c.detach()), 0, 0, 0),
@@ -240,11 +243,12 @@ def answer(text):
     return text[:1]
 """
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
-SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8, block_size=16, norm_eps=1e-5, tied=True)
+SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8, block_size=16,
+             norm_eps=1e-5, tied=True)
 FAMILIES = {"gpt2": {}, "qwen2": {}, "qwen3": {}, "llama": dict(
     tie_word_embeddings=False, rope_scaling=dict(zip(pretrained.LLAMA3, (8.0, 1.0, 4.0, 8.0)), rope_type="llama3"))}
-SMALL = dict(family="llama", prompts=5, group=2, max_new=3, steps=1, held_out=1, samples=1, micro_tokens=60, lr=1e-3, fit_prompts=10,
-             compile="off")
+SMALL = dict(family="llama", prompts=5, group=2, max_new=3, steps=1, held_out=1, samples=1, micro_tokens=60, lr=1e-3,
+             fit_prompts=10, compile="off")
 TEN = dict(prompts=10, micro_tokens=120)         # as many as are labelled
 RUNS = {
     "grpo": {},
@@ -357,7 +361,8 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
 
 def test_a_tensor_left_on_the_cpu_is_found_with_its_line(top, tmp_path, monkeypatch):
     monkeypatch.setattr(GPT, "device", torch.device("cpu"))
-    with pretend.cuda(), pytest.raises(RuntimeError, match=r"^model\.py:\d+: Expected all tensors to be on the same device"):
+    found = r"^model\.py:\d+: Expected all tensors to be on the same device"
+    with pretend.cuda(), pytest.raises(RuntimeError, match=found):
         run(top, "grpo", device="cuda", out=str(tmp_path / "run"))
 
 
@@ -371,7 +376,8 @@ RANKS = {
 
 def as_rank(rank, port, top, where):
     """All of RANKS on one of two GPUs; what went wrong goes to a file."""
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port))
     try:
         with pretend.cuda(rank) as device, pretend.nccl():
             machine.start_ranks(device)
@@ -393,7 +399,8 @@ def test_two_ranks_reduce_nothing_on_the_cpu(top, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    both = [multiprocessing.get_context("fork").Process(target=as_rank, args=(rank, port, top, tmp_path)) for rank in (0, 1)]
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=as_rank, args=(rank, port, top, tmp_path)) for rank in (0, 1)]
     for process in both:
         process.start()
     for process in both:

@@ -56,7 +56,7 @@ def micro_batches(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    most = machine.all_reduce(torch.tensor(len(chunks)), dist.ReduceOp.MAX)
+    most = machine.all_reduce(torch.tensor(len(chunks)), dist.ReduceOp.MAX).item()
     for chunk in chunks:
         yield torch.tensor(chunk), max(length[row] for row in chunk)
     for _ in range(len(chunks), most):

@@ -115,8 +115,9 @@ def means(stats):
 
 def wait_for_all():
     """A barrier: no rank still reads what another one writes next."""
-    if dist.is_initialized():
-        dist.barrier()
+    if dist.is_initialized():       # nccl needs to know the device
+        nccl = common_device().type == "cuda"
+        dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
 
 def exit_with(code):
     """Exits with a code; returns if the code is 0 and there are no ranks."""

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 # In this process and those that tests start: models this small gain nothing from a second thread,
 # and on a busy machine processes with two threads wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Nor do they see a GPU: with --gpu, test_gpu.py runs on it, alone.
+if "--gpu" not in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -29,7 +32,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; half a minute")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.option.gpu:
+        items[:] = [item for item in items if item.path.name == "test_gpu.py"]
     for item in items:
         if item.get_closest_marker("slow") is None and item.path.parent.name != "upstream":
             item.add_marker("quick")
@@ -40,6 +45,7 @@ def pytest_collection_modifyitems(items):
 def pytest_addoption(parser):
     two = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
     parser.addoption("--processes", type=int, default=2 if two else 1, help="run test files in so many processes")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, tests/test_gpu.py, and no others")
 
 
 def pytest_runtestloop(session):

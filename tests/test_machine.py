@@ -217,13 +217,16 @@ def test_each_rank_in_turn_takes_one(monkeypatch):
         assert machine.local_share("abcdefg") == share
 
 
-@pytest.mark.parametrize("ranks", [False, True])
-def test_only_ranks_wait_for_each_other(ranks, monkeypatch):
-    met = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: ranks)
-    monkeypatch.setattr(dist, "barrier", lambda: met.append("here"))
+@pytest.mark.parametrize("backend, met", [(None, []), ("gloo", [None]), ("nccl", [[3]])])
+def test_only_ranks_wait_for_each_other(backend, met, monkeypatch):
+    """nccl is told on which device."""
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
     machine.wait_for_all()
-    assert met == ["here"] * ranks
+    assert calls == met
 
 
 # ----------------------------------------------------------------------------------- random streams

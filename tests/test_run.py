@@ -461,8 +461,6 @@ def measured(monkeypatch, texts, finished):
     (["--out", "file/in"], "cannot write in file/in"),
     (["--device", "cuda"], "--device cuda")])
 def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):
-    if args[-1] == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as e:

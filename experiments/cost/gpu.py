@@ -4,7 +4,7 @@
     python experiments/cost/gpu.py                                   # on a GPU: not yet tried
     python experiments/cost/gpu.py --device cpu --tiny               # a dry run on the CPU: two minutes
 
-The parts: the test suite; the main job with and without compilation, what it learns and how long it takes; how
+The parts: the tests that need a GPU; the main job with and without compilation, what it learns and how long it takes; how
 far sampler and trainer are apart in bfloat16; whether a resumed run is the same; the time of a step next to its
 lower bound and to TRL's; the estimate of memory next to the peak; and a trace of three steps. Each part is a
 process of its own: if one fails, its last lines are kept and the others go on.
@@ -80,8 +80,8 @@ class Study:
         return found
 
     def suite(self):
-        """The test suite."""
-        tests = ["tests/test_credit.py"] if self.args.tiny else []
+        """The tests that need a GPU."""
+        tests = ["tests/test_credit.py"] if self.args.tiny else ["tests/test_gpu.py", "--gpu"]
         said, found = child([sys.executable, "-m", "pytest", "-q", *tests], 300)
         return found | {"said": said.splitlines()[-5:]}
 

@@ -32,7 +32,7 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
-    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore"}        # of experiments/ and of torchrun
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore", "gpu"}      # of experiments/, torchrun, pytest
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts

@@ -1,0 +1,364 @@
+"""A CUDA device that a test pretends to have, on a build of PyTorch without one.
+
+    with pretend.cuda() as device:              # device("cuda", 0); `--device cuda` runs
+        with pretend.counted() as seen:
+            ...
+    assert seen.waits == {"grpo.py:247 nonzero": 2}
+
+A Pretended tensor says that it is on the device, and holds a tensor on the CPU, on which each operation is computed.
+What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
+wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
+
+In `pretend.nccl()`, processes with such devices reduce tensors on them, and none on the CPU. What CUDA lacks a kernel
+for, memory, torch.compile and sharded models are beyond this.
+"""
+import contextlib
+import ctypes
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parent.parent
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------------- the tensor
+
+class Pretended(torch.Tensor):
+    """A tensor on a CUDA device, as far as Python can tell. PyTorch's C++ is told that the device is XLA: for a CUDA
+    tensor autograd needs the current stream, which a build without CUDA does not have, for an XLA tensor it does not,
+    and autocast("cuda") applies to both."""
+
+    @staticmethod
+    def __new__(cls, held, index):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device("xla", index),
+            _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA))
+        self.held, self.index = held, index
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+    def set_data(self, other):
+        torch.Tensor.data.__set__(self, other)
+        self.held = other.held
+
+    device = property(lambda self: torch.device("cuda", self.index))
+    is_cuda, is_xla = property(lambda self: True), property(lambda self: False)
+    data = property(torch.Tensor.data.__get__, set_data)
+
+    def __setitem__(self, key, value):      # a number is taken from the CPU
+        value = torch.tensor(value, dtype=self.dtype) if isinstance(value, (int, float)) else value
+        torch.Tensor.__setitem__(self, key, value)
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def __repr__(self):
+        return f"Pretended({self.held!r})"
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+
+def inside(x):
+    """A CUDA device by the name that it has in C++; anything else unchanged."""
+    x = torch.device(x) if isinstance(x, str) and x.startswith("cuda") else x
+    return torch.device("xla", index_of(x)) if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def index_of(device):
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# ------------------------------------------------------------------------------- what is counted
+
+COUNTING = []       # a namespace for each `counted` that is open
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts what happens in this context, three Counters by line and operation: `waits` of the host for the device,
+    `copies` to the device, for which it waits too, and `launches`, the operations on the device that are not views. A
+    call counts once, however often it waits or launches."""
+    seen = SimpleNamespace(waits=Counter(), copies=Counter(), launches=Counter())
+    COUNTING.append(seen)
+    try:
+        yield seen
+    finally:
+        COUNTING.remove(seen)
+
+
+def count(kind, name):
+    for seen in COUNTING:
+        getattr(seen, kind)[f"{site()} {name}"] += 1
+
+
+def site():
+    """The innermost line of the project that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if path := in_project(frame.f_code.co_filename):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+@functools.cache
+def in_project(file):
+    """A file's path in the project; None if it is somewhere else, or this one."""
+    path = Path(file)
+    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
+    return str(path.relative_to(ROOT)) if ours else None
+
+
+# ------------------------------------------------------------------------------------ CUDA's rules
+
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# What takes a CPU tensor without dimensions as a number, beside all that is pointwise; and what of that does not.
+NUMBERS = {"fill_", "masked_fill", "masked_fill_"}
+NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "clamp", "clamp_"}
+# What makes the host wait, beside what PyTorch marks as depending on data; and what launches nothing, beside views.
+WAITS = {"equal", "masked_scatter_backward", "multinomial"}
+DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+             "_local_scalar_dense"}
+
+
+@functools.cache
+def described(func):
+    """What is known of an operation: its name, which arguments it writes to, which results are these, whether it takes
+    numbers from the CPU, waits, or launches."""
+    def writes(x):
+        return x.alias_info is not None and x.alias_info.is_write
+
+    arguments, returns = func._schema.arguments, func._schema.returns
+    name, view = func._schema.name.split("::")[1], any(r.alias_info and not writes(r) for r in returns)
+    return SimpleNamespace(
+        name=name, returned=[*map(writes, returns)],
+        written=[(i, a.name) for i, a in enumerate(arguments) if writes(a)],
+        takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags and name not in NO_NUMBERS,
+        waits=name in WAITS or bool(DEPENDS & set(func.tags)), launches=not view and name not in NO_KERNEL)
+
+
+def is_cpu(x):
+    return isinstance(x, torch.Tensor) and type(x) is not Pretended
+
+
+def refuse(func, op, args, written, tensors):
+    """Raises for tensors on two devices, but for what CUDA allows: numbers on the CPU, and indices."""
+    cpu = [t for t in tensors if is_cpu(t)]
+    if op.name in INDEXING:
+        allowed = not is_cpu(args[0]) and all(t.dim() == 0 for t in args[2:3] if is_cpu(t))
+    else:
+        allowed = op.takes_numbers and all(t.dim() == 0 for t in cpu) and not any(map(is_cpu, written))
+    if not allowed or len({t.device for t in tensors}) > 1 + bool(cpu):
+        found = ", ".join(f"{t.device} {str(t.dtype)[6:]}{[*t.shape]}" for t in tensors)
+        raise RuntimeError(f"{site()}: Expected all tensors to be on the same device, but found at least two devices: "
+                           f"{found} in {func}")
+
+
+def watch(op, args, kwargs):
+    """Counts an operation on the device, and what of it waits."""
+    waits, copies = op.waits, 0
+    if op.name in INDEXING:         # by a mask: of its nonzero elements, unless they are set to a number
+        indices, numbers = [t for t in args[1] if t is not None], [*filter(is_cpu, args[2:3])]
+        masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
+        if len(masks) == len(indices) == len(numbers) == 1:
+            numbers = masks = []
+        waits, copies = not all(map(is_cpu, masks)), sum(map(is_cpu, indices)) + len(numbers)
+    elif op.name == "repeat_interleave":
+        waits = kwargs.get("output_size") is None
+    elif op.name == "isin":         # sorts, unless the second tensor is small
+        waits = all(map(torch.is_tensor, args[:2])) and args[1].numel() >= 10 * args[0].numel() ** 0.145
+    elif op.name == "where":
+        copies = sum(map(is_cpu, args))
+    for kind, n in (("waits", waits), ("copies", copies), ("launches", op.launches)):
+        for _ in range(n):
+            count(kind, op.name)
+
+
+def watch_copy(op, args, kwargs, to_device):
+    """Counts a copy: between the devices it waits, but from pinned memory, and to the CPU, if it is told not to."""
+    source = args[op.name == "copy_"]
+    non_blocking = kwargs.get("non_blocking", args[2:3] == (True,))
+    if is_cpu(source):
+        kind = None if non_blocking and hasattr(source, "pinned") else "copies"
+    else:
+        kind = "launches" if to_device else None if non_blocking else "waits"
+    if kind:
+        count(kind, op.name)
+
+
+# --------------------------------------------------------------------------------------- computing
+
+def compute(func, args, kwargs):
+    """The result of any operation, on a device or not. Autograd and autocast, PyTorch's own, are above this."""
+    op, tensors = described(func), []
+    for x in (*args, *kwargs.values()):
+        tensors += [t for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)]
+    index = next((t.index for t in tensors if type(t) is Pretended), None)
+    to_device = index is not None if op.name != "copy_" else type(args[0]) is Pretended
+    if (asked := kwargs.get("device")) is not None:
+        to_device = asked.type in ("xla", "cuda")
+        index = index_of(asked) if to_device else index
+        kwargs = kwargs | ({"device": torch.device("cpu")} if to_device else {})
+    if index is None:
+        return on_cpu(func, op, args, kwargs)
+    if (generator := kwargs.get("generator")) is not None:
+        raise RuntimeError(f"{site()}: Expected a 'cuda' device type for generator but found {generator.device}")
+
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
+    if op.name in ("copy_", "_to_copy"):
+        watch_copy(op, args, kwargs, to_device)
+    else:
+        if any(type(t) is not Pretended or t.index != index for t in tensors):
+            refuse(func, op, args, written, tensors)
+        if COUNTING:
+            watch(op, args, kwargs)
+    found = func(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
+    if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
+        raise NotImplementedError(f"{func} changes the shape of a tensor in place")
+    if not any(op.returned):
+        return wrapped(found, index) if to_device else found
+    found = found if isinstance(found, tuple) else (found,)
+    found = tuple(written.pop(0) if own else wrapped(x, index) for own, x in zip(op.returned, found))
+    return found if len(found) > 1 else found[0]
+
+
+def on_cpu(func, op, args, kwargs):
+    """The result of an operation on the CPU. Pinned memory is only marked; a view of it is not."""
+    if op.name == "is_pinned":
+        return hasattr(args[0], "pinned")
+    if op.name == "_pin_memory":
+        pinned = args[0].clone()
+        pinned.pinned = True
+        return pinned
+    return func(*args, **kwargs)
+
+
+def held(x):
+    """The tensors on the CPU behind an argument."""
+    if type(x) is Pretended:
+        return x.held
+    return type(x)(map(held, x)) if isinstance(x, (list, tuple)) else x
+
+
+def wrapped(x, index):
+    """The tensors in a result, on a device."""
+    if isinstance(x, torch.Tensor):
+        return Pretended(x, index)
+    return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
+
+
+class Operations(TorchDispatchMode):
+    """Sees operations that have no tensor to start from, too: zeros, randn."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention on the device as one operation, the CPU's kernel, in autocast's dtype."""
+    if is_cpu(q) or not q.numel():
+        return torch._C._nn.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
+                                                         enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf"))
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v, attn_mask = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, attn_mask))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=attn_mask,
+                                                            scale=scale)[0]
+
+
+# ------------------------------------------------------------------------------------ the device
+
+@contextlib.contextmanager
+def guard():
+    """Autograd looks in a table in C++ for the guard of a tensor's device, and a build without XLA has none: in this
+    context it finds the CPU's, which knows no streams."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
+    table = (ctypes.c_void_p * 10).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
+    before, table[9] = table[9], table[0]
+    try:
+        yield
+    finally:
+        table[9] = before
+
+
+@contextlib.contextmanager
+def cuda(index=0):
+    """In this context PyTorch has CUDA devices; yields the one with this index."""
+    current, tensor, to = [0], torch.tensor, torch.Tensor.to
+    module = dict(
+        _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8, current_device=lambda: current[0],
+        set_device=lambda device: current.__setitem__(0, torch.device(device).index),
+        synchronize=lambda device=None: count("waits", "synchronize"), is_bf16_supported=lambda *_: True,
+        is_current_stream_capturing=lambda: False, mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10))
+    foreach = dict(_foreach_supported_types=[torch.Tensor, Pretended],
+                   _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"])
+    stands = [
+        (torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, device=inside(device), **kwargs)),
+        (torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *map(inside, args), **{
+            name: inside(x) for name, x in kwargs.items()})),
+        (F, "scaled_dot_product_attention", attention), *((torch.cuda, *stand) for stand in module.items()),
+        *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
+    lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
+    with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):
+        for stand in stands:
+            patch.setattr(*stand)
+        torch._C._set_only_lift_cpu_tensors(True)           # torch.tensor makes one on the CPU, and copies it
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            with Operations():
+                yield torch.device("cuda", index)
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lifts)
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+
+@contextlib.contextmanager
+def nccl():
+    """In this context the backend nccl is there: gloo, for tensors on the current device only."""
+    real = SimpleNamespace(**vars(dist))
+
+    def init_process_group(backend):
+        assert backend == "nccl"
+        real.init_process_group("gloo")
+
+    def all_reduce(x, op=dist.ReduceOp.SUM):
+        if is_cpu(x) or x.index != torch.cuda.current_device():
+            raise RuntimeError(f"{site()}: No backend type associated with device type {x.device}")
+        real.all_reduce(x.held, op)
+
+    def all_gather_object(*args):
+        count("waits", "all_gather_object")
+        real.all_gather_object(*args)
+
+    def barrier(device_ids=None):
+        if device_ids != [torch.cuda.current_device()]:
+            raise RuntimeError(f"{site()}: a barrier that does not know its device")
+        count("waits", "barrier")
+        real.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        for stand in (init_process_group, all_reduce, all_gather_object, barrier):
+            patch.setattr(dist, stand.__name__, stand)
+        yield

@@ -1,0 +1,40 @@
+"""What only a GPU can tell, in a minute or two: `python -m pytest tests/test_gpu.py --gpu`. The rest of the tests never
+see one; for most of what can go wrong there they pretend, in test_device.py."""
+import math
+
+import pytest
+import torch
+from test_device import ILLEGAL, TIMES, metrics, prepared, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and --gpu")]
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["grpo", "ppo, critic of its own"])
+def test_a_compiled_step(top, tmp_path, name, dtype):
+    """Sampler and trainer agree, and the policy learns."""
+    agent = run(top, name, device="cuda", dtype=dtype, compile="on", steps=2, out=str(tmp_path / "run"))
+    assert all(p.device == DEVICE and p.dtype == torch.float32 and p.isfinite().all() for p in agent.policy.parameters())
+    for m in metrics(tmp_path / "run")[1:]:
+        assert m["mismatch"] < (1e-4 if dtype == "float32" else 0.2) and 0 < m["grad_norm"] < math.inf
+
+
+def test_a_step_in_float32_is_that_of_the_cpu(top, tmp_path):
+    """Up to rounding: each sampled token too."""
+    for device in ("cpu", "cuda"):
+        run(top, "grpo", device=device, dtype="float32", out=str(tmp_path / device))
+    for a, b in zip(metrics(tmp_path / "cpu"), metrics(tmp_path / "cuda"), strict=True):
+        assert all(a[x] == pytest.approx(b[x], rel=1e-3, abs=1e-5) for x in a.keys() - TIMES)
+
+
+@pytest.mark.parametrize("name", [name for name in ILLEGAL if name not in ("three inputs", "Adam's steps", "two GPUs")])
+def test_what_pretending_refuses_cuda_does(name):
+    """But for where it is stricter, as CUDA does not look."""
+    with pytest.raises((RuntimeError, TypeError)):
+        ILLEGAL[name](torch.ones(4, 3, device=DEVICE), torch.ones(4, 3), torch.tensor([0, 1]))

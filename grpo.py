@@ -215,7 +215,8 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     active = torch.ones_like(finished)              # (r,), of these, the rows that still sample
     is_greedy = rows % group < n_greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
-    stop, N = torch.tensor(sorted(stop), device=device), u.size(1)
+    vocabulary, N = torch.arange(policy.cfg.vocab_size), u.size(1)
+    ends = torch.isin(vocabulary, torch.tensor(sorted(stop))).to(device)                      # (V,)
 
     cache = (policy.cache_class or caches.KVCache)(policy, T)
     logits = cache.read(prompts, length, group)                                             # (B, V)
@@ -225,7 +226,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
         ids[rows, column] = torch.where(active, token, ids[rows, column])
         logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
         mask[rows, column] |= active
-        finished[rows] |= active & torch.isin(token, stop)
+        finished[rows] |= active & ends[token]
         active = ~finished[rows] & (n + 1 < most[rows])
         if (n + 1) % cache.every == 0 or n + 1 == N:    # rarely on a GPU, as the host waits for it
             kept = cache.keep(active)
@@ -233,7 +234,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
                 break
             rows, active, token, column = rows[kept], active[kept], token[kept], column[kept]
         logits = cache.append(token, column)                                                # (r, V)
-    T = batches.row_lengths(mask).max()
+    T = batches.row_lengths(mask).max().item()
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def complete(agent, prompts, group, u, max_new=None, n_greedy=0):

@@ -1,4 +1,5 @@
 """Minibatches, micro-batches, sets of rows, statistics; the check of sampler against trainer."""
+import dataclasses
 from functools import partial
 
 import torch
@@ -23,6 +24,12 @@ def pad_prompts(prompts, max_new, context, device):
                         f"model's context of {context}")
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     return *(torch.tensor(x, device=device) for x in (padded, lengths, most)), T
+
+def on_host(batch):
+    """A Batch with all tensors on the host."""
+    tensors = {n: x.cpu() for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    components = {n: x.cpu() for n, x in batch.components.items()}
+    return dataclasses.replace(batch, **tensors, components=components)
 
 def row_lengths(mask):
     """The length of each row without padding, (B,)."""

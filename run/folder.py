@@ -15,7 +15,7 @@ import json
 import os
 
 from data import UserError
-from run import files, machine, samples, shard, show
+from run import batches, files, machine, samples, shard, show
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
@@ -29,7 +29,7 @@ def log_samples(agent, step, batch, last):
     two to samples.jsonl, on the first rank."""
     if step not in (1, last) and step % agent.cfg.save_every != 0:
         return
-    first = machine.world()[0] == 0
+    first, batch = machine.world()[0] == 0, batches.on_host(batch)
     if first:
         show.group(batch, samples.widest(batch, agent.cfg.group), agent.encoding)
     if first or shard.is_sharded(agent.policy):         # every rank takes part in its passes

@@ -2,13 +2,14 @@
 import torch
 
 from data.tokenizer import pieces
+from model import send
 from run import batches, machine
 
 PART = 2 ** 24      # most logits at a time, 64 MiB in float32
 
 def widest(batch, group):
     """The rows of the group with the largest std of rewards; the first one in a tie."""
-    spread = batch.reward.sum(1).cpu().double().view(-1, group).std(1, correction=0)
+    spread = batch.reward.sum(1).double().view(-1, group).std(1, correction=0)
     p = int(spread.argmax())
     return slice(p * group, (p + 1) * group)
 
@@ -30,7 +31,7 @@ def as_it_is_now(policy, ids, mask, temperature):
     for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
         with torch.compiler.set_stance("force_eager"):      # a single row would be compiled again
             h = policy(row[None, :T - 1])[0]                                                # (T, C)
-        h, tokens = h[on[1:T]], row[:T][on[:T]]                                     # (n, C), (n,)
+        h, tokens = h[on[1:T]], send(row[:T][on[:T]], h.device)                     # (n, C), (n,)
         logp, entropy = [], []
         size = max(1, PART // policy.cfg.vocab_size)
         for part, token in zip(h.split(size), tokens.split(size)):
@@ -46,7 +47,7 @@ def rounded(x):
     return [round(value, 4) for value in x.tolist()]
 
 def records(agent, step, batch):
-    """The records of samples.jsonl for two groups of a rollout, a dict each, after its update. An
+    """The records of samples.jsonl for two groups of a rollout that is on the host, a dict each. An
     inner list has an entry per token; `ends` are indices, from 0, of tokens that end a step."""
     cfg, found = agent.cfg, []
     for which, rows in chosen(cfg, step, batch).items():

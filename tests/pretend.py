@@ -99,7 +99,7 @@ def counted():
     try:
         yield seen
     finally:
-        COUNTING.remove(seen)
+        COUNTING.pop()          # contexts nest
 
 
 def count(kind, name):

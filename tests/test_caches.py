@@ -14,8 +14,6 @@ from run.sharing import SharedCache
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: rows end all the time
-# Importing torch._dynamo warns.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def static(model):

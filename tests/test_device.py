@@ -1,4 +1,5 @@
 """The project on a CUDA device that is pretended (see pretend.py): tensors on two devices, and waits for the device."""
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -7,19 +8,23 @@ import re
 import socket
 import sys
 import traceback
+from collections import Counter
 
 import pretend
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import tiny_model
 from safetensors.torch import load, load_file, save
 from torch.utils.checkpoint import checkpoint
 
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import machine, pretrained
+from run import checkpoint, machine, optimizer, pretrained, samples
+from run.caches import StaticCache
+from run.models import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
 
@@ -408,3 +413,59 @@ def test_two_ranks_reduce_nothing_on_the_cpu(top, tmp_path):
         process.join(120)
     assert [process.exitcode for process in both] == [0, 0], [path.read_text() for path in tmp_path.glob("error*")]
     assert all(metrics(tmp_path / name)[-1]["step"] > 0 for name in RANKS)
+
+
+# ------------------------------------------------------------------------------- waits for the device
+
+@contextlib.contextmanager
+def calls_of(monkeypatch, *functions):
+    """Counts the calls of functions (module, name), and what happens in them, by name."""
+    calls, seen = Counter(), {}
+
+    def watch(name, real):
+        def counting(*args, **kwargs):
+            calls[name] += 1
+            with pretend.counted() as now:
+                result = real(*args, **kwargs)
+            for kind, n in vars(now).items():
+                seen.setdefault(name, {}).setdefault(kind, Counter()).update(n)
+            return result
+        return counting
+    with monkeypatch.context() as patch:
+        for module, name in functions:
+            patch.setattr(module, name, watch(name, getattr(module, name)))
+        yield calls, seen
+
+
+def test_sampling_waits_once_in_16_tokens(monkeypatch):
+    """And once for the width of the result. Each launch of the model is counted; a compiled one has fewer."""
+    with pretend.cuda() as device:
+        model = tiny_model(n_layer=3).to(device)
+        model.amp, model.cache_class = torch.bfloat16, StaticCache
+        with pretend.counted() as seen:
+            b = grpo.sample(frozen(model), [[1, 2], [3]], 12, 40, 1.0, {256}, torch.rand(24, 40))
+        assert b.ids.shape == (24, 42)
+    assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
+    assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, limits, stop tokens, random numbers
+    assert seen.launches.total() <= 40 * (3 * 53 + 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo, critic of its own", "steps rewarded, target_kl"])
+def test_a_step_waits_seldom(top, tmp_path, monkeypatch, name):
+    """At most twice in a micro-batch, and four times more in an optimizer step; nothing but the rows' indices, from
+    pinned memory, is copied to the device. The rest of a rollout waits as often for ten rows as for twenty."""
+    rollouts = []
+    for prompts in (5, 10):
+        with pretend.cuda(), calls_of(monkeypatch, (grpo, "sample"), (grpo, "rollout"), (grpo, "update"), (grpo, "total_loss"),
+                                     (optimizer, "optimizer_step"), (samples, "records"), (checkpoint, "save")) as (calls, seen):
+            run(top, name, prompts=prompts, minibatches=2, micro_tokens=60, device="cuda", out=str(tmp_path / str(prompts)))
+        assert calls["rollout"] == calls["update"] == 1 and calls["optimizer_step"] == 2 and calls["total_loss"] >= 2
+        update = seen["update"]
+        assert update["waits"].total() <= 2 * calls["total_loss"] + 4 * 2, update["waits"]
+        assert not update["copies"], update["copies"]
+        rollouts.append(seen["rollout"]["waits"].total() - seen["sample"]["waits"].total() // calls["sample"])
+        assert seen["records"]["waits"].total() <= 4 * 2 + 4, seen["records"]["waits"]         # twice for each row
+        whole = load_file(tmp_path / str(prompts) / "checkpoint.safetensors")
+        assert seen["save"]["waits"].total() <= calls["save"] * len(whole)       # each tensor once, for both files
+    assert max(rollouts) <= 20 + 2 * (calls["total_loss"] + 1), rollouts

@@ -636,6 +636,7 @@ SETTINGS = dict(
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
     compile=({}, {"auto": None, "on": "compiled"}),
     share_prefix=({}, {"off": None}),
+    static_cache=({}, {"on": None, "off": None}),
     shard=({}, {"on": None}))
 TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
 

@@ -232,15 +232,23 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_new_files_and_prints_are_fine(tmp_path):
-    """data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines in model.py: the tests of the layout stay green."""
+    """A task and a script beside grpo.py, in any style; data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines
+    in model.py: the tests of the layout stay green. A module that imports the script does not."""
     import shutil
     shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
     fork = tmp_path / "fork"
     shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
-    (fork / "run" / "mine.py").write_text('"""Mine."""\nfrom run import machine\n\ndef world():\n    """The ranks."""\n    return machine.world()\n')
+    (fork / "run" / "mine.py").write_text("from run import machine\n\ndef world():\n    a = 1\n    b = 2\n    return machine.world(), a, b\n")
+    shutil.copy(fork / "data" / "sums.py", fork / "reverse.py")
+    (fork / "plot.py").write_text("import matplotlib\n\ndef plot():\n    a = 1\n    b = 2\n    return eval('a + b')" + " " * 100 + "\n")
     with open(fork / "grpo.py", "a") as f:
         f.write("    print()\n")
     with open(fork / "model.py", "a") as f:
         f.write("# a comment\n" * 30)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"], cwd=fork, text=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"]
+    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout[-2000:]
+    (fork / "run" / "mine.py").write_text("import plot\nimport pandas\n")
+    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
+    assert "run.mine imports plot: imports run down" in done.stdout and "add them to requirements.txt" in done.stdout
+    assert "3 failed" not in done.stdout and "2 failed" in done.stdout

@@ -197,9 +197,9 @@ def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
 
 @pytest.mark.parametrize("name", ["positions", "norm", "mlp", "bias"])
 def test_a_misspelled_part_of_a_model_is_refused(name):
-    """`positions="alibi"` once built a model with RoPE."""
+    """`positions="ropee"` once built a model with RoPE."""
     with pytest.raises(UserError, match=f"^{name} must be one of "):
-        tiny_model(**{name: "alibi"})
+        tiny_model(**{name: f"misspelled {name}"})
 
 
 def test_a_shape_that_config_json_cannot_hold_is_refused():

@@ -204,8 +204,118 @@ def test_a_misspelled_part_of_a_model_is_refused(name):
 
 def test_a_shape_that_config_json_cannot_hold_is_refused():
     """It would be lost by --resume, --init and a kept warm start."""
-    with pytest.raises(UserError, match="would not say norm 'layer': add it to config_json and read_config in run/pretrained.py$"):
+    with pytest.raises(UserError, match="would not say norm 'layer': add it to EXTRA in run/pretrained.py$"):
         pretrained.config_json(tiny_model(norm="layer"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(model.GPTConfig):
+    """A shape with a field of each kind; by default all do nothing."""
+    window: int = 0
+    gated: bool = False
+    gain: float = -0.5
+    act: Literal["silu", "relu"] = "silu"
+
+
+@pytest.fixture
+def wider(monkeypatch):
+    """Each field has one entry in a table."""
+    monkeypatch.setattr(pretrained, "GPTConfig", Wider)
+    monkeypatch.setattr(pretrained, "EXTRA", dict(window="window", gated="gated", gain="own_gain", act="act", norm="norm"))
+
+
+@pytest.mark.parametrize("changes", [{}, dict(window=8, gated=True, gain=-1.5, act="relu", norm="layer"),
+                                     dict(gated=True), dict(gain=0.0)])
+def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
+    shape = Wider(vocab_size=9, n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_inner=8, block_size=8, **changes)
+    pretrained.save(model.GPT(shape, torch.Generator().manual_seed(0)), tmp_path)
+    assert pretrained.load(tmp_path).cfg == shape
+
+
+def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
+    """As every file from elsewhere; also one of another family, whose own fields win over the defaults."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "GPTConfig", model.GPTConfig)
+        patch.setattr(pretrained, "EXTRA", {})
+        pretrained.save(tiny_model(), tmp_path)
+    assert vars(pretrained.load(tmp_path).cfg) == vars(Wider(**vars(tiny_model().cfg)))
+    gpt2 = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_head=2, n_embd=8, n_positions=8, layer_norm_epsilon=1e-5)
+    shape = pretrained.read_config(gpt2 | dict(window=3))
+    assert (shape.norm, shape.window, shape.act) == ("layer", 3, "silu")
+
+
+@pytest.mark.parametrize("wrong, fault", [
+    (dict(window=2.0), "window must be an integer, not 2.0"), (dict(window=True), "window must be an integer, not True"),
+    (dict(window=-1), "window must be between 0 and 1048576, not -1"), (dict(gated=1), "gated must be a bool, not 1"),
+    (dict(own_gain="1"), "own_gain must be a number, not '1'"), (dict(act="gelu"), "act must be one of silu, relu")])
+def test_a_field_of_ones_own_is_checked(wrong, fault, wider):
+    hf = pretrained.config_json(model.GPT(Wider()))
+    with pytest.raises(UserError, match=f"^{fault}$"):
+        pretrained.read_config(hf | wrong)
+
+
+class Scaled(model.Attention):
+    """Attention with a factor for each head, and one for all."""
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.temperature = torch.nn.Parameter(torch.ones(cfg.n_head, 1))
+        self.gain = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *given):
+        return super().forward(*given) * self.temperature.mean() * self.gain
+
+
+@pytest.mark.parametrize("family", pretrained.FAMILIES)
+def test_a_parameter_of_ones_own_begins_as_written(family, monkeypatch):
+    """The weights of linear layers and embeddings alone are drawn, in the order of their names, as without it."""
+    shape = dict(tied=False, **pretrained.FAMILIES[family])
+    plain = dict(tiny_model(scale=1, **shape).named_parameters())
+    monkeypatch.setattr(model, "Attention", Scaled)
+    source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
+    for name, p in tiny_model(scale=1, **shape).named_parameters():
+        if name.endswith("self_attn.temperature"):
+            assert p.shape == (4, 1) and (p == 1).all()
+        elif p.dim() == 2:
+            scale = std / 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else std        # 2 layers
+            assert torch.equal(p, torch.empty(p.shape).normal_(0, scale, generator=source))
+            assert torch.equal(p, plain[name])
+        elif name.endswith("gain"):
+            assert p.item() == 1.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_parameter_of_ones_own_is_saved_and_loaded(family, tmp_path, monkeypatch):
+    """One number as well. A file without it is refused, unless a table says what it begins as."""
+    shape = pretrained.FAMILIES[family]
+    hf = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32, n_positions=64, layer_norm_epsilon=1e-5,
+              n_inner=64) if family == "gpt2" else {}
+
+    def saved(folder):
+        """A model, saved there."""
+        gpt = tiny_model(**shape, **dict(n_kv_head=4) if hf else {})
+        if hf:
+            gpt.hf = dict(hf)
+        with torch.no_grad():
+            for name, p in gpt.named_parameters():
+                if "temperature" in name or "gain" in name:
+                    p += 1
+        pretrained.save(gpt, folder)
+        return gpt
+    plain = saved(tmp_path / "plain")
+    assert pretrained.own_parameters(plain) == {}
+    monkeypatch.setattr(model, "Attention", Scaled)
+    gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
+    assert all(torch.equal(p, x) for p, x in zip(gpt.parameters(), loaded.parameters(), strict=True))
+    assert [name.split(".", 2)[2] for name in pretrained.own_parameters(gpt)] == [
+        f"{i}.self_attn.{name}" for i in range(2) for name in ("temperature", "gain")]
+    for new, left in (({}, "gain is missing, and 3 more"), ({"attn.gain": 1.5}, "temperature is missing, and 1 more")):
+        monkeypatch.setattr(pretrained, "NEW", new)
+        with pytest.raises(UserError, match=f"0.self_attn.{left}; NEW in run/pretrained.py can give it a value$"):
+            pretrained.load(tmp_path / "plain")
+    monkeypatch.setattr(pretrained, "NEW", {"attn.gain": 1.5, "self_attn.temperature": 2})
+    filled = pretrained.load(tmp_path / "plain")
+    assert filled.layers[1].self_attn.gain.item() == 1.5 and (filled.layers[0].self_attn.temperature == 2).all()
+    assert torch.equal(filled.norm.weight, plain.norm.weight)
 
 
 def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
@@ -226,6 +336,27 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
             pretrained.load(tmp_path)
         patch.setattr(pretrained, "GPT", Mended)
         assert pretrained.load(tmp_path).slopes.tolist() == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch, capsys):
+    """Trained, saved, resumed and started from; a line says that others will not read them."""
+    small = "--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_lr 5e-3 --prompts 2 --group 4 " \
+            "--max_new 12 --held_out 20 --lr 1e-2".split()
+    grpo.main([*small, "--steps", "0", "--out", str(tmp_path / "plain")])
+    assert "other programs" not in capsys.readouterr().out
+    monkeypatch.setattr(model, "Attention", Scaled)
+    grpo.main([*small, "--steps", "2", "--out", str(tmp_path / "own")])
+    assert capsys.readouterr().out.count("note: other programs will ignore model.layers.0.self_attn.temperature in the saved "
+                                         "model, and 1 more: a llama has no such parameters\n") == 1
+    grpo.main(["--resume", "--steps", "3", "--out", str(tmp_path / "own")])
+    learned = pretrained.load(tmp_path / "own").layers[0].self_attn
+    assert learned.gain != 1.5 and (learned.temperature != 1).all()
+    monkeypatch.setattr(pretrained, "NEW", {"gain": 1.0, "temperature": 1.0})
+    grpo.main([*small[:-2], "--warm_steps", "0", "--lr", "0", "--steps", "1", "--init", str(tmp_path / "plain"), "--out",
+               str(tmp_path / "from")])
+    begun = pretrained.load(tmp_path / "from").layers[0].self_attn
+    assert begun.gain == 1 and (begun.temperature == 1).all()
 
 
 # ------------------------------------------------------------------------------- innocent changes

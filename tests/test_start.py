@@ -111,6 +111,7 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(models, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
+    monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
     got = agents.begin(cfg, toy(), saved)
     assert got[0] is cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
     assert calls == ["claim", ({"a": "config"}, 3), "open"]

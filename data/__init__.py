@@ -71,6 +71,26 @@ def check_components(problem, parts):
             raise UserError(f"the reward {name!r} of {prompt} is {x!r}, not a finite number")
 
 
+def check_steps(problem, completion, found):
+    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from 1
+    to its length that never decrease."""
+    steps = f"the steps of the prompt {problem.prompt!r}"
+    if not isinstance(found, list):
+        raise UserError(f"{steps} must be a list of (end, truth), not {found!r}")
+    least = 1
+    for step in found:
+        if not isinstance(step, (tuple, list)) or len(step) != 2:
+            raise UserError(f"{steps} must be pairs (end, truth), not {step!r}")
+        end, truth = step
+        whole = isinstance(end, numbers.Integral) and not isinstance(end, bool)
+        if not whole or not least <= end <= len(completion):
+            raise UserError(f"{steps} must have integer ends that never decrease, up to the length "
+                            f"of the text: here from {least} to {len(completion)}, not {end!r}")
+        if hasattr(truth, "__len__") or truth not in (0, 1):        # an array has a length
+            raise UserError(f"{steps} must each be True or False, not {truth!r}")
+        least = end
+
+
 def require(task, function, why):
     """Raise UserError if a task lacks a function; `why` tells the user what needs it."""
     if not callable(getattr(task, function, None)):

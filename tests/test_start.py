@@ -87,6 +87,28 @@ def test_the_reward_is_tried_once(monkeypatch):
         check({}, 1, monkeypatch, toy(reward=lambda p, text: {}))
 
 
+def test_the_steps_are_tried_once(monkeypatch):
+    """On a demonstration, or without a warm start on a short text; only if steps are rewarded."""
+    tried = []
+    task = toy(steps=lambda p, text: tried.append((p, text)) or [(len(text), True)])
+    for changes in ({}, dict(supervision="process"), dict(supervision="process", warm_steps=0)):
+        check(changes, 1, monkeypatch, task)
+    assert tried == [(PROBLEMS[0], "abc"), (PROBLEMS[0], "12")]
+    check({}, 1, monkeypatch, toy(steps=lambda p, text: None))
+    with pytest.raises(UserError, match="^the steps of the prompt '0=' must be a list"):
+        check(dict(supervision="process"), 1, monkeypatch, toy(steps=lambda p, text: None))
+
+
+def test_components_that_steps_do_not_earn_are_noted(monkeypatch, capsys):
+    task = toy(reward=lambda p, text: {"correct": 0.0, "style": 0.5, "short": 1.0})
+    check({}, 1, monkeypatch, task)
+    check(dict(supervision="process"), 1, monkeypatch)
+    assert capsys.readouterr().out == ""
+    check(dict(supervision="process"), 1, monkeypatch, task)
+    assert capsys.readouterr().out == ("note: --supervision process rewards steps, and the last one for a right answer; "
+                                       "this is only logged: style, short\n")
+
+
 @pytest.mark.parametrize("found", [
     None, [PROBLEMS, HELD_OUT], (PROBLEMS,), (PROBLEMS, HELD_OUT, []), (PROBLEMS, ["1="]),
     ([SimpleNamespace(prompt=1)], HELD_OUT)])

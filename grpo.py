@@ -276,8 +276,9 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
         r = torch.where(dead, 0, r - mean)
     elif baseline == "leave-one-out":           # the mean of the other completions
         r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
-    if scale == "group":                        # "batch": see `advantages`
-        r = r / torch.where(dead, 1, std)
+    elif baseline not in ("none", "value"):
+        raise ValueError(f"no case for the baseline {baseline!r}")
+    r = r / {"group": torch.where(dead, 1, std), "batch": 1, "none": 1}[scale]     # batch: `whiten`
     return torch.where(on, r, 0).view_as(reward).float(), dead.flatten()
 
 def gae(reward, value, mask, gamma, lam):
@@ -355,7 +356,7 @@ def token_weights(mask, loss_mean, rows, tokens, max_new):
     token: all equal; constant: all equal, and independent of the lengths (Dr. GRPO)."""
     if loss_mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
-    return mask / max(tokens if loss_mean == "token" else rows * max_new, 1)
+    return mask / max({"token": tokens, "constant": rows * max_new}[loss_mean], 1)
 
 def bounded(x):
     """x clamped to [-20, 20] with a straight-through gradient, so that its exp stays finite."""
@@ -371,7 +372,7 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     if estimator == "k2":
         return r.square() / 2
     k3 = r.expm1() - r                          # exp(r) - 1 - r would lose its digits near 0
-    return ratio * k3 if estimator == "ratio*k3" else k3
+    return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
     """The clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T), and

@@ -23,15 +23,18 @@ def read_json(text, source):
     return value
 
 
+def task_file(name):
+    """The path of a task: data/<name>.py, or `name` itself if it is a path."""
+    return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
+
+
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
     UserError if there is none, or if it lacks DEFAULTS, `problems`, `reward` or `answer`."""
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
-    here, path = Path(__file__).parent, Path(name)
+    here, path = Path(__file__).parent, task_file(name)
     named = name.isidentifier()             # `../x` is neither a name nor a .py path
-    if named:
-        path = here / f"{name}.py"
     if not (named or name.endswith(".py")) or not path.is_file():
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")

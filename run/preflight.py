@@ -53,6 +53,9 @@ def check_run(cfg, task, problems, held_out):
     if cfg.warm_batch < ranks:
         raise UserError(f"--warm_batch {cfg.warm_batch} is less than one row for each of {ranks} "
                         f"ranks")
+    if len(held_out) < cfg.held_out:
+        show.print0(f"note: --held_out {cfg.held_out}, but the task has only {len(held_out)} "
+                    f"held-out problems")
     if len(held_out) < 50:
         show.print0(f"note: with only {len(held_out)} held-out problems, one more solved changes a "
                     f"result by {1 / len(held_out):.0%}")

@@ -73,6 +73,13 @@ def test_few_held_out_problems_are_told(n, note, monkeypatch, capsys):
     assert capsys.readouterr().out == note
 
 
+@pytest.mark.parametrize("asked, note", [(0, ""), (59, ""), (60, ""), (
+    61, "note: --held_out 61, but the task has only 60 held-out problems\n")])
+def test_fewer_held_out_problems_than_asked_for_are_told(asked, note, monkeypatch, capsys):
+    check(dict(held_out=asked), 1, monkeypatch, held_out=HELD_OUT[:asked or None])
+    assert capsys.readouterr().out == note
+
+
 def test_none_held_out_is_a_fault(monkeypatch):
     with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
         check({}, 1, monkeypatch, held_out=[])

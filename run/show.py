@@ -135,4 +135,5 @@ def group(batch, rows, encoding):
         on = batch.mask[at[0]]
         adv, ids = batch.adv[at[0]][on].tolist(), batch.ids[at[0]][on].tolist()
         text = coloured(tokenizer.pieces(encoding, ids), adv)
-        print0(f"    {len(at)}x {prompt}{text}   reward {reward:g}  advantage {adv[0]:+.2f}")
+        of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
+        print0(f"    {len(at)}x {prompt}{text}   reward {reward:g}  advantage {of}{adv[0]:+.2f}")

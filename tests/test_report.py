@@ -572,6 +572,20 @@ def test_curves_of_several_runs(opened, page, tmp_path):
     assert text_of(page, "#note") == "No completions have been logged yet."
 
 
+def test_a_metric_is_described_as_what_it_is(opened, tmp_path):
+    """A fork's own was once said to be a component of the reward."""
+    records = [x | dict(parts={"correct": [1.0, 0.0], "style": [0.2, 0.2]}) for x in invented([1], lambda *at: "ab", rows=2)]
+    where = folder_of(tmp_path / "run", records).parent
+    folder.append(where / "metrics.jsonl", {"step": 5, "odd": 1.0})
+    page = opened(report.write([where]))
+    find(page, "#more summary")[0].click()
+    page.execute_async_script(SETTLED)
+    assert {box.get_attribute("data-name"): box.find_element("css selector", ".about").text for box in find(page, "#more .chart")} == {
+        "style": "a component of the rule's reward, mean over completions",
+        "odd": "not described: MEANING in run/page/page.js lacks it",
+        "dead_groups": "share of groups whose rewards are all equal; with a group baseline they teach nothing"}
+
+
 def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MOST", 30_000)
     path = folder_of(tmp_path / "run", invented(range(1, 31), lambda *at: "abc", rows=2))

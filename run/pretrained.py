@@ -145,8 +145,10 @@ def without_memory(folder):
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as e:
-        why = f"{e.__class__.__name__}: {e}" if path.exists() else "not found"
-        raise UserError(f"no model in {folder}: config.json: {why}; --init names its folder") from e
+        why = "train one first, or name its folder with --init"
+        if path.exists():
+            why = f"config.json: {e.__class__.__name__}: {e}"
+        raise UserError(f"no model in {folder}: {why}") from e
     return of_config(read_json(text, path), path)
 
 def of_config(hf, source="config.json"):

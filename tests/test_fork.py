@@ -107,13 +107,37 @@ def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
 
 
 @pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
-                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("gradient_accumulation_steps", "micro_tokens"),
+                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("max-new", "max_new"), ("actor_rollout_ref.actor.kl_loss_coef", "beta"),
                                          ("num_iterations", "epochs"), ("loss_type", "loss_mean"), ("scale_rewards", "adv_scale"), ("max-new-tokens", "max_new"), ("gae_lambda", "lam"), ("resum", "resume")])
 def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
     with pytest.raises(UserError, match=f"^there is no setting '{name}': did you mean '{meant}'\\?$"):
         grpo.read_command([f"--{name}", "1"])
     with pytest.raises(UserError, match=f"did you mean '{meant}'"):
         grpo.read_command([f"--{name}=1"])
+
+
+@pytest.mark.parametrize("argv, fault", [
+    (["--loss_type", "dr_grpo"], "there is no setting 'loss_type': did you mean '--algo dr_grpo'?"),
+    (["--loss-type=dapo", "--lr", "1"], "there is no setting 'loss-type': did you mean '--algo dapo'?"),
+    (["--loss_type", "bnpo"], "there is no setting 'loss_type': did you mean 'loss_mean'?"),
+    (["--gradient_accumulation_steps", "4"], "there is no setting 'gradient_accumulation_steps': a lower --micro_tokens "
+                                             "accumulates more"),
+    (["algorithm.adv_estimator=grpo"], "there is no setting 'algorithm.adv_estimator': did you mean '--algo grpo'?"),
+    (["algorithm.adv_estimator=gae"], "there is no setting 'algorithm.adv_estimator': did you mean 'baseline'?"),
+    (["actor_rollout_ref.rollout.n=8"], "there is no setting 'actor_rollout_ref.rollout.n': did you mean 'group'?"),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=8"], "there is no setting 'actor_rollout_ref.actor.ppo_mini_batch_size': "
+                                                        "--minibatches is their number in a rollout"),
+    (["actor_rollout_ref.actor.optim.lr=1e-6"], "there is no setting 'actor_rollout_ref.actor.optim.lr': did you mean 'lr'?"),
+    (["lr=1e-6"], "unrecognized argument: lr=1e-6: did you mean '--lr=1e-6'?"), (["grpo"], "unrecognized argument: grpo; see --help")])
+def test_names_from_elsewhere_get_a_hint(argv, fault):
+    with pytest.raises(UserError) as e:
+        grpo.read_command(argv)
+    assert str(e.value) == fault
+
+
+def test_a_hint_names_a_setting_that_there_is():
+    names = {f.name for f in dataclasses.fields(grpo.Config)}
+    assert {*flags.ALIASES.values()} <= names and not names & {*flags.ALIASES, *flags.NOTES}
 
 
 def test_no_source_is_parsed_after_the_import(monkeypatch):

@@ -215,12 +215,11 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     active = torch.ones_like(finished)              # (r,), of these, the rows that still sample
     is_greedy = rows % group < n_greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
-    vocabulary, N = torch.arange(policy.cfg.vocab_size), u.size(1)
-    ends = torch.isin(vocabulary, torch.tensor(sorted(stop))).to(device)                      # (V,)
+    ends = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
 
     cache = (policy.cache_class or caches.KVCache)(policy, T)
     logits = cache.read(prompts, length, group)                                             # (B, V)
-    for n in range(N):
+    for n in range(u.size(1)):
         token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
         column = (start[rows] + n).clamp(max=T - 1)
         ids[rows, column] = torch.where(active, token, ids[rows, column])
@@ -228,7 +227,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
         mask[rows, column] |= active
         finished[rows] |= active & ends[token]
         active = ~finished[rows] & (n + 1 < most[rows])
-        if (n + 1) % cache.every == 0 or n + 1 == N:    # rarely on a GPU, as the host waits for it
+        if (n + 1) % cache.every == 0 or n + 1 == u.size(1):     # the host waits
             kept = cache.keep(active)
             if len(kept) == 0:
                 break
@@ -278,8 +277,12 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
         r = torch.where(dead, 0, r - mean)
     elif baseline == "leave-one-out":           # the mean of the other completions
         r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
-    if scale == "group":                        # "batch": see `advantages`
+    elif baseline not in ("none", "value"):
+        raise ValueError(f"no case for the baseline {baseline!r}")
+    if scale == "group":
         r = r / torch.where(dead, 1, std)
+    elif scale not in ("batch", "none"):        # "batch": see `advantages`
+        raise ValueError(f"no case for the scale {scale!r}")
     return torch.where(on, r, 0).view_as(reward).float(), dead.flatten()
 
 def gae(reward, value, mask, gamma, lam):
@@ -293,13 +296,6 @@ def gae(reward, value, mask, gamma, lam):
         next_value = torch.where(mask[:, t], value[:, t], 0)
         out[:, t] = next_adv
     return out
-
-def whiten(x, mask):
-    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
-    x = x.to(machine.double(x.device))
-    mean, std = machine.mean_and_std(x[mask])
-    spread = mask & (std > 1e-6 * mean.abs())
-    return torch.where(spread, (x - mean) / std, 0).float()
 
 def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages (B, T), returns (B, T) or None, and dead groups (P,), from step rewards (B, T) at
@@ -318,7 +314,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
         adv = gae(score - penalty, value, mask, cfg.gamma, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
-        adv = whiten(adv, mask)
+        adv = batches.whiten(adv, mask)
     return adv, returns, dead
 
 # ----------------------------------------------------------- rollout: completions, rewards, credit
@@ -357,7 +353,7 @@ def token_weights(mask, loss_mean, rows, tokens, max_new):
     token: all equal; constant: all equal, and independent of the lengths (Dr. GRPO)."""
     if loss_mean == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
-    return mask / max(tokens if loss_mean == "token" else rows * max_new, 1)
+    return mask / max({"token": tokens, "constant": rows * max_new}[loss_mean], 1)
 
 def bounded(x):
     """x clamped to [-20, 20] with a straight-through gradient, so that its exp stays finite."""
@@ -373,7 +369,7 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     if estimator == "k2":
         return r.square() / 2
     k3 = r.expm1() - r                          # exp(r) - 1 - r would lose its digits near 0
-    return ratio * k3 if estimator == "ratio*k3" else k3
+    return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
     """The clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T), and

@@ -172,11 +172,11 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.set_angles()
         std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000
-        for name, p in self.named_parameters():
-            if p.dim() == 2:                    # as in GPT-2, smaller for residual projections
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        for name, m in self.named_modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):    # smaller for residual projections
+                residual = name.endswith(("o_proj", "down_proj"))
                 scale = (2 * cfg.n_layer) ** -0.5 if residual else 1
-                nn.init.normal_(p, std=std * scale, generator=generator)
+                nn.init.normal_(m.weight, std=std * scale, generator=generator)
 
     def set_angles(self):
         """Sets all buffers, also in a loaded model: RoPE's cos and sin (block_size, 1, D/2). Llama

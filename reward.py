@@ -2,7 +2,7 @@
 import torch
 import torch.nn.functional as F
 
-from data import UserError, check_components
+from data import UserError, check_components, check_steps
 from data.tokenizer import decode, step_tokens
 from model import send
 from run import batches, machine, optimizer
@@ -48,7 +48,9 @@ def of_steps(task, batch, cfg, encoding):
     ends, reward, correct = last.cpu(), torch.zeros(mask.shape), batch.components["correct"].cpu()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
         columns = mask[i].nonzero()[:, 0].tolist()
-        ids, found = all_ids[i, columns].tolist(), task.steps(problem, text) or [(0, False)]
+        ids, found = all_ids[i, columns].tolist(), task.steps(problem, text)
+        check_steps(problem, text, found)
+        found = found or [(0, False)]
         tokens = step_tokens(encoding, ids, [end for end, _ in found])
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
         good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]

@@ -23,15 +23,18 @@ def read_json(text, source):
     return value
 
 
+def task_file(name):
+    """The path of a task: data/<name>.py, or `name` itself if it is a path."""
+    return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
+
+
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
     UserError if there is none, or if it lacks DEFAULTS, `problems`, `reward` or `answer`."""
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
-    here, path = Path(__file__).parent, Path(name)
+    here, path = Path(__file__).parent, task_file(name)
     named = name.isidentifier()             # `../x` is neither a name nor a .py path
-    if named:
-        path = here / f"{name}.py"
     if not (named or name.endswith(".py")) or not path.is_file():
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
@@ -69,6 +72,26 @@ def check_components(problem, parts):
             raise UserError(f"rename the reward component {name!r}: it is the name of a statistic")
         if not isinstance(x, numbers.Real) or not math.isfinite(x):
             raise UserError(f"the reward {name!r} of {prompt} is {x!r}, not a finite number")
+
+
+def check_steps(problem, completion, found):
+    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from 1
+    to its length that never decrease."""
+    steps = f"the steps of the prompt {problem.prompt!r}"
+    if not isinstance(found, list):
+        raise UserError(f"{steps} must be a list of (end, truth), not {found!r}")
+    least = 1
+    for step in found:
+        if not isinstance(step, (tuple, list)) or len(step) != 2:
+            raise UserError(f"{steps} must be pairs (end, truth), not {step!r}")
+        end, truth = step
+        whole = isinstance(end, numbers.Integral) and not isinstance(end, bool)
+        if not whole or not least <= end <= len(completion):
+            raise UserError(f"{steps} must have integer ends that never decrease, up to the length "
+                            f"of the text: here from {least} to {len(completion)}, not {end!r}")
+        if hasattr(truth, "__len__") or truth not in (0, 1):        # an array has a length
+            raise UserError(f"{steps} must each be True or False, not {truth!r}")
+        least = end
 
 
 def require(task, function, why):

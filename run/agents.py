@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from model import GPT
-from run import checkpoint, folder, machine, models, optimizer, preflight, shard, show, warm_start
+from run import checkpoint, folder, machine, models, optimizer, preflight, pretrained, shard, show
+from run import warm_start
 from run.models import ScalarHead, frozen
 
 @dataclass
@@ -69,6 +70,9 @@ def begin(cfg, task, saved):
     else:
         policy, cold = warm_start.starting_model(cfg, task, longest, encoding)
     show.print0(preflight.costs(policy, cfg, longest))
+    if own := [*pretrained.own_parameters(policy)]:
+        show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "
+                    f"{len(own) - 1} more: a {policy.hf['model_type']} has no such parameters")
     machine.wait_for_all()
     if machine.world()[0] == 0:
         checkpoint.open_run(cfg, saved)

@@ -135,6 +135,13 @@ def statistics(batch, dead):
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
     return machine.means(stats)
 
+def whiten(x, mask):
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
+    x = x.to(machine.double(x.device))
+    mean, std = machine.mean_and_std(x[mask])
+    spread = mask & (std > 1e-6 * mean.abs())
+    return torch.where(spread, (x - mean) / std, 0).float()
+
 def speed(batch, began, sampled, ended):
     """A step's seconds and the tokens per second of its rollout and update, from the times at which
     it began, had sampled and ended."""

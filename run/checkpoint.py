@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import UserError, read_json
-from run import files, machine, pretrained, shard
+from data import UserError, read_json, task_file
+from run import files, machine, pretrained, shard, show
 from run.folder import LOGS, clear_up, keep_previous
 from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, training_state
 
@@ -26,7 +26,7 @@ class Checkpoint:
     beta: float         # current KL coefficient, see --target_kl
     model: dict         # the policy's config.json; empty before there is a model
     sizes: dict         # bytes of the logs at this step
-    data: dict          # SHA-256 of the --train and --test files when the run began
+    data: dict          # SHA-256 of the task's and the problems' files when the run began
     tensors: dict       # see `training_state`; empty if only the header was read
 
     def __post_init__(self):
@@ -102,8 +102,8 @@ def load(folder, config, whole=True):
     except (OSError, SafetensorError) as e:
         raise UserError(f"{path} is not a complete safetensors file: {e}") from e
     except (KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} was not written by this version of grpo.py ({type(e).__name__}: "
-                        f"{e})") from e
+        raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
+                        f"or delete the file") from e
 
 def refuse_foreign_code(task, given, folder):
     """Raises UserError if the run's task is a file that the flags `given` do not name: opening
@@ -166,8 +166,11 @@ def resume(folder, config, flags, may_change):
 
 def data_of(cfg):
     """SHA-256 of the problem files, by the flag that names them."""
-    return {name: hashlib.sha256(Path(getattr(cfg, name)).read_bytes()).hexdigest()
-            for name in ("train", "test") if getattr(cfg, name)}
+    return {name: hash_of(getattr(cfg, name)) for name in ("train", "test") if getattr(cfg, name)}
+
+def hash_of(path):
+    """SHA-256 of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 # ------------------------------------------------------------------------------------- a run begins
 
@@ -187,7 +190,10 @@ def claim(cfg, checkpoint):
 
 def open_run(cfg, checkpoint=None):
     """Creates the folder of a new run, or truncates the logs of a resumed one to its checkpoint, as
-    later steps are repeated."""
+    later steps are repeated; notes that a resumed run's task has changed."""
+    task = hash_of(task_file(cfg.task))
+    if checkpoint and checkpoint.data.get("task", task) != task:
+        show.print0(f"note: {task_file(cfg.task)} has changed since the run began")
     about = {"config": dataclasses.asdict(cfg), "command": sys.argv,
              "versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
     try:
@@ -201,8 +207,9 @@ def open_run(cfg, checkpoint=None):
         if checkpoint is None:
             if (cfg.folder / "model.safetensors").exists():
                 keep_previous(cfg.folder)
-            write_checkpoint(cfg, Checkpoint(-1, {}, cfg.beta, {}, dict.fromkeys(LOGS, 0),
-                                             data_of(cfg), {}))
+            write_checkpoint(cfg, Checkpoint(
+                step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
+                data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
         for name in LOGS:
             with open(cfg.folder / name, "ab") as f:

@@ -18,12 +18,23 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              ask=dict(metavar="QUESTION", help="print the answer of the model in --init or --out"),
              report=dict(metavar="FOLDER", nargs="+", help="put these runs on one page, "
                          "report.html in the first folder, or in --out"))
-# Other libraries' names for our settings.
-ALIASES = dict(learning_rate="lr", num_generations="group", epsilon="clip_low", kl_coef="beta",
-               epsilon_high="clip_high", max_completion_length="max_new", max_new_tokens="max_new",
-               num_iterations="epochs", loss_type="loss_mean", scale_rewards="adv_scale",
-               max_steps="steps", model="init", output_dir="out", gae_lambda="lam",
-               gradient_accumulation_steps="micro_tokens")
+# Names of our settings in TRL and in verl, and what to say of settings that we do not have.
+ALIASES = dict(
+    learning_rate="lr", num_generations="group", epsilon="clip_low", epsilon_high="clip_high",
+    max_completion_length="max_new", max_new_tokens="max_new", num_iterations="epochs",
+    loss_type="loss_mean", scale_rewards="adv_scale", importance_sampling_level="ratio",
+    max_steps="steps", save_steps="save_every", eval_steps="eval_every", max_grad_norm="grad_clip",
+    gradient_checkpointing="recompute", model="init", model_name_or_path="init", output_dir="out",
+    steps_per_generation="minibatches", gae_lambda="lam",
+    n="group", train_batch_size="prompts", max_response_length="max_new", path="init",
+    adv_estimator="baseline", norm_adv_by_std_in_grpo="adv_scale", kl_coef="beta",
+    kl_loss_coef="beta", kl_loss_type="estimator", use_kl_loss="kl", use_kl_in_reward="kl",
+    clip_ratio="clip_low", clip_ratio_low="clip_low", clip_ratio_high="clip_high",
+    loss_agg_mode="loss_mean", ppo_epochs="epochs", total_training_steps="steps",
+    save_freq="save_every", test_freq="eval_every", default_local_dir="out",
+    ppo_max_token_len_per_gpu="micro_tokens", ppo_micro_batch_size_per_gpu="micro_tokens")
+NOTES = dict(gradient_accumulation_steps="a lower --micro_tokens accumulates more",
+             ppo_mini_batch_size="--minibatches is their number in a rollout")
 HELP = {}           # for each dataclass a list of (title, {field: text})
 
 def read_help(config):
@@ -80,9 +91,13 @@ def read(config, algos, about, argv):
         show.print0(parser.format_help())
     parser.print_help = print_help
     given, unknown = parser.parse_known_args(argv)
-    if unknown and unknown[0].startswith("-"):
-        refuse_unknown(unknown[0].lstrip("-").partition("=")[0], [*fields, *MODES, "algo"])
     if unknown:
+        name, equals, value = unknown[0].partition("=")
+        if equals and name in fields:                                       # `lr=1e-4`
+            raise UserError(f"unrecognized argument: {unknown[0]}: did you mean '--{unknown[0]}'?")
+        if equals or name.startswith("-"):
+            value = value or "".join(unknown[1:2])
+            refuse_unknown(name.lstrip("-"), [*fields, *MODES, "algo"], value, algos)
         error(f"unrecognized argument: {unknown[0]}")
     given = vars(given)
     choose("algo", given.get("algo", "grpo"), algos)
@@ -94,11 +109,16 @@ def add(group, name, kind, choices, default, text):
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
-def refuse_unknown(name, names):
-    """Raises UserError for an unknown name, and suggests the one of `names` probably meant."""
-    plain = name.replace("-", "_")
+def refuse_unknown(name, names, value="", algos=()):
+    """Raises UserError for an unknown name with a value, and suggests the one of `names` probably
+    meant, or one of `algos`."""
+    plain = name.rpartition(".")[2].replace("-", "_")       # verl's have dots
     near = [ALIASES[plain]] if plain in ALIASES else difflib.get_close_matches(plain, names, 1)
     hint = f": did you mean {near[0]!r}?" if near else "; see --help"
+    if value in algos:                                      # TRL's --loss_type dr_grpo
+        hint = f": did you mean '--algo {value}'?"
+    elif plain in NOTES:
+        hint = f": {NOTES[plain]}"
     raise UserError(f"there is no setting {name!r}{hint}")
 
 def build(config, given):

@@ -1,10 +1,11 @@
 """Checks before anything large is allocated: the task, the sizes, the memory."""
+import random
 import re
 from pathlib import Path
 
 import torch
 
-from data import UserError, check_components, require
+from data import UserError, check_components, check_steps, require
 from model import CHUNK
 from run import machine, shard, show
 from run.caches import by_64, power_of_two
@@ -38,7 +39,7 @@ def check_run(cfg, task, problems, held_out):
     if not held_out:
         raise UserError("the task has no held-out problems to evaluate on")
     for problem in problems[:1]:            # fail before the warm start
-        check_components(problem, task.reward(problem, ""))
+        check_rule(cfg, task, problem)
     ranks = machine.world()[1]
     drawn = {"prompts": cfg.prompts}          # problems drawn at a time
     if cfg.reward == "model":
@@ -52,9 +53,24 @@ def check_run(cfg, task, problems, held_out):
     if cfg.warm_batch < ranks:
         raise UserError(f"--warm_batch {cfg.warm_batch} is less than one row for each of {ranks} "
                         f"ranks")
+    if len(held_out) < cfg.held_out:
+        show.print0(f"note: --held_out {cfg.held_out}, but the task has only {len(held_out)} "
+                    f"held-out problems")
     if len(held_out) < 50:
         show.print0(f"note: with only {len(held_out)} held-out problems, one more solved changes a "
                     f"result by {1 / len(held_out):.0%}")
+
+def check_rule(cfg, task, problem):
+    """Raises UserError if the reward or the steps of a problem are not what they should be; notes
+    components of the reward that process supervision does not use."""
+    parts = task.reward(problem, "")
+    check_components(problem, parts)
+    if cfg.supervision == "process":
+        text = task.demonstration(problem, random.Random(0)) if cfg.warm_steps else "12"
+        check_steps(problem, text, task.steps(problem, text))
+        if logged := [name for name in parts if name != "correct"]:
+            show.print0(f"note: --supervision process rewards steps, and the last one for a right "
+                        f"answer; this is only logged: {', '.join(logged)}")
 
 def check_room(model, cfg, longest):
     """Raises UserError, before the model is allocated, if a run with prompts of up to `longest`

@@ -4,7 +4,9 @@ A loaded model keeps its config.json as `model.hf`, so that it can be written ba
 """
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +15,12 @@ from data import UserError, read_json
 from model import GPT, GPTConfig
 from run.files import write_tensors, write_whole
 from run.tensors import finite
+
+# For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
+# that lacks one has the default. NEW: what fills a parameter that a file lacks, by the end of the
+# parameter's name, as in {"self_attn.temperature": 1.0}.
+EXTRA = {}
+NEW = {}
 
 FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
@@ -29,6 +37,9 @@ GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", 
               "self_attn.v_proj": "attn.c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
               "norm.": "ln_f."}
 TURNED = re.compile(r"\.c_\w+\.weight$")      # GPT-2's linear weights: stored transposed
+PARAMETERS = re.compile(r"((embed_tokens|embed_positions|norm|lm_head)|layers\.\d+\.(self_attn\."
+                        r"([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj|(input|post_attention)"
+                        r"_layernorm))\.(weight|bias)")         # those that a family has
 CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # in older files
 # Settings in a config.json that may change the arithmetic, with the values that do not.
 ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch_tanh"),
@@ -40,7 +51,7 @@ ONLY = dict(hidden_act=("silu",), activation_function=("gelu_new", "gelu_pytorch
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = {int: "an integer", bool: "a bool", float: "a positive number", list: "a list",
-         dict: "an object"}
+         dict: "an object", str: "a string"}
 
 # ------------------------------------------------------------------------------------ config.json
 
@@ -53,23 +64,26 @@ def read_config(hf):
         if kind != "full_attention":
             raise UserError(f"layer_types {kind!r} is not supported")
     names = GPT2_NAMES if family == "gpt2" else NAMES
-    kinds = GPTConfig.__annotations__
+    kinds = {f.name: f.type for f in fields(GPTConfig)}
     found = {ours: typed(hf, theirs, kinds[ours]) for ours, theirs in names.items()}
+    extra = {ours: typed(hf, theirs, kinds[ours], least=-1e300) for ours, theirs in EXTRA.items()}
     given = {ours: x for ours, x in found.items() if x is not None}
     gpt2 = dict(n_inner=4 * given.get("n_embd", 0)) if family == "gpt2" else {}
     given = dict(n_kv_head=given.get("n_head"), head_size=0, tied=family == "gpt2") | gpt2 | given
     if missing := [theirs for ours, theirs in names.items() if given.get(ours) is None]:
         raise UserError(f"{missing[0]} is missing")
-    return shape(**given, **FAMILIES[family], **read_rope(hf))
+    extra = {ours: x for ours, x in extra.items() if x is not None}
+    return shape(**given | FAMILIES[family] | read_rope(hf) | extra)
 
-def shape(**fields):
+def shape(**given):
     """A GPTConfig; raises UserError for sizes out of bounds, so that a damaged file cannot allocate
-    memory."""
-    for name, x in fields.items():
-        least, most = int(name != "head_size"), 1000 if name == "n_layer" else 2 ** 20
+    memory. A size may be 0 if that is its default."""
+    sizes = {f.name: f.default for f in fields(GPTConfig)}
+    for name, x in given.items():
+        least, most = int(sizes[name] != 0), 1000 if name == "n_layer" else 2 ** 20
         if type(x) is int and not least <= x <= most:
             raise UserError(f"{name} must be between {least} and {most}, not {x}")
-    return GPTConfig(**fields)
+    return GPTConfig(**given)
 
 def read_rope(hf):
     """GPTConfig's fields for RoPE. As in transformers, `rope_scaling` takes precedence over
@@ -93,26 +107,29 @@ def refuse(hf, only):
         if hf.get(key) is not None and hf[key] not in values:
             raise UserError(f"{key} {hf[key]!r} is not supported")
 
-def typed(hf, key, kind, default=None):
-    """The value of a key; raises UserError if it has another type, or is a float not above 0."""
+def typed(hf, key, kind, default=None, least=0):
+    """The value of a key; raises UserError if it has another type, or is a float not above `least`.
+    The choices of a Literal are checked by GPTConfig."""
     x = default if hf.get(key) is None else hf[key]
-    if x is None or type(x) is kind and kind is not float:
+    if x is None or get_args(kind) or type(x) is kind and kind is not float:
         return x
-    if kind is float and type(x) in (int, float) and 0 < x < 1e300:
+    if kind is float and type(x) in (int, float) and least < x < 1e300:
         return float(x)
-    raise UserError(f"{key} must be {KINDS[kind]}, not {x!r}")
+    what = "a number" if kind is float and least < 0 else KINDS[kind]
+    raise UserError(f"{key} must be {what}, not {x!r}")
 
 def config_json(model):
     """The config.json of a model: the one it was loaded with, or a Llama's for a new model. Raises
     UserError if the model has a setting that the latter does not hold."""
     if not hasattr(model, "hf"):
-        model.hf = {theirs: getattr(model.cfg, ours) for ours, theirs in NAMES.items()} | dict(
+        names = NAMES | EXTRA
+        model.hf = {theirs: getattr(model.cfg, ours) for ours, theirs in names.items()} | dict(
             model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
             rope_theta=model.cfg.rope_theta, dtype="float32")
         read, written = vars(read_config(model.hf)), vars(model.cfg)
         if lost := [name for name in written if read[name] != written[name]]:
             raise UserError(f"config.json would not say {lost[0]} {written[lost[0]]!r}: add it to "
-                            f"config_json and read_config in run/pretrained.py")
+                            f"EXTRA in run/pretrained.py")
     return model.hf
 
 # ----------------------------------------------------------------------------------------- reading
@@ -128,8 +145,10 @@ def without_memory(folder):
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as e:
-        why = f"{e.__class__.__name__}: {e}" if path.exists() else "not found"
-        raise UserError(f"no model in {folder}: config.json: {why}; --init names its folder") from e
+        why = "train one first, or name its folder with --init"
+        if path.exists():
+            why = f"config.json: {e.__class__.__name__}: {e}"
+        raise UserError(f"no model in {folder}: {why}") from e
     return of_config(read_json(text, path), path)
 
 def of_config(hf, source="config.json"):
@@ -163,13 +182,16 @@ def read_weights(model, folder):
         if name in held:
             parts = held[name]
             tensor = tensor.T if TURNED.search(name) else tensor
-            want = (sum(p.size(0) for p in parts), *parts[0].shape[1:])
+            want = tuple(parts[0].shape)
+            if len(parts) > 1:
+                want = (sum(p.size(0) for p in parts), *want[1:])
             if tensor.shape != want:
                 raise UserError(f"{folder}: {name} has the shape {tuple(tensor.shape)}, not {want}")
             if not tensor.is_floating_point():
                 raise UserError(f"{folder}: {name} has the dtype {tensor.dtype}, not a float dtype")
-            for p, part in zip(parts, tensor.split([p.size(0) for p in parts])):
-                p.copy_(part)
+            pieces = [tensor] if len(parts) == 1 else tensor.split([p.size(0) for p in parts])
+            for p, piece in zip(parts, pieces):
+                p.copy_(piece)
                 if not finite(p):
                     raise UserError(f"{folder}: {name} has values that are not finite")
             seen.add(name)
@@ -177,12 +199,23 @@ def read_weights(model, folder):
             head = tensor
         elif not CONSTANTS.search(name):
             raise UserError(f"{folder}: the tensor {name} does not belong to this model")
-    if missing := sorted(held.keys() - seen):
-        raise UserError(f"{folder}: tensor {missing[0]} is missing, and {len(missing) - 1} more")
+    fill_new(model, {name: held[name] for name in sorted(held.keys() - seen)}, folder)
     if head is not None and not torch.equal(head.float(), model.embed_tokens.weight):
         raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the "
                         f"embedding: set it to false, or remove the tensor")
     return model
+
+def fill_new(model, missing, folder):
+    """Fills the parameters that a file lacks, lists by name, as NEW says; raises UserError for any
+    that it does not name."""
+    values = {name: x for name in missing for end, x in NEW.items() if name.endswith(end)}
+    if left := [name for name in missing if name not in values]:
+        hint = "; NEW in run/pretrained.py can give it a value"
+        raise UserError(f"{folder}: tensor {left[0]} is missing, and {len(left) - 1} more"
+                        + hint * (left[0] in own_parameters(model)))
+    for name, parts in missing.items():
+        for p in parts:
+            p.fill_(values[name])
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
@@ -204,7 +237,7 @@ def each_tensor(folder):
 def parameters_by_file_name(model, parameters=None):
     """Lists of parameters by their name in a file: GPT-2 stores query, key and value in one."""
     held, gpt2 = {}, config_json(model)["model_type"] == "gpt2"
-    for name, p in (parameters or dict(model.named_parameters())).items():
+    for name, p in (dict(model.named_parameters()) if parameters is None else parameters).items():
         if gpt2:
             for ours, theirs in GPT2_PARTS.items():
                 name = name.replace(ours, theirs)
@@ -212,6 +245,11 @@ def parameters_by_file_name(model, parameters=None):
             name = ("transformer." if gpt2 else "model.") + name
         held.setdefault(name, []).append(p)
     return held
+
+def own_parameters(model):
+    """The parameters that no family has, by their names in a file: other programs ignore them."""
+    own = {n: p for n, p in model.named_parameters() if not PARAMETERS.fullmatch(n)}
+    return parameters_by_file_name(model, own)
 
 # ----------------------------------------------------------------------------------------- writing
 
@@ -228,6 +266,6 @@ def save(model, folder, files=(), parameters=None):
         write_whole(folder / name, content)
     tensors = {}
     for name, parts in parameters_by_file_name(model, parameters).items():
-        whole = torch.cat([p.detach() for p in parts])
+        whole = parts[0].detach() if len(parts) == 1 else torch.cat([p.detach() for p in parts])
         tensors[name] = whole.T if TURNED.search(name) else whole
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})

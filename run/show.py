@@ -93,7 +93,7 @@ def resume_command(cfg):
 
 def step_line(step, total, done):
     """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
-    warning after three steps in a row in which the groups say nothing."""
+    warning after three steps in a row without differences within groups, or without an end."""
     stats, times = done[-1], [stats["seconds"] for stats in done]
     shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # name=decimals
     left = statistics.median(times[-9:]) * (total - step)
@@ -135,4 +135,5 @@ def group(batch, rows, encoding):
         on = batch.mask[at[0]]
         adv, ids = batch.adv[at[0]][on].tolist(), batch.ids[at[0]][on].tolist()
         text = coloured(tokenizer.pieces(encoding, ids), adv)
-        print0(f"    {len(at)}x {prompt}{text}   reward {reward:g}  advantage {adv[0]:+.2f}")
+        of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
+        print0(f"    {len(at)}x {prompt}{text}   reward {reward:g}  advantage {of}{adv[0]:+.2f}")

@@ -6,10 +6,10 @@ import torch
 from conftest import tiny_model
 
 from grpo import (ALGOS, Config, advantages, gae, step_scores, kl_estimate, policy_loss,
-                  token_weights, value_loss, whiten)
+                  token_weights, value_loss)
 from model import token_logps
 from run.models import ScalarHead
-from run.batches import last_tokens
+from run.batches import last_tokens, whiten
 
 G = torch.Generator().manual_seed(0)
 # Rows of 1, 3, 5 and 2 sampled tokens after prompts of 2, 1, 1 and 3.

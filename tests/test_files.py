@@ -81,6 +81,49 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
     assert says in fault(capsys, "--resume", "--steps", 3, "--out", again)
 
 
+@pytest.mark.parametrize("change", [lambda state: state.pop("beta"), lambda state: state.update(ema=0.5),
+                                    lambda state: state["config"].update(n_mlp=4)])
+def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
+    """Also to a new run in its folder. Python's own error once did not."""
+    path = again / "checkpoint.safetensors"
+    cfg, saved = checkpoint.load(again, Config)
+    state = {n: x for n, x in vars(saved).items() if n != "tensors"} | {"config": dataclasses.asdict(cfg)}
+    change(state)
+    checkpoint.write_state(path, state, saved.tensors)
+    for flags in (["--resume"], TINY):
+        assert fault(capsys, *flags, "--out", again) == (
+            f"error: {path} was not written by this version of grpo.py: choose another --out, or delete the file\n")
+
+
+TOY = """from types import SimpleNamespace
+DEFAULTS = {}
+def problems(cfg):
+    made = [SimpleNamespace(prompt=c) for c in "abcdefgh"]
+    return made, made[:2]
+def demonstration(problem, rng): return "a"
+def reward(problem, text): return {"correct": float("a" in text)}
+def answer(text): return text
+"""
+
+
+def test_a_task_that_has_changed_is_noted(tmp_path, capsys):
+    """When a run goes on, each time. A checkpoint of before the file's hash was stored says nothing."""
+    mine, out = tmp_path / "mine.py", tmp_path / "out"
+    mine.write_text(TOY)
+    main([*TINY, "--task", str(mine), "--steps", "1", "--out", str(out)])
+    for steps, text, noted in ((2, TOY, 0), (3, TOY + "# another\n", 1), (4, TOY + "# another\n", 1), (5, TOY, 0)):
+        mine.write_text(text)
+        capsys.readouterr()
+        main(["--resume", "--task", str(mine), "--steps", str(steps), "--out", str(out)])
+        assert capsys.readouterr().out.count(f"note: {mine} has changed since the run began\n") == noted
+    cfg, saved = checkpoint.load(out, Config)
+    assert saved.data.keys() == {"task"}
+    mine.write_text(TOY + "# another\n")
+    checkpoint.write_checkpoint(dataclasses.replace(cfg, out=str(out)), dataclasses.replace(saved, data={}))
+    main(["--resume", "--task", str(mine), "--steps", "6", "--out", str(out)])
+    assert "note: " + str(mine) not in capsys.readouterr().out
+
+
 def test_a_flipped_bit_is_found(again):
     path = again / "checkpoint.safetensors"
     whole = path.read_bytes()

@@ -107,7 +107,7 @@ def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
 
 
 @pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
-                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("gradient_accumulation_steps", "micro_tokens"),
+                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("max-new", "max_new"), ("actor_rollout_ref.actor.kl_loss_coef", "beta"),
                                          ("num_iterations", "epochs"), ("loss_type", "loss_mean"), ("scale_rewards", "adv_scale"), ("max-new-tokens", "max_new"), ("gae_lambda", "lam"), ("resum", "resume")])
 def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
     with pytest.raises(UserError, match=f"^there is no setting '{name}': did you mean '{meant}'\\?$"):
@@ -116,9 +116,56 @@ def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
         grpo.read_command([f"--{name}=1"])
 
 
+@pytest.mark.parametrize("argv, fault", [
+    (["--loss_type", "dr_grpo"], "there is no setting 'loss_type': did you mean '--algo dr_grpo'?"),
+    (["--loss-type=dapo", "--lr", "1"], "there is no setting 'loss-type': did you mean '--algo dapo'?"),
+    (["--loss_type", "bnpo"], "there is no setting 'loss_type': did you mean 'loss_mean'?"),
+    (["--gradient_accumulation_steps", "4"], "there is no setting 'gradient_accumulation_steps': a lower --micro_tokens "
+                                             "accumulates more"),
+    (["algorithm.adv_estimator=grpo"], "there is no setting 'algorithm.adv_estimator': did you mean '--algo grpo'?"),
+    (["algorithm.adv_estimator=gae"], "there is no setting 'algorithm.adv_estimator': did you mean 'baseline'?"),
+    (["actor_rollout_ref.rollout.n=8"], "there is no setting 'actor_rollout_ref.rollout.n': did you mean 'group'?"),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=8"], "there is no setting 'actor_rollout_ref.actor.ppo_mini_batch_size': "
+                                                        "--minibatches is their number in a rollout"),
+    (["actor_rollout_ref.actor.optim.lr=1e-6"], "there is no setting 'actor_rollout_ref.actor.optim.lr': did you mean 'lr'?"),
+    (["lr=1e-6"], "unrecognized argument: lr=1e-6: did you mean '--lr=1e-6'?"), (["grpo"], "unrecognized argument: grpo; see --help")])
+def test_names_from_elsewhere_get_a_hint(argv, fault):
+    with pytest.raises(UserError) as e:
+        grpo.read_command(argv)
+    assert str(e.value) == fault
+
+
+def test_a_hint_names_a_setting_that_there_is():
+    names = {f.name for f in dataclasses.fields(grpo.Config)}
+    assert {*flags.ALIASES.values()} <= names and not names & {*flags.ALIASES, *flags.NOTES}
+
+
 def test_no_source_is_parsed_after_the_import(monkeypatch):
     monkeypatch.setattr(inspect, "getsource", lambda *_: pytest.fail("parsed"))
     assert grpo.read_command(["--lr", "1"])[1].lr == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class More(grpo.Config):
+    """Each choice has one more, which nothing computes yet."""
+    baseline: Literal["none", "group", "value", "ema"] = "group"
+    adv_scale: Literal["none", "group", "batch", "ema"] = "group"
+    estimator: Literal["k1", "k3", "ema"] = "k3"
+    loss_mean: Literal["sequence", "token", "ema"] = "sequence"
+
+
+@pytest.mark.parametrize("name", ["baseline", "adv_scale", "estimator", "loss_mean"])
+def test_a_choice_without_a_case_is_an_error(name):
+    """A baseline `ema` once trained as `none`."""
+    def computed(cfg):
+        """An advantage, a weight, a loss."""
+        x, on = torch.rand(4, 3), torch.ones(4, 3, dtype=torch.bool)
+        adv, *_ = grpo.advantages(x, on, on, torch.zeros(4, 3), None, cfg)
+        weight = grpo.token_weights(on, cfg.loss_mean, 4, 12, 3)
+        return grpo.policy_loss(-x, -x, -x, adv, on, weight, 12, cfg, 0.1)[0]
+    assert computed(More(group=4)).isfinite()
+    with pytest.raises((ValueError, KeyError), match="'ema'"):
+        computed(More(group=4, **{name: "ema"}))
 
 
 # ----------------------------------------------------------------- a copy of the policy that differs
@@ -197,15 +244,125 @@ def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
 
 @pytest.mark.parametrize("name", ["positions", "norm", "mlp", "bias"])
 def test_a_misspelled_part_of_a_model_is_refused(name):
-    """`positions="alibi"` once built a model with RoPE."""
+    """`positions="ropee"` once built a model with RoPE."""
     with pytest.raises(UserError, match=f"^{name} must be one of "):
-        tiny_model(**{name: "alibi"})
+        tiny_model(**{name: f"misspelled {name}"})
 
 
 def test_a_shape_that_config_json_cannot_hold_is_refused():
     """It would be lost by --resume, --init and a kept warm start."""
-    with pytest.raises(UserError, match="would not say norm 'layer': add it to config_json and read_config in run/pretrained.py$"):
+    with pytest.raises(UserError, match="would not say norm 'layer': add it to EXTRA in run/pretrained.py$"):
         pretrained.config_json(tiny_model(norm="layer"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(model.GPTConfig):
+    """A shape with a field of each kind; by default all do nothing."""
+    window: int = 0
+    gated: bool = False
+    gain: float = -0.5
+    act: Literal["silu", "relu"] = "silu"
+
+
+@pytest.fixture
+def wider(monkeypatch):
+    """Each field has one entry in a table."""
+    monkeypatch.setattr(pretrained, "GPTConfig", Wider)
+    monkeypatch.setattr(pretrained, "EXTRA", dict(window="window", gated="gated", gain="own_gain", act="act", norm="norm"))
+
+
+@pytest.mark.parametrize("changes", [{}, dict(window=8, gated=True, gain=-1.5, act="relu", norm="layer"),
+                                     dict(gated=True), dict(gain=0.0)])
+def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
+    shape = Wider(vocab_size=9, n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_inner=8, block_size=8, **changes)
+    pretrained.save(model.GPT(shape, torch.Generator().manual_seed(0)), tmp_path)
+    assert pretrained.load(tmp_path).cfg == shape
+
+
+def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
+    """As every file from elsewhere; also one of another family, whose own fields win over the defaults."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "GPTConfig", model.GPTConfig)
+        patch.setattr(pretrained, "EXTRA", {})
+        pretrained.save(tiny_model(), tmp_path)
+    assert vars(pretrained.load(tmp_path).cfg) == vars(Wider(**vars(tiny_model().cfg)))
+    gpt2 = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_head=2, n_embd=8, n_positions=8, layer_norm_epsilon=1e-5)
+    shape = pretrained.read_config(gpt2 | dict(window=3))
+    assert (shape.norm, shape.window, shape.act) == ("layer", 3, "silu")
+
+
+@pytest.mark.parametrize("wrong, fault", [
+    (dict(window=2.0), "window must be an integer, not 2.0"), (dict(window=True), "window must be an integer, not True"),
+    (dict(window=-1), "window must be between 0 and 1048576, not -1"), (dict(gated=1), "gated must be a bool, not 1"),
+    (dict(own_gain="1"), "own_gain must be a number, not '1'"), (dict(act="gelu"), "act must be one of silu, relu")])
+def test_a_field_of_ones_own_is_checked(wrong, fault, wider):
+    hf = pretrained.config_json(model.GPT(Wider()))
+    with pytest.raises(UserError, match=f"^{fault}$"):
+        pretrained.read_config(hf | wrong)
+
+
+class Scaled(model.Attention):
+    """Attention with a factor for each head, and one for all."""
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.temperature = torch.nn.Parameter(torch.ones(cfg.n_head, 1))
+        self.gain = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *given):
+        return super().forward(*given) * self.temperature.mean() * self.gain
+
+
+@pytest.mark.parametrize("family", pretrained.FAMILIES)
+def test_a_parameter_of_ones_own_begins_as_written(family, monkeypatch):
+    """The weights of linear layers and embeddings alone are drawn, in the order of their names, as without it."""
+    shape = dict(tied=False, **pretrained.FAMILIES[family])
+    plain = dict(tiny_model(scale=1, **shape).named_parameters())
+    monkeypatch.setattr(model, "Attention", Scaled)
+    source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
+    for name, p in tiny_model(scale=1, **shape).named_parameters():
+        if name.endswith("self_attn.temperature"):
+            assert p.shape == (4, 1) and (p == 1).all()
+        elif p.dim() == 2:
+            scale = std / 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else std        # 2 layers
+            assert torch.equal(p, torch.empty(p.shape).normal_(0, scale, generator=source))
+            assert torch.equal(p, plain[name])
+        elif name.endswith("gain"):
+            assert p.item() == 1.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_parameter_of_ones_own_is_saved_and_loaded(family, tmp_path, monkeypatch):
+    """One number as well. A file without it is refused, unless a table says what it begins as."""
+    shape = pretrained.FAMILIES[family]
+    hf = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32, n_positions=64, layer_norm_epsilon=1e-5,
+              n_inner=64) if family == "gpt2" else {}
+
+    def saved(folder):
+        """A model, saved there."""
+        gpt = tiny_model(**shape, **dict(n_kv_head=4) if hf else {})
+        if hf:
+            gpt.hf = dict(hf)
+        with torch.no_grad():
+            for name, p in gpt.named_parameters():
+                if "temperature" in name or "gain" in name:
+                    p += 1
+        pretrained.save(gpt, folder)
+        return gpt
+    plain = saved(tmp_path / "plain")
+    assert pretrained.own_parameters(plain) == {}
+    monkeypatch.setattr(model, "Attention", Scaled)
+    gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
+    assert all(torch.equal(p, x) for p, x in zip(gpt.parameters(), loaded.parameters(), strict=True))
+    assert [name.split(".", 2)[2] for name in pretrained.own_parameters(gpt)] == [
+        f"{i}.self_attn.{name}" for i in range(2) for name in ("temperature", "gain")]
+    for new, left in (({}, "gain is missing, and 3 more"), ({"attn.gain": 1.5}, "temperature is missing, and 1 more")):
+        monkeypatch.setattr(pretrained, "NEW", new)
+        with pytest.raises(UserError, match=f"0.self_attn.{left}; NEW in run/pretrained.py can give it a value$"):
+            pretrained.load(tmp_path / "plain")
+    monkeypatch.setattr(pretrained, "NEW", {"attn.gain": 1.5, "self_attn.temperature": 2})
+    filled = pretrained.load(tmp_path / "plain")
+    assert filled.layers[1].self_attn.gain.item() == 1.5 and (filled.layers[0].self_attn.temperature == 2).all()
+    assert torch.equal(filled.norm.weight, plain.norm.weight)
 
 
 def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
@@ -228,19 +385,48 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
         assert pretrained.load(tmp_path).slopes.tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
+def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch, capsys):
+    """Trained, saved, resumed and started from; a line says that others will not read them."""
+    small = "--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_lr 5e-3 --prompts 2 --group 4 " \
+            "--max_new 12 --held_out 20 --lr 1e-2".split()
+    grpo.main([*small, "--steps", "0", "--out", str(tmp_path / "plain")])
+    assert "other programs" not in capsys.readouterr().out
+    monkeypatch.setattr(model, "Attention", Scaled)
+    grpo.main([*small, "--steps", "2", "--out", str(tmp_path / "own")])
+    assert capsys.readouterr().out.count("note: other programs will ignore model.layers.0.self_attn.temperature in the saved "
+                                         "model, and 1 more: a llama has no such parameters\n") == 1
+    grpo.main(["--resume", "--steps", "3", "--out", str(tmp_path / "own")])
+    learned = pretrained.load(tmp_path / "own").layers[0].self_attn
+    assert learned.gain != 1.5 and (learned.temperature != 1).all()
+    monkeypatch.setattr(pretrained, "NEW", {"gain": 1.0, "temperature": 1.0})
+    grpo.main([*small[:-2], "--warm_steps", "0", "--lr", "0", "--steps", "1", "--init", str(tmp_path / "plain"), "--out",
+               str(tmp_path / "from")])
+    begun = pretrained.load(tmp_path / "from").layers[0].self_attn
+    assert begun.gain == 1 and (begun.temperature == 1).all()
+
+
 # ------------------------------------------------------------------------------- innocent changes
 
 @pytest.mark.slow
 def test_new_files_and_prints_are_fine(tmp_path):
-    """data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines in model.py: the tests of the layout stay green."""
+    """A task and a script beside grpo.py, in any style; data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines
+    in model.py: the tests of the layout stay green. A module that imports the script does not."""
     import shutil
     shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
     fork = tmp_path / "fork"
     shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
-    (fork / "run" / "mine.py").write_text('"""Mine."""\nfrom run import machine\n\ndef world():\n    """The ranks."""\n    return machine.world()\n')
+    (fork / "run" / "mine.py").write_text("from run import machine\n\ndef world():\n    a = 1\n    b = 2\n    return machine.world(), a, b\n")
+    shutil.copy(fork / "data" / "sums.py", fork / "reverse.py")
+    (fork / "plot.py").write_text("import matplotlib\n\ndef plot():\n    a = 1\n    b = 2\n    return eval('a + b')" + " " * 100 + "\n")
     with open(fork / "grpo.py", "a") as f:
         f.write("    print()\n")
     with open(fork / "model.py", "a") as f:
         f.write("# a comment\n" * 30)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"], cwd=fork, text=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"]
+    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout[-2000:]
+    (fork / "run" / "mine.py").write_text("import plot\nimport pandas\n")
+    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
+    assert "run.mine imports plot: imports run down" in done.stdout and "add them to requirements.txt" in done.stdout
+    assert "3 failed" not in done.stdout and "2 failed" in done.stdout

@@ -300,7 +300,8 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Where there is no KL and no critic: the same update as with them in it, also if no row is left."""
     cfg = Config(prompts=2, group=4, max_new=12, grad_clip=1e9, loss_mean=mean, kl="watch", minibatches=2)
     seen, real, after = [], grpo.model.token_logps, []
-    monkeypatch.setattr(grpo.model, "token_logps", lambda model, ids, *x: (seen.append(len(ids)), real(model, ids, *x))[1])
+    monkeypatch.setattr(grpo.model, "token_logps",
+                        lambda model, ids, *x, **more: (seen.append(len(ids)), real(model, ids, *x, **more))[1])
     for watched in (True, False):
         model = tiny_model()
         b = a_rollout(model, cfg)
@@ -342,7 +343,8 @@ def test_dropout_is_on_in_the_update_alone(monkeypatch):
     cfg, modes, real = Config(prompts=2, group=4, max_new=12), [], grpo.model.token_logps
     model = tiny_model().eval()
     b = a_rollout(model, cfg)
-    monkeypatch.setattr(grpo.model, "token_logps", lambda gpt, *x: (modes.append(gpt.training), real(gpt, *x))[1])
+    monkeypatch.setattr(grpo.model, "token_logps",
+                        lambda gpt, *x, **more: (modes.append(gpt.training), real(gpt, *x, **more))[1])
     update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
     assert modes and all(modes) and not any(module.training for module in model.modules())
 

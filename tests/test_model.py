@@ -379,11 +379,10 @@ def fault_of(folder):
 
 
 def test_a_config_that_cannot_be_read(tmp_path):
-    folder, ends = tmp_path / "model", "; --init names its folder"
-    assert fault_of(folder) == f"no model in {folder}: config.json: not found{ends}"
+    folder = tmp_path / "model"
+    assert fault_of(folder) == f"no model in {folder}: train one first, or name its folder with --init"
     (folder / "config.json").mkdir(parents=True)
-    said = fault_of(folder)
-    assert said.startswith(f"no model in {folder}: config.json: IsADirectoryError: [Errno ") and said.endswith(ends)
+    assert fault_of(folder).startswith(f"no model in {folder}: config.json: IsADirectoryError: [Errno ")
 
 
 @pytest.mark.parametrize("gone, more", [(1, 0), (3, 2)])

@@ -570,6 +570,7 @@ def places(tmp_path_factory):
 
 # Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
+# (upstream/test_settings.py checks that none of this repository's own settings is missing.)
 STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
           "passes", "evaluations", "saves", "samples.jsonl", "folder")
 BASE = TINY | dict(init="@warm", warm_steps=0)
@@ -683,16 +684,6 @@ def made(places, tmp_path_factory):
                 known[key] = stages(run(**given), where)
         return known[key]
     return of
-
-
-def test_every_setting_is_turned():
-    for f in dataclasses.fields(Config):
-        assert f.name in SETTINGS, f"add a line for the new setting {f.name} to SETTINGS in tests/test_plumbing.py"
-        base, values = SETTINGS[f.name]
-        own = {(BASE | base).get(f.name, f.default), *values}
-        missing = set(getattr(f.type, "__args__", ())) - {"cuda", "mps"} - own
-        assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_plumbing.py"
-        assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
 
 
 @pytest.mark.slow

@@ -207,6 +207,10 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
                                        "    1x ?d   reward 0.5  advantage -0.50\n    1x ?a   reward 0  advantage -1.00\n")
     show.group(batch, slice(8, 12), encoding)
     assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "2x ?b", "1x ?a"]
+    batch.adv = torch.arange(48.0).view(16, 3)          # of a step, or of a critic: tokens differ
+    show.group(batch, slice(10, 12), encoding)
+    assert capsys.readouterr().out == ("    1x ?cc   reward 2  advantage of the first token +34.00\n"
+                                       "    1x ?b   reward 1  advantage +31.00\n")
 
 
 def test_a_group_is_shown_once_at_the_first_step_and_at_checkpoints(tmp_path, capsys):
@@ -566,6 +570,20 @@ def test_curves_of_several_runs(opened, page, tmp_path):
     assert find(page, "#settings tr.differs")[0].text.split() == ["group", "3", "5"]
     choose(page, "run", "1")
     assert text_of(page, "#note") == "No completions have been logged yet."
+
+
+def test_a_metric_is_described_as_what_it_is(opened, tmp_path):
+    """A fork's own was once said to be a component of the reward."""
+    records = [x | dict(parts={"correct": [1.0, 0.0], "style": [0.2, 0.2]}) for x in invented([1], lambda *at: "ab", rows=2)]
+    where = folder_of(tmp_path / "run", records).parent
+    folder.append(where / "metrics.jsonl", {"step": 5, "odd": 1.0})
+    page = opened(report.write([where]))
+    find(page, "#more summary")[0].click()
+    page.execute_async_script(SETTLED)
+    assert {box.get_attribute("data-name"): box.find_element("css selector", ".about").text for box in find(page, "#more .chart")} == {
+        "style": "a component of the rule's reward, mean over completions",
+        "odd": "not described: MEANING in run/page/page.js lacks it",
+        "dead_groups": "share of groups whose rewards are all equal; with a group baseline they teach nothing"}
 
 
 def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from conftest import tiny_model
 import data.arithmetic as task
 import grpo
 import reward
+from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from run.models import ScalarHead
@@ -55,6 +56,39 @@ def test_process_rewards_are_at_the_ends_of_the_steps():
     (r, ends), batch = rewards_of([WORK, wrong, "~3000", ""], "process")
     assert [batch.ids[i][ends[i]].tolist() for i in range(4)] == [[10, 10, 256]] * 2 + [[256]] * 2
     assert [r[i][ends[i]].tolist() for i in range(4)] == [[1, 1, 1], [1, 0, 0], [0], [0]]
+
+
+class Odd:
+    """A truth that says it is one, as numpy's bool does, but is no number."""
+    def __eq__(self, other):
+        return other == 1
+    __hash__ = None
+
+
+@pytest.mark.parametrize("found, fault", [
+    (None, "must be a list of (end, truth), not None"), (True, "must be a list of (end, truth), not True"),
+    ({3: True}, "must be a list of (end, truth), not {3: True}"),
+    ([3], "must be pairs (end, truth), not 3"), ([True, False], "must be pairs (end, truth), not True"),
+    ([(3, True, 1)], "must be pairs (end, truth), not (3, True, 1)"),
+    *(([(end, True)], f"must have integer ends that never decrease, up to the length of the text: here from 1 to 5, not {end}")
+      for end in (0, -1, 6, 3.0, True, None)),
+    ([(3, True), (2, True)], "must have integer ends that never decrease, up to the length of the text: here from 3 to 5, not 2"),
+    *(([(2, True), (3, truth)], f"must each be True or False, not {truth!r}") for truth in (0.5, 2, None, "1", [1], torch.ones(2)))])
+def test_steps_of_another_form_are_refused(found, fault):
+    """Instead of a traceback, or of silent training on it."""
+    problem, odd = task.Problem("47*58=", "2726"), SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
+    batch = batch_of(["~3000"])
+    reward.score(odd, byte_encoding(), [problem], batch)
+    with pytest.raises(UserError) as e:
+        reward.of_steps(odd, batch, Config(supervision="process"), byte_encoding())
+    assert str(e.value) == f"the steps of the prompt '47*58=' {fault}"
+
+
+@pytest.mark.parametrize("true", [True, 1, 1.0, Odd()])
+def test_steps_may_be_any_truth_and_integer(true):
+    """Such as numpy's; two steps may end at one character, and an empty list is one false step."""
+    check_steps(task.Problem("1*1=", "1"), "12345", [(1, true), [3, False], (torch.tensor([3]).numpy()[0], 0), (5, true)])
+    check_steps(task.Problem("1*1=", "1"), "", [])
 
 
 def test_repeats_earn_nothing():

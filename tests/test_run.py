@@ -698,7 +698,6 @@ def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken
     names = set().union(*metrics(tmp_path, timed=True))
     names = {name for name in names if "@" not in name} - {"working"}
     assert not names - data.STATISTICS, f"add {names - data.STATISTICS} to STATISTICS in data/__init__.py"
-    assert names == data.STATISTICS
 
 
 def without(*functions):

@@ -73,6 +73,13 @@ def test_few_held_out_problems_are_told(n, note, monkeypatch, capsys):
     assert capsys.readouterr().out == note
 
 
+@pytest.mark.parametrize("asked, note", [(0, ""), (59, ""), (60, ""), (
+    61, "note: --held_out 61, but the task has only 60 held-out problems\n")])
+def test_fewer_held_out_problems_than_asked_for_are_told(asked, note, monkeypatch, capsys):
+    check(dict(held_out=asked), 1, monkeypatch, held_out=HELD_OUT[:asked or None])
+    assert capsys.readouterr().out == note
+
+
 def test_none_held_out_is_a_fault(monkeypatch):
     with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
         check({}, 1, monkeypatch, held_out=[])
@@ -85,6 +92,28 @@ def test_the_reward_is_tried_once(monkeypatch):
     assert tried == [(PROBLEMS[0], "")]
     with pytest.raises(UserError, match="'correct'"):
         check({}, 1, monkeypatch, toy(reward=lambda p, text: {}))
+
+
+def test_the_steps_are_tried_once(monkeypatch):
+    """On a demonstration, or without a warm start on a short text; only if steps are rewarded."""
+    tried = []
+    task = toy(steps=lambda p, text: tried.append((p, text)) or [(len(text), True)])
+    for changes in ({}, dict(supervision="process"), dict(supervision="process", warm_steps=0)):
+        check(changes, 1, monkeypatch, task)
+    assert tried == [(PROBLEMS[0], "abc"), (PROBLEMS[0], "12")]
+    check({}, 1, monkeypatch, toy(steps=lambda p, text: None))
+    with pytest.raises(UserError, match="^the steps of the prompt '0=' must be a list"):
+        check(dict(supervision="process"), 1, monkeypatch, toy(steps=lambda p, text: None))
+
+
+def test_components_that_steps_do_not_earn_are_noted(monkeypatch, capsys):
+    task = toy(reward=lambda p, text: {"correct": 0.0, "style": 0.5, "short": 1.0})
+    check({}, 1, monkeypatch, task)
+    check(dict(supervision="process"), 1, monkeypatch)
+    assert capsys.readouterr().out == ""
+    check(dict(supervision="process"), 1, monkeypatch, task)
+    assert capsys.readouterr().out == ("note: --supervision process rewards steps, and the last one for a right answer; "
+                                       "this is only logged: style, short\n")
 
 
 @pytest.mark.parametrize("found", [
@@ -111,6 +140,7 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(models, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
+    monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
     got = agents.begin(cfg, toy(), saved)
     assert got[0] is cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
     assert calls == ["claim", ({"a": "config"}, 3), "open"]

@@ -39,7 +39,7 @@ FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", 
          "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/samples.py", "run/shard.py",
          "run/sharing.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
-BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths"))]
+BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is
              USub_UAdd Delete_Invert Delete_Not""".split()

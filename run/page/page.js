@@ -58,7 +58,7 @@ const MEANING = {
   length: "mean tokens per completion",
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",
-  dead_groups: "share of groups whose rewards are all equal: nothing is learned from them",
+  dead_groups: "share of groups whose rewards are all equal; with a group baseline they teach nothing",
   finished: "share of completions that ended with a stop token; the others were cut off at --max_new",
   clip_share: "share of tokens whose gradient the clip removed, mean over optimizer steps",
   grad_norm: "gradient norm before clipping, mean over optimizer steps",
@@ -74,6 +74,9 @@ const MEANING = {
   rollout_tok_s: "tokens sampled per second",
   update_tok_s: "tokens trained on per second",
 };
+const components = new Set(runs.flatMap(run => run.samples.flatMap(g => Object.keys(g.parts || {}))));
+const meaning = name => MEANING[name] || (components.has(name)
+  ? "a component of the rule's reward, mean over completions" : "not described: MEANING in run/page/page.js lacks it");
 const FIRST = ["reward", "accuracy", "length", "kl", "entropy"];
 const DASHES = [[], [2, 3], [8, 4], [8, 3, 2, 3], [4, 2]];
 const heldOut = name => name === "greedy" || /^(pass|maj)@\d+$/.test(name);
@@ -122,7 +125,7 @@ function chart(box, name, known) {
   };
   const place = make("div", "plot");
   const card = make("div", "chart", "", make("h3", "", name),
-    make("p", "about", MEANING[name] || "a component of the rule's reward, mean over completions"), place,
+    make("p", "about", meaning(name)), place,
     make("div", "lines", "", ...rows));
   card.dataset.name = name;
   box.append(card);
@@ -272,7 +275,7 @@ function groupOf(g, run) {
   const seen = order.filter(i => inPrompt || g.text[i + 1].includes(word));
   const about = `${g.rewards.length} completions, mean reward ${shown(mean)}`
     + (seen.length < order.length ? `; ${seen.length} with “${$("search").value.trim()}”` : "")
-    + (g.dead ? "; a dead group: all rewards are equal, and nothing is learned from it" : "")
+    + (g.dead ? "; a dead group: all rewards are equal, so with a group baseline it teaches nothing" : "")
     + ". The highest reward comes first."
     + (steps ? " A framed number is the reward of the step that ends before it." : "");
   return [make("pre", "prompt", g.prompt), make("p", "quiet", about),

@@ -1,0 +1,26 @@
+"""Lists that name everything of this repository; a fork that adds a setting or a statistic may leave them."""
+import dataclasses
+import json
+
+import data
+from grpo import Config, main
+from test_plumbing import BASE, SETTINGS, STAGES
+
+
+def test_every_setting_is_turned():
+    for f in dataclasses.fields(Config):
+        assert f.name in SETTINGS, f"add a line for the new setting {f.name} to SETTINGS in tests/test_plumbing.py"
+        base, values = SETTINGS[f.name]
+        own = {(BASE | base).get(f.name, f.default), *values}
+        missing = set(getattr(f.type, "__args__", ())) - {"cuda", "mps"} - own
+        assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_plumbing.py"
+        assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
+
+
+def test_every_statistic_is_logged(tmp_path):
+    """By a run with a critic, a reference and a learned reward."""
+    main(["--algo", "ppo", "--reward", "model", *"--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 "
+          "--warm_lr 5e-3 --prompts 2 --group 4 --max_new 12 --fit_prompts 20 --held_out 20 --steps 1".split(),
+          "--out", str(tmp_path)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert data.STATISTICS <= set().union(*lines)

@@ -144,7 +144,6 @@ flags.read_help(Config)
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, truncated_reward=-1e9)
 MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # on --resume
 
 def make_config(**given):
     """The Config for a command line or a notebook. Later entries override earlier ones: the task's
@@ -203,11 +202,10 @@ def sample_token(logits, temperature, u, is_greedy):
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
     """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
     ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
-    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, ids to start."""
-    device = policy.device
-    prompts, length, most, T = batches.pad_prompts(prompts, max_new, policy.cfg.block_size, device)
-    ids = F.pad(prompts, (0, T - prompts.size(1))).repeat_interleave(group, 0)              # (B, T)
-    start, most = length.repeat_interleave(group), most.repeat_interleave(group)            # (B,)
+    completion. u (B, N): random numbers for `sample_token`. Returns a Batch with only its first
+    five fields."""
+    device, longest = policy.device, max(map(len, prompts))
+    ids, start, most = batches.pad_prompts(prompts, group, max_new, policy.cfg.block_size, device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
@@ -217,11 +215,11 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
     ends = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
 
-    cache = (policy.cache_class or caches.KVCache)(policy, T)
-    logits = cache.read(prompts, length, group)                                             # (B, V)
+    cache = (policy.cache_class or caches.KVCache)(policy, ids.size(1))
+    logits = cache.read(ids[::group, :longest], start[::group], group)                      # (B, V)
     for n in range(u.size(1)):
         token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
-        column = (start[rows] + n).clamp(max=T - 1)
+        column = (start[rows] + n).clamp(max=ids.size(1) - 1)
         ids[rows, column] = torch.where(active, token, ids[rows, column])
         logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
         mask[rows, column] |= active
@@ -581,7 +579,7 @@ def read_command(argv):
     where = make_config(**given).folder
     if mode["resume"]:
         row = ALGOS[given.pop("algo", "grpo")]
-        return mode, *checkpoint.resume(where, Config, row | given, MAY_CHANGE)
+        return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given) | given
     return mode, make_config(**given), None

@@ -2,8 +2,7 @@
 learned positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout.
 
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,
-L layers, S slots of the KV cache, V vocabulary. Rows are padded on the right, so the causal mask
-hides the padding from real tokens.
+L layers, S slots of the KV cache, V vocabulary. Padding is on the right: causal attention hides it.
 """
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -88,7 +87,7 @@ class Rows:
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v, or to a layer's cache of both, (B, K, S, D), once they are in it."""
+        """Attention to k and v, or to a layer's cache of them, (B, K, S, D), which they join."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
@@ -174,8 +173,7 @@ class GPT(nn.Module):
         std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000
         for name, m in self.named_modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):    # smaller for residual projections
-                residual = name.endswith(("o_proj", "down_proj"))
-                scale = (2 * cfg.n_layer) ** -0.5 if residual else 1
+                scale = (2 * cfg.n_layer) ** -0.5 if name.endswith(("o_proj", "down_proj")) else 1
                 nn.init.normal_(m.weight, std=std * scale, generator=generator)
 
     def set_angles(self):
@@ -192,9 +190,8 @@ class GPT(nn.Module):
         self.register_buffer("sin", angle.sin()[:, None], persistent=False)
 
     def forward(self, ids, pos=None, cache=None, mask=None):
-        """Hidden states (B, T, C) of ids (B, T) after the last norm, to pass to `head`. pos (B, T):
-        positions, by default 0..T-1. A cache (from `caches.new_cache`) is written to. Without
-        one, states after a row's last True in mask (B, T) are not needed, and may be anything."""
+        """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
+        A cache is written to. Without one, states after a row's last True in mask are arbitrary."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         with self.autocast():
@@ -233,20 +230,19 @@ class GPT(nn.Module):
     def device(self):
         return self.norm.weight.device
 
-# ------------------------------------------------------------------------------- log-probabilities
 CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
     critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
     ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
-    h = model(ids[:, :-1], mask=mask[:, 1:])                                          # (B, T - 1, C)
+    h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
     tokens = send(ids.flatten()[scored], device)
     logp = logps_of(model, before[send(scored, device)], tokens, temperature)                # (n,)
-    logp, sampled = F.pad(logp, (0, 1))[send(index, device)], send(mask, device)             # (B, T)
-    logp = torch.where(sampled, logp, 0)
+    sampled = send(mask, device)
+    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)
     if critic is None:
         return logp, None
     value = F.pad(critic(ids[:, :-1], mask[:, 1:], h), (1, 0))

@@ -12,18 +12,19 @@ from run import machine, show
 
 # --------------------------------------------------------------------------------------- the rows
 
-def pad_prompts(prompts, max_new, context, device):
-    """Pads prompts (lists of ids) on the right to the longest, (P, S); returns them with their
-    lengths and maxima of new tokens, `max_new` (a number, or one per prompt), both (P,), and the
-    width T of a row with its completion. Raises UserError if T exceeds the `context`."""
+def pad_prompts(prompts, group, max_new, context, device):
+    """Rows for `group` completions of each prompt (a list of ids), padded on the right, ids (B, T),
+    with room for at most `max_new` new tokens (a number, or one per prompt); the length of a row's
+    prompt and its maximum of new tokens, both (B,). Raises UserError if T exceeds the `context`."""
     most = torch.as_tensor(max_new).expand(len(prompts)).tolist()
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + n for length, n in zip(lengths, most))
     if T > context:
         raise UserError(f"a prompt of {max(lengths)} tokens and --max_new {max_new} do not fit the "
                         f"model's context of {context}")
-    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-    return *(torch.tensor(x, device=device) for x in (padded, lengths, most)), T
+    padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
+    return (torch.tensor(x, device=device).repeat_interleave(group, 0)
+            for x in (padded, lengths, most))
 
 def on_host(batch):
     """A Batch with all tensors on the host."""

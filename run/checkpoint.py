@@ -142,13 +142,14 @@ def restore(agent, checkpoint):
     agent.beta = checkpoint.beta
     tensors.clear()                     # they are mapped from the file and keep it open
 
-def resume(folder, config, flags, may_change):
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # settings, when a run is resumed
+
+def resume(folder, config, flags):
     """The Config and the Checkpoint to continue from. `flags` may change only the settings named in
-    `may_change`. The run stays in `folder`, even if it was moved there."""
+    MAY_CHANGE. The run stays in `folder`, even if it was moved there."""
     cfg, checkpoint = load(folder, config, whole=False)
     refuse_foreign_code(cfg.task, flags, folder)
-    if cfg.iterations > 1:                  # `steps` is the length of an iteration
-        may_change = may_change - {"steps"}
+    may_change = MAY_CHANGE - ({"steps"} if cfg.iterations > 1 else set())  # of each iteration
     for name in flags.keys() - may_change:
         if flags[name] != getattr(cfg, name):
             raise UserError(f"the run in {folder} has --{name} {getattr(cfg, name)}, not "

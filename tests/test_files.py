@@ -140,11 +140,11 @@ def test_a_flipped_bit_is_found(again):
 def test_a_look_at_the_step_reads_no_tensors(again, monkeypatch):
     monkeypatch.setattr(checkpoint, "sha256_of", lambda tensors: pytest.fail("read") if tensors else "")
     with pytest.raises(UserError, match="already at step 2"):
-        checkpoint.resume(again, Config, {"steps": 1}, {"steps"})
+        checkpoint.resume(again, Config, {"steps": 1})
 
 
 def test_a_resumed_run_lets_go_of_the_file(again):
-    cfg, saved = checkpoint.resume(again, Config, {"steps": 3}, {"steps"})
+    cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
     _, encoding, policy, *_ = grpo.agents.begin(cfg, grpo.data.load_task(cfg.task), saved)
     agent = agents.new_agent(cfg, None, encoding, policy, saved)
@@ -338,7 +338,7 @@ def test_two_runs_in_one_folder(again, capsys):
 
 
 def test_a_run_that_went_on_meanwhile(again, capsys):
-    cfg, saved = checkpoint.resume(again, Config, {"steps": 3}, {"steps"})
+    cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     main(["--resume", "--steps", "3", "--out", str(again)])
     with pytest.raises(UserError, match="has continued the run in"):
         grpo.train(cfg, saved=saved)

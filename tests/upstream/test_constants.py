@@ -12,7 +12,7 @@ import grpo
 import model
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, models
+from run import batches, checkpoint, models
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -113,7 +113,7 @@ def test_what_the_readme_says_of_the_people_and_the_problems():
 def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
     assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
-    assert grpo.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
+    assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, truncated_reward=-1e9)
     assert grpo.MOST == dict(gamma=1, lam=1, warm_batch=1_000_000, choices=10_000)

@@ -1,10 +1,10 @@
-"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, sec. 4), in one file.
+"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, sec. 4), PPO and more.
 
-For each prompt the old policy samples G completions. A token's advantage is the z-score of its
-completion's reward in the group (4.1.2) or, with rewards for steps, the sum of the z-scores of the
-steps that end at or after it (4.1.3). The importance ratio is clipped; the loss is averaged over a
-completion, then over the group (eq. 3), with a k3 estimate of the KL to a frozen reference (eq. 4).
-A learned reward model is refitted in each iteration (Algorithm 1). ALGOS has PPO and six others.
+The old policy (the weights that sample) writes G completions per prompt. A token's advantage, its
+factor in the loss, is the z-score of its completion's reward in the group (4.1.2) or, with rewarded
+steps, the sum over those that end at or after it (4.1.3). The loss clips the ratio to the old
+policy, averages over a completion, then the group (eq. 3), and adds the KL (k3, eq. 4) to the
+reference: the policy as an iteration begins, when a learned reward is refitted (Algorithm 1).
 
     python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
@@ -27,8 +27,8 @@ from run import agents, batches, caches, checkpoint, flags, folder, machine, mod
 from run import preflight, report, shard, show
 
 # ---------------------------------------------------------------------------------- the settings
-# The published algorithms, as differences from Config. A ladder, each adding one thing: reinforce,
-# a2c (a critic), ppo --beta 0 (a clip), ppo (a reference); grpo replaces the critic by the group.
+# The published algorithms, as differences from Config. From reinforce, a2c adds a critic, ppo with
+# --beta 0 a clip, ppo a reference; in grpo a group replaces the critic. Other settings differ too.
 UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
@@ -49,9 +49,9 @@ REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run; the defaults are the paper's. `make_config` builds one for a task and
-    an algorithm. Every field is a flag, and the comment after it is the flag's help."""
-    # basics: the paper has 64 completions per question, up to 1024 tokens each, 1024 in a batch
+    """The settings of a run, as built by `make_config`. A field is a flag, its comment the help. By
+    default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
+    # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
@@ -62,7 +62,7 @@ class Config:
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # problems and prompts
-    difficulty: int = 2         # digits of the factors; in countdown, how many numbers
+    difficulty: int = 2         # digits per factor (arithmetic), or numbers per problem (countdown)
     train: str = ""             # file with the training problems (gsm8k)
     test: str = ""              # file with the held-out problems (gsm8k)
     chat: Literal["auto", "none", "think", "no_think"] = "auto"  # chat template, thinking on or off
@@ -75,12 +75,12 @@ class Config:
     save_every: int = 10        # steps between checkpoints, and between entries in samples.jsonl
     # reward
     reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
-    supervision: Literal["outcome", "process"] = "outcome"  # reward completions, or their steps
-    truncated_reward: float = 0.0       # cap on the reward of a completion cut off
+    supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
+    truncated_reward: float = 0.0       # maximum reward of a completion cut off at --max_new
     # advantage
     baseline: Literal["none", "group", "leave-one-out", "value",
-                      "group+value"] = "group"          # what is subtracted from the rewards
-    adv_scale: Literal["none", "group", "batch"] = "group"      # which std divides advantages
+                      "group+value"] = "group"          # value subtracted from the rewards
+    adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides the advantages
     gamma: float = 1.0          # discount, used only with a critic
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
@@ -89,13 +89,14 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL goes; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # place of the KL; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
-    loss_mean: Literal["sequence", "token", "constant"] = "sequence"  # as in GRPO, DAPO or Dr. GRPO
+    loss_mean: Literal["sequence", "token",
+        "constant"] = "sequence"  # mean over completions (GRPO), tokens (DAPO), constant (Dr. GRPO)
     # update
-    iterations: int = 1         # outer loop of Algorithm 1: new reference, new reward model
+    iterations: int = 1         # outer iterations: new reference and refitted reward model in each
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 2048    # maximum tokens per forward and backward pass
@@ -118,9 +119,9 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"      # torch.compile; auto: on cuda
-    share_prefix: Literal["on", "off"] = "on"   # compute common prefixes of completions once
+    share_prefix: Literal["on", "off"] = "on"   # shared computation of common prefixes
     static_cache: Literal["auto", "on", "off"] = "auto"     # KV cache of fixed size; auto: on cuda
-    shard: Literal["off", "on"] = "off"         # shard the models across the ranks (FSDP2)
+    shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):
         flags.validate(self, LEAST, MOST)
@@ -140,7 +141,7 @@ class Config:
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
 flags.read_help(Config)
-# Bounds: unless listed, a float is at least 0, an integer at least 1, or 0 if that is its default.
+# Bounds. Unless listed, the minimum is 0, or 1 for an integer whose default is not 0.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, truncated_reward=-1e9)
 MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
@@ -153,9 +154,9 @@ def make_config(**given):
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
     row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":      # in a reward k1 has the KL's gradient (eq. 2)
+    if (fields | given).get("kl") == "reward":      # then k1 gives the KL's gradient (eq. 2)
         fields |= dict(estimator="k1")
-    if chosen.get("init"):      # no warm start; with --warm_steps one at a fine-tuning rate
+    if chosen.get("init"):      # no warm start; --warm_steps adds one, at a lower rate
         fields |= dict(warm_steps=0, warm_lr=2e-5)
     fields |= given
     fields.pop("algo", None)
@@ -296,9 +297,8 @@ def gae(reward, value, mask, gamma, lam):
     return out
 
 def advantages(reward, ends, mask, penalty, value, cfg):
-    """Advantages (B, T), returns (B, T) or None, and dead groups (P,), from step rewards (B, T) at
-    `ends` (B, T), the KL penalty on each token's reward (B, T), and the critic's values (B, T) or
-    None."""
+    """Advantages, returns or None, dead groups (P,), from the rewards of steps at `ends`, the KL
+    penalty on each token's reward, and the critic's values or None; all but `dead` are (B, T)."""
     if value is None:               # no critic: the whole KL penalty is on the last reward
         reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
     if cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group":
@@ -338,7 +338,7 @@ def rollout(agent, problems, rng):
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
 
     penalty = torch.zeros_like(batch.logp)
-    if cfg.kl == "reward" and agent.ref is not None:        # under the old policy the ratio is 1
+    if cfg.kl == "reward" and agent.ref is not None:    # 1.0: the ratio of the old policy to itself
         penalty = agent.beta * kl_estimate(batch.old_logp, batch.ref_logp, 1.0, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
@@ -361,12 +361,12 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
     its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
     of KL(ref || pi) for k3, the paper's eq. 4."""
-    r = bounded(ref_logp - logp)
+    log_r = bounded(ref_logp - logp)
     if estimator == "k1":
-        return -r
+        return -log_r
     if estimator == "k2":
-        return r.square() / 2
-    k3 = r.expm1() - r                          # exp(r) - 1 - r would lose its digits near 0
+        return log_r.square() / 2
+    k3 = log_r.expm1() - log_r          # exp(log_r) - 1 - log_r would lose its digits near 0
     return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):

@@ -177,11 +177,11 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """Sets all buffers, also in a loaded model: RoPE's cos and sin (block_size, 1, D/2). Llama
-        3's scaling lowers what is slow for the original context (arXiv 2407.21783)."""
+        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D/2). Llama 3's
+        scaling divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
-        if c.rope_scaling:
+        if c.rope_scaling:                      # arXiv 2407.21783
             factor, low, high, context = c.rope_scaling
             kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
             inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))

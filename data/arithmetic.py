@@ -7,8 +7,14 @@ A completion is either a bare guess, `~3000`, or lines of working, each of them 
     47*8=320+56=376
     2350+376=2600+126=2726
 
-The answer is the number after the last `=`, or the guess. A task is one file without torch that
-defines DEFAULTS and the five functions `problems`, `demonstration`, `reward`, `answer` and `steps`.
+The answer is the number after the last `=`, or the guess.
+
+A task is one file without torch. It defines DEFAULTS, `problems`, `reward` and `answer`; for a warm
+start also `demonstration`; for process supervision also `steps`. `steps(problem, completion)`
+returns a list of (end, truth), one for each reasoning step: `end` is the number of characters up to
+the end of the step, `truth` True or False. A true step earns 1. The last step always ends at the
+completion's last token, and earns 1 only if `correct` is 1 too. Under process supervision the other
+components of `reward` are only logged.
 """
 import math
 import random

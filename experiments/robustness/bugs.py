@@ -127,10 +127,10 @@ BUGS = [
      "x = x.to(machine.double(x.device))", "x = x.double()", "loss -k float64"),
     # KL
     ("k3 loses its digits near 0", "grpo.py",
-     "k3 = r.expm1() - r ", "k3 = r.exp() - 1 - r ", "loss"),
+     "k3 = log_r.expm1() - log_r ", "k3 = log_r.exp() - 1 - log_r ", "loss"),
     ("k3 overflows", "grpo.py", "return x + (x.clamp(-20, 20) - x).detach()", "return x", "loss"),
     ("the KL in the wrong direction", "grpo.py",
-     "r = bounded(ref_logp - logp)", "r = bounded(logp - ref_logp)", "loss"),
+     "log_r = bounded(ref_logp - logp)", "log_r = bounded(logp - ref_logp)", "loss"),
     ("the reward's KL is in the loss as well", "grpo.py",
      'if cfg.kl == "loss":', "if True:", "credit"),
     ("beta is adapted in the wrong direction", "grpo.py",

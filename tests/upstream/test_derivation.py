@@ -137,6 +137,11 @@ def surrogate(cfg, batch, adv=None):
     return torch.tensor(out).view(4, 4)
 
 
+def old_ratio(cfg, batch):
+    """The ratio as long as the policy is the one that sampled."""
+    return surrogate(cfg, replace(batch, old_logp=NEW.log()), 1.0)[0, 0]
+
+
 def mean_k3(cfg, probability):
     """The mean of k3 as the loss has it."""
     k3 = grpo.kl_estimate(probability.log(), REF.log(), None, "k3")
@@ -179,7 +184,10 @@ def raw_reward(section, rollout):
         assert all((row[on] == row[0]).all() for row, on in zip(x, MASK))
         assert torch.equal(x[0, 0], x[3, 0]) and torch.equal(x[1, 0], x[2, 0])
     yield from [batch.adv[0, 0], batch.adv[1, 0], 4, cfg.max_new, weights(cfg)[0, 0]]
-    yield from [loss, gradient[0, 0], gradient[1, 0], batch.reward[1].sum(), 1]
+    yield old_ratio(cfg, batch)
+    yield from [-weights(cfg)[0, 0], LENGTH[0], LENGTH[3], batch.reward[0].sum(), loss]
+    yield from [LENGTH[0], LENGTH[3]]
+    yield from [gradient[0, 0], gradient[1, 0], batch.reward[1].sum(), 1]
     more = batch.reward + batch.ends
     batch.adv = grpo.advantages(more, batch.ends, MASK, torch.zeros(4, 4), None, cfg)[0]
     gradient = loss_of(cfg, batch, OLD)[1]
@@ -203,6 +211,7 @@ def critic(section, rollout):
     assert delta[0, 0] == delta[2, 0] and plain[0, 0] == batch.reward[0].sum() - VALUE[0, 0]
     yield from [LENGTH.sum(), *mean_and_std(adv[MASK], batch.adv[MASK])]
     yield from [adv[3, 3], batch.adv[3, 3], *batch.returns[0, :3]]
+    yield from [loss_of(cfg, batch, OLD)[0], old_ratio(cfg, batch)]
     yield grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
     yield cfg.value_coef
 
@@ -231,6 +240,7 @@ def reference(section, rollout):
     k1 = grpo.kl_estimate(OLD.log(), REF.log(), None, "k1")
     of_token = rollout(replace(ppo, gamma=0.0)).returns             # without a future
     yield from by_row(k1, of_token, batch.returns - VALUE)
+    yield from [loss_of(ppo, batch, NEW)[0], loss_of(replace(ppo, kl="none"), rollout(in_loss), NEW)[0]]
 
     p, ref = (torch.tensor([*x[[0, 1, 3], 0], 1 - x[[0, 1, 3], 0].sum()]) for x in (NEW, REF))
     logits = p.log().requires_grad_()
@@ -295,6 +305,19 @@ def process(section, rollout):
     yield from [steps.max(), len(steps), *mean_and_std(steps, score[batch.ends])]
     yield from [batch.adv[2, 0], batch.adv[2, 1], batch.adv[3, 0], batch.adv[0, 0]]
     assert batch.adv[2, 1] == batch.adv[1, 0]
+    yield loss_of(cfg, batch, NEW)[0]
+
+
+def six_losses(section, rollout):
+    """At the old and at the new policy, and the critic's term at its values."""
+    for flag in [span for span in in_code(section) if span[:2] == "--"]:
+        cfg = config(flag)
+        batch = rollout(cfg)
+        before, after = (loss_of(cfg, batch, policy)[0] for policy in (OLD, NEW))
+        assert after < before
+        yield from [before, after]
+        if batch.value is not None:
+            yield cfg.value_coef * grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
 
 
 def iterations(section, rollout, monkeypatch):
@@ -338,8 +361,7 @@ def first_update(section, rollout):
     assert stats["clip_share"] == 0
 
     yield at_reference                                  # in the title
-    yield from [surrogate(cfg, replace(batch, old_logp=NEW.log()), 1.0)[0, 0],
-                (weights(cfg) * batch.adv).sum()]
+    yield from [old_ratio(cfg, batch), (weights(cfg) * batch.adv).sum()]
     yield from [cfg.beta, mean_k3(cfg, OLD), loss, 0]
     yield from [OLD[0, 0], REF[0, 0]]
     yield from [batch.adv[0, 0], cfg.beta, REF[0, 0], OLD[0, 0], 1, bracket[0, 0], gradient[0, 0]]
@@ -353,7 +375,7 @@ def first_update(section, rollout):
 
 # ------------------------------------------------------------------------------------- the page
 
-STEPS = [example, raw_reward, critic, clip, reference, group, process, iterations, first_update]
+STEPS = [example, raw_reward, critic, clip, reference, group, process, six_losses, iterations, first_update]
 
 
 @pytest.mark.parametrize("title, computed", list(zip(SECTIONS, STEPS, strict=True)), ids=SECTIONS)

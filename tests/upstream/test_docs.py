@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 
 import grpo
-from data import gsm8k
+from data import arithmetic, gsm8k
 from model import GPT, GPTConfig
 from run import flags, machine, preflight
 
@@ -28,11 +28,20 @@ def test_the_readme_is_short_and_has_its_two_commands():
     assert len(README.splitlines()) <= 130
     assert "\npip install -r requirements.txt && python grpo.py --task arithmetic\n" in README
     assert "\npip install -r requirements.txt && python -m pytest\n" in README
+    assert all(len(line) <= 124 for line in README.splitlines() if not line.startswith("!["))
+    assert re.search("`pip install (torch==[0-9.]+) --index-url", README)[1] in (ROOT / "requirements.txt").read_text().split()
+
+
+def test_the_steps_of_the_main_job():
+    steps, group, prompts = (arithmetic.DEFAULTS[name] for name in ("steps", "group", "prompts"))
+    said = f"makes {steps} steps: each samples {group} completions for each of {prompts} problems"
+    assert said in " ".join(README.split()) and f"# after {steps} steps" in README
 
 
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
-    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore", "gpu"}      # of experiments/, torchrun, pytest
+    scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore",
+               "gpu", "index"}                                          # of experiments/, torchrun, pytest, pip
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
@@ -80,6 +89,9 @@ def test_line_counts():
     one, all_of_it = re.search(r"lines to read \| (\d+) \(([\d,]+)\)", MEASURED).groups()
     assert abs(lines[0] - int(one)) <= 15 and f"one file of {one} lines" in " ".join(README.split())
     assert abs(sum(lines) - int(all_of_it.replace(",", ""))) <= 60
+    found = re.search(r"the network, `model.py`, has (\d+), and the other ([\d,]+) lines", " ".join(README.split()))
+    network, others = (int(n.replace(",", "")) for n in found.groups())
+    assert abs(lines[2] - network) <= 15 and abs(sum(lines) - lines[0] - lines[2] - others) <= 100
 
 
 def test_the_map_quotes_each_function():
@@ -264,11 +276,12 @@ def own_task():
     return re.search(r"```python\n(.*?)```", README, re.S)[1]
 
 
-def test_the_readmes_own_task_learns(tmp_path):
+@pytest.mark.parametrize("supervision", ["outcome", "process"])
+def test_the_readmes_own_task_learns(supervision, tmp_path):
     (tmp_path / "reverse.py").write_text(own_task())
     grpo.main(["--task", str(tmp_path / "reverse.py"), "--n_layer", "2", "--n_embd", "96", "--n_head",
-               "4", "--lr", "5e-4", "--difficulty", "1", "--warm_lr", "3e-3", "--steps", "20", "--out",
-               str(tmp_path / "out")])
+               "4", "--lr", "5e-4", "--difficulty", "1", "--warm_lr", "3e-3", "--steps", "20",
+               "--supervision", supervision, "--out", str(tmp_path / "out")])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.2
 
@@ -285,5 +298,6 @@ def test_every_change_that_no_test_sees_has_a_reason():
     assert changes - caught == len(missed) and same == len(missed) - len(unexplained)
     share = caught / (changes - same)
     assert total[4] == f"{share:.1%}" and share >= 0.95
-    said = f"{changes:,} changes: tests caught {caught:,}, and no test can catch {same} others"
+    said = f"{changes:,} changes: tests caught {caught:,}, and {same} others are harmless"
     assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]
+    assert f"tests catch {caught:,} of [{changes:,} small changes](" in " ".join(README.split())

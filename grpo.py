@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 import data
 import model
@@ -203,8 +202,7 @@ def sample_token(logits, temperature, u, is_greedy):
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
     """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
     ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
-    completion. u (B, N): random numbers for `sample_token`. Returns a Batch with only its first
-    five fields."""
+    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, `ids` to `start`."""
     device, longest = policy.device, max(map(len, prompts))
     ids, start, most = batches.pad_prompts(prompts, group, max_new, policy.cfg.block_size, device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -278,11 +276,8 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
         r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
     elif baseline not in ("none", "value"):
         raise ValueError(f"no case for the baseline {baseline!r}")
-    if scale == "group":
-        r = r / torch.where(dead, 1, std)
-    elif scale not in ("batch", "none"):        # "batch": see `advantages`
-        raise ValueError(f"no case for the scale {scale!r}")
-    return torch.where(on, r, 0).view_as(reward).float(), dead.flatten()
+    divisor = {"group": torch.where(dead, 1, std), "batch": 1, "none": 1}   # batch: in `advantages`
+    return torch.where(on, r / divisor[scale], 0).view_as(reward).float(), dead.flatten()
 
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
@@ -497,7 +492,8 @@ def evaluate(agent, problems):
     size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
     for part in batches.in_chunks("evaluation", problems, size):
         u = machine.uniform(rng, len(part), n, cfg.max_new)
-        batch = generate(agent, part, F.pad(u, (0, 0, 1, 0)), n_greedy=1)  # no u for the greedy row
+        u = torch.cat((torch.zeros_like(u[:, :1]), u), 1)           # the greedy row's are not used
+        batch = generate(agent, part, u, n_greedy=1)
         said = [agent.task.answer(text) if ended else ""
                 for text, ended in zip(batch.texts, batch.finished.tolist())]
         for i, (greedy, *right) in enumerate(batch.components["correct"].view(-1, 1 + n).tolist()):

@@ -300,4 +300,4 @@ def test_every_change_that_no_test_sees_has_a_reason():
     assert total[4] == f"{share:.1%}" and share >= 0.95
     said = f"{changes:,} changes: tests caught {caught:,}, and {same} others are harmless"
     assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]
-    assert f"tests catch {caught:,} of [{changes:,} small changes](" in " ".join(README.split())
+    assert f"of [{changes:,} small changes](docs/measurements.md#injected-bugs) to an earlier version, tests caught {caught:,}." in " ".join(README.split())

@@ -81,7 +81,7 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
     assert says in fault(capsys, "--resume", "--steps", 3, "--out", again)
 
 
-@pytest.mark.parametrize("change", [lambda state: state.pop("beta"), lambda state: state.update(ema=0.5),
+@pytest.mark.parametrize("change", [lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
                                     lambda state: state["config"].update(n_mlp=4)])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder. Python's own error once did not."""

@@ -20,7 +20,7 @@ import grpo as unchanged  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
-CISPO, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, DROPOUT, BOARD = DIFFS
+CISPO, STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, DROPOUT, BOARD = DIFFS
 CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
@@ -159,7 +159,7 @@ def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch)
         assert sampled.abs().max() < 1e-6 and gradient(exact).abs().max() > 0.01
 
     without, bonus = (run(grpo, tmp_path / str(coef), init=warm, steps=4, entropy_coef=coef)[1:]
-                      for coef in (0, 2))
+                      for coef in (1e-12, 2))               # with 0 the estimate is logged
     assert without[0]["entropy"] == bonus[0]["entropy"]                 # the same first rollout
     assert bonus[3]["entropy"] > max(without[3]["entropy"], bonus[0]["entropy"]) + 0.1
 
@@ -201,6 +201,61 @@ def test_the_median_is_a_baseline(changed, warm, tmp_path):
     assert score[:, 0].tolist() == [0, -1, 2, 3]
     steps = run(grpo, tmp_path / "out", init=warm, baseline="group-median", steps=1)[1:]
     assert steps[0]["grad_norm"] > 0
+
+
+def test_a_moving_average_is_a_baseline_and_survives_a_resume(changed, warm, tmp_path):
+    grpo, ema = changed(STATE), dict(init=warm, baseline="ema", adv_scale="none", save_every=1)
+    whole = run(grpo, tmp_path / "whole", **ema, steps=4)[1:]
+    run(grpo, tmp_path / "half", **ema, steps=2)
+    grpo.main(flags(dict(steps=4, out=tmp_path / "half")) + ["--resume"])
+    for name in ("reward", "reward_ema", "grad_norm"):
+        assert [m[name] for m in metrics(tmp_path / "half")[1:]] == [m[name] for m in whole]
+    average = [0]
+    for m in whole:
+        average.append(0.9 * average[-1] + 0.1 * m["reward"])
+    assert [m["reward_ema"] for m in whole] == pytest.approx(average[1:]) and average[-1] > 0.05
+    groups = [json.loads(line) for line in (tmp_path / "half" / "samples.jsonl").read_text().splitlines()]
+    assert {g["step"] for g in groups} == {1, 2, 3, 4}
+    for g in groups:                                        # of the steps before
+        for reward, (first, *_) in zip(g["rewards"], g["advantages"]):
+            assert first == pytest.approx(reward - average[g["step"] - 1], abs=1e-4)
+    assert all("reward_ema" not in m for m in run(grpo, tmp_path / "without", init=warm, steps=1))
+
+
+def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path, capsys):
+    """From a model that lacks it, and from a new one."""
+    grpo, hot = changed(PARAMETER), lambda where: grpo.agents.pretrained.load(where).layers[0].self_attn.temperature
+    grpo.main(flags({**SMALL, "warm_steps": 0, "init": warm, "steps": 0, "out": tmp_path / "begun"}))
+    begun = hot(tmp_path / "begun")
+    assert begun.shape == (4, 1) and (begun == 1).all()
+    out = capsys.readouterr().out
+    assert "note: other programs will ignore model.layers.0.self_attn.temperature" in out and "a llama has no" in out
+    whole = run(grpo, tmp_path / "whole", init=warm, steps=4)[1:]
+    assert all(m["mismatch"] < 1e-4 for m in whole) and (hot(tmp_path / "whole") != 1).all()
+    run(grpo, tmp_path / "half", init=warm, steps=2)
+    grpo.main(flags(dict(steps=4, out=tmp_path / "half")) + ["--resume"])
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "half" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    run(grpo, tmp_path / "new", steps=1)
+    new = hot(tmp_path / "new")
+    assert (new != 1).all() and (new - 1).abs().max() < 0.5
+
+
+def test_the_three_ways_to_log(warm, tmp_path):
+    """The lines of the table, in a copy of the code: a mean over tokens, over rows, and a number."""
+    of_loss, of_rollout, of_step = re.findall(r"\| `(stats\[.*?)` \|$", PAGE, re.M)
+    folder = copy(tmp_path / "code")
+    for file, line, before in (("grpo.py", of_loss, "    return loss, stats, logp.detach()\n"),
+                               ("run/batches.py", of_rollout, "    return machine.means(stats)\n"),
+                               ("grpo.py", of_step, "    return batch, stats\n")):
+        text = (folder / file).read_text()
+        assert text.count(before) == 1
+        (folder / file).write_text(text.replace(before, f"    {line}\n{before}"))
+    settings = {**SMALL, "warm_steps": 0, "init": warm, "steps": 2, "epochs": 2, "out": "out"}
+    done = subprocess.run([sys.executable, "grpo.py", *flags(settings)], cwd=folder, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    for m in metrics(folder / "out")[1:]:
+        assert 0 < m["moved"] < 1 and 0 < m["long"] < 1 and m["lr"] == 1e-3
 
 
 def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):

@@ -23,7 +23,7 @@ def prefill(model, ids, length, cache):
 
 class KVCache:
     """Plain decoding: keys and values for each completion, (L, 2, r, K, S, D)."""
-    every = 1
+    every = 1           # tokens between two calls of `keep`
 
     def __init__(self, model, slots):
         self.model, self.slots = model, slots
@@ -57,11 +57,11 @@ MEMORY = WeakKeyDictionary()        # of each model, for each layer, keys and va
 
 def memory_of(model, rows, slots):
     """Keys and values for at least so many rows and slots, a list of pairs (b, K, S, D)."""
-    old = MEMORY.get(model)
-    if old is None or len(old[0][0]) < rows or old[0][0].size(2) < slots:
+    like, old = new_cache(model, 0, slots), MEMORY.get(model, [[torch.empty(0, 0, 0)]])[0][0]
+    if len(old) < rows or old.size(2) < slots or old.dtype != like.dtype:
+        del old
         MEMORY.pop(model, None)         # free the old one first
-        MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer]       # each on its own
-                         for layer in new_cache(model, 0, slots)]
+        MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
     return MEMORY[model]
 
 class StaticCache:

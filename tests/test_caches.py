@@ -95,6 +95,9 @@ def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
     sample(model, PROMPTS, 11, 5, 1.0, STOP, uniform(33, 5))
     assert caches.MEMORY[model][0][0].shape == (64, 2, 64, 8)
     assert copy.deepcopy(model) not in caches.MEMORY
+    model.amp = torch.bfloat16
+    sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    assert caches.MEMORY[model][1][1].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("flag, cuda, found", [("auto", False, SharedCache), ("on", False, StaticCache),

@@ -57,11 +57,13 @@ MEMORY = WeakKeyDictionary()        # of each model, for each layer, keys and va
 
 def memory_of(model, rows, slots):
     """Keys and values for at least so many rows and slots, a list of pairs (b, K, S, D)."""
-    like, old = new_cache(model, 0, slots), MEMORY.get(model, [[torch.empty(0, 0, 0)]])[0][0]
-    if len(old) < rows or old.size(2) < slots or old.dtype != like.dtype:
-        del old
-        MEMORY.pop(model, None)         # free the old one first
-        MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
+    like = new_cache(model, 0, slots)                                         # (L, 2, 0, K, S, D)
+    if model in MEMORY:
+        keys = MEMORY[model][0][0]
+        if len(keys) >= rows and keys.size(2) >= slots and keys.dtype == like.dtype:
+            return MEMORY[model]
+        del MEMORY[model], keys         # free the old ones first
+    MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
     return MEMORY[model]
 
 class StaticCache:

@@ -20,8 +20,8 @@ def encoding_of(cfg, where):
     return byte_encoding()
 
 def to_device(model, cfg):
-    """Moves a model to its device, and applies the settings that change how, but not what, it
-    computes."""
+    """Moves a model to its device in evaluation mode, and applies the settings that change how, but
+    not what, it computes."""
     device, dtype, _ = machine.resolve(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
     model.recompute = cfg.recompute == "on"
@@ -29,7 +29,7 @@ def to_device(model, cfg):
         sharing.share(model)
     if machine.has_static_cache(cfg):
         model.cache_class = caches.StaticCache
-    return model.to(device)
+    return model.to(device).eval()
 
 def load_model(where, cfg, encoding, longest=0):
     """Loads the model in a folder; raises UserError if the tokenizer does not match, or if a run

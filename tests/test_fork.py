@@ -7,12 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import ROOT, chat_folder, tiny_model
 
 import grpo
 import model
 from data import UserError
-from run import flags, pretrained, shard
+from run import flags, models, pretrained, shard
 from run.models import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
@@ -305,11 +305,11 @@ class Scaled(model.Attention):
     """Attention with a factor for each head, and one for all."""
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.temperature = torch.nn.Parameter(torch.ones(cfg.n_head, 1))
-        self.gain = torch.nn.Parameter(torch.tensor(1.5))
+        self.of_heads = torch.nn.Parameter(torch.ones(cfg.n_head, 1))
+        self.of_all = torch.nn.Parameter(torch.tensor(1.5))
 
     def forward(self, *given):
-        return super().forward(*given) * self.temperature.mean() * self.gain
+        return super().forward(*given) * self.of_heads.mean() * self.of_all
 
 
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
@@ -319,14 +319,16 @@ def test_a_parameter_of_ones_own_begins_as_written(family, monkeypatch):
     plain = dict(tiny_model(scale=1, **shape).named_parameters())
     monkeypatch.setattr(model, "Attention", Scaled)
     source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
-    for name, p in tiny_model(scale=1, **shape).named_parameters():
-        if name.endswith("self_attn.temperature"):
+    gpt = tiny_model(scale=1, **shape)
+    drawn = {f"{name}.weight" for name, m in gpt.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))}
+    for name, p in gpt.named_parameters():
+        if name.endswith("self_attn.of_heads"):
             assert p.shape == (4, 1) and (p == 1).all()
-        elif p.dim() == 2:
+        elif name in drawn:
             scale = std / 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else std        # 2 layers
             assert torch.equal(p, torch.empty(p.shape).normal_(0, scale, generator=source))
             assert torch.equal(p, plain[name])
-        elif name.endswith("gain"):
+        elif name.endswith("of_all"):
             assert p.item() == 1.5
 
 
@@ -344,24 +346,24 @@ def test_a_parameter_of_ones_own_is_saved_and_loaded(family, tmp_path, monkeypat
             gpt.hf = dict(hf)
         with torch.no_grad():
             for name, p in gpt.named_parameters():
-                if "temperature" in name or "gain" in name:
+                if "of_heads" in name or "of_all" in name:
                     p += 1
         pretrained.save(gpt, folder)
         return gpt
     plain = saved(tmp_path / "plain")
-    assert pretrained.own_parameters(plain) == {}
+    assert not any(".of_" in name for name in pretrained.own_parameters(plain))
     monkeypatch.setattr(model, "Attention", Scaled)
     gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
     assert all(torch.equal(p, x) for p, x in zip(gpt.parameters(), loaded.parameters(), strict=True))
-    assert [name.split(".", 2)[2] for name in pretrained.own_parameters(gpt)] == [
-        f"{i}.self_attn.{name}" for i in range(2) for name in ("temperature", "gain")]
-    for new, left in (({}, "gain is missing, and 3 more"), ({"attn.gain": 1.5}, "temperature is missing, and 1 more")):
+    assert [name.split(".", 2)[2] for name in pretrained.own_parameters(gpt) if ".of_" in name] == [
+        f"{i}.self_attn.{name}" for i in range(2) for name in ("of_heads", "of_all")]
+    for new, left in (({}, "of_all is missing, and 3 more"), ({"attn.of_all": 1.5}, "of_heads is missing, and 1 more")):
         monkeypatch.setattr(pretrained, "NEW", new)
         with pytest.raises(UserError, match=f"0.self_attn.{left}; NEW in run/pretrained.py can give it a value$"):
             pretrained.load(tmp_path / "plain")
-    monkeypatch.setattr(pretrained, "NEW", {"attn.gain": 1.5, "self_attn.temperature": 2})
+    monkeypatch.setattr(pretrained, "NEW", {"attn.of_all": 1.5, "self_attn.of_heads": 2})
     filled = pretrained.load(tmp_path / "plain")
-    assert filled.layers[1].self_attn.gain.item() == 1.5 and (filled.layers[0].self_attn.temperature == 2).all()
+    assert filled.layers[1].self_attn.of_all.item() == 1.5 and (filled.layers[0].self_attn.of_heads == 2).all()
     assert torch.equal(filled.norm.weight, plain.norm.weight)
 
 
@@ -394,16 +396,24 @@ def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "other programs" not in capsys.readouterr().out
     monkeypatch.setattr(model, "Attention", Scaled)
     grpo.main([*small, "--steps", "2", "--out", str(tmp_path / "own")])
-    assert capsys.readouterr().out.count("note: other programs will ignore model.layers.0.self_attn.temperature in the saved "
+    assert capsys.readouterr().out.count("note: other programs will ignore model.layers.0.self_attn.of_heads in the saved "
                                          "model, and 1 more: a llama has no such parameters\n") == 1
     grpo.main(["--resume", "--steps", "3", "--out", str(tmp_path / "own")])
     learned = pretrained.load(tmp_path / "own").layers[0].self_attn
-    assert learned.gain != 1.5 and (learned.temperature != 1).all()
-    monkeypatch.setattr(pretrained, "NEW", {"gain": 1.0, "temperature": 1.0})
+    assert learned.of_all != 1.5 and (learned.of_heads != 1).all()
+    monkeypatch.setattr(pretrained, "NEW", {"of_all": 1.0, "of_heads": 1.0})
     grpo.main([*small[:-2], "--warm_steps", "0", "--lr", "0", "--steps", "1", "--init", str(tmp_path / "plain"), "--out",
                str(tmp_path / "from")])
     begun = pretrained.load(tmp_path / "from").layers[0].self_attn
-    assert begun.gain == 1 and (begun.temperature == 1).all()
+    assert begun.of_all == 1 and (begun.of_heads == 1).all()
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_model_that_answers_is_in_evaluation_mode(init, tmp_path):
+    """With --eval_only and --ask a fork's dropout was once on."""
+    chat_folder(tmp_path)
+    cfg = grpo.Config(**{"init" if init else "out": str(tmp_path)}, chat="none")
+    assert not models.trained_model(cfg)[1].training
 
 
 # ------------------------------------------------------------------------------- innocent changes

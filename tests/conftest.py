@@ -125,10 +125,10 @@ def tiny_model(seed=0, scale=4.0, **changes):
     """A random GPT whose distributions are far from uniform (a fresh one's are close to it)."""
     model = GPT(GPTConfig(**{**TINY, **changes}), torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.mul_(scale)
-    return model
+        for m in model.modules():
+            if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):
+                m.weight.mul_(scale)
+    return model.eval()
 
 
 CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"

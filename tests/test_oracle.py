@@ -25,6 +25,7 @@ ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".inde
 SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=20,
              lr=0.015, grad_clip=1.0, steps=3, dtype="float32", device="cpu", compile="off")
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+ALGOS = ("grpo", "reinforce", "a2c", "ppo", "rloo", "dr_grpo", "dapo", "gspo")
 BASELINES = ("none", "group", "leave-one-out", "value", "group+value")
 
 
@@ -213,7 +214,7 @@ def each(**choices):
 
 
 CASES = [
-    *each(algo=grpo.ALGOS),
+    *each(algo=ALGOS),
     *each(supervision=["process"], baseline=["group", "leave-one-out", "group+value"]),
     *each(baseline=["none", "leave-one-out", "group+value"]),
     dict(baseline="group+value", critic="separate", gamma=0.9, lam=0.7, value_coef=1),

@@ -16,7 +16,7 @@ from conftest import ROOT
 import grpo
 from data import arithmetic, gsm8k
 from model import GPT, GPTConfig
-from run import flags, machine, preflight
+from run import flags, machine, preflight, pretrained
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -216,6 +216,19 @@ def test_what_fits_on_a_gpu(monkeypatch):
             cfg = grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu", warm_steps=0, **how)
             cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
+
+
+def test_the_memory_of_half_a_billion():
+    """Qwen2.5-0.5B's shape with the defaults of gsm8k and prompts of 300 tokens."""
+    model = pretrained.of_config(dict(
+        model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, rms_norm_eps=1e-6,
+        max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1e6, hidden_act="silu"))
+    assert sum(p.numel() for p in model.parameters()) == 494_032_768
+    need = preflight.memory(model, grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu"), 300)
+    for name, size in need.items():
+        assert not size or f"| {name} | {size / 1e9:.1f} |" in MEASURED, (name, size)
+    assert f"| together | {sum(need.values()) / 1e9:.1f} |" in MEASURED and sum(need.values()) < 20e9
 
 
 def test_memory_of_logits_and_of_ranks(results):

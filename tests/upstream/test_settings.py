@@ -3,7 +3,8 @@ import dataclasses
 import json
 
 import data
-from grpo import Config, main
+import test_oracle
+from grpo import ALGOS, Config, main
 from test_plumbing import BASE, SETTINGS, STAGES
 
 
@@ -15,6 +16,10 @@ def test_every_setting_is_turned():
         missing = set(getattr(f.type, "__args__", ())) - {"cuda", "mps"} - own
         assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_plumbing.py"
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
+
+
+def test_every_algorithm_has_a_second_implementation():
+    assert set(ALGOS) == set(test_oracle.ALGOS)
 
 
 def test_every_statistic_is_logged(tmp_path):

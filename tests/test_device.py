@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import tiny_model
 from safetensors.torch import load, load_file, save
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import grpo
 from data.tokenizer import byte_encoding
@@ -138,7 +138,7 @@ def trained(device, amp):
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=amp):
             h = net["embed"](ids)[:, None]
             h = F.scaled_dot_product_attention(h, h, h, is_causal=True) + F.scaled_dot_product_attention(h, h, h, mask)
-            logits = net["head"](checkpoint(torch.tanh, h[:, 0], use_reentrant=False))
+            logits = net["head"](recomputed(torch.tanh, h[:, 0], use_reentrant=False))
         logp = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         (-logp.mean() * torch.tensor(2.0)).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -1,9 +1,11 @@
+import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
+from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +57,12 @@ def pytest_runtestloop(session):
     config, option, files = session.config, session.config.option, {}
     for item in session.items:
         files.setdefault(item.path, []).append(item)
-    if min(option.processes, len(files)) < 2 or option.collectonly or option.usepdb or option.capture == "no":
+    if option.collectonly:
+        return None
+    if len(files) > 1 or any("forked" in item.fixturenames for item in session.items):
+        importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer
+        start_server()
+    if min(option.processes, len(files)) < 2 or option.usepdb or option.capture == "no":
         return None                         # pytest's own loop
     largest_first = [files[path] for path in sorted(files, key=lambda path: -path.stat().st_size)]
     next_file = multiprocessing.Value("i", 0)
@@ -114,6 +121,96 @@ def show_reports(session, processes):
             hook.pytest_runtest_logreport(report=report)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
+
+
+# ----------------------------------------------------------------------- processes of the tests
+
+FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+
+
+class Forked:
+    """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`. It is forked from one
+    that has imported torch, which takes seconds, and has run no test. It ends with the test process at the latest."""
+    server = None       # the connection to that process
+
+    def __init__(self, where, work, *given):
+        where.mkdir(parents=True, exist_ok=True)
+        self.connection, theirs = multiprocessing.Pipe()
+        reduction.send_handle(Forked.server, theirs.fileno(), None)
+        theirs.close()
+        self.connection.send((where, work, given))
+        self.where, self.pid, self.exitcode = where, self.connection.recv(), None
+
+    def join(self, seconds=60):
+        """Waits so long for its end; its exit code, negative after a signal, or None if it is still running."""
+        if self.exitcode is None and self.connection.poll(seconds):
+            self.exitcode = self.connection.recv()
+        return self.exitcode
+
+    def kill(self, number=signal.SIGKILL):
+        """Sends it a signal."""
+        os.kill(self.pid, number)
+
+    def end(self, seconds=60):
+        """Waits for its end, which must come; its exit code, stdout and stderr."""
+        if self.join(seconds) is None:
+            self.kill()
+        said = [(self.where / name).read_text() for name in ("stdout", "stderr")]
+        assert self.exitcode is not None, said
+        return self.exitcode, *said
+
+
+def start_server():
+    """Forks the process that all `Forked` come from. It ends when all that know its connection have ended."""
+    Forked.server, theirs = multiprocessing.Pipe()
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            Forked.server.close()
+            serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+
+
+def serve(requests):
+    """Forks a process for each connection it is sent, which starts the `Forked` and reports its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # so that none of these stays a zombie
+    while True:
+        handle = reduction.recv_handle(requests)
+        if os.fork() == 0:
+            requests.close()
+            start_and_report(multiprocessing.connection.Connection(handle))
+        os.close(handle)
+
+
+def start_and_report(connection):
+    """Starts the process that is asked for over a connection; says its id, and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    process = FORK.Process(target=begin, args=connection.recv())
+    process.start()
+    connection.send(process.pid)
+    if connection in multiprocessing.connection.wait([process.sentinel, connection]):
+        process.kill()                      # the test process has ended
+    process.join()
+    connection.send(process.exitcode)
+    os._exit(0)
+
+
+def begin(where, work, given):
+    """In the new process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        setattr(sys, name, open(number, "w", closefd=False))
+    work(*given)
+
+
+@pytest.fixture
+def forked():
+    """Starts a process; a test must have this fixture so that there is one to fork it from."""
+    return Forked
 
 
 # ------------------------------------------------------------------------------- what tests share

@@ -40,21 +40,19 @@ def equal(x):
 # ----------------------------------------------------------------------------- what the models say
 
 def states(gpt, row):
-    """The hidden state before each token of the completion: that after the token before it."""
-    h = gpt(torch.tensor([row.prompt + row.completion]))[0]
-    return [h[len(row.prompt) + t - 1] for t in range(len(row.completion))]
+    """The hidden state before each token of the completion, (n, C): that after the token before it."""
+    return gpt(torch.tensor([row.prompt + row.completion]))[0, len(row.prompt) - 1:-1]
 
 
 def logps(gpt, row, temperature):
     """log pi of each token of the completion."""
-    logits = [gpt.embed_tokens.weight @ h / temperature for h in states(gpt, row)]
-    return [x[token] - x.logsumexp(0) for x, token in zip(logits, row.completion)]
+    logits = states(gpt, row) @ gpt.embed_tokens.weight.T / temperature                     # (n, V)
+    return list(logits[range(len(logits)), row.completion] - logits.logsumexp(1))
 
 
 def values(policy, critic, row):
     """The critic's value of the state before each token."""
-    return [critic.head.weight[0] @ h + critic.head.bias[0]
-            for h in states(critic.trunk or policy, row)]
+    return list(states(critic.trunk or policy, row) @ critic.head.weight[0] + critic.head.bias[0])
 
 
 def numbers(tensors):
@@ -149,8 +147,12 @@ def kl_of_token(logp, ref, ratio, estimator):
     """Of KL(pi || ref), with x = pi_ref / pi: k1 = -log x, k2 = (log x)^2 / 2, k3 = x - 1 - log x,
     and k3 under the importance weight."""
     log_x = ref - logp
+    if estimator == "k1":
+        return -log_x
+    if estimator == "k2":
+        return log_x ** 2 / 2
     k3 = log_x.exp() - 1 - log_x
-    return {"k1": -log_x, "k2": log_x ** 2 / 2, "k3": k3, "ratio*k3": ratio * k3}[estimator]
+    return {"k3": k3, "ratio*k3": ratio * k3}[estimator]
 
 
 def weight_of_token(length, lengths, cfg):
@@ -184,13 +186,13 @@ class Oracle:
     def step(self, rows, minibatches):
         """Train on a rollout; `minibatches`: indices of the rows of each optimizer step. Gives the
         statistics of the step."""
-        cfg = self.cfg
-        old = [numbers(logps(self.policy, row, cfg.temperature)) for row in rows]
-        ref = value = None
-        if self.ref is not None:
-            ref = [numbers(logps(self.ref, row, cfg.temperature)) for row in rows]
-        if self.critic is not None:
-            value = [numbers(values(self.policy, self.critic, row)) for row in rows]
+        cfg, ref, value = self.cfg, None, None
+        with torch.no_grad():
+            old = [numbers(logps(self.policy, row, cfg.temperature)) for row in rows]
+            if self.ref is not None:
+                ref = [numbers(logps(self.ref, row, cfg.temperature)) for row in rows]
+            if self.critic is not None:
+                value = [numbers(values(self.policy, self.critic, row)) for row in rows]
         penalties = [[0.0] * len(row.completion) for row in rows]
         if cfg.kl == "reward" and ref:
             penalties = [[self.beta * kl_of_token(torch.tensor(a), torch.tensor(b), 1, cfg.estimator).item()

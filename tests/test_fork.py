@@ -1,7 +1,10 @@
 """Changes that a fork makes: nothing about it is silent."""
 import dataclasses
 import inspect
-import subprocess
+import os
+import re
+import runpy
+import shutil
 import sys
 from typing import Literal
 
@@ -18,9 +21,8 @@ from run.models import frozen
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
 
 
-def fork(tmp_path, edit, *command):
-    """A copy of the code, grpo.py edited, and what it says to a command line."""
-    import shutil
+def fork(tmp_path, edit):
+    """A folder with a copy of the code, grpo.py edited."""
     for name in ("data", "run"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("model.py", "reward.py"):
@@ -28,16 +30,37 @@ def fork(tmp_path, edit, *command):
     text = (ROOT / "grpo.py").read_text()
     assert FIELD in text
     (tmp_path / "grpo.py").write_text(edit(text))
-    return subprocess.run([sys.executable, "grpo.py", *command], cwd=tmp_path, text=True, capture_output=True)
+    return tmp_path
+
+
+def move_to(folder):
+    """From now on this process imports the code in a folder."""
+    for name in [n for n in sys.modules if re.match(r"(grpo|model|reward|data|run|conftest|test_\w+)(\.|$)", n)]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+
+
+def command_line(folder, *command):
+    """`python grpo.py` with a command in a folder."""
+    move_to(folder)
+    sys.argv = ["grpo.py", *command]
+    runpy.run_path("grpo.py", run_name="__main__")
+
+
+def run_tests(folder, *files):
+    """`python -m pytest` with some files in a folder."""
+    move_to(folder)
+    sys.exit(pytest.main(["-q", *files]))
 
 
 # ------------------------------------------------------------------------------------- a new setting
 
-def test_a_setting_without_help_is_refused_with_its_name(tmp_path):
-    done = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD), "--help")
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode and last == ("TypeError: Config.n_mlp has no help: write it at the end of its line, as in "
-                                        "`n_mlp: int = 4    # width of the MLP`")
+def test_a_setting_without_help_is_refused_with_its_name(forked, tmp_path):
+    folder = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD))
+    code, _, err = forked(tmp_path / "process", command_line, folder, "--help").end()
+    assert code and err.splitlines()[-1] == ("TypeError: Config.n_mlp has no help: write it at the end of its line, as in "
+                                            "`n_mlp: int = 4    # width of the MLP`")
 
 
 @dataclasses.dataclass
@@ -98,12 +121,13 @@ def test_a_comment_elsewhere_is_no_help(config):
 
 
 @pytest.mark.slow
-def test_a_new_setting_is_a_flag_with_its_help(tmp_path):
+def test_a_new_setting_is_a_flag_with_its_help(forked, tmp_path):
     """And the one after it is still there."""
     field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'
-    done = fork(tmp_path, lambda text: text.replace(FIELD, field + FIELD), "--help")
-    assert done.returncode == 0 and "--n_mlp {a,b}" in done.stdout and "width (#) of the MLP [a]" in done.stdout
-    assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in done.stdout
+    folder = fork(tmp_path, lambda text: text.replace(FIELD, field + FIELD))
+    code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
+    assert code == 0 and "--n_mlp {a,b}" in said and "width (#) of the MLP [a]" in said
+    assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in said
 
 
 @pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
@@ -419,10 +443,9 @@ def test_a_model_that_answers_is_in_evaluation_mode(init, tmp_path):
 # ------------------------------------------------------------------------------- innocent changes
 
 @pytest.mark.slow
-def test_new_files_and_prints_are_fine(tmp_path):
+def test_new_files_and_prints_are_fine(forked, tmp_path):
     """A task and a script beside grpo.py, in any style; data/mytask.py, run/mine.py, a print in grpo.py, 30 more lines
     in model.py: the tests of the layout stay green. A module that imports the script does not."""
-    import shutil
     shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
     fork = tmp_path / "fork"
     shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
@@ -433,10 +456,9 @@ def test_new_files_and_prints_are_fine(tmp_path):
         f.write("    print()\n")
     with open(fork / "model.py", "a") as f:
         f.write("# a comment\n" * 30)
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py"]
-    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    code, said, _ = forked(tmp_path / "green", run_tests, fork, "tests/test_layout.py").end()
+    assert code == 0 and " passed in " in said, said[-2000:]
     (fork / "run" / "mine.py").write_text("import plot\nimport pandas\n")
-    done = subprocess.run(command, cwd=fork, text=True, capture_output=True)
-    assert "run.mine imports plot: imports run down" in done.stdout and "add them to requirements.txt" in done.stdout
-    assert "3 failed" not in done.stdout and "2 failed" in done.stdout
+    code, said, _ = forked(tmp_path / "red", run_tests, fork, "tests/test_layout.py").end()
+    assert "run.mine imports plot: imports run down" in said and "add them to requirements.txt" in said
+    assert "3 failed" not in said and "2 failed" in said

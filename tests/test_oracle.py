@@ -14,6 +14,7 @@ from conftest import tiny_model
 from oracle import Oracle, Row
 
 import grpo
+from model import GPT, Rows
 from run import agents, batches, machine, optimizer
 from run.sharing import share
 
@@ -22,7 +23,7 @@ STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that en
 PROBLEMS = [SimpleNamespace(prompt=text) for text in ("acc", "g", "defgab", "cc", "eg")]
 ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".index(x) for x in text],
                            token_bytes=lambda i: b"" if i in STOP else TEXTS[i])
-SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=20,
+SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=24,
              lr=0.015, grad_clip=1.0, steps=3, dtype="float32", device="cpu", compile="off")
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 ALGOS = ("grpo", "reinforce", "a2c", "ppo", "rloo", "dr_grpo", "dapo", "gspo")
@@ -175,8 +176,10 @@ def compare(cfg, monkeypatch, ranks=1):
     """Three steps of both; gives the oracle, its statistics and the rows of all steps."""
     agents, all_chosen = [new_agent(cfg) for _ in range(ranks)], []
     rm, G = agents[0].reward_model, cfg.group
-    oracle = Oracle(cfg, *copy.deepcopy([agents[0].policy, agents[0].ref, agents[0].critic]),
-                    None if rm is None else rm.norm.tolist())
+    models = copy.deepcopy([agents[0].policy, agents[0].ref, agents[0].critic])
+    for gpt in (part for model in models if model is not None for part in model.modules() if isinstance(part, GPT)):
+        gpt.layout_class = Rows             # shares no beginnings
+    oracle = Oracle(cfg, *models, None if rm is None else rm.norm.tolist())
     before, logged, seen = copy.deepcopy(oracle.params), [], []
     minibatches, rng, streams = batches.minibatches, machine.rng, []
     monkeypatch.setattr(machine, "rng", lambda cfg, *of: streams.append(of) or rng(cfg, *of))

@@ -573,17 +573,17 @@ def places(tmp_path_factory):
 # (upstream/test_settings.py checks that none of this repository's own settings is missing.)
 STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
           "passes", "evaluations", "saves", "samples.jsonl", "folder")
-BASE = TINY | dict(init="@warm", warm_steps=0)
+BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
-KL = dict(beta=0.5, epochs=2)
+KL = dict(beta=0.5, epochs=2, steps=2)                     # in the first step it is 0 where it is a reward
 LEARNED = dict(reward="model")
 FILES = dict(task="gsm8k", train="@one.jsonl", test="@one.jsonl", init="", warm_steps=0, max_new=2)
 SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
-    steps=({}, {3: "policy"}),
+    steps=({}, {2: "policy"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
     max_new=({}, {5: "samples"}),
@@ -595,7 +595,7 @@ SETTINGS = dict(
     chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts", "no_think": "prompts"}),
     system=(dict(init="@chat"), {"Be brief.": "prompts"}),
     temperature=({}, {0.7: "samples"}),
-    eval_every=({}, {1: "evaluations"}),
+    eval_every=(dict(steps=2), {1: "evaluations"}),
     held_out=({}, {2: "held out"}),
     samples=({}, {3: "evaluations"}),
     save_every=(dict(steps=3), {2: "saves"}),
@@ -621,7 +621,7 @@ SETTINGS = dict(
     minibatches=({}, {1: "policy"}),
     micro_tokens=({}, {20: "passes"}),
     recompute=({}, {"on": "passes"}),
-    half_life=({}, {1: "policy"}),
+    half_life=(dict(steps=2), {1: "policy"}),
     grad_clip=({}, {1e-3: "policy"}),
     n_layer=(COLD, {2: "start"}),
     n_head=(COLD, {4: "start"}),

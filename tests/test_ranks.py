@@ -2,26 +2,23 @@
 split; and what one of them meets, a signal or a UserError, reaches the other.
 
 Two processes make all of RUNS in one go while this one makes them alone, and the tests compare what
-both have left. Each pair is forked from a process that has imported torch.
+both have left.
 """
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import ROOT, Forked, tiny_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +29,7 @@ from run import agents, batches, checkpoint, machine, models, optimizer, preflig
 from run import tensors as tensors_of
 from run.tensors import sha256_of, training_state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 # Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
 TASK = """
 from types import SimpleNamespace as Problem
@@ -262,58 +259,40 @@ def plain(rank, args):
     grpo.main(args)
 
 
+def torchrun(out):
+    """The command line of torchrun."""
+    from torch.distributed.run import main
+    main(["--standalone", "--nproc_per_node", "2", str(ROOT / "grpo.py"), "--prompts", "3", "--out", str(out)])
+
+
 # ------------------------------------------------------------------------------ pairs of processes
 
-FORKS = multiprocessing.get_context("forkserver")
-
-
-def as_rank(rank, port, where, work, *given):
-    """`work(rank, ...)` as torchrun would have it done; stdout and stderr go to files."""
+def as_rank(rank, port, work, *given):
+    """`work(rank, ...)` as torchrun would have it done."""
     os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=str(port))
-    for stream, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(where / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     set_constants()
     work(rank, *given)
 
 
 def start_pair(where, work, *given):
     """Two processes at work."""
-    where.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [FORKS.Process(target=as_rank, args=(rank, port, where, work, *given), daemon=True)
-                 for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    return processes
+    return [Forked(where / f"rank{rank}", as_rank, rank, port, work, *given) for rank in (0, 1)]
 
 
-def end_of(processes, where):
+def end_of(processes):
     """Their exit codes, and what each wrote to stdout and stderr; fails if one waits for ever."""
     for process in processes:
-        process.join(60)
-    hung = [process for process in processes if process.is_alive()]
-    for process in hung:
-        process.kill()
-    said = [[(where / f"{name}{rank}").read_text() for rank in (0, 1)] for name in ("stdout", "stderr")]
-    assert not hung, said
-    return [process.exitcode for process in processes], *said
+        process.join()
+    return [list(of) for of in zip(*[process.end(0) for process in processes])]
 
 
 def pair(where, *work):
     """Two processes from their start to their end."""
-    return end_of(start_pair(where, *work), where)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks():
-    """The process that all ranks are forked from. It is given its path by the environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
-        FORKS.set_forkserver_preload(["test_ranks", "torch._dynamo"])
-        forkserver.ensure_running()
+    return end_of(start_pair(where, *work))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -325,7 +304,7 @@ def constants():
 
 
 @pytest.fixture(scope="module")
-def both(forks, constants, tmp_path_factory):
+def both(constants, tmp_path_factory):
     """The folders of all RUNS, `one` by this process and `two` by a pair, and of SHARDED by another; what
     the ranks of both pairs found."""
     top = tmp_path_factory.mktemp("ranks")
@@ -333,7 +312,7 @@ def both(forks, constants, tmp_path_factory):
     grpo.train(grpo.make_config(**SMALL | dict(task=str(top / "letters.py"), steps=0, out=str(top / "start"))))
     two = start_pair(top / "two", all_runs, top / "two")
     printed = {name: run(name, top / "one")[1] for name in RUNS}
-    codes, _, err = end_of(two, top / "two")
+    codes, _, err = end_of(two)
     assert codes == [0, 0], err
     codes, _, err = pair(top / "sharded", all_runs, top / "sharded")
     assert codes == [0, 0] and err == ["", ""], err
@@ -549,7 +528,7 @@ def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):
     two = start_pair(tmp_path, late, tmp_path / "done", flags(both, "grpo", out=tmp_path / "run", steps=0))
     two[1].join(60)
     assert (tmp_path / "done").exists()
-    assert end_of(two, tmp_path)[0] == [0, 0]
+    assert end_of(two)[0] == [0, 0]
 
 
 def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
@@ -614,8 +593,6 @@ def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
 
 def test_torchrun_starts_the_ranks(tmp_path):
     """All above take its place."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(ROOT / "grpo.py"), "--prompts", "3", "--out", str(tmp_path / "run")],
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "run").exists()
-    assert "error: --prompts 3 is not divisible by 2 ranks\n" in done.stderr
+    code, out, err = Forked(tmp_path / "torchrun", torchrun, tmp_path / "run").end(120)
+    assert code == 1 and out == "" and not (tmp_path / "run").exists()
+    assert "error: --prompts 3 is not divisible by 2 ranks\n" in err

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, chat_folder
+from conftest import ROOT, Forked, chat_folder
 
 import data
 import data.arithmetic as arithmetic
@@ -20,16 +20,11 @@ from data import UserError
 from data.tokenizer import byte_encoding, load_encoding
 from grpo import Config, evaluate, main, make_config
 from model import GPT, GPTConfig
-from run import agents, batches, checkpoint, machine, optimizer, preflight, pretrained, show, warm_start
+from run import agents, batches, checkpoint, files, machine, optimizer, preflight, pretrained, show, warm_start
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
-SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
+SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 80 --warm_batch 16 --warm_lr 5e-3 --prompts 4 "
          "--group 8 --max_new 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
-
-
-def run(*args, cwd=ROOT, **env):
-    return subprocess.run([sys.executable, str(ROOT / "grpo.py"), *map(str, args)], cwd=cwd, text=True,
-                          capture_output=True, env={**os.environ, **env}, timeout=120)
 
 
 def metrics(where, timed=False):
@@ -152,7 +147,7 @@ def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, monkeypa
         old_save(agent, step)
         if step == 2:
             raise Killed
-    args = [*SMALL, *args.split(), "--steps", "3", "--fit_prompts", "20", "--save_every", "1"]
+    args = [*SMALL, *args.split(), *"--steps 3 --fit_prompts 20 --save_every 1 --held_out 2 --samples 2".split()]
     for name in ("whole", "half"):
         copy_warm_start(unbroken, tmp_path / name)
     main([*args, "--out", str(tmp_path / "whole")])
@@ -258,51 +253,62 @@ def test_what_the_limit_costs_is_no_label(unbroken, tmp_path):
     assert set(rows["history.label"][rows["history.ends"]].tolist()) <= {0.0, 1.0}
 
 
+def signalled(where, work, args, stage, number):
+    """Calls `work(args)` in a process, which gets a signal when it prints a line with `stage`: its exit code, what it
+    then printed, and its stderr."""
+    where.mkdir()
+    os.mkfifo(where / "stdout")
+    process = Forked(where, work, [*map(str, args)])
+    with open(where / "stdout") as lines:
+        for line in lines:
+            if stage in line:
+                process.kill(number)
+                break
+        rest = lines.read()
+    return process.join(), rest, (where / "stderr").read_text()
+
+
+def dies_in_a_write(args):
+    """The command line; SIGKILL comes with half of the second checkpoint written."""
+    real, saved = files.save_file, []
+
+    def save_file(tensors, path, metadata):
+        """The real one."""
+        real(tensors, path, metadata)
+        saved.append("checkpoint" in str(path))
+        if sum(saved) == 2:
+            os.truncate(path, 999)
+            os.kill(os.getpid(), signal.SIGKILL)
+    files.save_file = save_file
+    main(args)
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment(unbroken, tmp_path):
+def test_killed_at_any_moment(unbroken, forked, tmp_path):
     """SIGKILL four times, the last within a write of the checkpoint; then resume to the end. The
     second finds only the checkpoint of step 0, when the optimizer has no state yet."""
-    args = [*SMALL, "--steps", "6", "--out", tmp_path]
+    out = tmp_path / "run"
     for stage in ("warm start", "step 1/6", "step 3/6", "write"):
-        code = "import grpo, sys; grpo.main(sys.argv[1:])"
-        if stage == "write":        # die with half of the second checkpoint written
-            code = ("import grpo, os, signal, sys\nfrom run import files\nold, n = files.save_file, []\n"
-                    "def save(tensors, path, metadata):\n"
-                    "    old(tensors, path, metadata)\n"
-                    "    n.append('checkpoint' in str(path))\n"
-                    "    if sum(n) == 2: os.truncate(path, 999); os.kill(os.getpid(), signal.SIGKILL)\n"
-                    "files.save_file = save\n" + code)
-        flags = args if stage == "warm start" else ["--resume", "--out", tmp_path]
-        child = subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=ROOT, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for line in child.stdout:
-            if stage in line:
-                child.kill()
-                break
-        child.communicate()
-        assert child.returncode == -signal.SIGKILL, stage
-    done = run("--resume", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert weights(tmp_path) == weights(unbroken)
-    assert metrics(tmp_path) == metrics(unbroken)
-    assert (tmp_path / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+        flags = [*SMALL, "--steps", "6"] if stage == "warm start" else ["--resume"]
+        work = dies_in_a_write if stage == "write" else main
+        code, *said = signalled(tmp_path / stage.replace("/", " of "), work, [*flags, "--out", out], stage, signal.SIGKILL)
+        assert code == -signal.SIGKILL, (stage, said)
+    main(["--resume", "--out", str(out)])
+    assert weights(out) == weights(unbroken)
+    assert metrics(out) == metrics(unbroken)
+    assert (out / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, sig):
-    copy_warm_start(unbroken, tmp_path)
-    child = subprocess.Popen([sys.executable, str(ROOT / "grpo.py"), *SMALL, "--steps", "500", "--out",
-                              str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in child.stdout:
-        if line.startswith("step 1/"):
-            child.send_signal(sig)
-            break
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 128 + sig and err == ""
-    last = out.splitlines()[-1]
-    assert re.fullmatch(rf"stopped after step \d+; continue with: python grpo.py --resume --out {tmp_path}", last)
-    assert saved(tmp_path).step == int(re.search(r"step (\d+)", last)[1]) == metrics(tmp_path)[-1]["step"]
+def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp_path, sig):
+    out = tmp_path / "run"
+    copy_warm_start(unbroken, out)
+    code, said, err = signalled(tmp_path / "process", main, [*SMALL, "--steps", "500", "--out", out], "step 1/", sig)
+    assert code == 128 + sig and err == ""
+    last = said.splitlines()[-1]
+    assert re.fullmatch(rf"stopped after step \d+; continue with: python grpo.py --resume --out {out}", last)
+    assert saved(out).step == int(re.search(r"step (\d+)", last)[1]) == metrics(out)[-1]["step"]
 
 
 def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
@@ -374,8 +380,8 @@ def test_beta_0_needs_no_reference(tmp_path, unbroken):
 @pytest.mark.slow
 def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     """Sampler and trainer round differently: the first ratio is 1 all the same."""
-    copy_warm_start(unbroken, tmp_path)
-    main([*SMALL, "--steps", "2", "--minibatches", "1", "--dtype", "bfloat16", "--out", str(tmp_path)])
+    main([*SMALL, *"--steps 1 --minibatches 1 --dtype bfloat16 --held_out 1 --samples 1 --warm_steps 2".split(),
+          "--init", str(unbroken / "warm_start"), "--out", str(tmp_path)])
     m = metrics(tmp_path)[1]
     assert 1e-4 < m["mismatch"] < batches.MISMATCH[torch.bfloat16][0] and m["clip_share"] == 0
     tensors = saved(tmp_path).tensors
@@ -471,7 +477,8 @@ def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 def test_no_traceback_from_the_command_line(tmp_path):
-    done = run("--group", "1", cwd=tmp_path)
+    done = subprocess.run([sys.executable, str(ROOT / "grpo.py"), "--group", "1"], cwd=tmp_path, text=True, capture_output=True,
+                          timeout=120)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
 
 

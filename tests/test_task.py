@@ -1,4 +1,5 @@
 """The task, its rewards and steps; the evaluator against hostile text; the tokenizer."""
+import functools
 import itertools
 import json
 import os
@@ -531,10 +532,15 @@ def test_marks_are_taken_out_in_linear_time():
     assert shown.startswith("<think>\n2+2 = 4<<<<") and time.process_time() - began < 0.1
 
 
+@functools.cache
+def countdown_problems(difficulty):
+    return countdown.problems(SimpleNamespace(difficulty=difficulty))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("difficulty", [2, 4])
 def test_countdown(difficulty):
-    train, held_out = countdown.problems(SimpleNamespace(difficulty=difficulty))
+    train, held_out = countdown_problems(difficulty)
     assert len(held_out) == 500 and len(train) > 1000
     keys = [(p.numbers, p.target) for p in train + held_out]
     assert len(set(keys)) == len(keys) and all(len(p.numbers) == difficulty for p in train)
@@ -550,7 +556,7 @@ def test_countdown(difficulty):
 def test_countdown_shows_what_was_tried(difficulty):
     """Up to three other expressions of the same numbers, all different, each with the value that it has; then a solution."""
     tried = []
-    for p in countdown.problems(SimpleNamespace(difficulty=difficulty))[0][:200]:
+    for p in countdown_problems(difficulty)[0][:200]:
         shown = countdown.demonstration(p, random).splitlines()
         assert shown[0] == "<think>" and shown[-2:] == ["</think>", f"<answer>{p.solution}</answer>"]
         *misses, last = [line.split("=") for line in shown[1:-2]]

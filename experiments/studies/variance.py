@@ -43,6 +43,7 @@ BASELINES = {TRUE: dict(baseline="leave-one-out", **ALIKE), "none": {}, "none, a
              "critic": dict(baseline="value", lam=1.0), "critic, lambda 0.95": dict(baseline="value"),
              "group and critic": dict(baseline="group+value", lam=1.0), "group and critic, lambda 0.95": dict(baseline="group+value")}
 FITTED = ("value", "group+value")
+SIZE = dict(prompts=16, group=16)       # of a rollout
 
 
 def rollout(agent, problems, rng, N):
@@ -121,7 +122,7 @@ def measured(run, name, rollouts):
     """The rows of `variance-NAME.json` in a run's folder, for its first policy (start) or its last (end)."""
     kept = json.loads((run / "run.json").read_text())["config"]
     cfg = dataclasses.replace(grpo.Config(**kept), init=str(run / "warm_start" if name == "start" else run), adv_scale="none", kl="none",
-                              critic="separate", prompts=16, group=16, lam=0.95, gamma=1.0)
+                              critic="separate", lam=0.95, gamma=1.0, **SIZE)
     task = load_task(cfg.task)
     agent = agents.Agent(cfg, task, *models.trained_model(cfg))
     problems = task.problems(cfg)[0]

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -310,17 +311,16 @@ def test_all_changes_at_once(changed, warm, tmp_path, board):
     assert all(m["mismatch"] < 1e-4 and m["grad_norm"] > 0 for m in steps)
 
 
-def test_the_script_runs(tmp_path):
-    folder = copy(tmp_path / "code")
-    code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-    (folder / "notebook.py").write_text(code[0])
-    done = subprocess.run([sys.executable, "notebook.py"], cwd=folder, text=True, timeout=120,
-                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert len(code) == 1 and done.returncode == 0, done.stderr
-    rows = re.findall(r"'\d\*\d=.*'  +reward (\S+)  advantage (\S+)$", done.stdout, re.M)
+def test_the_script_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    Path("notebook.py").write_text(code)
+    runpy.run_path("notebook.py")
+    said = capsys.readouterr().out
+    rows = re.findall(r"'\d\*\d=.*'  +reward (\S+)  advantage (\S+)$", said, re.M)
     reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
     assert len(rows) == 8 and reward.max() > reward.min()
     assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
-    off = float(re.search(r"^off -weight \* advantage by (\S+)$", done.stdout, re.M)[1])
-    norm = float(re.search(r"norm of the gradient (\S+)$", done.stdout, re.M)[1])
+    off = float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1])
+    norm = float(re.search(r"norm of the gradient (\S+)$", said, re.M)[1])
     assert off < 1e-6 and norm > 0.01

@@ -116,41 +116,41 @@ def test_a_run_with_patches_goes_through(row, kept, tmp_path):
 
 
 @pytest.fixture
-def odd_run(tmp_path):
-    """A folder of a run of two steps that rewards odd lengths, which are frequent before it."""
-    (tmp_path / "odd.py").write_text("from experiments.studies.slips import DEFAULTS, answer, demonstration, problems\n"
-                                     "def reward(problem, completion):\n    return {'correct': len(completion) % 2}\n")
-    grpo.main([*TINY, "--task", str(tmp_path / "odd.py"), "--out", str(tmp_path / "run"), "--lr", "0.01", "--device", "cpu"])
+def short_run(tmp_path):
+    """A folder of a run of two steps that rewards short completions, which are frequent before it."""
+    (tmp_path / "short.py").write_text("from experiments.studies.slips import DEFAULTS, answer, demonstration, problems\n"
+                                       "def reward(problem, completion):\n    return {'correct': len(completion) < 12}\n")
+    grpo.main([*TINY, "--task", str(tmp_path / "short.py"), "--out", str(tmp_path / "run"), "--lr", "0.01", "--device", "cpu"])
     return tmp_path / "run"
 
 
-def test_figure_7_is_of_a_run_before_and_after(odd_run, tmp_path, monkeypatch):
-    task, seed, found = figure7.shares(odd_run, 4, 4)
-    assert (task, seed) == ("odd", 1) and found.keys() == {"before", "after"} and found["before"] != found["after"]
+def test_figure_7_is_of_a_run_before_and_after(short_run, tmp_path, monkeypatch):
+    task, seed, found = figure7.shares(short_run, 4, 4)
+    assert (task, seed) == ("short", 1) and found.keys() == {"before", "after"} and found["before"] != found["after"]
     assert all(found[when].keys() == {"greedy", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"} for when in found)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda agent, problems: (Path(agent.cfg.init).name, len(problems), agent.cfg.samples))
-        assert figure7.shares(odd_run, 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
+        assert figure7.shares(short_run, 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}
         patch.setattr(grpo, "evaluate", lambda agent, problems: agent.cfg.temperature)
-        assert figure7.shares(odd_run, 3, 7) == ("odd", 1, {"before": 1.0, "after": 1.0})
-        assert figure7.shares(odd_run, 3, 7, 0.5) == ("odd at 0.5", 1, {"before": 0.5, "after": 0.5})
+        assert figure7.shares(short_run, 3, 7) == ("short", 1, {"before": 1.0, "after": 1.0})
+        assert figure7.shares(short_run, 3, 7, 0.5) == ("short at 0.5", 1, {"before": 0.5, "after": 0.5})
     rows = [*figure7.rows({"slips": {"1": {when: dict.fromkeys([f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS], x)
                                            for when, x in (("before", 0.25), ("after", 0.5))}}})]
     assert len(rows) == 6 and rows[2].startswith("| slips, pass@K, before | 25.0% |") and rows[5].count("50.0%") == len(figure7.KS)
-    for bad in ((tmp_path / "no run",), (odd_run, "--temperature", "0")):
+    for bad in ((tmp_path / "no run",), (short_run, "--temperature", "0")):
         monkeypatch.setattr(sys, "argv", ["figure7.py", *map(str, bad), "--out", str(tmp_path)])
         with pytest.raises(SystemExit, match="2"):
             figure7.main()
     alike = {when: dict.fromkeys(["greedy", *(f"{kind}@{K}" for kind in ("pass", "maj") for K in figure7.KS)], 0.5) for when in ("before", "after")}
     monkeypatch.setattr(figure7, "shares", lambda folder, problems, samples, temperature: (f"{folder.name} {temperature}", 1, alike))
     for more in ([], ["--temperature", "0.5"], ["--temperature", "0.7"]):           # an odd number of plots
-        monkeypatch.setattr(sys, "argv", ["figure7.py", str(odd_run), "--out", str(tmp_path), *more])
+        monkeypatch.setattr(sys, "argv", ["figure7.py", str(short_run), "--out", str(tmp_path), *more])
         figure7.main()
     made = json.loads((tmp_path / "figure7.json").read_text())
     assert [*made["rows"]] == ["run None", "run 0.5", "run 0.7"] and made["command"]["run 0.5"].endswith("--temperature 0.5")
 
 
-def test_the_noise_of_baselines(odd_run, tmp_path, monkeypatch):
+def test_the_noise_of_baselines(short_run, tmp_path, monkeypatch):
     """Of the first and the last policy of a run, each in a process of its own, measured once."""
     asked = []
 
@@ -159,10 +159,11 @@ def test_the_noise_of_baselines(odd_run, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["variance.py", *map(str, command[2:])])
             variance.main()
+    monkeypatch.setattr(variance, "SIZE", dict(prompts=4, group=16))
     monkeypatch.setattr(variance, "fitted_critic", lambda agent, *_: (0.5, ScalarHead(32, copy.deepcopy(agent.policy))))
     monkeypatch.setattr(variance.subprocess, "run", child)
     monkeypatch.setattr(variance.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(runs, "run_all", lambda jobs, out: [{"flags": ["--out", str(odd_run)]} for _ in jobs])
+    monkeypatch.setattr(runs, "run_all", lambda jobs, out: [{"flags": ["--out", str(short_run)]} for _ in jobs])
     for rollouts in ("2", "3", "3"):
         monkeypatch.setattr(sys, "argv", ["variance.py", "--seeds", "1", "--rollouts", rollouts, "--out", str(tmp_path)])
         variance.main()

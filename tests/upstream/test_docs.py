@@ -292,8 +292,8 @@ def own_task():
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_the_readmes_own_task_learns(supervision, tmp_path):
     (tmp_path / "reverse.py").write_text(own_task())
-    grpo.main(["--task", str(tmp_path / "reverse.py"), *"--difficulty 1 --n_embd 64 --n_head 4 --warm_steps 250 --warm_batch 24 "
-               "--warm_lr 5e-3 --group 16 --minibatches 4 --lr 5e-4 --steps 15 --held_out 50 --samples 4".split(),
+    grpo.main(["--task", str(tmp_path / "reverse.py"), "--n_layer", "2", "--n_embd", "96", "--n_head",
+               "4", "--lr", "5e-4", "--difficulty", "1", "--warm_lr", "3e-3", "--steps", "20",
                "--supervision", supervision, "--out", str(tmp_path / "out")])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.2

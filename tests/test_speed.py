@@ -1,6 +1,10 @@
 """What tells where time goes: a trace of some steps, and the scripts that compare speeds."""
+import contextlib
 import json
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from conftest import ROOT, tiny_model
 import grpo
 from data import arithmetic
 from data.tokenizer import byte_encoding
+from model import GPTConfig
 from run import machine, pretrained
 from run.agents import Agent, new_agent
 from run.models import to_device
@@ -89,41 +94,122 @@ def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, caps
     assert len(lines) == 2 + 2 * 3 + 2 and lines[-2].startswith("| tiny, ours | ") and lines[-1].endswith(" 1.00 |")
 
 
+def test_short_calls_are_timed_together(experiments, monkeypatch):
+    """A call that takes 1 ms, and a clock that takes 4."""
+    from experiments.cost import speed
+    clock = [0.0]
+
+    def pass_(seconds):
+        clock[0] += seconds
+        return clock[0]
+    monkeypatch.setattr(speed, "now", lambda device: pass_(0.004))
+    assert [*speed.timed(None, lambda: pass_(0.001), times=2)] == pytest.approx([0.001 + 0.004 / 3] * 2)
+    assert [*speed.timed(None, lambda: pass_(1.0), times=1)] == pytest.approx([1.004])
+
+
+@pytest.mark.parametrize("family, bias", [("llama", "none"), ("qwen2", "qkv")])
+def test_a_random_model_is_read_again(experiments, tmp_path, family, bias):
+    from experiments.cost import probe, speed
+    shape = probe.SMALL | dict(bias=bias, rope_theta=1e6)
+    speed.random_model(tmp_path, shape, family, byte_encoding())
+    model = pretrained.load(tmp_path)
+    assert model.cfg == GPTConfig(**shape) and model.hf["eos_token_id"] == 256
+
+
+def asked_of_a_gpu(monkeypatch, parts, *words):
+    """Run these parts of gpu.py, with each process in this one: the exit code."""
+    from experiments.cost import gpu, probe, speed
+
+    def limited(command, log):
+        with open(log, "w") as said, contextlib.redirect_stdout(said):
+            if command[1] == gpu.PROBE:
+                probe.main(command[2:])
+        return 0
+    monkeypatch.setattr(gpu, "limited", limited)
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(speed, "SIDE", 128)             # `probe` sets both
+    monkeypatch.setattr(speed, "COPIED", 2 ** 20)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", *words])
+    with pytest.raises(SystemExit) as e:
+        gpu.main()
+    return e.value.code
+
+
 @pytest.mark.slow
 def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_path, capsys):
     """Tiny, on the CPU, in this process: so that it works the first time where there is a GPU."""
-    from experiments.cost import gpu, speed
-    commands = []
+    from experiments.cost import gpu
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    parts = {name: gpu.PARTS[name] for name in ("warm", "resume", "decode", "update", "memory", "trl")} | {
+        "decode": {"attention": gpu.PARTS["decode"]["attention"], "shared": gpu.PARTS["decode"]["shared"]},
+        "update": {"eager": gpu.UPDATE, "compiled": "not to be"}}
+    assert not asked_of_a_gpu(monkeypatch, parts, "--device", "cpu", "--out", str(tmp_path))
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    names = ["warm", "resume whole", "resume again", "resume halves", "resume halves resumed", "resume, in all",
+             "decode attention", "decode shared", "update eager", "memory, in all", "trl"]
+    assert [name for name, x in found.items() if isinstance(x, dict)] == names
+    assert capsys.readouterr().out.count(": ok  process s ") == 8
+    assert found["resume, in all"] == {"4 and 4": 0, "4 and 2 + 2": 0}
+    for name in names[1:5]:
+        run = found[name]
+        assert run["steps"] == 4 - 2 * (name == "resume halves") and run["step s"] > 0
+        assert 0 < run["mean gap"] < run["mismatch"] / 4 < 1e-5             # a mean, of the worst step
+        assert found["memory, in all"][name] == run["peak GB"] / run["estimate GB"] > 1
+        assert {*run["before"]} == {*run["after"]} == {"greedy", "pass@1"}
+    settings = json.loads((tmp_path / "resume-whole" / "run.json").read_text())["config"]
+    assert settings["init"] == str(tmp_path / "warm" / "warm_start")
+    for name in ("decode shared", "update eager"):
+        assert 0 < found[name]["share"] < 1 and found[name]["tokens/s"] > 0 and found[name]["kernels"]
+    attention = found["decode attention"]
+    assert all(attention["bound"] < attention[f"{name}{more}"] for more in ("", ", cuDNN")
+               for name in ("as in model.py", "heads as tokens", "heads repeated"))
+    assert found["trl"] == {"said": ["TRL is not installed"]}
 
-    def child(command, limit):
-        """The command, here."""
-        commands.append(command)
-        if "pytest" in command:
-            return "1 passed", {"seconds": 0.0, "code": 0}
-        name = next(i for i, part in enumerate(command) if str(part).endswith(".py") or part == gpu.CHILD)
-        flags = command[name + 1:]
-        if command[name] == gpu.CHILD:
-            grpo.main(flags)
-            print("peak", 10 ** 9)
-        else:
-            monkeypatch.setattr(sys, "argv", [command[name], *flags])
-            speed.main()
-        return capsys.readouterr().out, {"seconds": 1.0, "code": 0}
-    monkeypatch.setattr(gpu, "child", child)
-    monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e9)
-    monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e9)
-    monkeypatch.setattr(speed.subprocess, "check_output", lambda *_, **__: f"{2 ** 30}\n")
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path / "gpu")])
-    with pytest.raises(SystemExit) as e:
-        gpu.main()
-    assert not e.value.code
-    found = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
-    assert set(gpu.PARTS) <= set(found) and found["device"] == "cpu"
-    for name in ("eager", "compiled", "float32", "ppo", "learned", "resume"):
-        part = found[name]
-        assert part["peak GB"] == 1 and part["estimated GB"] >= 0 and len(part["mismatch"]) == 4
-        assert part["before"]["pass@1"] >= 0 and part["after"]["pass@1"] >= 0 and part["seconds"] > 0
-    assert found["resume"]["largest difference"] == 0 and found["resume"]["resumed"] == 0
-    assert found["speed"]["sizes"]["tiny"]["ours"]["seconds"] > 0
-    warm = [command for command in commands if gpu.CHILD in command]
-    assert len(warm) == 8
+
+@pytest.mark.slow
+def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
+    from experiments.cost import gpu
+    parts = {"step": {"grpo": f"{gpu.STEP} --warm_steps 1 --held_out 1 --static_cache off"}}
+    assert not asked_of_a_gpu(monkeypatch, parts, "--device", "pretend", "--out", str(tmp_path))
+    assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["step grpo"]["mismatch"] < 0.1        # in bfloat16
+
+
+def test_what_gpu_starts_depends_on_what_is_there(experiments, monkeypatch, tmp_path, capsys):
+    from experiments.cost import gpu
+    args = SimpleNamespace(tiny=False, out=tmp_path, device="cuda")
+    assert gpu.started(args, "{device} {tiny} {start} {on}") == ["cuda", "--warm_steps", "100", "on"]
+    (tmp_path / "warm" / "warm_start").mkdir(parents=True)
+    (tmp_path / "warm" / "warm_start" / "warm_start.json").write_text("{}")
+    assert gpu.started(args, "{start}") == ["--init", str(tmp_path / "warm" / "warm_start"), "--warm_steps", "0"]
+    args.tiny = True
+    assert gpu.started(args, "{on} {smollm2}") == ["off", str(tmp_path / "random")]
+    assert pretrained.load(tmp_path / "random").cfg.vocab_size == 300
+    for words, said in (([], "there is no GPU"), (["steps"], "there is no part steps")):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        with pytest.raises(SystemExit) as e:
+            gpu.main()
+        assert e.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
+def test_a_process_is_cut_off_with_all_that_it_started(experiments, monkeypatch, tmp_path):
+    """What it has told and said is kept; one that fails says so."""
+    from experiments.cost import gpu
+    monkeypatch.setattr(gpu, "LIMIT", 1.5)
+    monkeypatch.setattr(gpu, "PATIENCE", 0.5)
+    (tmp_path / "logs").mkdir()
+    code = ("import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "print('found {\"a\": 1}'); print('pid', subprocess.Popen(['sleep', '60']).pid); time.sleep(60)")
+    found = gpu.measured(tmp_path, "hangs", ["-c", code])
+    assert found["code"] == -9 and found["a"] == 1 and 1.5 < found["process s"] < 10
+    started = Path("/proc") / found["said"][-1].split()[1] / "cmdline"
+    until = time.time() + 5
+    while (lives := started.exists() and started.read_bytes()) and time.time() < until:
+        time.sleep(0.01)
+    assert not lives
+    assert gpu.shown(found).startswith("cut off  ")
+    assert gpu.measured(tmp_path, "works", ["-c", "print('a line')"])["said"] == ["a line"]
+    found = gpu.measured(tmp_path, "fails", ["-c", "1 / 0"])
+    assert found["code"] == 1 and gpu.shown(found).startswith("FAILED  ")
+    assert gpu.shown(found).endswith("  ZeroDivisionError: division by zero")

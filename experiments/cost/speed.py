@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
+from data.tokenizer import load_encoding  # noqa: E402
 from run import agents, batches, machine, models, pretrained, sharing  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
@@ -54,6 +55,7 @@ SIZES = {
 }
 QWEN = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, block_size=32768,
             rope_theta=1e6, norm_eps=1e-6, bias="qkv")
+SMOLLM2 = dict(vocab_size=49152, n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_inner=1536, block_size=8192, rope_theta=1e5)
 PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 32}     # rows of a forward pass of "TRL in parts"
 WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
 
@@ -62,13 +64,12 @@ def settings(size, who):
     return grpo.make_config(**SAME | SIZES[size] | {"dtype": "bfloat16" if "bfloat16" in who else "float32"})
 
 
-def random_model(where, source):
-    """Write a folder with random weights in the shape QWEN and the tokenizer of another folder."""
-    gpt = model.GPT(model.GPTConfig(**QWEN), torch.Generator().manual_seed(0))
-    files = {p.name: p.read_bytes() for p in source.iterdir() if "token" in p.name or "chat" in p.name}
-    pretrained.config_json(gpt)["eos_token_id"] = models.encoding_of(grpo.make_config(init=str(source)), source).end
-    where.mkdir(parents=True, exist_ok=True)
-    pretrained.save(gpt, where, files)
+def random_model(where, shape, family, encoding):
+    """Write a folder with a random model of a shape, GPTConfig's fields, and a tokenizer."""
+    gpt = model.GPT(model.GPTConfig(**shape), torch.Generator().manual_seed(0))
+    gpt.hf = {theirs: getattr(gpt.cfg, ours) for ours, theirs in pretrained.NAMES.items()} | dict(
+        model_type=family, rope_theta=gpt.cfg.rope_theta, eos_token_id=encoding.end)
+    pretrained.save(gpt, where, encoding.files)
 
 # ------------------------------------------------------------------------------- one step
 
@@ -159,26 +160,36 @@ def now(device):
 
 # -------------------------------------------------------------------------------------- lower bounds
 
-def matrix_rate(device, dtype, n=2048):
-    """Floating-point operations per second of an n x n x n product."""
+SIDE, COPIED = 2048, 2 ** 26        # of a matrix, and of what is copied, in numbers
+
+
+def matrix_rate(device, dtype, n=None):
+    """Floating-point operations per second of an n x n x n product; of a larger one, if that takes less than a millisecond."""
+    n = n or SIDE
     a, b = (torch.randn(n, n, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return 2 * n ** 3 / statistics.median(timed(device, lambda: a @ b))
+    seconds = statistics.median(timed(device, lambda: a @ b))
+    return 2 * n ** 3 / seconds if seconds > 1e-3 else matrix_rate(device, dtype, 2 * n)
 
 
 def bandwidth(device):
     """Bytes per second of a copy, reads and writes together."""
-    a = torch.ones(2 ** 26, device=device)
+    a = torch.ones(COPIED, device=device)
     b = torch.empty_like(a)
     return 2 * 4 * a.numel() / statistics.median(timed(device, lambda: b.copy_(a)))
 
 
 def timed(device, f, times=7):
-    """The seconds of each call of f, after one call to warm up."""
+    """The seconds of a call of f, `times` times, after two calls to warm up. If a call is short, each is the mean of 10 ms of
+    them: on a GPU, to start one and to wait for it takes long."""
     f()
+    began = now(device)
+    f()
+    calls = 1 + int(0.01 / (now(device) - began))
     for _ in range(times):
         began = now(device)
-        f()
-        yield now(device) - began
+        for _ in range(calls):
+            f()
+        yield (now(device) - began) / calls
 
 
 def states(ids, mask):
@@ -283,7 +294,7 @@ def main():
                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     for size in args.sizes:
         if size == "qwen" and not (ROOT / SIZES[size]["init"]).exists():
-            random_model(ROOT / SIZES[size]["init"], ROOT / "out" / "smollm2")
+            random_model(ROOT / SIZES[size]["init"], QWEN, "qwen2", load_encoding(ROOT / SIZES["smollm2"]["init"]))
         result["sizes"][size] = study(size, who, args.turns)
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")

@@ -101,7 +101,7 @@ class StaticCache:
         if self.shape != (b, s):
             self.shape, self.cache = (b, s), [[x[:b, :, :s] for x in kv] for kv in self.memory]
             for x in chain(*self.cache):
-                torch._dynamo.mark_static_address(x)
+                torch._dynamo.mark_static_address(x, guard=False)
         token, pos = F.pad(token, (0, b - self.rows)), F.pad(pos, (0, b - self.rows))
         torch.compiler.cudagraph_mark_step_begin()      # the last logits may be overwritten
         return self.model.next_logits(token, pos, self.cache)[:self.rows]

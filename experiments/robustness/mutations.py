@@ -35,7 +35,7 @@ from cosmic_ray.mutating import mutate_code
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
-FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/machine.py", "run/models.py",
+FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/caches.py", "run/machine.py", "run/models.py",
          "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/samples.py", "run/shard.py",
          "run/sharing.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]

@@ -152,6 +152,14 @@ def test_baselines_by_hand():
         0, abs=1e-6)
 
 
+@pytest.mark.parametrize("mean, gap, dead", [(1000.0, 2e-4, True), (1000.0, 1.0, False), (0.001, 1e-6, False)])
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_rewards_are_equal_relative_to_their_size(mean, gap, dead, scale):
+    """A gap of 2e-4 is rounding to rewards of 1000; one of 1e-6 is a difference to those of 0.001."""
+    adv = outcome([mean + gap, mean, mean, mean], adv_scale=scale)
+    assert (adv == [0.0] * 4) is dead
+
+
 def test_a_dead_group_is_left_alone_without_a_centre():
     """The std of equal rewards is 0: a raw reward is not divided by it."""
     assert outcome([2.0] * 4, baseline="none", adv_scale="group") == [2.0] * 4

@@ -99,6 +99,16 @@ def test_completions_are_sampled_unless_told(monkeypatch):
     assert grpo.complete(agent, ["prompt"], 4, "u", n_greedy=1) == ("policy", ["prompt"], 4, 8, 1.0, {1}, "u", 1)
 
 
+def test_no_row_is_greedy_unless_told(monkeypatch):
+    asked, batch = [], SimpleNamespace(finished=torch.ones(2, 4, dtype=torch.bool))
+    monkeypatch.setattr(grpo, "complete", lambda *given, **named: asked.append(named | dict(enumerate(given))) or batch)
+    monkeypatch.setattr(reward, "score", lambda *given: None)
+    agent = SimpleNamespace(task=None, encoding=byte_encoding(), cfg=CFG)
+    for told in ({}, {"n_greedy": 1}):
+        grpo.generate(agent, PROBLEMS[:2], torch.zeros(2, 4, 8), **told)
+    assert [given["n_greedy"] for given in asked] == [0, 1]
+
+
 # ------------------------------------------------------------------------------------- a step
 
 @pytest.mark.parametrize("kl, factor", [(0.0, 0.98), (0.079, 0.98), (0.095, 0.995), (0.1, 1.0), (0.11, 1.01), (0.13, 1.02), (9.0, 1.02)])
@@ -109,6 +119,18 @@ def test_beta_moves_by_a_tenth_of_the_relative_error(kl, factor, monkeypatch):
     agent = SimpleNamespace(cfg=with_(target_kl=0.1), beta=0.5)
     _, stats = grpo.train_step(agent, PROBLEMS, 1)
     assert stats["beta"] == 0.5 and agent.beta == pytest.approx(0.5 * factor)
+
+
+@pytest.mark.parametrize("half_life, rates", [(0, [0.4] * 4), (1, [0.4, 0.2, 0.1, 0.05]), (2, [0.4, 0.4 * 0.5 ** 0.5, 0.2, 0.1 * 2 ** 0.5])])
+def test_the_learning_rate_halves(half_life, rates, monkeypatch):
+    """The first step's is --lr; without a half-life each is."""
+    batch, seen = SimpleNamespace(mask=torch.ones(2, 6, dtype=torch.bool)), []
+    monkeypatch.setattr(grpo, "rollout", lambda agent, drawn, rng: (batch, {}))
+    monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: seen.append(agent.opt.param_groups[0]["lr"]) or {"kl": 0.0})
+    opt = torch.optim.SGD([torch.zeros(1)], 0.4)
+    for step in range(1, 5):
+        grpo.train_step(SimpleNamespace(cfg=with_(lr=0.4, half_life=half_life), beta=0.5, opt=opt), PROBLEMS, step)
+    assert seen == pytest.approx(rates)
 
 
 def test_speeds_are_tokens_by_seconds(monkeypatch):

@@ -320,10 +320,11 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
 def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
     """A fork adds an entropy bonus to `total_loss`; rows without an advantage have one too, so the update stops and says
     what to do, instead of leaving them out. With all rows let in it goes on."""
-    cfg, real = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss
+    cfg, real, widths = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss, []
 
     def with_bonus(agent, batch, weight, tokens):
         """The loss with -log pi added."""
+        widths.append(batch.ids.size(1))
         loss, *rest = real(agent, batch, weight, tokens)
         logp, _ = grpo.model.token_logps(agent.policy, batch.ids, batch.mask, 1.0)
         return loss + 0.01 * (weight * logp).sum(), *rest
@@ -334,6 +335,7 @@ def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
     opt = torch.optim.SGD(model.parameters(), 1.0)
     with pytest.raises(UserError, match="rows whose advantages are 0 have a loss.*let has_gradient in grpo.py return all rows"):
         update(model, opt, b, cfg, random.Random(0))
+    assert widths == [b.ids.size(1)]            # one look, at whole rows
     monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones_like(batch.finished))
     update(model, opt, b, cfg, random.Random(0))
 

@@ -414,7 +414,9 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
     agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
+    before = r.clone()
     rollout_labels(complete, agent, batch, random.Random(0))
+    assert torch.equal(batch.reward, before)
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
     assert {tries for _, tries, _ in sizes} == {4} and all(rows == 4 * size for size, _, rows in sizes)

@@ -23,7 +23,7 @@ import model
 import reward
 from data import answers, tokenizer
 from run import agents, batches, caches, checkpoint, flags, folder, machine, models, optimizer
-from run import preflight, report, shard, show
+from run import preflight, report, shard, show, warm_start
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. From reinforce, a2c adds a critic, ppo with
@@ -159,7 +159,8 @@ def make_config(**given):
         fields |= dict(warm_steps=0, warm_lr=2e-5)
     fields |= given
     fields.pop("algo", None)
-    return flags.build(Config, fields)
+    cfg = flags.build(Config, fields)
+    return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
 
 # ------------------------------------------------------------------- sampling: prompts to a group
 @dataclass
@@ -577,7 +578,8 @@ def read_command(argv):
         row = ALGOS[given.pop("algo", "grpo")]
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
-        given = checkpoint.settings(given.get("init", where), given) | given
+        given = {"init": str(where)} | given
+        given = checkpoint.settings(given["init"], given) | given
     return mode, make_config(**given), None
 
 def main(argv=None):

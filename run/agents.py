@@ -61,14 +61,17 @@ def begin(cfg, task, saved):
     checkpoint.claim(cfg, saved)
     if saved and saved.step == cfg.steps * cfg.iterations and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
-    encoding = models.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
     problems, held_out = preflight.problems_of(cfg, task)
+    if not (saved and saved.model):
+        cfg = warm_start.checked(cfg, task, problems)
+    encoding = models.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
     preflight.check_run(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     if saved and saved.model:
         policy, cold = models.model_of(saved.model, cfg, longest), False
     else:
-        policy, cold = warm_start.starting_model(cfg, task, longest, encoding)
+        policy, cold = warm_start.starting_model(cfg, task, problems, longest,
+                                                 encoding)
     show.print0(preflight.costs(policy, cfg, longest))
     if own := [*pretrained.own_parameters(policy)]:
         show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "

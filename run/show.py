@@ -5,8 +5,9 @@ import shlex
 import statistics
 import sys
 import time
+from pathlib import Path
 
-from data import UserError, tokenizer
+from data import UserError, task_file, tokenizer
 from run import machine
 
 def print0(text):
@@ -75,7 +76,7 @@ def header(agent, problems, held_out):
            f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
     if compiled:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
-    if cfg.init:
+    if cfg.init and Path(cfg.init).parent != task_file(cfg.task).parent:
         frame = agent.encoding.frame
         why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")

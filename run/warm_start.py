@@ -1,34 +1,25 @@
-"""The warm start: supervised fine-tuning on demonstrations, kept in the run's folder for reuse."""
+"""The warm start: supervised fine-tuning on demonstrations. It is kept in the run's folder for
+reuse; `data/warm_start` holds that of the default run, so that nobody has to wait for it.
+
+A kept warm start is used if the same settings would make it, from the same demonstrations, and if
+today's model.py gives its weights the log-probabilities that are noted beside them.
+"""
 import hashlib
 import json
-from dataclasses import asdict
+import random
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
-from data import UserError
+from data import UserError, read_json
 from model import token_logps
 from run import batches, machine, models, optimizer, pretrained, show
 from run.files import write_whole
 
-def starting_model(cfg, task, longest, encoding):
-    """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
-    needs its warm start. `longest`: tokens of the longest prompt."""
-    where = cfg.folder / "warm_start"
-    note, warm = where / "warm_start.json", cfg.warm_steps > 0 or not cfg.init
-    known = warm and note.exists() and note.read_text() == warm_note(cfg, task)
-    if warm and note.exists() and not known:
-        show.print0(f"{where} was made with other settings or other code; it is rebuilt")
-    if cfg.init or known:
-        source = where if known else cfg.init
-        show.print0(f"starting from {source}")
-        model = models.load_model(source, cfg, encoding, longest)
-        if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
-            show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
-        return model, warm and not known
-    return models.new_model(cfg, encoding, longest), True
+SHIPPED = Path(data.__file__).parent / "warm_start"
 
 # Settings on which a kept warm start does not depend: those that only RL, evaluation, logging or
 # the machine uses. It depends on every setting that is not listed here.
@@ -38,24 +29,93 @@ RL_ONLY = frozenset(
     "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
     "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
     "shard".split())
+# And those on which SHIPPED does not depend either: it serves any seed, and has been rounded once.
+ANY = frozenset("seed micro_tokens recompute share_prefix grad_clip".split())
+
+# ------------------------------------------------------------------------------- which one to use
+
+def shipped(cfg):
+    """cfg, with SHIPPED as --init if it serves as cfg's warm start."""
+    note = read_note(SHIPPED)
+    if note is None or changed(cfg, note, ANY):
+        return cfg
+    return replace(cfg, init=str(SHIPPED), warm_steps=0)
+
+def checked(cfg, task, problems):
+    """cfg; but if it has SHIPPED as --init, and that is no longer what today's code would make, cfg
+    with a warm start of its own."""
+    if cfg.init != str(SHIPPED):
+        return cfg
+    note = read_note(SHIPPED)
+    own = replace(cfg, init="", warm_steps=note["settings"]["warm_steps"])
+    if why := outdated(SHIPPED, own, task, problems, models.encoding_of(own, ""), ANY):
+        show.print0(f"note: {SHIPPED} is not used: {why}")
+        return own
+    show.print0(f"the warm start is in data/; --warm_steps {own.warm_steps} makes a new one")
+    return cfg
+
+def starting_model(cfg, task, problems, longest, encoding):
+    """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
+    needs its warm start. `longest`: tokens of the longest prompt."""
+    where, warm = cfg.folder / "warm_start", cfg.warm_steps > 0
+    known = warm and (where / "warm_start.json").exists()
+    if known and (why := outdated(where, cfg, task, problems, encoding)):
+        show.print0(f"{where} is rebuilt: {why}")
+        known = False
+    if cfg.init or known:
+        source = where if known else cfg.init
+        show.print0(f"starting from {source}")
+        model = models.load_model(source, cfg, encoding, longest)
+        if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
+            show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
+        return model, warm and not known
+    return models.new_model(cfg, encoding, longest), warm
+
+def changed(cfg, note, ignored=frozenset()):
+    """The first setting of cfg on which a warm start depends and which has another value in its
+    note, as text; None if there is none. A setting that the note lacks had its default."""
+    for field in fields(cfg):
+        was, now = note["settings"].get(field.name, field.default), getattr(cfg, field.name)
+        if field.name not in RL_ONLY | ignored and was != now:
+            return f"--{field.name} was {was}, and is {now}"
+    return None
+
+def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
+    """Why the warm start in a folder is not what a run would make now; None if it is, or would be
+    with other values of the settings `ignored`."""
+    note = read_note(where)
+    if note is None:
+        return "another version of this code made it"
+    if why := changed(cfg, note, ignored):
+        return why
+    rows = demonstrations(task, problems, encoding)
+    if note["demonstrations"] != sha256_of(repr(rows).encode()):
+        return "the demonstrations or their tokens changed"
+    if not ignored:
+        for name, now in made_with(cfg).items():
+            if note["made with"].get(name) != now:
+                return f"{name} changed"
+    try:
+        now = log_probabilities(pretrained.load(where), rows)
+    except UserError as e:
+        return str(e)
+    was = note["log-probabilities"]
+    if len(was) != len(now) or max(abs(x - y) for x, y in zip(was, now)) > 1e-3:
+        return "its weights give other log-probabilities, as model.py changed"
+    return None
+
+# ------------------------------------------------------------------------------------ making one
 
 def warm_start(model, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
-    def row(problem, rng):
-        """The ids of a prompt and of a demonstration."""
-        said = encoding.encode_ordinary(task.demonstration(problem, rng))
-        return encoding.encode_prompt(problem.prompt), said + [encoding.end]
-
     def losses(step):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = machine.rng(cfg, "warm start", step)
-        rows = [row(p, rng) for p in rng.choices(problems, k=cfg.warm_batch)]
+        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=cfg.warm_batch)]
         tokens = sum(len(text) for _, text in rows)             # over all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
-        rows = machine.local_share(rows)
-        ids = padded([prompt + text for prompt, text in rows])
-        mask = padded([[False] * len(prompt) + [True] * len(text) for prompt, text in rows])
+        ids, mask = padded(machine.local_share(rows))
         for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
@@ -66,26 +126,61 @@ def warm_start(model, task, problems, cfg, encoding):
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
         note.unlink(missing_ok=True)
         pretrained.save(model, where, encoding.files)
-        write_whole(note, warm_note(cfg, task))                 # last: marks the rest complete
+        write_whole(note, new_note(cfg, task, problems, encoding))      # last: marks the rest complete
+
+def row(problem, task, encoding, rng):
+    """The ids of a prompt and of a demonstration."""
+    said = encoding.encode_ordinary(task.demonstration(problem, rng))
+    return encoding.encode_prompt(problem.prompt), said + [encoding.end]
 
 def padded(rows):
-    """Lists of unequal length as one tensor (B, T), padded on the right with 0 or False."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    """Rows of unequal length as ids and mask, (B, T), padded on the right with 0 and False."""
+    ids = [torch.tensor(prompt + text) for prompt, text in rows]
+    mask = [torch.arange(len(x)) >= len(prompt) for x, (prompt, _) in zip(ids, rows)]
+    return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
-def warm_note(cfg, task):
-    """All that a warm start depends on, as text: settings, code, data, machine."""
-    root = Path(data.__file__).parent.parent
-    modules = ("batches", "machine", "models", "optimizer", "pretrained", "sharing", "warm_start")
-    sources = [root / "model.py", *sorted((root / "data").glob("*.py")),
-               *(root / "run" / f"{name}.py" for name in modules)]
-    sources += [Path(x) for x in (getattr(task, "__file__", None), cfg.train or None) if x]
-    sources += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
-    sha256 = hashlib.sha256()
-    for path in sources:
-        with open(path, "rb") as file:
-            sha256.update(hashlib.file_digest(file, "sha256").digest())
+# ------------------------------------------------------------------------------------- its note
+
+KINDS = {"settings": dict, "made with": dict, "demonstrations": str, "log-probabilities": list}
+
+def demonstrations(task, problems, encoding):
+    """A demonstration of each problem, as rows; the same ones each time."""
+    rng = random.Random(0)
+    return [row(problem, task, encoding, rng) for problem in problems]
+
+@torch.no_grad()
+def log_probabilities(model, rows):
+    """Those of the tokens of the first four demonstrations, in float32 on the CPU."""
+    ids, mask = padded(rows[:4])
+    return token_logps(model.eval(), ids, mask, 1.0)[0][mask].tolist()
+
+def new_note(cfg, task, problems, encoding):
+    """What `outdated` compares, of the warm start in cfg's folder, as JSON."""
+    rows, settings = demonstrations(task, problems, encoding), asdict(cfg)
+    logp = log_probabilities(pretrained.load(cfg.folder / "warm_start"), rows)
+    return json.dumps({
+        "settings": {name: x for name, x in settings.items() if name not in RL_ONLY},
+        "made with": made_with(cfg), "demonstrations": sha256_of(repr(rows).encode()),
+        "log-probabilities": [round(x, 5) for x in logp]}, indent=1)
+
+def made_with(cfg):
+    """What else decides a warm start, up to its last digits."""
     device, dtype, _ = machine.resolve(cfg)
-    settings = {name: x for name, x in asdict(cfg).items() if name not in RL_ONLY}
-    return json.dumps(settings
-                      | {"sha256 of code and data": sha256.hexdigest(), "torch": torch.__version__,
-                         "device": device.type, "dtype": dtype, "ranks": machine.world()[1]})
+    files = [Path(optimizer.__file__), Path(__file__)]
+    files += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
+    return {"torch": torch.__version__, "device": device.type, "dtype": dtype,
+            "ranks": machine.world()[1],
+            "the fit's code or --init's files": sha256_of(*(path.read_bytes() for path in files))}
+
+def read_note(where):
+    """The note of a kept warm start; None if there is none that `new_note` could have written."""
+    try:
+        note = read_json((where / "warm_start.json").read_bytes(), where)
+    except (OSError, UserError):
+        return None
+    kinds = {name: type(note.get(name)) for name in KINDS}
+    return note if kinds == KINDS else None
+
+def sha256_of(*texts):
+    """SHA-256 of several texts in bytes, of the hash of each."""
+    return hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in texts)).hexdigest()

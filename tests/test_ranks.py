@@ -187,17 +187,16 @@ def late(rank, path, args):
 
 
 def slow_reader(rank, path, args):
-    """The command line; the second rank comes late to the look for a kept warm start, and notes what
-    it found."""
+    """The command line; the second rank comes late to the look for a kept warm start, and notes
+    whether the first has opened the folder by then."""
     real = warm_start.starting_model
 
     def starting_model(*given):
         """The real one."""
         if rank == 1:
             time.sleep(0.5)
-        found = real(*given)
-        (path / f"cold{rank}").write_text(str(found[1]))
-        return found
+        (path / f"opened{rank}").write_text(str((path / "run" / "run.json").exists()))
+        return real(*given)
     warm_start.starting_model = starting_model
     grpo.main(args)
 
@@ -465,8 +464,10 @@ def test_a_warm_start_is_of_a_number_of_ranks(both):
     for ranks, n in (("one", 1), ("two", 2)):
         where = both[0] / ranks / "warm start"
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
-        assert warm_start.starting_model(cfg, grpo.data.load_task(cfg.task), 4, models.byte_encoding())[1] is (n == 2)
-        assert json.loads((where / "warm_start" / "warm_start.json").read_text())["ranks"] == n
+        task = grpo.data.load_task(cfg.task)
+        _, cold = warm_start.starting_model(cfg, task, task.problems(cfg)[0], 4, models.byte_encoding())
+        assert cold is (n == 2)
+        assert json.loads((where / "warm_start" / "warm_start.json").read_text())["made with"]["ranks"] == n
 
 
 # --------------------------------------------------------------- what one meets reaches the other
@@ -519,9 +520,9 @@ def test_a_signal_that_comes_late_to_a_rank_is_not_a_second_one(both, tmp_path):
 
 
 def test_no_rank_reads_what_the_first_is_writing(both, tmp_path):
-    """With a warm start of no steps the first would have left one before the second looks for it."""
+    """It opens the folder, and moves what is there, only when the second has found its start."""
     codes, _, err = pair(tmp_path, slow_reader, tmp_path, flags(both, "warm start", out=tmp_path / "run", warm_steps=0))
-    assert codes == [0, 0] and [(tmp_path / f"cold{rank}").read_text() for rank in (0, 1)] == ["True"] * 2, err
+    assert codes == [0, 0] and [(tmp_path / f"opened{rank}").read_text() for rank in (0, 1)] == ["False"] * 2, err
 
 
 def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):

@@ -503,19 +503,6 @@ def test_nan_reward_stops_the_run(tmp_path, capsys, monkeypatch):
     assert "of the prompt" in fault(capsys, *SMALL, "--warm_steps", 0, "--steps", 1, "--out", tmp_path)
 
 
-def test_a_warm_start_depends_on_how_and_on_what_it_was_fitted(tmp_path):
-    def note(**changes):
-        return warm_start.warm_note(dataclasses.replace(Config(), **changes), arithmetic)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("1")
-    kept = note(train=str(rows))
-    assert kept == note(train=str(rows)) == note(train=str(rows), lr=1.0, group=2, beta=0.0)
-    for change in (dict(grad_clip=2.0), dict(warm_lr=1e-4), dict(dtype="bfloat16"), dict(seed=2)):
-        assert note(train=str(rows), **change) != kept
-    rows.write_text("2")                                    # another content behind the same name
-    assert note(train=str(rows)) != kept
-
-
 def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     """The folder is opened, and its logs emptied, only after the settings have proved possible."""
     copy_warm_start(unbroken, tmp_path)
@@ -531,12 +518,16 @@ def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
 
 
 def test_a_changed_task_gets_a_new_warm_start(unbroken, tmp_path, capsys, monkeypatch):
-    copy_warm_start(unbroken, tmp_path)
-    task = tmp_path / "arithmetic.py"
-    task.write_text(Path(arithmetic.__file__).read_text() + "# changed\n")
-    monkeypatch.setattr(arithmetic, "__file__", str(task))
-    main([*SMALL, "--steps", "0", "--out", str(tmp_path)])
-    assert "warm start 80/80" in capsys.readouterr().out
+    """If its demonstrations differ; another reward may be tried at once."""
+    reward, demonstration = arithmetic.reward, arithmetic.demonstration
+    for name, changes in (("reward", dict(reward=lambda p, text: reward(p, text) | {"more": 0.0})),
+                          ("demonstration", dict(demonstration=lambda p, rng: demonstration(p, rng)[:-1] + "0"))):
+        with monkeypatch.context() as patch:
+            for function, other in changes.items():
+                patch.setattr(arithmetic, function, other)
+            copy_warm_start(unbroken, tmp_path / name)
+            main([*SMALL, "--steps", "0", "--out", str(tmp_path / name)])
+        assert ("warm start 80/80" in capsys.readouterr().out) is (name == "demonstration")
 
 
 def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
@@ -748,7 +739,7 @@ def test_few_held_out_problems_are_said(tmp_path, capsys):
 
 
 def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
-    """Its run is in out/<name>; the same warm start is taken up until the file changes."""
+    """Its run is in out/<name>; the same warm start is taken up until its demonstrations change."""
     path = tmp_path / "letters.py"
     path.write_text(
         "from typing import NamedTuple\n"
@@ -766,7 +757,10 @@ def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "letters" / "model.safetensors").exists()
     path.write_text(path.read_text() + "# changed\n")
     main(["--task", "./letters.py"])
-    assert "made with other settings or other code" in capsys.readouterr().out
+    assert "starting from" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("return problem.prompt\n", "return 2 * problem.prompt\n"))
+    main(["--task", "./letters.py"])
+    assert "is rebuilt: the demonstrations or their tokens changed" in capsys.readouterr().out
 
 
 def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
@@ -885,13 +879,13 @@ def test_a_checkpoint_starts_as_it_is_or_warm(unbroken, tmp_path, capsys):
     assert weights(tmp_path / "warm") == fitted
     main([*SMALL, "--steps", "0", "--warm_steps", "4", "--held_out", "2", "--out", str(base)])
     main(warm)
-    assert "made with other settings or other code" in capsys.readouterr().out
+    assert "is rebuilt: the fit's code or --init's files changed" in capsys.readouterr().out
     assert weights(tmp_path / "warm") != fitted
 
 
 def test_the_settings_of_a_checkpoint():
     """It makes no warm start unless asked, and then at a rate for a trained model; a flag comes first."""
-    assert (make_config().warm_steps, make_config().warm_lr) == (1500, 1.2e-3)
+    assert (make_config(task="sums").warm_steps, make_config(task="sums").warm_lr) == (1500, 1.2e-3)
     assert (make_config(init="x").warm_steps, make_config(init="x").warm_lr) == (0, 2e-5)
     given = make_config(init="x", warm_steps=7, warm_lr=1e-4)
     assert (given.warm_steps, given.warm_lr) == (7, 1e-4)
@@ -914,7 +908,8 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
             for n in [int(on.nonzero()[-1]) + 1]]
     prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(Config(difficulty=1))[0]}
-    assert len(rows) == 4 and {256, encoding.end} <= encoding.stop and encoding.frame.after
+    rows = rows[:4]                 # later ones are of its note
+    assert {256, encoding.end} <= encoding.stop and encoding.frame.after
     assert encoding.end == encoding.special["<|im_end|>"] != 256
     for ids, on in rows:
         assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end

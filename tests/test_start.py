@@ -9,9 +9,10 @@ import torch
 from conftest import chat_folder, tiny_model
 
 import data.arithmetic as arithmetic
-from data import UserError
+from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
+from model import GPT
 from run import agents, checkpoint, machine, models, optimizer, preflight, pretrained, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
@@ -225,23 +226,86 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
     path = saved / "config.json"
     path.write_text(json.dumps({n: x for n, x in json.loads(path.read_text()).items() if n != "dtype"} | dtypes))
     cfg = dataclasses.replace(CFG, init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
-    model, cold = warm_start.starting_model(cfg, toy(), 5, encoding)
+    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert capsys.readouterr().out.splitlines() == [f"starting from {saved}"] + [
         f"its weights are {told}; they are trained, and saved, in float32"] * bool(told)
     assert not cold and model.embed_tokens.weight.dtype == torch.float32
 
 
+def kept(cfg, task=None, problems=PROBLEMS, model=None):
+    """Keep a model, by default a tiny one, as the warm start in cfg's folder; returns the folder."""
+    pretrained.save(model or tiny_model(), cfg.folder / "warm_start", byte_encoding().files)
+    note = warm_start.new_note(cfg, task or toy(), problems, byte_encoding())
+    (cfg.folder / "warm_start" / "warm_start.json").write_text(note)
+    return cfg.folder / "warm_start"
+
+
+def why(cfg, task=None, problems=PROBLEMS, ignored=frozenset()):
+    return warm_start.outdated(cfg.folder / "warm_start", cfg, task or toy(), problems, byte_encoding(), ignored)
+
+
 def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
-    cfg, where = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16, n_head=2), tmp_path / "warm_start"
-    model, cold = warm_start.starting_model(cfg, arithmetic, 5, encoding)
+    cfg = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16, n_head=2)
+    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
-    pretrained.save(tiny_model(), where, byte_encoding().files)
-    (where / "warm_start.json").write_text(warm_start.warm_note(cfg, arithmetic))
-    model, cold = warm_start.starting_model(cfg, arithmetic, 5, encoding)
+    where = kept(cfg)
+    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert not cold and model.cfg.n_embd == 32 and capsys.readouterr().out == f"starting from {where}\n"
-    model, cold = warm_start.starting_model(dataclasses.replace(cfg, seed=2), arithmetic, 5, encoding)
+    model, cold = warm_start.starting_model(dataclasses.replace(cfg, seed=2), toy(), PROBLEMS, 5, encoding)
     assert cold and model.cfg.n_embd == 16
-    assert capsys.readouterr().out == f"{where} was made with other settings or other code; it is rebuilt\n"
+    assert capsys.readouterr().out == f"{where} is rebuilt: --seed was 1, and is 2\n"
+
+
+# Changes of a task or of the tokenizer. The demonstrations are the same before and after the last ones.
+OTHER_WORDS = "the demonstrations or their tokens changed"
+@pytest.mark.parametrize("changes, fault", [
+    (dict(demonstration=lambda p, rng: "abd"), OTHER_WORDS),
+    (dict(demonstration=lambda p, rng: "abcd"), OTHER_WORDS),
+    (dict(demonstration=lambda p, rng: "abc" if p.prompt != "19=" or rng.random() < 0 else "x"), OTHER_WORDS),
+    (dict(demonstration=lambda p, rng: "ab" + "c"), None),
+    (dict(reward=lambda p, text: {"correct": 1.0}), None)])
+def test_a_kept_warm_start_depends_on_the_demonstrations(changes, fault, tmp_path):
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    kept(cfg)
+    assert why(cfg, toy(**changes)) == fault
+
+
+def test_a_kept_warm_start_depends_on_the_problems_and_on_the_tokenizer(tmp_path, monkeypatch):
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    kept(cfg)
+    assert why(cfg) is None and why(cfg, problems=PROBLEMS[:]) is None
+    assert why(cfg, problems=PROBLEMS[::-1]) == why(cfg, problems=PROBLEMS[:-1]) == OTHER_WORDS
+    real = tokenizer.Encoding.encode_ordinary
+    monkeypatch.setattr(tokenizer.Encoding, "encode_ordinary", lambda self, text: real(self, text.upper()))
+    assert why(cfg) == OTHER_WORDS
+
+
+def test_a_kept_warm_start_depends_on_what_the_model_computes(tmp_path, monkeypatch):
+    """A fork that changes the model is told; a comment or rounding changes nothing."""
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    where = kept(cfg)
+    real = GPT.forward
+
+    def forward_with(add):
+        return lambda self, *args, **named: real(self, *args, **named) + add
+    monkeypatch.setattr(GPT, "forward", forward_with(1e-6))
+    assert why(cfg) is None
+    monkeypatch.setattr(GPT, "forward", forward_with(torch.arange(32) / 100))
+    assert why(cfg) == "its weights give other log-probabilities, as model.py changed"
+    monkeypatch.undo()
+    hf = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps(hf | {"hidden_act": "relu"}))
+    assert "hidden_act" in why(cfg)
+    (where / "config.json").unlink()
+    assert why(cfg).startswith("no model in ")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"settings": {}, "made with": {}, "demonstrations": ""}',
+                                  '{"settings": [], "made with": {}, "demonstrations": "", "log-probabilities": []}'])
+def test_a_note_of_another_version_is_no_note(text, tmp_path):
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    (kept(cfg) / "warm_start.json").write_text(text)
+    assert why(cfg) == "another version of this code made it"
 
 
 # ------------------------------------------------------------------------------------ warm start
@@ -259,7 +323,7 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
         got.append((sum(terms), len(terms), (name, module, *settings)))
     monkeypatch.setattr(optimizer, "supervised_fit", fit)
     monkeypatch.setattr(machine, "world", lambda: world)
-    monkeypatch.setattr(warm_start, "warm_note", lambda cfg, task: "the note")
+    monkeypatch.setattr(warm_start, "new_note", lambda *_: "the note")
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
     warm_start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
     return *got[0], model, shown
@@ -307,13 +371,22 @@ def test_a_demonstration_may_be_as_long_as_a_completion(tmp_path, monkeypatch):
     assert str(e.value) == "a demonstration has 10 tokens, --max_new is 9"
 
 
-def test_a_warm_start_notes_the_ranks_and_the_device(monkeypatch):
-    for ranks in (1, 2):
-        monkeypatch.setattr(machine, "world", lambda: (0, ranks))
-        note = json.loads(warm_start.warm_note(CFG, arithmetic))
-        assert (note["ranks"], note["device"], note["dtype"]) == (ranks, "cpu", "float32")
-        settings = {name: x for name, x in dataclasses.asdict(CFG).items() if name not in warm_start.RL_ONLY}
-        assert settings.items() <= note.items() and warm_start.RL_ONLY & note.keys() == {"device", "dtype"}
+@pytest.mark.parametrize("changes, fault", [
+    (dict(ranks=2), "ranks changed"), (dict(torch="2.0.0"), "torch changed"), (dict(device="cuda"), "device changed"),
+    (dict(dtype="bfloat16"), "dtype changed"), (dict(code="x"), "the fit's code or --init's files changed")])
+def test_a_kept_warm_start_depends_on_the_machine_to_its_last_digits(changes, fault, tmp_path, monkeypatch):
+    """One that is shipped does not."""
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    kept(cfg)
+    now = {"ranks": 1, "torch": torch.__version__, "device": "cpu", "dtype": "float32"} | changes
+    monkeypatch.setattr(machine, "world", lambda: (0, now["ranks"]))
+    monkeypatch.setattr(torch, "__version__", now["torch"])
+    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device(now["device"]), now["dtype"], False))
+    if "code" in changes:
+        (tmp_path / "optimizer.py").write_text("changed")
+        monkeypatch.setattr(optimizer, "__file__", str(tmp_path / "optimizer.py"))
+    assert why(cfg) == fault
+    assert why(cfg, ignored=warm_start.ANY) is None
 
 
 def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch):
@@ -323,13 +396,13 @@ def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch
 
     def notes():
         """Those of a run without and with a checkpoint."""
-        return [warm_start.warm_note(dataclasses.replace(CFG, init=init), arithmetic) for init in ("", "model")]
+        return [json.dumps(warm_start.made_with(dataclasses.replace(CFG, init=init))) for init in ("", "model")]
     seen = [notes()]
     for path in ("here.txt", "model/config.json", "model/a.safetensors"):
         (tmp_path / path).write_text("x")
         seen.append(notes())
     assert len({new for new, _ in seen}) == 1
-    assert seen[0][1] == seen[1][1] != seen[2][1] != seen[3][1] and seen[0][0] != seen[0][1]
+    assert seen[0][0] == seen[0][1] == seen[1][1] != seen[2][1] != seen[3][1]
 
 
 # A setting of which a kept warm start depends, and another value of it.
@@ -343,9 +416,14 @@ def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_warm_start_with_another_setting_has_another_note(name):
-    notes = [warm_start.warm_note(changed(changes), None) for changes in ({}, {name: COUNTS[name]})]
-    assert notes[0] != notes[1]
+def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
+    """A shipped one on some."""
+    cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    note = json.loads(kept(cfg).joinpath("warm_start.json").read_text())
+    other = changed({name: COUNTS[name]})
+    assert warm_start.changed(cfg, note) is None
+    assert warm_start.changed(other, note) == f"--{name} was {getattr(cfg, name)}, and is {COUNTS[name]}"
+    assert (warm_start.changed(other, note, warm_start.ANY) is None) is (name in warm_start.ANY)
 
 
 def changed(changes):
@@ -359,5 +437,9 @@ def changed(changes):
 def test_a_forks_new_setting_counts(monkeypatch):
     """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
     Forked = dataclasses.make_dataclass("Forked", [("n_mlp", int, 4)], bases=(Config,), frozen=True)
-    notes = [warm_start.warm_note(Forked(**dataclasses.asdict(CFG), n_mlp=n), None) for n in (4, 8)]
-    assert notes[0] != notes[1] and json.loads(notes[0])["n_mlp"] == 4
+    four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
+    before, after = ({"settings": {n: x for n, x in dataclasses.asdict(cfg).items() if n not in warm_start.RL_ONLY}}
+                     for cfg in (CFG, eight))           # the note of a time without the setting, and one with it
+    assert warm_start.changed(four, before) is None
+    assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"
+    assert warm_start.changed(four, after) == "--n_mlp was 8, and is 4"

@@ -8,7 +8,7 @@
 The parts, most telling first:
 
     step        whether a step runs: of GRPO, of PPO with a critic, with a learned reward of steps
-    warm        the main job's warm start, with which later runs start; without it, each makes a short one
+    warm        the main job's warm start, made anew; later runs start with it or, without it, with data/warm_start
     agree       how far sampler and trainer are apart, in float32 and bfloat16, with each KV cache
     main        24 steps of the main job, not compiled: time, accuracy before and after
     compiled    the same, compiled: time, number of graphs and of graph breaks
@@ -61,7 +61,7 @@ CACHES = {"static": "--static_cache on", "shared": "--static_cache off",
 PARTS = {
     "step": {"grpo": STEP, "ppo": f"{STEP} --algo ppo --critic separate",
              "learned": f"{STEP} --reward model --supervision process"},
-    "warm": {"": f"{RUN} {{tiny}} --steps 0"},
+    "warm": {"": f"{RUN} --warm_steps 1500 {{tiny}} --steps 0"},
     "agree": {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
               for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()},
     "main": {"": f"{RUN} {{tiny}} {{start}} --steps 24"},
@@ -82,7 +82,7 @@ PARTS = {
 def started(args, command):
     """A command line of PARTS for this machine, as a list of words."""
     warm, smollm2 = args.out / "warm" / "warm_start", ROOT / "out" / "smollm2"
-    start = "" if args.tiny else "--warm_steps 100"
+    start = ""
     if (warm / "warm_start.json").exists():
         start = f"--init {warm} --warm_steps 0"
     if "{smollm2}" in command and (args.tiny or not smollm2.exists()):

@@ -45,7 +45,7 @@ def run(flags, seed, out, more=()):
     shutil.rmtree(folder, ignore_errors=True)
     if warm.exists():
         shutil.copytree(warm, folder / "warm_start")
-    command = [sys.executable, str(HERE.parent.parent / "grpo.py"), "--steps", "34", *flags.split(), *more,
+    command = [sys.executable, str(HERE.parent.parent / "grpo.py"), "--warm_steps", "1500", "--steps", "34", *flags.split(), *more,
                "--seed", str(seed), "--out", str(folder)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)

@@ -39,11 +39,12 @@ HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 
 def read(flags):
-    """A command line as (Config, list of patches)."""
+    """A command line as (Config, list of patches). Each seed has a warm start of its own."""
     at = [i for i, x in enumerate(flags) if x == "--patch"]
     patches = [flags[i + 1] for i in at]
     rest = [x for i, x in enumerate(flags) if i not in at and i - 1 not in at]
-    return grpo.read_command([*rest, *HERE_ALONE])[1], patches
+    own = [] if "--init" in rest else ["--warm_steps", str(grpo.Config.warm_steps)]
+    return grpo.read_command([*own, *rest, *HERE_ALONE])[1], patches
 
 
 def name_of(numbers):

@@ -6,7 +6,7 @@ steps, the sum over those that end at or after it (4.1.3). The loss clips the ra
 policy, averages over a completion, then the group (eq. 3), and adds the KL (k3, eq. 4) to the
 reference: the policy as an iteration begins, when a learned reward is refitted (Algorithm 1).
 
-    python grpo.py --task arithmetic                      # warm start, then GRPO, on a laptop
+    python grpo.py --task arithmetic                      # a minute of GRPO on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
     torchrun --nproc_per_node 2 grpo.py                   # prompts split across 2 processes
@@ -157,9 +157,7 @@ def make_config(**given):
         fields |= dict(estimator="k1")
     if chosen.get("init"):      # no warm start; --warm_steps adds one, at a lower rate
         fields |= dict(warm_steps=0, warm_lr=2e-5)
-    fields |= given
-    fields.pop("algo", None)
-    cfg = flags.build(Config, fields)
+    cfg = flags.build(Config, fields, given)
     return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
 
 # ------------------------------------------------------------------- sampling: prompts to a group
@@ -567,7 +565,8 @@ def ask(agent, question):
     prompt = agent.encoding.encode_prompt(question)
     room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
     batch = sample(agent.policy, [prompt], 1, room, 1.0, agent.encoding.stop, n_greedy=1)
-    return question + tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
+    answer = tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
+    return question + ("\n" if agent.encoding.frame.after else "") + answer
 
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
@@ -578,8 +577,7 @@ def read_command(argv):
         row = ALGOS[given.pop("algo", "grpo")]
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
-        given = {"init": str(where)} | given
-        given = checkpoint.settings(given["init"], given) | given
+        given = checkpoint.settings(given.get("init", where), given)
     return mode, make_config(**given), None
 
 def main(argv=None):

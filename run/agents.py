@@ -80,5 +80,6 @@ def begin(cfg, task, saved):
     if machine.world()[0] == 0:
         checkpoint.open_run(cfg, saved)
     if cold:
+        show.print0(f"the warm start comes first, then {cfg.steps * cfg.iterations} steps of RL")
         warm_start.warm_start(policy, task, problems, cfg, encoding)
     return cfg, encoding, policy, problems, held_out

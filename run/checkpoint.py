@@ -112,20 +112,18 @@ def refuse_foreign_code(task, given, folder):
         raise UserError(f"the task of the run in {folder} is the file {task}, which would be "
                         f"executed; to allow it, add --task {task}")
 
-def settings(folder, given=None):
-    """The settings of the run in a folder, except `out` and `init`; empty if there is no run.
-    `given`: the flags, see `refuse_foreign_code`."""
-    path = Path(folder) / "run.json"
-    if not path.exists():
-        return {}
+def settings(folder, given):
+    """The flags `given` with the settings of the run in a folder, if there is one, for all that
+    they leave open; `init` is the folder. See `refuse_foreign_code`."""
+    path, found = Path(folder) / "run.json", {}
     try:
-        found = read_json(path.read_bytes(), path)["config"]
-        found = {name: x for name, x in found.items() if name not in ("out", "init")}
+        if path.exists():
+            found = read_json(path.read_bytes(), path)["config"]
+            refuse_foreign_code(found.get("task"), given, folder)
+            found = {name: x for name, x in found.items() if name not in ("out", "init")}
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
-    if given is not None:
-        refuse_foreign_code(found.get("task"), given, folder)
-    return found
+    return found | {"init": str(folder)} | given
 
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file; raises
@@ -185,7 +183,7 @@ def claim(cfg, checkpoint):
         old, found = load(folder, type(cfg), whole=False)
         if checkpoint and found.step != checkpoint.step:
             raise UserError(f"another process has continued the run in {folder} in the meantime")
-        if not checkpoint and 0 <= found.step < old.steps * old.iterations:
+        if not checkpoint and 0 < found.step < old.steps * old.iterations:
             raise UserError(f"{folder} holds a run stopped at step {found.step}: continue it with "
                             f"--resume, or choose another --out")
 

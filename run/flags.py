@@ -10,7 +10,7 @@ import tokenize
 from functools import partial
 from typing import get_args
 
-from data import UserError
+from data import UserError, load_task
 from run import show
 
 MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
@@ -67,7 +67,6 @@ def read(config, algos, about, argv):
     at most one is set. The flags are the fields of the dataclass `config`, and --algo."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
-        epilog="Defaults are in brackets; a task overrides some, see DEFAULTS in its file.",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
                                 max_help_position=36))
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
@@ -87,7 +86,13 @@ def read(config, algos, about, argv):
         raise UserError(f"{message}; see --help")
     parser.error = error
     def print_help():
-        """The same for --help: the output may be a closed pipe."""
+        """The same for --help, as the output may be a closed pipe; with the defaults of --task."""
+        asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        asked.add_argument("--task", nargs="?", default=fields["task"].default)
+        task = asked.parse_known_args(argv)[0].task
+        own = ", ".join(f"{name} {x}" for name, x in load_task(task).DEFAULTS.items())
+        parser.epilog = textwrap.fill(f"Defaults are in brackets; --task {task} has its own: {own}",
+                                      100, break_on_hyphens=False)
         show.print0(parser.format_help())
     parser.print_help = print_help
     given, unknown = parser.parse_known_args(argv)
@@ -109,7 +114,7 @@ def add(group, name, kind, choices, default, text):
     text = text.replace("%", "%%") + (f" [{default}]" if default != "" else "")
     group.add_argument(f"--{name}", type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
 
-def refuse_unknown(name, names, value="", algos=()):
+def refuse_unknown(name, names, value="", algos=(), where=""):
     """Raises UserError for an unknown name with a value, and suggests the one of `names` probably
     meant, or one of `algos`."""
     plain = name.rpartition(".")[2].replace("-", "_")       # verl's have dots
@@ -119,15 +124,17 @@ def refuse_unknown(name, names, value="", algos=()):
         hint = f": did you mean '--algo {value}'?"
     elif plain in NOTES:
         hint = f": {NOTES[plain]}"
-    raise UserError(f"there is no setting {name!r}{hint}")
+    raise UserError(f"there is no setting {name!r}{where}{hint}")
 
-def build(config, given):
-    """The dataclass `config`, built from the fields `given`; raises UserError for unknown names."""
+def build(config, implied, given):
+    """The dataclass `config`, built from the fields `implied` (by the task, for one) and `given`,
+    but not `algo`, which chose some of them; raises UserError for unknown names."""
     names = [f.name for f in dataclasses.fields(config)]
-    for name in given:
+    chosen = {name: x for name, x in (implied | given).items() if name != "algo"}
+    for name in chosen:
         if name not in names:
-            refuse_unknown(name, names)
-    return config(**given)
+            refuse_unknown(name, names, where="" if name in given else " (in the task's DEFAULTS)")
+    return config(**chosen)
 
 def choose(name, value, choices):
     """The value of a setting; raises UserError if it is not one of its choices."""

@@ -84,8 +84,9 @@ def header(agent, problems, held_out):
 def farewell(cfg, question):
     """Prints where the report and the model are, and how to ask the model a question."""
     print0(f"curves, and completions token by token: {cfg.folder / 'report.html'}")
+    question = shlex.quote(question) if len(question) <= 60 and "\n" not in question else "QUESTION"
     print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
-           f"--init {cfg.folder} --ask {shlex.quote(question)}")
+           f"--init {cfg.folder} --ask {question}")
 
 def resume_command(cfg):
     """The command that continues a run. It must name a task that is a file, as that is executed."""
@@ -128,6 +129,7 @@ def group(batch, rows, encoding):
     """Prints the distinct completions of a group (`rows` of a rollout) and how often each was
     sampled, tokens coloured by advantage: at most four, with the highest and lowest rewards."""
     found, prompt = {}, on_one_line(batch.problems[rows.start].prompt)
+    prompt = prompt if len(prompt) <= 60 else f"... {prompt[-40:]}"
     rewards = batch.reward[rows].sum(1).tolist()
     for i, (text, reward) in enumerate(zip(batch.texts[rows], rewards), rows.start):
         found.setdefault((-reward, text), []).append(i)

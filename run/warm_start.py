@@ -126,7 +126,7 @@ def warm_start(model, task, problems, cfg, encoding):
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
         note.unlink(missing_ok=True)
         pretrained.save(model, where, encoding.files)
-        write_whole(note, new_note(cfg, task, problems, encoding))      # last: marks the rest complete
+        write_whole(note, new_note(cfg, task, problems, encoding))      # marks the rest complete
 
 def row(problem, task, encoding, rng):
     """The ids of a prompt and of a demonstration."""

@@ -121,6 +121,21 @@ def test_a_comment_elsewhere_is_no_help(config):
 
 
 @pytest.mark.slow
+def test_the_help_has_the_defaults_of_the_task(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("DEFAULTS = dict(lr=0.125, prompts=7)\nproblems = reward = answer = print\n")
+    for words, said in (([], "--task arithmetic has its own: difficulty 2, steps 24, "),
+                        (["--task", str(tmp_path / "mine.py"), "--lr", "1"], "mine.py has its own: lr 0.125, prompts 7")):
+        with pytest.raises(SystemExit):
+            grpo.read_command([*words, "--help"])
+        assert said in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_an_unknown_name_in_a_tasks_defaults_is_told_apart(tmp_path):
+    (tmp_path / "mine.py").write_text("DEFAULTS = dict(lrr=0.125)\nproblems = reward = answer = print\n")
+    with pytest.raises(UserError, match=r"^there is no setting 'lrr' \(in the task's DEFAULTS\): did you mean 'lr'\?$"):
+        grpo.make_config(task=str(tmp_path / "mine.py"))
+
+
 def test_a_new_setting_is_a_flag_with_its_help(forked, tmp_path):
     """And the one after it is still there."""
     field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'

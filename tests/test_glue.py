@@ -281,6 +281,23 @@ def test_a_question_may_leave_no_room_for_an_answer():
         grpo.ask(agent, "1" * 64)
 
 
+@pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
+def test_a_chat_models_answer_is_on_a_line_of_its_own(after, between, monkeypatch):
+    """That to `47*58=` goes on where it ends."""
+    batch = SimpleNamespace(ids=torch.tensor([list(b"?yes")]), mask=torch.tensor([[False, True, True, True]]))
+    monkeypatch.setattr(grpo, "sample", lambda *given, **named: batch)
+    encoding = byte_encoding()
+    encoding.frame = dataclasses.replace(encoding.frame, after=after)
+    assert grpo.ask(Agent(CFG, None, encoding, tiny_model()), "?") == "?" + between + "yes"
+
+
+@pytest.mark.parametrize("question, asked", [
+    ("47*58=", "'47*58='"), ("1 + 1", "'1 + 1'"), ("x" * 60, "x" * 60), ("x" * 61, "QUESTION"), ("a\nb", "QUESTION")])
+def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
+    show.farewell(CFG, question)
+    assert capsys.readouterr().out.endswith(f" --init {CFG.folder} --ask {asked}\n")
+
+
 @pytest.fixture
 def command(monkeypatch):
     """A function that gives the code with which a command ends; and what it tried, with ranks on which device."""

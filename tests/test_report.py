@@ -207,6 +207,10 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
                                        "    1x ?d   reward 0.5  advantage -0.50\n    1x ?a   reward 0  advantage -1.00\n")
     show.group(batch, slice(8, 12), encoding)
     assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "2x ?b", "1x ?a"]
+    batch.problems[10] = SimpleNamespace(prompt="a" * 20 + "b" * 41)
+    show.group(batch, slice(10, 11), encoding)
+    assert capsys.readouterr().out.startswith(f"    1x ... {'b' * 40}b   reward")
+    batch.problems[10] = SimpleNamespace(prompt="?")
     batch.adv = torch.arange(48.0).view(16, 3)          # of a step, or of a critic: tokens differ
     show.group(batch, slice(10, 12), encoding)
     assert capsys.readouterr().out == ("    1x ?cc   reward 2  advantage of the first token +34.00\n"

@@ -564,6 +564,9 @@ def test_an_unfinished_run_is_not_overwritten(unbroken, tmp_path, capsys):
     capsys.readouterr()
     assert "stopped at step 2:" in fault(capsys, *SMALL, "--out", tmp_path)
     assert path.read_bytes() == before
+    checkpoint.write_checkpoint(dataclasses.replace(cfg, steps=4), dataclasses.replace(state, step=0))
+    main([*SMALL, "--steps", "1", "--out", str(tmp_path)])      # one that made no step is in nobody's way
+    assert saved(tmp_path).step == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "another version"])

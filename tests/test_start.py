@@ -9,6 +9,7 @@ import torch
 from conftest import chat_folder, tiny_model
 
 import data.arithmetic as arithmetic
+import grpo
 from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
@@ -306,6 +307,49 @@ def test_a_note_of_another_version_is_no_note(text, tmp_path):
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     (kept(cfg) / "warm_start.json").write_text(text)
     assert why(cfg) == "another version of this code made it"
+
+
+# ------------------------------------------------------------------------- the one that is shipped
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A folder in place of data/warm_start, made with the settings of the default run."""
+    cfg = grpo.make_config(init="", out=str(tmp_path), warm_steps=Config.warm_steps, device="cpu", dtype="float32")
+    monkeypatch.setattr(warm_start, "SHIPPED", kept(cfg, arithmetic, arithmetic.problems(cfg)[0]))
+    return warm_start.SHIPPED
+
+
+@pytest.mark.parametrize("given, serves", [
+    ({}, True), (dict(seed=7), True), (dict(algo="ppo", steps=3, lr=1e-3, reward="model"), True),
+    (dict(micro_tokens=4096, recompute="on", share_prefix="off", grad_clip=0.5), True), (dict(n_layer=2), True),
+    (dict(n_layer=3), False), (dict(difficulty=1), False), (dict(max_new=32), False), (dict(warm_steps=1500), False),
+    (dict(warm_steps=0), False), (dict(warm_lr=1e-4), False), (dict(init=""), False), (dict(init="x"), False),
+    (dict(task="sums"), False)])
+def test_a_shipped_start_serves_a_run_that_would_make_the_same(given, serves, shipped):
+    """Whatever its seed and what RL alone uses. One who gives --warm_steps wants a new one."""
+    cfg = grpo.make_config(**given)
+    assert (cfg.init == str(shipped)) is serves
+    assert cfg.warm_steps == (0 if serves or given.get("init") else given.get("warm_steps", 1500))
+    assert cfg.warm_lr == given.get("warm_lr", 2e-5 if given.get("init") else 1.2e-3)
+
+
+def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(warm_start, "SHIPPED", tmp_path)
+    assert (grpo.make_config().init, grpo.make_config().warm_steps) == ("", 1500)
+
+
+def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
+    cfg, problems = grpo.make_config(seed=3), arithmetic.problems(Config())[0]
+    assert warm_start.checked(cfg, arithmetic, problems) == cfg
+    assert capsys.readouterr().out == "the warm start is in data/; --warm_steps 1500 makes a new one\n"
+    real = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, *given, **named: real(self, *given, **named) + torch.arange(32) / 100)
+    own = dataclasses.replace(cfg, init="", warm_steps=1500)
+    assert warm_start.checked(cfg, arithmetic, problems) == own
+    assert capsys.readouterr().out == f"note: {shipped} is not used: its weights give other log-probabilities, as model.py changed\n"
+    monkeypatch.undo()
+    other = dataclasses.replace(cfg, init="elsewhere")
+    assert warm_start.checked(other, arithmetic, problems[1:]) == other and capsys.readouterr().out == ""
 
 
 # ------------------------------------------------------------------------------------ warm start

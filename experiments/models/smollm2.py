@@ -8,6 +8,7 @@ its matrices rounded to 4 bits (Q4_1). transformers reads that file and writes t
 """
 import argparse
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "smollm2")
     out = parser.parse_args().out
+    if missing := [name for name in ("transformers", "gguf") if importlib.util.find_spec(name) is None]:
+        parser.error(f"{missing[0]} is missing: pip install -r tests/requirements-peers.txt")
     with tempfile.TemporaryDirectory() as folder:
         convert(download(folder), out)
     print(f"the model is in {out}")

@@ -81,7 +81,7 @@ def test_slots_are_multiples_of_64():
 
 def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
     """A CUDA graph works on fixed addresses. What an earlier rollout left in it does not matter."""
-    model, other = static(tiny_model()), static(tiny_model())
+    model, other = static(tiny_model(block_size=128)), static(tiny_model())
     sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
     first = caches.MEMORY[model]
     assert first[0][0].shape == (32, 2, 64, 8) and other not in caches.MEMORY
@@ -94,6 +94,11 @@ def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
     static(model)
     sample(model, PROMPTS, 11, 5, 1.0, STOP, uniform(33, 5))
     assert caches.MEMORY[model][0][0].shape == (64, 2, 64, 8)
+    second = caches.MEMORY[model]
+    for max_new in (5, 90, 5):          # the same once more; more slots; as many rows, fewer slots
+        sample(model, PROMPTS, 11, max_new, 1.0, STOP, uniform(33, max_new))
+        assert (caches.MEMORY[model] is second) is (max_new == 5)
+        second = caches.MEMORY[model]
     assert copy.deepcopy(model) not in caches.MEMORY
     model.amp = torch.bfloat16
     sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))

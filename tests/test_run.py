@@ -607,7 +607,7 @@ def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
 
 def test_a_wrong_default_of_a_task_is_a_fault(monkeypatch):
     monkeypatch.setitem(arithmetic.DEFAULTS, "step", 30)
-    with pytest.raises(UserError, match="no setting 'step': did you mean 'steps'"):
+    with pytest.raises(UserError, match=r"no setting 'step' \(in the task's DEFAULTS\): did you mean 'steps'"):
         make_config()
 
 

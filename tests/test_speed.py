@@ -177,7 +177,7 @@ def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
 def test_what_gpu_starts_depends_on_what_is_there(experiments, monkeypatch, tmp_path, capsys):
     from experiments.cost import gpu
     args = SimpleNamespace(tiny=False, out=tmp_path, device="cuda")
-    assert gpu.started(args, "{device} {tiny} {start} {on}") == ["cuda", "--warm_steps", "100", "on"]
+    assert gpu.started(args, "{device} {tiny} {start} {on}") == ["cuda", "on"]
     (tmp_path / "warm" / "warm_start").mkdir(parents=True)
     (tmp_path / "warm" / "warm_start" / "warm_start.json").write_text("{}")
     assert gpu.started(args, "{start}") == ["--init", str(tmp_path / "warm" / "warm_start"), "--warm_steps", "0"]

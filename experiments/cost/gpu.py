@@ -82,9 +82,7 @@ PARTS = {
 def started(args, command):
     """A command line of PARTS for this machine, as a list of words."""
     warm, smollm2 = args.out / "warm" / "warm_start", ROOT / "out" / "smollm2"
-    start = ""
-    if (warm / "warm_start.json").exists():
-        start = f"--init {warm} --warm_steps 0"
+    start = f"--init {warm} --warm_steps 0" if (warm / "warm_start.json").exists() else ""
     if "{smollm2}" in command and (args.tiny or not smollm2.exists()):
         smollm2 = args.out / "random"
         speed.random_model(smollm2, probe.SMALL if args.tiny else speed.SMOLLM2, "llama", byte_encoding())

@@ -78,7 +78,8 @@ def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_each_task_has_its_own_settings(task):
-    assert difference(make_config(task=task), Config()) == TASKS[task]
+    assert difference(make_config(task=task, init=""), Config()) == TASKS[task]
+    assert bool(make_config(task=task).init) is (task == "arithmetic")      # data/warm_start
 
 
 def test_a_new_model_is_the_one_of_the_readme():

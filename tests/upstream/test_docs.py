@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import ROOT
 
+import data
 import grpo
 from data import arithmetic, gsm8k
 from model import GPT, GPTConfig
-from run import flags, machine, preflight, pretrained
+from run import agents, flags, machine, models, preflight, pretrained, warm_start
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -36,6 +37,23 @@ def test_the_steps_of_the_main_job():
     steps, group, prompts = (arithmetic.DEFAULTS[name] for name in ("steps", "group", "prompts"))
     said = f"makes {steps} steps: each samples {group} completions for each of {prompts} problems"
     assert said in " ".join(README.split()) and f"# after {steps} steps" in README
+
+
+def test_the_warm_start_in_data():
+    """It is small, what today's code would start from, what its note says, and what the README shows."""
+    where, cfg = warm_start.SHIPPED, grpo.make_config(device="cpu", dtype="float32", held_out=60, samples=4)
+    assert sum(path.stat().st_size for path in where.iterdir()) <= 8e6 and cfg.init == str(where)
+    task = data.load_task("arithmetic")
+    assert warm_start.checked(cfg, task, task.problems(cfg)[0]) == cfg
+    note = warm_start.read_note(where)
+    assert note["command"] == "python grpo.py --task arithmetic --warm_steps 1500 --steps 0" and note["settings"]["seed"] == 1
+    assert note["evaluation"]["pass@1"] <= 0.5
+    agent = agents.Agent(cfg, task, *models.trained_model(cfg))
+    found = grpo.evaluate(agent, preflight.problems_of(cfg, task)[1])
+    for name in ("greedy", "pass@1", "pass@4"):
+        assert found[name] == pytest.approx(note["evaluation"][name], abs=0.15)
+    said = grpo.ask(agent, "47*58=")
+    assert f'$ python grpo.py --ask "47*58=" --init data/warm_start                # before RL\n{said}\n$' in README
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -313,4 +331,4 @@ def test_every_change_that_no_test_sees_has_a_reason():
     assert total[4] == f"{share:.1%}" and share >= 0.95
     said = f"{changes:,} changes: tests caught {caught:,}, and {same} others are harmless"
     assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]
-    assert f"of [{changes:,} small changes](docs/measurements.md#injected-bugs) to an earlier version, tests caught {caught:,}." in " ".join(README.split())
+    assert f"Of [{changes:,} small changes](docs/measurements.md#injected-bugs) to an earlier version, tests caught {caught:,}." in " ".join(README.split())

@@ -66,6 +66,13 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
     assert all(torch.equal(p, q) and p is not q for p, q in pairs)
 
 
+def test_a_run_begins_in_evaluation_mode():
+    """Also heads, to which a fork may add dropout."""
+    agent = agents.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model())
+    models_of = (agent.policy, agent.ref, agent.critic, agent.reward_model)
+    assert not any(part.training for model in models_of for part in model.modules())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
     agent = agents.new_agent(with_(dtype=dtype), None, None, models.to_device(tiny_model(), with_(dtype=dtype)))

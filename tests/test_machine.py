@@ -336,6 +336,8 @@ def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, me
     one = torch.zeros(100, dtype=torch.float64)
     one[7] = most
     assert checked(one) == most and checked(torch.zeros(0), 0) == 0
+    with pytest.raises(UserError, match="^sampler and trainer disagree"):
+        checked(torch.tensor([1.5 * mean]), 1)              # of one token the gap is the mean
     alike = torch.full((100,), mean, dtype=torch.float64)
     assert checked(alike * (1 - 1e-6)) == pytest.approx(mean, rel=1e-5)
     padding = torch.zeros(900, dtype=torch.float64)         # columns without a sampled token do not count
@@ -344,6 +346,14 @@ def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, me
     for wrong in (one * (1 + 1e-6), one * float("nan")):
         with pytest.raises(UserError, match="^sampler and trainer disagree"):
             checked(wrong)
+
+
+@pytest.mark.parametrize("error, kind", [
+    (RuntimeError("a shape"), RuntimeError), (RuntimeError("[gloo] Connection closed by peer"), UserError),
+    (dist.DistBackendError("NCCL"), UserError)])
+def test_the_end_of_another_rank_is_told_from_other_errors(error, kind):
+    with pytest.raises(kind), machine.stoppable():
+        raise error
 
 
 def test_the_largest_gap_of_all_ranks_counts(monkeypatch):

@@ -270,6 +270,12 @@ def test_logits_are_made_in_parts_that_fit(chunk, forward, backward, model, monk
     assert sorted(heads.sizes[len(forward):]) == sorted(backward)
 
 
+def test_rows_without_a_sampled_token_have_no_log_probabilities(model):
+    ids = torch.randint(0, 256, (3, 9))
+    logp, _ = token_logps(model, ids, torch.zeros_like(ids, dtype=torch.bool), 1.0)
+    assert logp.shape == ids.shape and not logp.any()
+
+
 def test_gradients_of_what_is_made_again_can_be_asked_for_alone(model, monkeypatch):
     """By torch.autograd.grad, of some parameters: checkpoints that re-enter autograd refuse that."""
     ids, mask = torch.randint(0, 256, (3, 9)), torch.arange(9).expand(3, -1) > 4

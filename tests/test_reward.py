@@ -276,7 +276,8 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     batch.ends = batch.mask & (torch.rand(batch.mask.shape) < 0.6) if K == 1 else batch.ends
     label = torch.rand(batch.ends.shape)
     data, s, cfg = rows_of(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
-    raw, seen, steps = scores(s, batch.ids, batch.mask, Config()), [], []
+    raw, seen, steps, judged = scores(s, batch.ids, batch.mask, Config()), [], [], []
+    monkeypatch.setattr(reward, "reward_loss", lambda score, label, K: judged.append(label) or reward_loss(score, label, K))
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
         seen.append(ids), torch.stack([raw[(batch.ids[:, :len(row)] == row).all(1)][0, :len(row)] for row in ids]))[1])
 
@@ -291,6 +292,8 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     reward.fit(s, data, K, cfg, random.Random(0))
     assert len(steps) == 200 // 64 and sum(len(rows) for _, rows in steps) == 200
     assert all(ids.numel() <= 70 for ids in seen)
+    sets = [sorted(map(tuple, labels.view(-1, K).tolist())) for labels in (torch.cat(judged), label[batch.ends])]
+    assert sets[0] == sets[1]               # those of a set together
     mean = reward_loss(raw[batch.ends], label[batch.ends], K) / (batch.ends.sum() / K)
     assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
@@ -413,7 +416,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     def complete(agent, prefixes, tries, u, room):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
-    agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.0}), byte_encoding(), None)
+    agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.5}), byte_encoding(), None)
     before = r.clone()
     rollout_labels(complete, agent, batch, random.Random(0))
     assert torch.equal(batch.reward, before)

@@ -9,7 +9,8 @@
 The mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that ends at
 once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any test
 catches the others. Tests that compare the source's text would catch every mutation and are left out. Results are
-kept in out/mutations/, under the text of the mutated line.
+kept in out/mutations/, under the text of the mutated line. run/shard.py is left out: it runs in the processes that
+tests/test_ranks.py starts, which are not watched.
 """
 import ast
 import hashlib
@@ -36,8 +37,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
 FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/caches.py", "run/machine.py", "run/models.py",
-         "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/samples.py", "run/shard.py",
-         "run/sharing.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
+         "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/samples.py", "run/sharing.py",
+         "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr

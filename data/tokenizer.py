@@ -111,8 +111,8 @@ def load_encoding(folder, chat="auto", system=""):
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
-        raise UserError(f"no model in {folder}: tokenizer.json is missing (--init takes a folder; "
-                        f"`hf download NAME --local-dir FOLDER` fetches one)")
+        raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
+                        f"fetch one: hf download NAME --local-dir FOLDER")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
         others.append(read_json((folder / "config.json").read_bytes(), "config.json"))

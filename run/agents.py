@@ -70,8 +70,7 @@ def begin(cfg, task, saved):
     if saved and saved.model:
         policy, cold = models.model_of(saved.model, cfg, longest), False
     else:
-        policy, cold = warm_start.starting_model(cfg, task, problems, longest,
-                                                 encoding)
+        policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
     show.print0(preflight.costs(policy, cfg, longest))
     if own := [*pretrained.own_parameters(policy)]:
         show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "

@@ -29,7 +29,7 @@ RL_ONLY = frozenset(
     "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
     "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
     "shard".split())
-# And those on which SHIPPED does not depend either: it serves any seed, and has been rounded once.
+# And those on which SHIPPED does not depend either: it may have been made with others.
 ANY = frozenset("seed micro_tokens recompute share_prefix grad_clip".split())
 
 # ------------------------------------------------------------------------------- which one to use
@@ -44,9 +44,9 @@ def shipped(cfg):
 def checked(cfg, task, problems):
     """cfg; but if it has SHIPPED as --init, and that is no longer what today's code would make, cfg
     with a warm start of its own."""
-    if cfg.init != str(SHIPPED):
-        return cfg
     note = read_note(SHIPPED)
+    if cfg.init != str(SHIPPED) or note is None:
+        return cfg
     own = replace(cfg, init="", warm_steps=note["settings"]["warm_steps"])
     if why := outdated(SHIPPED, own, task, problems, models.encoding_of(own, ""), ANY):
         show.print0(f"note: {SHIPPED} is not used: {why}")
@@ -89,7 +89,7 @@ def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
     if why := changed(cfg, note, ignored):
         return why
     rows = demonstrations(task, problems, encoding)
-    if note["demonstrations"] != sha256_of(repr(rows).encode()):
+    if note["demonstrations"] != sha256_of(rows):
         return "the demonstrations or their tokens changed"
     if not ignored:
         for name, now in made_with(cfg).items():
@@ -160,7 +160,7 @@ def new_note(cfg, task, problems, encoding):
     logp = log_probabilities(pretrained.load(cfg.folder / "warm_start"), rows)
     return json.dumps({
         "settings": {name: x for name, x in settings.items() if name not in RL_ONLY},
-        "made with": made_with(cfg), "demonstrations": sha256_of(repr(rows).encode()),
+        "made with": made_with(cfg), "demonstrations": sha256_of(rows),
         "log-probabilities": [round(x, 5) for x in logp]}, indent=1)
 
 def made_with(cfg):
@@ -168,9 +168,12 @@ def made_with(cfg):
     device, dtype, _ = machine.resolve(cfg)
     files = [Path(optimizer.__file__), Path(__file__)]
     files += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
+    digests = []
+    for path in files:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return {"torch": torch.__version__, "device": device.type, "dtype": dtype,
-            "ranks": machine.world()[1],
-            "the fit's code or --init's files": sha256_of(*(path.read_bytes() for path in files))}
+            "ranks": machine.world()[1], "the fit's code or --init's files": sha256_of(digests)}
 
 def read_note(where):
     """The note of a kept warm start; None if there is none that `new_note` could have written."""
@@ -181,6 +184,6 @@ def read_note(where):
     kinds = {name: type(note.get(name)) for name in KINDS}
     return note if kinds == KINDS else None
 
-def sha256_of(*texts):
-    """SHA-256 of several texts in bytes, of the hash of each."""
-    return hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in texts)).hexdigest()
+def sha256_of(values):
+    """SHA-256 of a list, as it prints."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()

@@ -51,7 +51,6 @@ def checked(cfg, task, problems):
     if why := outdated(SHIPPED, own, task, problems, models.encoding_of(own, ""), ANY):
         show.print0(f"note: {SHIPPED} is not used: {why}")
         return own
-    show.print0(f"the warm start is in data/; --warm_steps {own.warm_steps} makes a new one")
     return cfg
 
 def starting_model(cfg, task, problems, longest, encoding):
@@ -64,7 +63,8 @@ def starting_model(cfg, task, problems, longest, encoding):
         known = False
     if cfg.init or known:
         source = where if known else cfg.init
-        show.print0(f"starting from {source}")
+        hint = "; --warm_steps 1500 makes a new one" if cfg.init == str(SHIPPED) else ""
+        show.print0(f"starting from {source}{hint}")
         model = models.load_model(source, cfg, encoding, longest)
         if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
             show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")

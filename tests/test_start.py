@@ -341,7 +341,9 @@ def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
 def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
     cfg, problems = grpo.make_config(seed=3), arithmetic.problems(Config())[0]
     assert warm_start.checked(cfg, arithmetic, problems) == cfg
-    assert capsys.readouterr().out == "the warm start is in data/; --warm_steps 1500 makes a new one\n"
+    assert capsys.readouterr().out == ""
+    warm_start.starting_model(dataclasses.replace(cfg, max_new=8), arithmetic, problems, 6, byte_encoding())
+    assert capsys.readouterr().out == f"starting from {shipped}; --warm_steps 1500 makes a new one\n"
     real = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda self, *given, **named: real(self, *given, **named) + torch.arange(32) / 100)
     own = dataclasses.replace(cfg, init="", warm_steps=1500)

@@ -430,7 +430,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
         monkey.setattr(countdown, "problems", lambda cfg: (real(cfg)[0], real(cfg)[1][:2]))
     grpo.main(flags)
     out = tmp_path / "x"
-    assert f"--task {task} --init {out} --ask '" in capsys.readouterr().out
+    assert f"--task {task} --init {out} --ask QUESTION" in capsys.readouterr().out
     grpo.main([*flags[:2], "--init", str(out), *files, "--steps", "0", "--max_new", "2",
                "--prompts", "2", "--out", str(tmp_path / "y")])
     assert encoding_of(grpo.Config(), tmp_path / "y").frame == encoding_of(grpo.Config(), out).frame

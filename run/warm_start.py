@@ -63,8 +63,8 @@ def starting_model(cfg, task, problems, longest, encoding):
         known = False
     if cfg.init or known:
         source = where if known else cfg.init
-        hint = "; --warm_steps 1500 makes a new one" if cfg.init == str(SHIPPED) else ""
-        show.print0(f"starting from {source}{hint}")
+        again = f"; --warm_steps {type(cfg).warm_steps} makes a new one"
+        show.print0(f"starting from {source}{again if cfg.init == str(SHIPPED) else ''}")
         model = models.load_model(source, cfg, encoding, longest)
         if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
             show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")

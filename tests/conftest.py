@@ -32,7 +32,7 @@ from run import pretrained  # noqa: E402
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a second or more")
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script_method:DeprecationWarning")    # of torch._dynamo
-    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; half a minute")
+    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; a minute")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -52,27 +52,24 @@ def pytest_addoption(parser):
 
 
 def pytest_runtestloop(session):
-    """Runs the test files in several processes, forked after the collection: each takes the next file when it has
+    """Runs the tests in several processes, forked after the collection: each takes the next part when it has
     finished one, and sends its reports to this process, which shows them."""
-    config, option, files = session.config, session.config.option, {}
-    for item in session.items:
-        files.setdefault(item.path, []).append(item)
+    config, option, parts = session.config, session.config.option, parts_of(session.items)
     if option.collectonly:
         return None
-    if len(files) > 1 or any("forked" in item.fixturenames for item in session.items):
+    if len(parts) > 1 or any("forked" in item.fixturenames for item in session.items):
         importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer
         start_server()
-    if min(option.processes, len(files)) < 2 or option.usepdb or option.capture == "no":
+    if min(option.processes, len(parts)) < 2 or option.usepdb or option.capture == "no":
         return None                         # pytest's own loop
-    largest_first = [files[path] for path in sorted(files, key=lambda path: -path.stat().st_size)]
-    next_file = multiprocessing.Value("i", 0)
+    next_part = multiprocessing.Value("i", 0)
     config._tmp_path_factory.getbasetemp()  # one for all processes, removed by this one
     processes = {}
     for _ in range(option.processes):
         reader, writer = multiprocessing.Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
-            run_files(session, largest_first, next_file, writer)
+            run_parts(session, parts, next_part, writer)
         writer.close()
         processes[reader] = pid
     try:
@@ -84,8 +81,20 @@ def pytest_runtestloop(session):
     return True
 
 
-def run_files(session, files, next_file, writer):
-    """In a forked process: runs one file after another, and exits."""
+def parts_of(items, size=20):
+    """The tests in parts: those of a file that have a fixture in common are one, its others are parts of `size` tests.
+    Parts with slow tests come first, so that at the end no process waits for long."""
+    common, others = {}, {}
+    for item in items:
+        fixtures = [f for of_name in item._fixtureinfo.name2fixturedefs.values() for f in of_name]
+        of_file = common if any(f.scope == "module" for f in fixtures) else others
+        of_file.setdefault(item.path, []).append(item)
+    parts = [*common.values(), *(tests[i:i + size] for tests in others.values() for i in range(0, len(tests), size))]
+    return sorted(parts, key=lambda part: -sum(item.get_closest_marker("slow") is not None for item in part))
+
+
+def run_parts(session, parts, next_part, writer):
+    """In a forked process: runs one part after another, and exits."""
     config, capture = session.config, session.config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()         # its temporary file is the other process's too
     capture.start_global_capturing()
@@ -94,12 +103,12 @@ def run_files(session, files, next_file, writer):
     config.pluginmanager.register(SimpleNamespace(pytest_runtest_logreport=lambda report: writer.send_bytes(
         json.dumps(config.hook.pytest_report_to_serializable(config=config, report=report)).encode())))
     while True:
-        with next_file.get_lock():
-            at, next_file.value = next_file.value, next_file.value + 1
-        if at >= len(files):
+        with next_part.get_lock():
+            at, next_part.value = next_part.value, next_part.value + 1
+        if at >= len(parts):
             writer.send_bytes(b"null")
             os._exit(0)
-        for item, following in zip(files[at], [*files[at][1:], None]):
+        for item, following in zip(parts[at], [*parts[at][1:], None]):
             config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 

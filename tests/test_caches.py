@@ -126,13 +126,13 @@ def test_its_memory_is_counted_in_the_update_too():
 
 @pytest.mark.slow
 def test_a_token_is_one_graph_of_few_launches(monkeypatch):
-    """Through Inductor, in ragged rollouts: no graph break, at most 4 compilations, at most 20 kernels a layer, and
-    the tokens of the plain cache."""
+    """Through Inductor, in ragged rollouts: no graph break, at most 4 compilations, at most 20 kernels for one layer and the head,
+    and the tokens of the plain cache."""
     from torch._dynamo.utils import counters
     from torch._inductor.utils import run_and_get_code
     torch._dynamo.reset()
     counters.clear()
-    plain = tiny_model(n_layer=2)
+    plain = tiny_model(n_layer=1)
     model = static(copy.deepcopy(plain))
     monkeypatch.setattr(machine, "Block", type(None))           # prompts are not the point: they stay uncompiled
     machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
@@ -148,4 +148,4 @@ def test_a_token_is_one_graph_of_few_launches(monkeypatch):
     assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
     for code in codes:
         called = re.findall(r"(?:extern_kernels|torch\.ops|cpp_fused)[\w.]*\(", code[code.index("def call"):])
-        assert sum("mm" in name for name in called) == 2 * 7 + 1 and len(called) <= 20 * 2, called
+        assert sum("mm" in name for name in called) == 7 + 1 and len(called) <= 20, called

@@ -518,23 +518,20 @@ def test_no_float64_where_there_is_none(monkeypatch):
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
-def test_all_graphs_of_a_run_stay_within_the_limit(monkeypatch):
-    """Policy, reference and sampler are of one class, and torch counts their graphs together."""
+def test_all_models_of_a_run_share_their_graphs(monkeypatch):
+    """Policy, reference and sampler are of one class: four graphs in all, of which one is a lone prompt's."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     real = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile",
-                        lambda self, **how: real(self, backend="eager", **how))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend="eager", **how))
     models = [tiny_model() for _ in range(3)]
     machine.compile_all(Config(compile="on"), *models, None)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
-        for grad in (True, False):
-            for rows, T in ((3, 9), (1, 12)):
-                ids = torch.randint(0, 256, (rows, T))
-                with torch.set_grad_enabled(grad):
-                    token_logps(model, ids, torch.ones(rows, T, dtype=torch.bool), 1.0)
+        with torch.no_grad():
+            token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 @pytest.mark.slow

@@ -58,14 +58,14 @@ RUNS = {
     "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
     "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),       # one rank has it, one has none
     "few rows": dict(prompts=2, group=3),                   # fewer than an evaluation has of a problem
-    "warm start": dict(init="", warm_steps=30, steps=1),
+    "warm start": dict(init="", warm_steps=15, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1),
     "labels by rollouts": dict(reward="model", supervision="process", labels="rollouts", steps=1),
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
-SHARDED = ["grpo", "ppo", "critic of its own", "a row a minibatch", "reward learned", "steps learned"]
+SHARDED = ["grpo", "critic of its own", "a row a minibatch", "steps learned"]
 PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}

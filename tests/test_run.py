@@ -94,7 +94,7 @@ def test_learns_nothing_from_shuffled_rewards(tmp_path):
         def reward(p, text):
             truth.append(only_b(text))
             return {"correct": float(r.random() < 0.5)}
-        trained(tmp_path / str(seed), reward, steps=40, beta=0.0, seed=seed)
+        trained(tmp_path / str(seed), reward, steps=25, beta=0.0, seed=seed)
         gains.append(sum(truth[-320:]) / 320 - sum(truth[:320]) / 320)
     assert sum(gains) / 3 < 0.15, gains
 
@@ -132,9 +132,9 @@ def test_half_and_half_is_the_whole(unbroken, tmp_path, capsys):
     assert [m["step"] for m in metrics(tmp_path)] == list(range(7))
 
 
-WHOLE = ["--algo ppo", "--algo ppo --critic separate", "--baseline group+value",
-         "--reward model --iterations 2",
-         "--reward model --supervision process --labels rollouts --iterations 2"]
+WHOLE = ["--algo ppo --critic separate", "--reward model --supervision process --labels rollouts --iterations 2",
+         *(pytest.param(args, marks=pytest.mark.slow) for args in ("--algo ppo", "--baseline group+value",
+                                                                   "--reward model --iterations 2"))]
 
 
 @pytest.mark.parametrize("args", WHOLE)

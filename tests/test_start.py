@@ -311,12 +311,19 @@ def test_a_note_of_another_version_is_no_note(text, tmp_path):
 
 # ------------------------------------------------------------------------- the one that is shipped
 
+@pytest.fixture(scope="module")
+def for_the_default_run(tmp_path_factory):
+    """A kept start with the settings of the default run."""
+    cfg = grpo.make_config(init="", out=str(tmp_path_factory.mktemp("shipped")), warm_steps=Config.warm_steps, device="cpu",
+                           dtype="float32")
+    return kept(cfg, arithmetic, arithmetic.problems(cfg)[0])
+
+
 @pytest.fixture
-def shipped(tmp_path, monkeypatch):
-    """A folder in place of data/warm_start, made with the settings of the default run."""
-    cfg = grpo.make_config(init="", out=str(tmp_path), warm_steps=Config.warm_steps, device="cpu", dtype="float32")
-    monkeypatch.setattr(warm_start, "SHIPPED", kept(cfg, arithmetic, arithmetic.problems(cfg)[0]))
-    return warm_start.SHIPPED
+def shipped(for_the_default_run, monkeypatch):
+    """It, in place of data/warm_start."""
+    monkeypatch.setattr(warm_start, "SHIPPED", for_the_default_run)
+    return for_the_default_run
 
 
 @pytest.mark.parametrize("given, serves", [

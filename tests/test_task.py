@@ -71,9 +71,10 @@ def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
     assert 0.9 < sum(task.reward(P, d)["working"] for d in shown) / len(shown) < 1
     monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
-    for difficulty in (1, 2, 3):
-        for p in rng.sample(task.problems(SimpleNamespace(difficulty=difficulty))[0], 50):
-            assert task.reward(p, task.demonstration(p, rng)) == {"correct": 1, "working": 1}
+    problems = [p for difficulty in (1, 2) for p in rng.sample(task.problems(SimpleNamespace(difficulty=difficulty))[0], 50)]
+    factors = [(rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(50)]
+    for p in problems + [Problem(f"{a}*{b}=", str(a * b)) for a, b in factors]:
+        assert task.reward(p, task.demonstration(p, rng)) == {"correct": 1, "working": 1}
 
 
 @pytest.mark.parametrize("prompt, working", [
@@ -458,8 +459,8 @@ def test_no_hostile_text_is_correct(monkeypatch):
     """The search of experiments/robustness/hostile_texts.py, with fewer texts."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
     import hostile_texts
-    correct, wrong, _ = hostile_texts.search(20_001, random.Random(1))
-    assert len(correct) > 4000 and [text for *_, text in wrong] == []
+    correct, wrong, _ = hostile_texts.search(8_001, random.Random(1))
+    assert len(correct) > 1600 and [text for *_, text in wrong] == []
 
 
 def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):

@@ -56,17 +56,8 @@ def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """For models this small a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def warm(one_thread, tmp_path_factory):
+def warm(tmp_path_factory):
     """A model after its warm start, with which most runs here begin."""
     folder = tmp_path_factory.mktemp("warm")
     run(unchanged, folder, steps=0)
@@ -75,13 +66,14 @@ def warm(one_thread, tmp_path_factory):
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch):
-    """A function that imports `grpo` from a copy of the code to which diffs were applied. At the
-    end of a test every module is again what it was."""
+    """A function that imports `grpo` from a copy of the code to which diffs were applied, or from the test's own folder
+    `code`. At the end of a test every module is again what it was."""
     def of_code():
         return [n for n in sys.modules if re.match(r"(grpo|model|reward|data|run)(\.|$)", n)]
 
     def imported(*diffs):
-        monkeypatch.syspath_prepend(copy(tmp_path / "code", *diffs))
+        folder = tmp_path / "code"
+        monkeypatch.syspath_prepend(folder if folder.exists() else copy(folder, *diffs))
         grpo = importlib.import_module("grpo")
         assert Path(grpo.__file__).parent == tmp_path / "code"
         return grpo
@@ -242,7 +234,7 @@ def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_
     assert (new != 1).all() and (new - 1).abs().max() < 0.5
 
 
-def test_the_three_ways_to_log(warm, tmp_path):
+def test_the_three_ways_to_log(changed, warm, tmp_path):
     """The lines of the table, in a copy of the code: a mean over tokens, over rows, and a number."""
     of_loss, of_rollout, of_step = re.findall(r"\| `(stats\[.*?)` \|$", PAGE, re.M)
     folder = copy(tmp_path / "code")
@@ -252,10 +244,7 @@ def test_the_three_ways_to_log(warm, tmp_path):
         text = (folder / file).read_text()
         assert text.count(before) == 1
         (folder / file).write_text(text.replace(before, f"    {line}\n{before}"))
-    settings = {**SMALL, "warm_steps": 0, "init": warm, "steps": 2, "epochs": 2, "out": "out"}
-    done = subprocess.run([sys.executable, "grpo.py", *flags(settings)], cwd=folder, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    for m in metrics(folder / "out")[1:]:
+    for m in run(changed(), tmp_path / "out", init=warm, steps=2, epochs=2)[1:]:
         assert 0 < m["moved"] < 1 and 0 < m["long"] < 1 and m["lr"] == 1e-3
 
 

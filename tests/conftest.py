@@ -1,3 +1,4 @@
+import gc
 import importlib
 import json
 import multiprocessing
@@ -7,7 +8,6 @@ import signal
 import sys
 from multiprocessing import reduction
 from pathlib import Path
-from types import SimpleNamespace
 
 # In this process and those that tests start: models this small gain nothing from a second thread,
 # and on a busy machine processes with two threads wait for each other.
@@ -32,7 +32,7 @@ from run import pretrained  # noqa: E402
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a second or more")
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script_method:DeprecationWarning")    # of torch._dynamo
-    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; a minute")
+    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; half to one minute")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -59,6 +59,8 @@ def pytest_runtestloop(session):
         return None
     if len(parts) > 1 or any("forked" in item.fixturenames for item in session.items):
         importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer
+        gc.collect()
+        gc.freeze()                         # the garbage collector need not look at what all have in common
         start_server()
     if min(option.processes, len(parts)) < 2 or option.usepdb or option.capture == "no":
         return None                         # pytest's own loop
@@ -99,9 +101,8 @@ def run_parts(session, parts, next_part, writer):
     capture.stop_global_capturing()         # its temporary file is the other process's too
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    config.pluginmanager.unregister(name="terminalreporter")
-    config.pluginmanager.register(SimpleNamespace(pytest_runtest_logreport=lambda report: writer.send_bytes(
-        json.dumps(config.hook.pytest_report_to_serializable(config=config, report=report)).encode())))
+    reporter = config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(Sender(config, writer, reporter._tw), "terminalreporter")
     while True:
         with next_part.get_lock():
             at, next_part.value = next_part.value, next_part.value + 1
@@ -110,6 +111,18 @@ def run_parts(session, parts, next_part, writer):
             os._exit(0)
         for item, following in zip(parts[at], [*parts[at][1:], None]):
             config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+class Sender:
+    """A plugin that sends each report over a connection instead of showing it."""
+
+    def __init__(self, config, writer, terminal_writer):
+        self.config, self.writer = config, writer
+        self._tw = terminal_writer          # pytest asks it how a failed comparison is shown
+
+    def pytest_runtest_logreport(self, report):
+        told = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.writer.send_bytes(json.dumps(told).encode())
 
 
 def show_reports(session, processes):

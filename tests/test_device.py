@@ -437,6 +437,7 @@ def calls_of(monkeypatch, *functions):
         yield calls, seen
 
 
+@pytest.mark.slow
 def test_sampling_waits_once_in_16_tokens(monkeypatch):
     """And once for the width of the result. Each launch of the model is counted; a compiled one has fewer."""
     with pretend.cuda() as device:

@@ -389,6 +389,7 @@ def test_the_samples_of_a_rule_bear_the_rewards_of_the_task(tmp_path):
 CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
 
 
+@pytest.mark.slow
 def test_logs_after_a_resume_are_those_of_the_whole_run(whole, resumed):
     """Also where lines had been written after the checkpoint."""
     one, other = ([{n: x for n, x in line.items() if n not in CLOCKS} for line in lines(seen.folder, "metrics.jsonl")]

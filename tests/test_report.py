@@ -161,6 +161,7 @@ def test_pieces_join_to_the_text():
     assert step_tokens(encoding, ids, [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
 
 
+@pytest.mark.slow
 def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
     """The same weights whatever is written down; the same bytes after a kill between two checkpoints."""
     settings = TINY | dict(supervision="process", temperature=0.7)

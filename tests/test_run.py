@@ -99,6 +99,7 @@ def test_learns_nothing_from_shuffled_rewards(tmp_path):
     assert sum(gains) / 3 < 0.15, gains
 
 
+@pytest.mark.slow
 def test_learns_to_stop(tmp_path):
     """Only stopping pays. With the end token outside the mask this could not be learned."""
     m = trained(tmp_path, lambda p, text: {"correct": float(len(text) <= 1)})
@@ -195,6 +196,7 @@ def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
     assert Config(reward="model").adv_scale == "group"                          # the paper's
 
 
+@pytest.mark.slow
 def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch):
     """It follows from the step alone; 0: it stays as it is."""
     rates, real = [], grpo.optimizer.optimizer_step
@@ -212,6 +214,7 @@ def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch
     assert weights(tmp_path / "cut") == weights(tmp_path / "falling") != weights(tmp_path / "constant")
 
 
+@pytest.mark.slow
 def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
     """Far from the target beta moves by 0.1 * 0.2 a step; an interrupted run goes on with it."""
     for name, target, factor in (("up", "1e-9", 1.02), ("down", "1e9", 0.98)):
@@ -517,6 +520,7 @@ def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     assert "already at step 1" in fault(capsys, "--resume", "--steps", 0, "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_changed_task_gets_a_new_warm_start(unbroken, tmp_path, capsys, monkeypatch):
     """If its demonstrations differ; another reward may be tried at once."""
     reward, demonstration = arithmetic.reward, arithmetic.demonstration

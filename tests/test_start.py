@@ -345,6 +345,7 @@ def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
     assert (grpo.make_config().init, grpo.make_config().warm_steps) == ("", 1500)
 
 
+@pytest.mark.slow
 def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
     cfg, problems = grpo.make_config(seed=3), arithmetic.problems(Config())[0]
     assert warm_start.checked(cfg, arithmetic, problems) == cfg

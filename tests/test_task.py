@@ -93,6 +93,7 @@ def test_guesses_round_to_the_first_digit_and_slips_change_one():
     assert slips == {*range(5, 1000, 100), *range(305, 400, 10), *range(300, 310)} - {305}
 
 
+@pytest.mark.slow
 def test_the_problems_are_the_same_on_every_machine():
     """By their first ones; results would otherwise not compare."""
     first = {d: [side[0].prompt for side in task.problems(SimpleNamespace(difficulty=d))] for d in (1, 2)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import grpo  # noqa: E402
@@ -89,7 +89,7 @@ def files(work, r, i):
         checkpoint.write_state(path, *((change(state, r), named) if i % 2 else (state, change_tensors(named, r))))
         return path.name, ("--resume", "--steps", 2, "--out", work)
     if path.name == "model.safetensors":
-        save_file(change_tensors(load_file(path), r), path)
+        save_file(change_tensors(load(path.read_bytes()), r), path)
     else:
         cut = path.read_text()[:r.randrange(path.stat().st_size)]
         path.write_text(r.choice([cut, "[" * 10 ** 5, *[json.dumps(change(json.loads(path.read_text()), r))] * 8]))

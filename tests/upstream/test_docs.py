@@ -30,7 +30,19 @@ def test_the_readme_is_short_and_has_its_two_commands():
     assert "\npip install -r requirements.txt && python grpo.py --task arithmetic\n" in README
     assert "\npip install -r requirements.txt && python -m pytest\n" in README
     assert all(len(line) <= 124 for line in README.splitlines() if not line.startswith("!["))
-    assert re.search("`pip install (torch==[0-9.]+) --index-url", README)[1] in (ROOT / "requirements.txt").read_text().split()
+
+
+def test_the_versions_of_the_packages():
+    """The README's torch is one of the pins, which are no older than what is required; both name the same packages."""
+    required, pins = (dict(re.findall(rf"^([\w-]+){sign}([\d.]+)$", (ROOT / name).read_text(), re.M))
+                      for sign, name in ((">=", "requirements.txt"), ("==", "tests/pins.txt")))
+    assert [*required] == [*pins] and "torch" in pins
+
+    def numbers(version):
+        return [int(n) for n in version.split(".")]
+    assert all(numbers(required[name]) <= numbers(pins[name]) for name in required)
+    assert f"`pip install torch=={pins['torch']} --index-url" in README
+    assert f"torch {required['torch']}+)" in README
 
 
 def test_the_steps_of_the_main_job():

@@ -249,13 +249,13 @@ def generate(agent, problems, u, n_greedy=0):
 # ---------------------------------------------------------------- advantages: rewards to credit
 def outcome_scores(reward, group):
     """GRPO's advantages under outcome supervision (DeepSeekMath 4.1.2): the z-score of each
-    completion's reward within its group, (B,), and which groups are dead, (P,): equal rewards up to
-    rounding, for which the scores are exactly 0. The std has no Bessel correction (the paper is
-    silent), so the mean square is 1 for any G; with no epsilon, the reward's scale cancels."""
+    completion's reward within its group, (B,), and which groups are dead, (P,): rewards equal up to
+    rounding, of their mean or of 0.1, for which the scores are exactly 0. The std has no Bessel
+    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon beside it."""
     r = reward.to(machine.double(reward.device)).view(-1, group)                            # (P, G)
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
-    dead = std <= 1e-6 * mean.abs()
+    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
     score = torch.where(dead, 0, (r - mean) / std)
     return score.flatten().float(), dead.flatten()
 
@@ -268,7 +268,7 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
     mean = total / n
     std = torch.where(on, r - mean, 0).square().sum((1, 2), True).div(n).sqrt()
-    dead = std <= 1e-6 * mean.abs()
+    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
     if baseline in ("group", "group+value"):
         r = torch.where(dead, 0, r - mean)
     elif baseline == "leave-one-out":           # the mean of the other completions

@@ -37,13 +37,15 @@ def of_steps(task, batch, cfg, encoding):
     """The rule's reward (B, T) of each step, at the step's last token, and a mask `ends` (B, T) of
     these tokens.
 
-    Outcome supervision: one step, the whole completion; its reward is the sum of its components.
-    Process supervision: 1 for a true step. The last step ends at the completion's last token, so it
-    includes stopping, and earns 1 only if the answer is also correct.
+    Outcome supervision: one step, the whole completion; its reward is the sum of its components, 0
+    if they cancel up to rounding. Process supervision: 1 for a true step. The last step ends at the
+    completion's last token, so it includes stopping, and earns 1 only if the answer is correct too.
     """
     last = batches.last_tokens(batch.mask)
     if cfg.supervision == "outcome":
-        return torch.where(last, sum(batch.components.values())[:, None], 0), last
+        parts = torch.stack([*batch.components.values()], 1)                                # (B, n)
+        total, size = parts.sum(1, True), parts.abs().sum(1, True)
+        return torch.where(last & (total.abs() > 1e-6 * size), total, 0), last
     device, all_ids, mask = last.device, batch.ids.cpu(), batch.mask.cpu()
     ends, reward, correct = last.cpu(), torch.zeros(mask.shape), batch.components["correct"].cpu()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):

@@ -34,7 +34,7 @@ def variance(x):
 
 def equal(x):
     """All the same, up to rounding."""
-    return math.sqrt(variance(x)) <= 1e-6 * abs(mean(x))
+    return max(x) - min(x) <= 1e-6 * max(0.1, *map(abs, x))
 
 
 # ----------------------------------------------------------------------------- what the models say

@@ -318,6 +318,7 @@ def cuda(index=0):
         (torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, device=inside(device), **kwargs)),
         (torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *map(inside, args), **{
             name: inside(x) for name, x in kwargs.items()})),
+        (torch.accelerator, "current_stream", lambda device=None: SimpleNamespace(is_capturing=lambda: False)),
         (F, "scaled_dot_product_attention", attention), *((torch.cuda, *stand) for stand in module.items()),
         *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
     lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()

@@ -80,6 +80,13 @@ def test_equal_up_to_rounding_is_equal():
     assert advantages([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]) == [0.0] * 4
 
 
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_rewards_that_cancel_are_equal_to_0(scale):
+    """5.6e-17 and 0 differ by rounding, though not by little of their mean."""
+    a, dead = group_advantages(torch.tensor([0.3 - 0.05 * 6, 0, 0, 0]), 4, scale)
+    assert a.tolist() == [0.0] * 4 and dead.tolist() == [True]
+
+
 def test_scale_and_offset_of_the_reward_do_not_matter():
     r = torch.rand(12, generator=torch.Generator().manual_seed(0))
     a, b = (group_advantages(x, 4, "group")[0] for x in (r, 0.01 * r + 5))

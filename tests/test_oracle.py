@@ -247,7 +247,7 @@ MORE = [
     *each(algo=["grpo", "ppo"], target_kl=[0.1, 9]),
     # the loss
     *each(loss_mean=["token", "constant"]),
-    dict(ratio="sequence"),
+    dict(ratio="sequence", lr=0.03),
     dict(algo="ppo", ratio="sequence", loss_mean="token"),
     # the reward
     dict(truncated_reward=-1.0),

@@ -12,6 +12,26 @@ class UserError(Exception):
     """An error that the user can fix: `grpo.py` prints it as one line and exits with code 2."""
 
 
+LARGEST = 2 ** 28       # bytes of a file that is read whole
+
+
+def regular(path):
+    """A path; raises UserError if it leads to something other than a file: to open a pipe would
+    wait for ever."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file")
+    return path
+
+
+def read_bytes(path):
+    """The content of a regular file; raises UserError for one of more than LARGEST bytes."""
+    size = regular(path).stat().st_size
+    if size > LARGEST:
+        raise UserError(f"{path} is too large: {size:,} bytes, of at most {LARGEST:,}")
+    return Path(path).read_bytes()
+
+
 def read_json(text, source):
     """The dict in JSON text or bytes; raises UserError, which names `source`, for anything else."""
     try:

@@ -8,7 +8,7 @@ import json
 import re
 from typing import NamedTuple
 
-from data import UserError
+from data import UserError, regular
 from data.answers import one_number, steps, tagged  # noqa: F401, re-exports steps
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
@@ -36,7 +36,7 @@ def read(path, flag):
         raise UserError(f"gsm8k needs --{flag} FILE, a JSONL file of questions and answers")
     rows, n = [], 0
     try:
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             for n, line in enumerate(file, 1):
                 rows.append(problem_of(json.loads(line.decode("utf-8-sig"))))
     except OSError as e:

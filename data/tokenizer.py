@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tiktoken
 
-from data import UserError, read_json
+from data import UserError, read_bytes, read_json
 from data.chat import THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
@@ -109,13 +109,13 @@ def load_encoding(folder, chat="auto", system=""):
     `chat` and `system` choose the text around prompts: see `chosen_frame`."""
     folder = Path(folder)
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
                         f"fetch one: hf download NAME --local-dir FOLDER")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
-        others.append(read_json((folder / "config.json").read_bytes(), "config.json"))
+        others.append(read_json(read_bytes(folder / "config.json"), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
         ranks, split, nfc = byte_pairs(hf, special)
         frame = chosen_frame(files, about, hf, special, (chat, system))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import UserError, read_json, task_file
+from data import UserError, read_bytes, read_json, regular, task_file
 from run import files, machine, pretrained, shard, show
 from run.folder import LOGS, clear_up, keep_previous
 from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, training_state
@@ -90,7 +90,7 @@ def load(folder, config, whole=True):
     if not path.exists():
         raise UserError(f"no run in {folder}")
     try:
-        with safe_open(path, "pt") as f:
+        with safe_open(regular(path), "pt") as f:
             sha256, _, text = (f.metadata() or {})["grpo"].partition(" ")
             tensors = {n: f.get_tensor(n) for n in f.keys()} if whole else {}
         if hashlib.sha256(text.encode()).hexdigest() != sha256:
@@ -118,7 +118,7 @@ def settings(folder, given):
     path, found = Path(folder) / "run.json", {}
     try:
         if path.exists():
-            found = read_json(path.read_bytes(), path)["config"]
+            found = read_json(read_bytes(path), path)["config"]
             refuse_foreign_code(found.get("task"), given, folder)
             found = {name: x for name, x in found.items() if name not in ("out", "init")}
     except (OSError, LookupError, AttributeError, TypeError) as e:
@@ -169,7 +169,7 @@ def data_of(cfg):
 
 def hash_of(path):
     """SHA-256 of a file."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(regular(path).read_bytes()).hexdigest()
 
 # ------------------------------------------------------------------------------------- a run begins
 
@@ -211,7 +211,7 @@ def open_run(cfg, checkpoint=None):
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
         for name in LOGS:
-            with open(cfg.folder / name, "ab") as f:
+            with open(regular(cfg.folder / name), "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)
     except OSError as e:
         raise UserError(f"cannot write in {cfg.folder}: {e.strerror}") from e

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError
+from data import UserError, regular
 
 try:
     import fcntl
@@ -18,6 +18,7 @@ def write_whole(path, content):
     content: text, bytes, or a function that writes to a path."""
     beside = path.with_name(path.name + ".tmp")
     try:
+        beside.unlink(missing_ok=True)          # it may be a link, or a pipe
         if callable(content):
             content(beside)
         else:
@@ -41,7 +42,7 @@ def lock(path):
     another process holds the lock."""
     unlock()
     if fcntl:
-        LOCKS.append(open(path, "ab"))
+        LOCKS.append(open(regular(path), "ab"))
         try:
             fcntl.flock(LOCKS[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:

@@ -63,8 +63,9 @@ def keep_previous(folder):
     show.print0(f"the finished run in {folder} was moved to {previous}")
 
 def clear_up(folder):
-    """Removes temporary files of interrupted saves, which are as large as the model."""
+    """Removes temporary files of interrupted saves, which are as large as the model: its own, and
+    those with a random name that safetensors renames to them."""
     for place in (folder, folder / "warm_start"):
-        for kind in ("json", "safetensors", "html"):
-            for path in [*place.glob(f"*.{kind}.tmp")]:
+        for kind in ("*.json.tmp", "*.safetensors.tmp", "*.html.tmp", f".tmp{'[0-9A-Za-z]' * 6}"):
+            for path in [*place.glob(kind)]:
                 path.unlink()

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import UserError, read_json
+from data import UserError, read_bytes, read_json, regular
 from model import GPT, GPTConfig
 from run.files import write_tensors, write_whole
 from run.tensors import finite
@@ -143,7 +143,7 @@ def without_memory(folder):
     """The model in `folder` on the meta device: its shape, without memory for its weights."""
     path = Path(folder) / "config.json"
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except (OSError, ValueError) as e:
         why = "train one first, or name its folder with --init"
         if path.exists():
@@ -223,12 +223,12 @@ def each_tensor(folder):
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     try:
         if index.exists() and not (folder / files[0]).exists():
-            parts = typed(read_json(index.read_bytes(), index), "weight_map", dict, {}).values()
+            parts = typed(read_json(read_bytes(index), index), "weight_map", dict, {}).values()
             if not all(type(part) is str and Path(part).name == part for part in parts):
                 raise UserError(f"{index}: weight_map names something that is not a file beside it")
             files = sorted(set(parts))
         for file in files:
-            with safe_open(folder / file, "pt") as f:
+            with safe_open(regular(folder / file), "pt") as f:
                 for name in f.keys():
                     yield name, f.get_tensor(name)
     except (OSError, SafetensorError) as e:

@@ -12,7 +12,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from data import UserError, read_json
+from data import UserError, read_bytes, read_json
 from run import files, machine
 
 PAGE = Path(__file__).parent / "page"
@@ -41,7 +41,7 @@ def run_of(folder, most):
     if not path.is_file():
         raise UserError(f"no run in {folder}")
     about = folder / "run.json"
-    settings = read_json(about.read_bytes(), about) if about.is_file() else {}
+    settings = read_json(read_bytes(about), about) if about.is_file() else {}
     samples, steps = thinned(folder / "samples.jsonl", most)
     return dict(name=folder.resolve().name, path=str(folder), about=settings, steps=steps,
                 metrics=[parsed(line, path) for line in whole_lines(path)], samples=samples)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
-from data import UserError, read_json
+from data import UserError, read_bytes, read_json
 from model import token_logps
 from run import batches, machine, models, optimizer, pretrained, show
 from run.files import write_whole
@@ -178,7 +178,7 @@ def made_with(cfg):
 def read_note(where):
     """The note of a kept warm start; None if there is none that `new_note` could have written."""
     try:
-        note = read_json((where / "warm_start.json").read_bytes(), where)
+        note = read_json(read_bytes(where / "warm_start.json"), where)
     except (OSError, UserError):
         return None
     kinds = {name: type(note.get(name)) for name in KINDS}

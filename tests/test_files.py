@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from conftest import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
+import data
 import grpo
 from data import UserError
 from data.tokenizer import load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
 from run import agents, checkpoint, files, preflight, pretrained, tensors
+from run.folder import clear_up
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1").split()
@@ -347,12 +351,85 @@ def test_a_run_that_went_on_meanwhile(again, capsys):
 
 
 def test_what_killed_saves_left_is_cleared(again):
-    left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp"]
-    own = again / "notes.tmp"
-    for path in (*left, own):
+    """A name of six random characters is one that safetensors writes to before it renames."""
+    left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp",
+            again / ".tmp0a79jC", again / "warm_start" / ".tmpABCDEF"]
+    own = [again / "notes.tmp", again / ".tmp0a79jCx", again / ".tmp-notes"]
+    for path in (*left, *own):
         path.write_bytes(b"x")
     main(["--resume", "--steps", "3", "--out", str(again)])
-    assert own.exists() and not any(path.exists() for path in left)
+    assert all(path.exists() for path in own) and not any(path.exists() for path in left)
+
+
+def test_safetensors_writes_to_a_name_that_is_cleared(tmp_path):
+    names, x = set(), torch.zeros(10 ** 6)
+    thread = threading.Thread(target=lambda: [files.save_file({"x": x}, tmp_path / "x") for _ in range(20)])
+    thread.start()
+    while thread.is_alive():
+        names |= {path.name for path in tmp_path.iterdir()}
+    for name in names - {"x"}:
+        (tmp_path / name).touch()
+    clear_up(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"x"}
+
+
+# ------------------------------------------------------------------------------ no regular files
+
+@pytest.fixture
+def seconds():
+    """Ends a test that waits for ever."""
+    def late(*_):
+        raise TimeoutError
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def in_place_of(path, what):
+    """A named pipe, or a link to endless zeros, at a path."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero")
+
+
+READ = {"run.json": ["--eval_only", "--init"], "config.json": ["--ask", "1*1=", "--init"],
+        "model.safetensors": ["--ask", "1*1=", "--init"], "tokenizer.json": ["--ask", "1*1=", "--init"],
+        "checkpoint.safetensors": ["--resume", "--steps", "3", "--out"], "lock": ["--resume", "--steps", "3", "--out"],
+        "metrics.jsonl": ["--resume", "--steps", "3", "--out"]}
+
+
+@pytest.mark.parametrize("what", ["pipe", "zeros"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_file_is_refused(name, what, again, seconds, capsys):
+    in_place_of(again / name, what)
+    assert fault(capsys, *READ[name], again).count(name) == 1
+
+
+def test_a_file_without_end_is_refused(again, monkeypatch, capsys):
+    monkeypatch.setattr(data, "LARGEST", (again / "run.json").stat().st_size - 1)
+    assert "run.json is too large: " in fault(capsys, "--ask", "1*1=", "--init", again)
+
+
+def test_problems_come_from_a_file(tmp_path, seconds, capsys):
+    os.mkfifo(tmp_path / "rows")
+    assert "rows is not a regular file" in fault(capsys, "--task", "gsm8k", "--train", tmp_path / "rows", "--test", "x",
+                                                 "--init", "y")
+
+
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_a_temporary_file_is_a_new_one(what, again, seconds, tmp_path):
+    """What is in its place is not written to."""
+    (tmp_path / "mine").write_text("mine")
+    for name in ("report.html.tmp", "config.json.tmp", "checkpoint.safetensors.tmp"):
+        os.mkfifo(again / name) if what == "pipe" else (again / name).symlink_to(tmp_path / "mine")
+    main(["--report", str(again)])
+    main(["--resume", "--steps", "3", "--out", str(again)])
+    assert (tmp_path / "mine").read_text() == "mine" and (again / "report.html").stat().st_size > 1000
+    files.write_whole(again / "report.html", "new")
+    in_place_of(again / "report.html.tmp", what)
+    files.write_whole(again / "report.html", "newer")
+    assert (again / "report.html").read_text() == "newer"
 
 
 def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):

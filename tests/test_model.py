@@ -384,11 +384,16 @@ def fault_of(folder):
     return str(e.value)
 
 
-def test_a_config_that_cannot_be_read(tmp_path):
+def test_a_config_that_cannot_be_read(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     assert fault_of(folder) == f"no model in {folder}: train one first, or name its folder with --init"
     (folder / "config.json").mkdir(parents=True)
-    assert fault_of(folder).startswith(f"no model in {folder}: config.json: IsADirectoryError: [Errno ")
+    assert fault_of(folder) == f"{folder / 'config.json'} is not a regular file"
+    (folder / "config.json").rmdir()
+    (folder / "config.json").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "read_bytes", lambda path: open("/dev/null/x"))
+        assert fault_of(folder).startswith(f"no model in {folder}: config.json: NotADirectoryError: [Errno ")
 
 
 @pytest.mark.parametrize("gone, more", [(1, 0), (3, 2)])

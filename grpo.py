@@ -143,7 +143,7 @@ flags.read_help(Config)
 # Bounds. Unless listed, the minimum is 0, or 1 for an integer whose default is not 0.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, truncated_reward=-1e9)
-MOST = dict(gamma=1, lam=1, warm_batch=10 ** 6, choices=10 ** 4)
+MOST = dict(gamma=1, lam=1, samples=1024, choices=100, warm_batch=10 ** 6)
 
 def make_config(**given):
     """The Config for a command line or a notebook. Later entries override earlier ones: the task's
@@ -250,8 +250,8 @@ def generate(agent, problems, u, n_greedy=0):
 def outcome_scores(reward, group):
     """GRPO's advantages under outcome supervision (DeepSeekMath 4.1.2): the z-score of each
     completion's reward within its group, (B,), and which groups are dead, (P,): rewards equal up to
-    rounding, of their mean or of 0.1, for which the scores are exactly 0. The std has no Bessel
-    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon beside it."""
+    rounding (1e-6 of their mean, at least 1e-7), whose scores are exactly 0. The std has no Bessel
+    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon."""
     r = reward.to(machine.double(reward.device)).view(-1, group)                            # (P, G)
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
@@ -590,7 +590,7 @@ def main(argv=None):
             show.print0(f"the report is in {report.write(mode['report'], cfg.out)}")
         elif mode["ask"] is not None or mode["eval_only"]:
             agent = agents.Agent(cfg, data.load_task(cfg.task), *models.trained_model(cfg))
-            show.print0(show.percentages(evaluate(agent, preflight.problems_of(cfg, agent.task)[1]))
+            show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
                         if mode["eval_only"] else ask(agent, mode["ask"]))
         else:
             with machine.stoppable(show.resume_command(cfg)), folder.unlocked():

@@ -1,14 +1,30 @@
-"""The text around a prompt for a chat model, from the chat template in the model's folder."""
+"""The text around a prompt for a chat model, from the chat template in the model's folder.
+
+A template is a program, which may run for ever or fill the memory: it is rendered in a process of
+its own, `python -m data.chat`, with limits on both.
+"""
+import dataclasses
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data import UserError
+
+try:
+    import resource
+except ImportError:         # not on Windows: there only the time is limited
+    resource = None
+
+SECONDS, MEMORY, LONGEST = 10, 2 ** 30, 100_000     # bytes of memory; characters around a prompt
+BARE = "; use --chat none to send bare prompts"
 
 # Placeholders: unusual text, so that a template that alters or repeats a message is noticed.
 PROMPT, ANSWER = (f'\ue000 The <{x}> & "{x}"\n\n  is \\ \u00e9\ue001' for x in "PA")
@@ -33,38 +49,69 @@ class Frame:
 
 def frame_of(template, tokens, special, chat="auto", system=""):
     """The Frame of a template. `tokens`: its variables; `special`: the names of all special tokens.
-    Raises UserError if the template fails, or does not support what is requested."""
+    Raises UserError if the template fails, takes too long or too much memory, or does not support
+    what is requested."""
+    now = datetime.now().isoformat()
+    try:
+        done = subprocess.run([sys.executable, "-m", "data.chat"], capture_output=True, text=True,
+                              input=json.dumps([template, tokens, special, chat, system, now]),
+                              timeout=SECONDS, cwd=Path(__file__).parents[1])
+    except subprocess.TimeoutExpired as e:
+        raise UserError(f"its chat template takes longer than {SECONDS} s{BARE}") from e
+    if done.returncode:
+        why = [f"it takes more than {MEMORY:,} bytes", *done.stderr.splitlines()][-1]
+        raise UserError(f"its chat template fails: {why}{BARE}")
+    found = json.loads(done.stdout)
+    if "error" in found:
+        raise UserError(found["error"])
+    return Frame(**found)
+
+
+def main():
+    """Reads the arguments of `frame_of` from stdin; writes the Frame, or the error, to stdout."""
+    if resource:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        found = dataclasses.asdict(rendered_frame(*json.load(sys.stdin)))
+    except UserError as e:
+        found = {"error": str(e)}
+    print(json.dumps(found))
+
+
+def rendered_frame(template, tokens, special, chat, system, now):
+    """The Frame that `frame_of` returns, without limits. now: the date and time in ISO format."""
     asked, padded = {"system": system} if system else {}, f"\n {PROMPT}\t\n"
     options = {"enable_thinking": THINKING[chat]} if chat in THINKING else {}
     if options and "enable_thinking" not in template:
         raise UserError(f"--chat {chat}: its chat template has no enable_thinking")
     try:
-        render = renderer(template, dict(tools=None, documents=None) | tokens | options)
+        render = renderer(template, dict(tools=None, documents=None) | tokens | options,
+                          datetime.fromisoformat(now))
         before, *after = render(**asked, user=PROMPT).split(PROMPT)
         shown = [x.join([before, *after]) for x in (padded, PROMPT)]
         if len(after) != 1 or (full := render(**asked, user=padded)) not in shown:
-            raise UserError("its chat template must insert the prompt once, unchanged; use --chat "
-                            "none to send bare prompts")
+            raise UserError("its chat template must insert the prompt once, unchanged" + BARE)
+        if len(full) > LONGEST:
+            raise UserError(f"its chat template adds {len(full):,} characters to a prompt" + BARE)
         if system and (render(user=PROMPT) == shown[1] or any(name in system for name in special)):
             raise UserError("--system has a special token, or its chat template ignores it")
         ended = render(user=PROMPT, assistant=ANSWER).partition(ANSWER)[2]
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
             AttributeError, RuntimeError, SyntaxError, MemoryError) as e:
-        raise UserError(f"its chat template fails: {e!r}; use --chat none to send bare "
-                        f"prompts") from e
+        raise UserError(f"its chat template fails: {e!r:.200}{BARE}") from e
     end = min((name for name in special if name in ended), key=ended.index, default="")
     return Frame(chat, system, before, after[0], full == shown[1], end)
 
 
-def renderer(template, given):
-    """A function that renders messages as transformers 5 would today, in Jinja's sandbox."""
+def renderer(template, given, now):
+    """A function that renders messages as transformers 5 would now, in Jinja's sandbox."""
     def refuse(why):
         """The template's raise_exception."""
         raise jinja2.TemplateError(why)
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals |= dict(raise_exception=refuse, strftime_now=datetime.now().strftime)
+    sandbox.globals |= dict(raise_exception=refuse, strftime_now=now.strftime)
     # {% generation %} blocks only mark answers: replaced by statements without effect.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
     def render(**texts):
@@ -72,3 +119,7 @@ def renderer(template, given):
         return page.render(given, messages=[dict(role=r, content=x) for r, x in texts.items()],
                            add_generation_prompt="assistant" not in texts)
     return render
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,8 @@ class Checkpoint:
         if wrong or not math.isfinite(self.beta) or self.sizes.keys() != set(LOGS) or not all(
                 type(x) is int and x >= 0 for x in self.sizes.values()):
             raise ValueError(f"{', '.join(wrong) or 'beta or sizes'} has a wrong type or value")
+        if (self.step < 0) is bool(self.model):
+            raise ValueError("only before step 0 there is no model")
 
 def save(agent, step, stats=()):
     """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: the step's

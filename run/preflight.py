@@ -19,6 +19,14 @@ def problems_of(cfg, task):
     train, held_out = found
     return train, held_out[:cfg.held_out or None]
 
+def held_out_of(agent):
+    """The held-out problems of an agent's task; raises UserError if their prompts and completions
+    do not fit the model's context."""
+    held_out = problems_of(agent.cfg, agent.task)[1]
+    longest = max((len(agent.encoding.encode_prompt(p.prompt)) for p in held_out), default=0)
+    check_context(agent.policy, agent.cfg, longest)
+    return held_out
+
 def have_prompts(problems):
     """Whether every problem has a string `prompt`."""
     return all(isinstance(getattr(p, "prompt", None), str) for p in problems)
@@ -75,9 +83,8 @@ def check_rule(cfg, task, problem):
 def check_room(model, cfg, longest):
     """Raises UserError, before the model is allocated, if a run with prompts of up to `longest`
     tokens would not fit its context or the memory; longest 0: only the weights must fit."""
-    if longest and longest + cfg.max_new > model.cfg.block_size:
-        raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
-                        f"model's context of {model.cfg.block_size}")
+    if longest:
+        check_context(model, cfg, longest)
     need, free = memory(model, cfg, longest), free_memory(machine.resolve(cfg)[0])
     if not longest:
         need = {"weights": 4 * sum(p.numel() for p in model.parameters()),
@@ -86,6 +93,12 @@ def check_room(model, cfg, longest):
         parts = ", ".join(f"{name} {x / 1e9:.1f}" for name, x in need.items() if x > 5e7)
         raise UserError(f"this needs about {total(need) / 1e9:.1f} GB, and {free / 1e9:.1f} are "
                         f"free ({parts}): lower --micro_tokens, --max_new, --group or --prompts")
+
+def check_context(model, cfg, longest):
+    """Raises UserError if a prompt of `longest` tokens and a completion do not fit the context."""
+    if longest + cfg.max_new > model.cfg.block_size:
+        raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
+                        f"model's context of {model.cfg.block_size}")
 
 def free_memory(device):
     """Free bytes on a device, or None if unknown."""

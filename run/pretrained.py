@@ -31,6 +31,8 @@ NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_a
 GPT2_NAMES = dict(vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_kv_head="n_head",
                   n_embd="n_embd", n_inner="n_inner", block_size="n_positions",
                   norm_eps="layer_norm_epsilon", tied="tie_word_embeddings")
+GENERAL = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
+               n_positions="max_position_embeddings")       # what a GPT-2's config.json may say too
 GPT2_PARTS = {"embed_tokens": "wte", "embed_positions": "wpe", "layers.": "h.", "input_layernorm":
               "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj",
               "self_attn.q_proj": "attn.c_attn", "self_attn.k_proj": "attn.c_attn",
@@ -64,6 +66,12 @@ def read_config(hf):
         if kind != "full_attention":
             raise UserError(f"layer_types {kind!r} is not supported")
     names = GPT2_NAMES if family == "gpt2" else NAMES
+    for own, general in GENERAL.items() if family == "gpt2" else ():
+        if hf.get(general) is not None:
+            if hf.get(own, hf[general]) != hf[general]:
+                raise UserError(f"{own} {hf[own]!r} and {general} {hf[general]!r} contradict each "
+                                f"other")
+            hf = hf | {own: hf[general]}
     kinds = {f.name: f.type for f in fields(GPTConfig)}
     found = {ours: typed(hf, theirs, kinds[ours]) for ours, theirs in names.items()}
     extra = {ours: typed(hf, theirs, kinds[ours], least=-1e300) for ours, theirs in EXTRA.items()}

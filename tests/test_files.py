@@ -86,7 +86,8 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
 
 
 @pytest.mark.parametrize("change", [lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
-                                    lambda state: state["config"].update(n_mlp=4)])
+                                    lambda state: state["config"].update(n_mlp=4), lambda state: state.update(model={}),
+                                    lambda state: state.update(step=-1)])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder. Python's own error once did not."""
     path = again / "checkpoint.safetensors"

@@ -333,7 +333,7 @@ def test_a_stopped_run_ends_with_the_code_of_its_signal(number, command, monkeyp
 
 
 def test_an_evaluation_is_on_the_problems_held_out(command, monkeypatch, capsys):
-    monkeypatch.setattr(models, "trained_model", lambda cfg: (byte_encoding(), tiny_model()))
+    monkeypatch.setattr(models, "trained_model", lambda cfg: (byte_encoding(), tiny_model(block_size=2048)))
     asked = []
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: asked.append(problems) or {"greedy": 0.125})
     assert command("--eval_only", "--out", "there") == [torch.device("cpu"), 0]

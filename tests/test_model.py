@@ -367,6 +367,16 @@ def test_a_gpt2_without_channels():
         pretrained.read_config(without(GPT2, "n_embd"))
 
 
+@pytest.mark.parametrize("own, general", pretrained.GENERAL.items())
+def test_a_gpt2_with_general_names(own, general):
+    """In place of its own, beside them, and in contradiction."""
+    want, x = pretrained.read_config(GPT2), GPT2[own]
+    assert pretrained.read_config(without(GPT2, own) | {general: x}) == pretrained.read_config(GPT2 | {general: x}) == want
+    assert pretrained.read_config(GPT2 | {general: None}) == want
+    with pytest.raises(UserError, match=f"^{own} {x} and {general} {2 * x} contradict each other$"):
+        pretrained.read_config(GPT2 | {general: 2 * x})
+
+
 def test_what_counts_of_two_thetas():
     read = lambda **rope: pretrained.read_rope(rope)["rope_theta"]
     assert read() == 10000.0 and read(rope_theta=7) == 7.0

@@ -158,6 +158,19 @@ def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
         torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
 
 
+def test_a_gpt2_with_the_general_names(tmp_path):
+    """All that transformers maps, and read as it reads them."""
+    assert pretrained.GENERAL == {own: general for general, own in transformers.GPT2Config.attribute_map.items()}
+    checkpoint("gpt2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {pretrained.GENERAL.get(name, name): x for name, x in config.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours, ids = pretrained.load(tmp_path), torch.randint(0, 319, (1, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
 def test_what_is_not_this_model_is_refused(tmp_path):
     checkpoint("qwen2", tmp_path)
     whole = json.loads((tmp_path / "config.json").read_text())

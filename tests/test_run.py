@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -495,6 +496,23 @@ def fault(capsys, *args):
 
 def test_a_question_that_does_not_fit(unbroken, capsys):
     assert "do not fit the model's context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
+
+
+@pytest.mark.parametrize("n", [17, 10 ** 9])
+def test_an_evaluation_that_does_not_fit(n, unbroken, tmp_path, capsys):
+    """From a run's folder or the command line; refused before there is memory for it."""
+    assert f"and --max_new {n} do not fit" in fault(capsys, "--eval_only", "--init", unbroken, "--max_new", n)
+    shutil.copytree(unbroken, tmp_path / "run")
+    text = (tmp_path / "run" / "run.json").read_text()
+    (tmp_path / "run" / "run.json").write_text(text.replace('"max_new": 12', f'"max_new": {n}'))
+    assert f"and --max_new {n} do not fit" in fault(capsys, "--eval_only", "--init", tmp_path / "run")
+
+
+def test_sizes_have_bounds(capsys, tmp_path):
+    """Past them pass@k overflows, or ten minutes of labelling come before an error."""
+    assert "--samples must be at most 1024, got 1025" in fault(capsys, "--samples", 1025)
+    assert "--choices must be at most 100, got 101" in fault(capsys, "--choices", 101)
+    assert data.answers.pass_at(512, [1.0] * 1024) == pytest.approx(1)
 
 
 def test_a_model_whose_context_is_too_short(unbroken, tmp_path, capsys):

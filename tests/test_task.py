@@ -8,6 +8,7 @@ import re
 import time
 import unicodedata
 from collections import Counter
+from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -606,8 +607,7 @@ DATED = "Today is {{ strftime_now('%d %b %Y') }}. " + CHAT
 
 def on_day(monkeypatch, day):
     """From now on it is this day, for templates."""
-    now = SimpleNamespace(strftime=lambda form: f"day {day}")
-    monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: now))
+    monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: datetime(2026, 7, day)))
 
 
 def named(encoding, ids):
@@ -674,6 +674,19 @@ def test_a_template_that_cannot_be_used_is_a_fault(template, given, says, tmp_pa
     assert load_encoding(where, "none").encode_prompt("a") == [ord("a")]
 
 
+@pytest.mark.parametrize("template, says", [
+    ("{{ 9 ** (9 ** 9) }}", "longer than 1 s"), ("{% for x in range(9999) %}" * 3 + "{% endfor %}" * 3, "longer than 1 s"),
+    ("{{ [messages] * 10 ** 8 }}", "fails: MemoryError"), ("{{ messages | tojson(indent=10 ** 9) }}", "fails: MemoryError"),
+    ("{% set a = namespace(x=[1]) %}{% for i in range(60) %}{% set a.x = a.x + a.x %}{% endfor %}", "fails: MemoryError"),
+    ("{{ 'a' * 200000 }}" + CHAT, "adds 200,")])
+def test_a_template_has_limits(template, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 1 if "longer" in says else 30)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=says):
+        load_encoding(chat_folder(tmp_path, template))
+    assert time.monotonic() - began < 20
+
+
 def test_what_a_templates_tokens_must_be(tmp_path):
     """A token that takes the blanks beside it is refused wherever the template says it, as Phi-4's;
     what only begins the next turn ends none."""
@@ -708,7 +721,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     said = run("whole", *RUN, "--init", init, "--system", "Be brief.")
     line = next(x for x in said.splitlines() if x.startswith("prompts are sent as "))
     assert line.endswith("user {}<|im_end|><|im_start|>' (its chat template)")
-    assert "'Today is day 1. <|im_start|>system Be brief.<|im_end|>" in line
+    assert "'Today is 01 Jul 2026. <|im_start|>system Be brief.<|im_end|>" in line
     real = grpo.checkpoint.save
 
     def killed(agent, step, *given):
@@ -730,7 +743,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         cfg = grpo.read_command(["--ask", "1*1=", "--out", str(tmp_path / where)])[1]
         assert models.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
     other = load_encoding(tmp_path / "cut", "no_think").frame       # what else is asked for is made now
-    assert other.before == "Today is day 2. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
+    assert other.before == "Today is 02 Jul 2026. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
     assert "(--chat none)" in run("bare", *RUN, "--steps", "0", "--init", init, "--chat", "none")
     assert "(--chat none)" in run("bare 2", *RUN, "--steps", "0", "--init", str(tmp_path / "bare"))
     (tmp_path / "cut" / "chat_frame.json").write_text('{"before": 1}')

@@ -117,7 +117,7 @@ def test_other_constants_that_are_claims():
     assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, truncated_reward=-1e9)
-    assert grpo.MOST == dict(gamma=1, lam=1, warm_batch=1_000_000, choices=10_000)
+    assert grpo.MOST == dict(gamma=1, lam=1, samples=1024, choices=100, warm_batch=1_000_000)
     assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
     scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
     ends = torch.ones(4, 1, dtype=torch.bool)

@@ -17,6 +17,8 @@ from run import files, machine
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
+TOKENS, CHARACTERS = 4096, 2 ** 18      # most of a completion, and of any text, on the page
+PER_TOKEN = ("advantages", "logp", "new_logp", "ref_logp", "entropy")
 
 def refresh(folder):
     """Rewrites the report of a run, on the first rank."""
@@ -43,8 +45,11 @@ def run_of(folder, most):
     about = folder / "run.json"
     settings = read_json(read_bytes(about), about) if about.is_file() else {}
     samples, steps = thinned(folder / "samples.jsonl", most)
+    good = [shortened(g) for g in samples if readable(g)]
+    steps -= len({g["step"] for g in samples} - {g["step"] for g in good})
     return dict(name=folder.resolve().name, path=str(folder), about=settings, steps=steps,
-                metrics=[parsed(line, path) for line in whole_lines(path)], samples=samples)
+                metrics=[parsed(line, path) for line in whole_lines(path)], samples=good,
+                unreadable=len(samples) - len(good))
 
 def whole_lines(path):
     """The complete lines of a file, as bytes; none if there is no file."""
@@ -70,6 +75,46 @@ def thinned(path, most):
         n = n * 9 // 10
     kept = set(spread(steps, n))
     return [parsed(line, path) for line in whole_lines(path) if step_of(line) in kept], len(steps)
+
+def readable(g):
+    """Whether a record of samples.jsonl has what the page reads of it: see `samples.records`. Those
+    of older runs have no tokens, nor what came later."""
+    texts, parts = g.get("completions"), g.get("parts", {})
+    if not lists([texts], [None], str) or not texts or type(parts) is not dict:
+        return False
+    n = len(texts)
+    sizes = sizes_of(g["tokens"]) if "tokens" in g else [None] * n
+    ends = g.get("ends", [[]] * n)
+    counts = sizes_of(ends)
+    return (type(g.get("prompt")) is str and len(sizes) == len(counts) == n
+            and lists([g.get("rewards"), *parts.values()], [n] * (1 + len(parts)), int, float)
+            and lists([g.get("finished", [True] * n)], [n], bool)
+            and lists(g.get("tokens", [[]] * n), sizes, str)
+            and all(g.get(name) is None or lists(g[name], sizes, int, float) for name in PER_TOKEN)
+            and lists(ends, counts, int) and lists(g.get("step_rewards", ends), counts, int, float)
+            and all(0 <= end < (size or 0) for row, size in zip(ends, sizes) for end in row))
+
+def lists(x, sizes, *kinds):
+    """Whether x is a list of lists of these sizes, None being any, of entries of these types."""
+    return type(x) is list and len(x) == len(sizes) and all(
+        type(row) is list and size in (None, len(row)) and all(type(entry) in kinds for entry in row)
+        for row, size in zip(x, sizes))
+
+def sizes_of(x):
+    """The lengths of the lists in a list; empty for anything else."""
+    return [len(row) for row in x if type(row) is list] if type(x) is list else []
+
+def shortened(g):
+    """A record with at most TOKENS tokens of each completion, and at most CHARACTERS of the prompt
+    and of a completion without tokens. `partly`: which completions are not in full, if any."""
+    tokens = g.get("tokens", [[text] for text in g["completions"]])
+    most = CHARACTERS // min(TOKENS, max(map(len, tokens)) or 1)        # characters of a token
+    partly = [len(row) > TOKENS or max(map(len, row), default=0) > most for row in tokens]
+    rows = {name: [row[:TOKENS] for row in g[name]] for name in PER_TOKEN if g.get(name)}
+    return g | rows | {"tokens": [[piece[:most] for piece in row[:TOKENS]] for row in tokens],
+                       "prompt": g["prompt"][:CHARACTERS],
+                       "completions": [text[:CHARACTERS] for text in g["completions"]],
+                       **({"partly": partly} if any(partly) else {})}
 
 def step_of(line):
     """The step at the beginning of a line of samples.jsonl; -1 if it has none."""

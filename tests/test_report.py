@@ -338,6 +338,53 @@ def test_every_statistic_has_a_meaning():
         "MEANING in run/page/page.js and STATISTICS in data/__init__.py must have the same names"
 
 
+FIELDS = ("prompt", "completions", "finished", "rewards", "parts", "tokens", "advantages", "logp", "new_logp", "ref_logp",
+          "entropy", "ends", "step_rewards")
+
+
+def bent(x):
+    """A value in which something is of another type or length: the whole, or a part of it."""
+    yield from (7, "x", {}, [1, "a", None], [[[]]])
+    if isinstance(x, list):
+        yield x[:-1]
+        yield [*x, x[-1]]
+        for wrong in ({"a": 1}, True):
+            yield [*x[:-1], wrong]
+        if isinstance(x[0], list):
+            yield [*x[:-1], [*x[-1], x[-1][-1]]]
+            yield [*x[:-1], [*x[-1][:-1], {"a": 1}]]
+            yield [*x[:-1], [*x[-1][:-1], [1]]]
+    if isinstance(x, dict):
+        yield {name: entry[:-1] for name, entry in x.items()}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_record_that_cannot_be_shown_is_left_out(field, tmp_path):
+    good = next(invented([1], lambda *at: "abc", rows=3))
+    harmless = {"prompt": ["x"], "parts": [{}], "finished": [[True] * 3, [False, True, True]]}.get(field, [])
+    wrong = [x for x in bent(good[field]) if x not in harmless]
+    assert report.readable(good) and {*FIELDS} == good.keys() - {"step", "which"}
+    assert not any(report.readable(good | {field: x}) for x in wrong)
+    if field not in ("prompt", "completions", "rewards"):       # older runs lack what came later
+        assert report.readable({name: x for name, x in good.items() if name != field}) is (field not in ("tokens", "ends"))
+    if field == "ends":
+        assert not report.readable(good | {"ends": [[2, 4]] * 3}) and not report.readable(good | {"ends": [[-1, 3]] * 3})
+    folder_of(tmp_path / "run", [good, good | {field: wrong[0]}])
+    found = report.run_of(tmp_path / "run", 10 ** 6)
+    assert len(found["samples"]) == 1 and found["unreadable"] == 1
+
+
+def test_a_long_completion_is_cut():
+    good = next(invented([1], lambda step, which, i: "ab" if i else "x" * 5000, rows=2))
+    cut = report.shortened(good)
+    assert cut["partly"] == [True, False]
+    assert all([len(row) for row in cut[name]] == [4096, 3] for name in ("tokens", *report.PER_TOKEN))
+    one = report.shortened(dict(prompt="p" * 10 ** 6, completions=["y" * 10 ** 7, "z"], rewards=[1, 2]))
+    assert len(one["prompt"]) == len(one["tokens"][0][0]) == report.CHARACTERS and one["partly"] == [True, False]
+    short = next(invented([1], lambda *at: "ab", rows=2))
+    assert report.shortened(short) == short
+
+
 # ------------------------------------------------------------------------------------- in a browser
 
 FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -530,9 +577,24 @@ def test_search_and_the_filter_of_dead_groups(opened, page):
     assert [choose(page, "step", i) or text_of(page, "pre.prompt") for i in range(3)] == ["random 1=", "random 2=", "random 4="]
 
 
+def test_records_that_cannot_be_shown_are_counted(opened, tmp_path):
+    """And a completion of 10 MB does not hold up the page."""
+    good = next(invented([3], lambda *at: "abc", rows=3, groups=("spread",)))
+    long = next(invented([2], lambda *at: "abc", rows=1, groups=("spread",)))
+    for name in ("tokens", "ends", "step_rewards", *report.PER_TOKEN):
+        del long[name]
+    records = [good | {"step": 1, field: 7} for field in FIELDS] + [long | {"completions": ["x" * 10 ** 7]}, good]
+    page = opened(folder_of(tmp_path / "run", records))
+    assert 0 < page.execute_async_script(LOADED) < 3000
+    assert text_of(page, "#note") == f"Records of samples.jsonl that could not be read: {len(FIELDS)}. "
+    assert text_of(page, "#at") == "3 (2 of 2)" and len(find(page, ".card")) == 3
+    find(page, "#back")[0].click()
+    assert "not shown in full" in text_of(page, ".card header") and len(text_of(page, ".card .text")) == report.CHARACTERS
+
+
 def test_what_is_hostile_shows_as_text(opened, tmp_path):
     """Wherever it comes from: a folder's name, a completion, a prompt, a metric, a setting."""
-    records = [x | dict(prompt=HOSTILE, parts={HOSTILE: [1.0, 2.0]}, ends=[[3], [3]])
+    records = [x | dict(prompt=HOSTILE, parts={HOSTILE: [1.0, 2.0]}, ends=[[3], [3]], step_rewards=[[1], [1]])
                for x in invented([1], lambda *at: HOSTILE, rows=2)]
     where = tmp_path / '<img src=x onerror="hacked=1">'
     folder_of(where, records, task=HOSTILE)

@@ -182,12 +182,10 @@ const QUANTITIES = {
 };
 const WHICH = {spread: "widest spread of rewards", random: "at random"};
 
-for (const run of runs) {       // older runs have no tokens: a completion counts as one
-  run.samples = run.samples.filter(g => Array.isArray(g.completions) && Array.isArray(g.rewards));
+for (const run of runs) {
   for (const g of run.samples) {
-    g.tokens ??= g.completions.map(text => [text]);
     const earned = (g.step_rewards || [g.rewards]).flat();
-    g.dead = Math.max(...earned) - Math.min(...earned) <= 1e-6 * Math.max(...earned.map(Math.abs));
+    g.dead = Math.max(...earned) - Math.min(...earned) <= 1e-6 * Math.max(0.1, ...earned.map(Math.abs));
     g.text = [g.prompt, ...g.completions].map(text => text.toLowerCase());
   }
   run.scales = {};
@@ -248,7 +246,8 @@ function render() {
   $("which").disabled = here.length < 2;
   const kept = new Set(run.samples.map(x => x.step)).size;
   $("note").textContent = (kept < run.steps ? `This page has ${kept} of ${run.steps} logged steps, evenly`
-    + " spaced; all are in samples.jsonl. " : "") + (g ? "" : run.samples.length
+    + " spaced; all are in samples.jsonl. " : "") + (run.unreadable
+    ? `Records of samples.jsonl that could not be read: ${run.unreadable}. ` : "") + (g ? "" : run.samples.length
     ? "No group matches." : "No completions have been logged yet.");
   legend(run);
   $("group").replaceChildren(...(g ? groupOf(g, run) : []));
@@ -291,6 +290,7 @@ function card(g, i, run, steps) {
     head.append(make("span", g.finished[i] ? "badge" : "badge cut", g.finished[i] ? "finished" : "cut"));
     head.append(make("span", "", `${g.tokens[i].length} tokens`));
   }
+  if (g.partly?.[i]) head.append(make("span", "badge cut", "not shown in full"));
   const text = make("pre", "text"), {of, both} = QUANTITIES[$("colour").value];
   const most = scaleOf(run, $("colour").value), marked = found(g, i);
   g.tokens[i].forEach((piece, t) => {

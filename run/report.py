@@ -97,7 +97,7 @@ def readable(g):
 def lists(x, sizes, *kinds):
     """Whether x is a list of lists of these sizes, None being any, of entries of these types."""
     return type(x) is list and len(x) == len(sizes) and all(
-        type(row) is list and size in (None, len(row)) and all(type(entry) in kinds for entry in row)
+        type(row) is list and size in (None, len(row)) and {*map(type, row)} <= {*kinds}
         for row, size in zip(x, sizes))
 
 def sizes_of(x):

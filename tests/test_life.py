@@ -1,0 +1,353 @@
+"""The life of a run, as a user leads it: begun, stopped, continued, evaluated, overwritten, copied; and what each flag does
+when a run goes on."""
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load
+
+import grpo
+from data import UserError
+from grpo import Config, main
+from run import checkpoint, files, machine, optimizer, warm_start
+
+# Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
+TASK = """
+from types import SimpleNamespace as Problem
+DEFAULTS = dict(steps=2, prompts=3, group=4, max_new=5)
+def problems(cfg):
+    words = [c + d + "=" for c in "abcdef" for d in "abcdef"]
+    return [Problem(prompt=word) for word in words[6:]], [Problem(prompt=word) for word in words[:6]]
+def demonstration(problem, rng):
+    return "".join(rng.choices("abc", k=rng.randint(1, 4)))
+def reward(problem, text):
+    return {"correct": float("a" in text), "price": -0.3 * len(text)}
+def answer(text):
+    return text[:1]
+"""
+SMALL = ("--n_layer 1 --n_embd 16 --n_head 2 --warm_steps 12 --warm_lr 1e-2 --warm_batch 8 --lr 5e-3 --samples 2 "
+         "--device cpu --compile off").split()
+CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
+
+
+def metrics(where):
+    lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
+
+
+def evaluated(where):
+    """The steps with an evaluation."""
+    return [m["step"] for m in metrics(where) if "greedy" in m]
+
+
+def fault(capsys, *args):
+    """The line with which a command ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        main(list(map(str, args)))
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+class Killed(BaseException):
+    """As if by SIGKILL: nothing is saved."""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a command in a folder, with the task of this file; its steps are saved in `saved`. With
+    kill_at, it ends when that step is to be logged, as if it had been killed."""
+    (tmp_path / "letters.py").write_text(TASK)
+    task = ["--task", str(tmp_path / "letters.py")]
+
+    def command(out, *args, kill_at=None):
+        command.saved, real, log = [], checkpoint.save, grpo.folder.log_metrics
+        def save(agent, step, *stats):
+            command.saved.append(step)
+            real(agent, step, *stats)
+        def log_metrics(where, step, stats):
+            if step == kill_at:
+                raise Killed
+            log(where, step, stats)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "save", save)
+            patch.setattr(grpo.folder, "log_metrics", log_metrics)
+            given = [] if "--resume" in args else SMALL
+            try:
+                main([*task, *given, *map(str, args), "--out", str(tmp_path / out)])
+            except Killed:
+                files.unlock()
+        return tmp_path / out
+    return command
+
+
+# ----------------------------------------------------------------------- what a flag does at a resume
+
+# All others must be what they are in the run. With several iterations, `steps` is that of each and must be too.
+MAY_CHANGE = {"out": "the run stays where it is", "steps": "the run goes on to it", "eval_every": "from now on",
+              "save_every": "from now on"}
+NAMES = [f.name for f in dataclasses.fields(Config)]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Runs of one and of two iterations, after 2 steps."""
+    top = tmp_path_factory.mktemp("begun")
+    for name, more in (("one", []), ("two", ["--iterations", "2"])):
+        main([*SMALL, "--difficulty", "1", "--prompts", "2", "--group", "2", "--max_new", "12", "--steps", "2",
+              *more, "--out", str(top / name)])
+    return top
+
+
+def another(cfg, name):
+    """A value that a setting of the run does not have."""
+    value, field = getattr(cfg, name), next(f for f in dataclasses.fields(Config) if f.name == name)
+    if choices := get_args(field.type):
+        return next(x for x in choices if x != value)
+    return {int: lambda: value + 3, float: lambda: value / 2 + 0.25, str: lambda: value + "x"}[field.type]()
+
+
+@pytest.mark.parametrize("iterations", ["one", "two"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
+    cfg = checkpoint.load(begun / iterations, Config)[0]
+    same, new = getattr(cfg, name), another(cfg, name)
+    assert same != new and getattr(checkpoint.resume(begun / iterations, Config, {name: same})[0], name) == same
+    if name == "out":
+        assert checkpoint.resume(begun / iterations, Config, {name: new})[0].folder == begun / iterations
+    elif name in MAY_CHANGE and (name, iterations) != ("steps", "two"):
+        found = checkpoint.resume(begun / iterations, Config, {name: new})[0]
+        assert found == dataclasses.replace(cfg, **{name: new})
+    else:
+        with pytest.raises(UserError, match=f"has --{name} .*, not ") as e:
+            checkpoint.resume(begun / iterations, Config, {name: new})
+        allowed = [x for x in sorted(MAY_CHANGE) if (x, iterations) != ("steps", "two")]
+        assert str(e.value).endswith(f"may change only {', '.join(allowed)}")
+
+
+def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
+    """The defaults of the command line are not flags: a run goes on with its own settings."""
+    mode, cfg, saved = grpo.read_command(["--resume", "--out", str(begun / "one")])
+    assert mode["resume"] and cfg == checkpoint.load(begun / "one", Config)[0] and saved.step == 2
+    assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
+
+
+@pytest.mark.slow
+def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run):
+    out = run("run", "--steps", 2, "--eval_every", 2, "--save_every", 2)
+    assert evaluated(out) == [0, 2] and run.saved == [0, 2]
+    run("run", "--resume", "--steps", 5)
+    assert evaluated(out) == [0, 2, 4, 5] and run.saved == [4, 5]
+    run("run", "--resume", "--steps", 8, "--eval_every", 1, "--save_every", 3)
+    assert evaluated(out) == [0, 2, 4, 5, 6, 7, 8] and run.saved == [6, 8]
+    run("run", "--resume", "--steps", 9)            # what was changed is the run's own now
+    assert evaluated(out)[-2:] == [8, 9] and checkpoint.load(out, Config)[0].save_every == 3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_task(run, capsys, monkeypatch, tmp_path):
+    """A task in data/ needs no flag, a file must be named, and another task is refused."""
+    out = run("run", "--steps", 1)
+    assert "to allow it, add --task" in fault(capsys, "--resume", "--out", out)
+    main([*SMALL, "--task", "sums", "--prompts", "2", "--group", "2", "--max_new", "16", "--steps", "1", "--held_out", "2",
+          "--out", str(tmp_path / "sums")])
+    assert grpo.read_command(["--resume", "--out", str(tmp_path / "sums")])[1].task == "sums"
+    assert "has --task sums, not arithmetic" in fault(capsys, "--resume", "--task", "arithmetic", "--out", tmp_path / "sums")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
+    """Neither another file nor another content; a file that is touched is the same."""
+    rows = [json.dumps({"question": f"{i} and {i}?", "answer": f"#### {i + i}"}) + "\n" for i in range(12)]
+    paths = {part: tmp_path / f"{part}.jsonl" for part in ("train", "test")}
+    for path in paths.values():
+        path.write_text("".join(rows))
+    main([*SMALL, "--task", "gsm8k", "--train", str(paths["train"]), "--test", str(paths["test"]), "--prompts", "2",
+          "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "1", "--out", str(tmp_path / "run")])
+    shutil.copy(paths[name], tmp_path / "copy")
+    resume = ["--resume", "--steps", 2, "--out", tmp_path / "run"]
+    assert f"has --{name} {paths[name]}, not {tmp_path / 'copy'}" in fault(capsys, *resume, f"--{name}", tmp_path / "copy")
+    paths[name].write_text("".join(rows[:-1]))
+    assert f"--{name} {paths[name]} has changed since the run in" in fault(capsys, *resume)
+    paths[name].write_text("".join(rows))
+    main(list(map(str, resume)))
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+
+
+# ---------------------------------------------------------------------------------- several iterations
+
+KILLS = [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_at", KILLS)
+def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(kill_at, run, capsys, tmp_path):
+    """Two of two steps; the second begins with a new reference, which stays."""
+    more = ["--iterations", 2, "--beta", 0.1, "--save_every", 1, "--half_life", 3]
+    whole = run("whole", *more)
+    out = run("cut", *more, kill_at=kill_at)
+    if kill_at > 1:
+        begin = ["--task", tmp_path / "letters.py", *SMALL, *more, "--out", out]
+        assert f"holds a run stopped at step {kill_at - 1}" in fault(capsys, *begin)
+    assert "has --steps 2, not 3" in fault(capsys, "--resume", "--task", tmp_path / "letters.py", "--steps", 3, "--out", out)
+    run("cut", "--resume")
+    assert metrics(out) == metrics(whole) and [m["step"] for m in metrics(out)] == [0, 1, 2, 3, 4]
+    for name in ("model.safetensors", "samples.jsonl"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_reference_of_an_iteration_is_the_policy_that_it_begins_with(run, monkeypatch):
+    """With the task's rule too, where there is nothing else to do when an iteration begins."""
+    seen, real = [], grpo.train_step
+
+    def weights(module):
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    def train_step(agent, problems, step):
+        before = weights(agent.policy)
+        got = real(agent, problems, step)
+        seen.append((before, weights(agent.ref)))
+        return got
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    run("run", "--iterations", 3, "--beta", 0.1)
+    starts = [policy for policy, _ in seen]
+    assert all(torch.equal(ref, starts[i // 2 * 2]) for i, (_, ref) in enumerate(seen))
+    assert len(seen) == 6 and not torch.equal(starts[2], starts[0]) and not torch.equal(starts[4], starts[2])
+
+
+def test_the_rate_falls_over_all_iterations(run, monkeypatch):
+    """Its half-life is in steps of the run, not of an iteration."""
+    rates, real = [], optimizer.optimizer_step
+
+    def optimizer_step(opt, grad_clip):
+        rates.append(opt.param_groups[0]["lr"])
+        return real(opt, grad_clip)
+    out = run("start", "--steps", 0)
+    monkeypatch.setattr(optimizer, "optimizer_step", optimizer_step)
+    run("run", "--init", out, "--warm_steps", 0, "--iterations", 2, "--half_life", 2, "--minibatches", 1)
+    assert rates == pytest.approx([5e-3 * 0.5 ** (i / 2) for i in range(4)])
+
+
+# ------------------------------------------------------------------------------------ after the run
+
+def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp_path, capsys):
+    """Not with those of the model that it began with, wherever --init is in its settings."""
+    start = run("start", "--steps", 0)
+    out = run("run", "--init", start, "--warm_steps", 0, "--steps", 3, "--lr", 0.05)
+    before, after = (load((where / "model.safetensors").read_bytes()) for where in (start, out))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    task, said = ["--task", str(tmp_path / "letters.py")], []
+    for given in (["--out", out], ["--init", out], ["--init", start]):
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo, "evaluate", lambda agent, held_out: found.append(agent) or {"greedy": 0.0})
+            main([*task, "--eval_only", *map(str, given)])
+        said.append({name: p.detach() for name, p in found[0].policy.named_parameters()})
+    for held, weights in zip(said, (after, after, before)):
+        assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in held.items() if name != "lm_head.weight")
+
+
+def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
+    """It stays locked for the run that takes its place, and the lock is not moved."""
+    out = run("run", "--steps", 1)
+    first, seen, real = metrics(out), [], grpo.train_step
+
+    def train_step(*given):
+        inode = (out / "lock").stat().st_ino
+        seen.append([f.name for f in files.LOCKS] == [str(out / "lock")] and inode == files.os.fstat(files.LOCKS[0].fileno()).st_ino)
+        return real(*given)
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    run("run", "--steps", 1, "--seed", 7)
+    assert seen == [True] and files.LOCKS == []
+    assert metrics(out / "previous") == first != metrics(out) and not (out / "previous" / "lock").exists()
+
+
+def test_a_copy_goes_on_alone(run, tmp_path):
+    """A folder that was copied or moved is a run of its own."""
+    out = run("run", "--steps", 2)
+    shutil.copytree(out, tmp_path / "copy")
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    run("copy", "--resume", "--steps", 3)
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    run("run", "--resume", "--steps", 3)
+    assert metrics(out) == metrics(tmp_path / "copy")
+
+
+# -------------------------------------------------------------------------------------- warm starts
+
+def test_a_task_may_name_the_model_to_begin_with(run, tmp_path):
+    """In its DEFAULTS, where a warm start is no longer what comes first; a flag goes before it."""
+    start = run("start", "--steps", 0)
+    (tmp_path / "letters.py").write_text(TASK + f"DEFAULTS['init'] = {str(start)!r}\n")
+    cfg = grpo.make_config(task=str(tmp_path / "letters.py"))
+    assert (cfg.init, cfg.warm_steps, cfg.warm_lr) == (str(start), 0, 2e-5)
+    assert grpo.make_config(task=str(tmp_path / "letters.py"), init="").warm_steps == Config.warm_steps
+    main(["--task", str(tmp_path / "letters.py"), "--steps", "1", "--samples", "2", "--device", "cpu", "--out",
+          str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "warm_start").exists() and metrics(tmp_path / "run")[0] == metrics(start)[0]
+
+
+def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
+    """A run that is killed in between has no note, and its weights are not taken for a start."""
+    class Stop(Exception):
+        pass
+    kept, real = [], files.write_whole
+
+    def write_whole(path, content):
+        if path.parent.name == "warm_start":
+            kept.append(path.name)
+            if path.name == "warm_start.json" and kept.count(path.name) == 1:
+                raise Stop
+        real(path, content)
+    for module in (files, warm_start, warm_start.pretrained):
+        if hasattr(module, "write_whole"):
+            monkeypatch.setattr(module, "write_whole", write_whole)
+    monkeypatch.setattr(files, "write_whole", write_whole)
+    with pytest.raises(Stop):
+        run("run", "--steps", 0)
+    files.unlock()
+    assert kept[-1] == "warm_start.json" and {"model.safetensors", "config.json", "tokenizer.json"} <= {*kept[:-1]}
+    out = run("run", "--steps", 0)                  # makes a new one, and takes it the next time
+    assert (out / "warm_start" / "warm_start.json").exists() and kept.count("model.safetensors") == 2
+    run("run", "--steps", 1)
+    assert kept.count("model.safetensors") == 2
+
+
+HASHED = {"optimizer.py": optimizer.__file__, "warm_start.py": warm_start.__file__}
+
+
+@pytest.mark.parametrize("name", [*HASHED, "model.safetensors", "config.json", "tokenizer.json"])
+def test_each_file_that_a_start_was_made_with_counts(name, run, tmp_path, monkeypatch):
+    start = run("start", "--steps", 0)
+    cfg = grpo.make_config(task=str(tmp_path / "letters.py"), init=str(start), device="cpu", dtype="float32")
+    before = warm_start.made_with(cfg)
+    assert warm_start.made_with(cfg) == before
+    if name in HASHED:
+        copy = tmp_path / name
+        copy.write_bytes(open(HASHED[name], "rb").read() + b"# changed\n")
+        module = optimizer if name == "optimizer.py" else SimpleNamespace()
+        if name == "optimizer.py":
+            monkeypatch.setattr(module, "__file__", str(copy))
+        else:
+            monkeypatch.setattr(warm_start, "__file__", str(copy))
+    else:
+        (start / name).write_bytes((start / name).read_bytes() + b" ")
+    changed = warm_start.made_with(cfg)
+    assert {key for key in before if before[key] != changed[key]} == {"the fit's code or --init's files"}
+
+
+@pytest.mark.parametrize("key, value", [("torch", "0.0"), ("device", "cuda"), ("dtype", "bfloat16"), ("ranks", 2)])
+def test_what_a_start_was_made_with_counts(key, value, run, tmp_path, monkeypatch):
+    cfg = grpo.make_config(task=str(tmp_path / "letters.py"), init="", device="cpu", dtype="float32")
+    before = warm_start.made_with(cfg)
+    monkeypatch.setattr(torch, "__version__", "0.0" if key == "torch" else torch.__version__)
+    monkeypatch.setattr(machine, "world", lambda: (0, 2 if key == "ranks" else 1))
+    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if key == "device" else "cpu"),
+                                                         "bfloat16" if key == "dtype" else "float32", False))
+    assert warm_start.made_with(cfg) == before | {key: value}

@@ -122,7 +122,7 @@ def settings(folder, given):
         if path.exists():
             found = read_json(read_bytes(path), path)["config"]
             refuse_foreign_code(found.get("task"), given, folder)
-            found = {name: x for name, x in found.items() if name not in ("out", "init")}
+            found = {name: x for name, x in found.items() if name != "out"}
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
     return found | {"init": str(folder)} | given

@@ -14,7 +14,7 @@ from data.tokenizer import byte_encoding
 from grpo import Config, bounded, policy_loss, sample, token_weights
 from model import token_logps
 from run.models import ScalarHead
-from run import machine, pretrained
+from run import batches, machine, pretrained
 from run.batches import last_tokens, micro_batches
 from run.optimizer import new_optimizer
 from run.agents import Agent
@@ -390,6 +390,29 @@ def test_update_is_the_gradient_of_the_paper():
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
     assert stats["loss"] == pytest.approx(-objective.item(), abs=1e-5)
     assert stats["clip_share"] == 0 and stats["mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_a_gap_in_any_micro_batch_is_found(row):
+    """One token of one row, each row in a micro-batch of its own; and in the first minibatch only, as later ones have
+    other weights."""
+    cfg = Config(prompts=2, group=4, max_new=12, micro_tokens=1)
+    model = tiny_model()
+    b = a_rollout(model, cfg)
+    first = int(b.mask[row].nonzero()[0])
+    b.logp[row, first] += 6e-5
+    stats = update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
+    assert stats["mismatch"] == pytest.approx(6e-5, abs=1e-5)
+    b.logp[row, first] += 1
+    with pytest.raises(UserError, match="sampler and trainer disagree"):
+        update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
+    rows = next(batches.minibatches(dataclasses.replace(cfg, minibatches=2), random.Random(0)))[0].tolist()
+    two, opt = dataclasses.replace(cfg, minibatches=2), torch.optim.SGD(model.parameters(), 1e-9)
+    if row in rows:
+        with pytest.raises(UserError):
+            update(model, opt, b, two, random.Random(0))
+    else:
+        assert update(model, opt, b, two, random.Random(0))["mismatch"] < 1e-5
 
 
 def test_minibatches_are_halves_of_the_rollout():

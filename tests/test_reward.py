@@ -318,6 +318,59 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
 
 
+@pytest.mark.parametrize("choices, supervision", [(4, "outcome"), (4, "process"), (3, "outcome")])
+def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision, monkeypatch):
+    """Rows are named by their fit and number. What is set apart to measure a fit is never learned, nor are replayed rows
+    added to the history again; over some seeds both earlier fits are drawn from, every set at most once in a fit."""
+    cfg, fitted, drawn = Config(choices=choices, fit_prompts=100, supervision=supervision), [], set()
+    K = choices if supervision == "outcome" else 1
+    monkeypatch.setattr(reward, "fit", lambda model, data, *_: fitted.append(data))
+    monkeypatch.setattr(reward, "scores", lambda model, ids, *_: ids.float())
+    model = SimpleNamespace(norm=torch.zeros(2))
+
+    def names(data):
+        return [tuple(row[:2]) for row in data["ids"].tolist()]
+
+    for seed in range(4):
+        history, rng, apart = {}, random.Random(seed), 10 * choices
+        fitted.clear()
+        for n in range(3):
+            number = torch.arange(100 * choices)
+            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1), mask=torch.ones(len(number), 3).bool(),
+                        ends=torch.tensor([False, False, True]).expand(len(number), 3), label=(number % choices)[:, None] / 9 * torch.ones(3))
+            history, _ = reward.refit(model, rows, history, cfg, rng)
+            own = [(n, i) for i in range(apart, 100 * choices)]
+            assert names(fitted[n])[:len(own)] == own
+            replayed, before = names(fitted[n])[len(own):], [(k, i) for k in range(n) for i in range(apart, 100 * choices)]
+            assert len(replayed) == (len(own) // 10 // K * K if n else 0) == len({*replayed}) and {*replayed} <= {*before}
+            for at in range(0, len(replayed), K):           # whole sets, in their order
+                k, first = replayed[at]
+                assert (first - apart) % K == 0 and replayed[at:at + K] == [(k, first + j) for j in range(K)]
+            assert names(history) == before + own
+            drawn |= {(n, k) for k, _ in replayed}
+    assert drawn == {(1, 0), (2, 0), (2, 1)}
+
+
+def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
+    """Two problems, whose prefixes are continued in one go, each in several ways."""
+    problems, judged = [SimpleNamespace(prompt=x) for x in ("p", "q")], []
+    batch = batch_of(["ab", "cd"])
+    batch.ends = batch.mask.clone()
+    batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
+
+    def complete(agent, prefixes, tries, u, room):
+        made = batch_of(["x"] * len(prefixes) * tries)
+        rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
+        T = max(map(len, rows))
+        made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+        made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
+        return made
+    toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
+    label = rollout_labels(complete, agents.Agent(Config(max_new=9), toy, byte_encoding(), None), batch, random.Random(0), tries=3)
+    assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
+    assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     """10 problems with 2 completions each, at most 4 problems at a time."""

@@ -540,6 +540,82 @@ def test_tokens_are_coloured_by_what_one_chooses(opened, page):
     assert len(seen) == 5
 
 
+def shown(x):
+    """A number as the page writes it: four digits, integers in full."""
+    if x is None or isinstance(x, str):
+        return x or "–"
+    if float(x).is_integer():
+        return str(int(x))
+    short = float(f"{x:.4g}")
+    text = f"{short:.4g}" if abs(short) >= 1e-3 else f"{short:.3e}"
+    return re.sub(r"\.?0*e([+-])0*", r"e\1", text).replace("e-", "e-")
+
+
+CARDS = """
+return [...document.querySelectorAll(".card")].map(card => [
+  [...card.querySelectorAll("header span")].map(x => x.textContent),
+  [...card.querySelectorAll(".tok")].map(x => x.getAttribute("style"))])"""
+
+
+def test_the_numbers_of_the_page_are_those_of_the_logs(opened, tmp_path):
+    """Two runs with negative and tied values: the overview, the curves' last values, the order and the numbers of
+    cards, colours of tokens, the scale, what is dead, and the filters, all computed anew from what was logged."""
+    rng, folders = random.Random(0), []
+    for name in ("a", "b"):
+        records = list(invented(range(1, 5), lambda step, which, i: "".join(rng.choices("xyz\n", k=rng.randint(1, 6))), rows=5))
+        for n, g in enumerate(records):
+            sizes = [len(row) for row in g["tokens"]]
+            g["rewards"] = [-0.5] * 5 if n % 3 == 2 else [round(rng.choice((-1.25, -0.5, 0.0, 2.0)), 4) for _ in range(5)]
+            g["ends"], g["step_rewards"] = [[size - 1] for size in sizes], [[x] for x in g["rewards"]]
+            g["parts"] = {"correct": [float(x > 0) for x in g["rewards"]], "price": [-0.0123 * size for size in sizes]}
+            for key in ("advantages", *report.PER_TOKEN[1:]):
+                g[key] = [[round(rng.gauss(-0.2, 1), 4) for _ in range(size)] for size in sizes]
+        where = tmp_path / name
+        folder_of(where, records)
+        (where / "metrics.jsonl").write_text("")
+        for step in range(5):
+            values = {"step": step, "greedy": round(rng.random(), 4), "pass@1": 0.25} | ({} if step == 0 else dict(
+                reward=round(rng.gauss(-1, 1), 5), accuracy=rng.choice((0.0, 0.5)), length=step / 3, kl=-1e-4 * step, entropy=1.0))
+            folder.append(where / "metrics.jsonl", values)
+        folders.append((where, records))
+    page = opened(report.write([where for where, _ in folders]))
+    for (where, _), row in zip(folders, find(page, "#overview tr")[1:]):
+        logged = lines(where / "metrics.jsonl")
+        pairs = [" → ".join(shown(m[key]) for m in (logged[1 if key in ("reward", "accuracy", "length") else 0], logged[-1]))
+                 for key in ("reward", "accuracy", "length", "greedy", "pass@1")]
+        assert [x.text for x in row.find_elements("css selector", "td")][2:] == ["4", *pairs]
+    for chart in find(page, "#first .chart"):
+        name, said = chart.get_attribute("data-name"), chart.find_element("css selector", ".lines").text
+        for where, _ in folders:
+            assert f"{where.name} {shown(lines(where / 'metrics.jsonl')[-1][name])}" in said, (name, said)
+    for number, (where, records) in enumerate(folders):
+        choose(page, "run", number)
+        every = sorted(abs(x) for g in records for row in g["advantages"] for x in row)
+        most = every[len(every) * 9 // 10]
+        assert text_of(page, "#legend").startswith(f"≤ {shown(-most)}≥ {shown(most)}advantage")
+        living = set()
+        for g in records:
+            choose(page, "step", g["step"] - 1)
+            choose(page, "which", g["which"])
+            assert text_of(page, "pre.prompt") == g["prompt"]
+            dead = len({*g["rewards"]}) == 1
+            living |= set() if dead else {g["step"]}
+            about = text_of(page, "#group p")
+            assert f"mean reward {shown(sum(g['rewards']) / 5)}" in about and ("a dead group" in about) is dead
+            order = sorted(range(5), key=lambda i: -g["rewards"][i])        # ties in the order of the log
+            for i, (head, styles) in zip(order, page.execute_script(CARDS), strict=True):
+                assert head == [f"reward {shown(g['rewards'][i])}", f"correct {shown(g['parts']['correct'][i])}",
+                                f"price {shown(g['parts']['price'][i])}", "finished" if g["finished"][i] else "cut",
+                                f"{len(g['tokens'][i])} tokens"]
+                for x, style in zip(g["advantages"][i], styles, strict=True):
+                    share = re.search(r"var\((--\w+)\) / calc\(var\(--deep\) \* ([\d.]+)", style)
+                    assert share[1] == ("--plus" if x > 0 else "--minus") and float(share[2]) == pytest.approx(
+                        min(1, abs(x) / most), abs=6e-4)
+        find(page, "#living")[0].click()
+        assert text_of(page, "#at").endswith(f"of {len(living)})")
+        find(page, "#living")[0].click()
+
+
 def test_a_token_that_is_pointed_at_shows_its_numbers(opened, page):
     from selenium.webdriver import ActionChains
     page = opened(page)

@@ -1,0 +1,70 @@
+"""What the terminal shows: colours, warnings, the time left."""
+import sys
+
+import pytest
+
+from run import show
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A function: stdout is a terminal, or not, and NO_COLOR is set, or not."""
+    def on(is_terminal, no_color=False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if no_color:
+            monkeypatch.setenv("NO_COLOR", "")
+    return on
+
+
+def test_tokens_are_coloured_by_the_sign_of_their_advantage(terminal):
+    """Green above 0, red below it, grey at it; in a terminal only, and not where NO_COLOR is set, to anything."""
+    pieces, adv = ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]
+    terminal(True)
+    assert show.coloured(pieces, adv) == "\x1b[32ma\x1b[0m\x1b[31mb ⏎ \x1b[0m\x1b[90mc\x1b[0m\x1b[90md\x1b[0m"
+    for given in ((True, True), (False, False)):
+        terminal(*given)
+        assert show.coloured(pieces, adv) == "ab ⏎ cd"
+
+
+GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.01), (1.0, 0.5), (0.5, 0.0)))
+
+
+@pytest.mark.parametrize("steps, warned", [
+    ([DEAD] * 3, [3]), ([CUT] * 3, [3]), ([DEAD, CUT, DEAD], [3]), ([DEAD] * 7, [3]), ([DEAD] * 2 + [GOOD] + [DEAD] * 2, []),
+    ([GOOD] * 9, []), ([GOOD] + [DEAD] * 4 + [GOOD] + [CUT] * 3, [4, 9])])
+def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
+    done, told = [], []
+    for n, stats in enumerate(steps, 1):
+        done.append(stats | dict(seconds=1.0))
+        show.step_line(n, len(steps), done)
+        lines = capsys.readouterr().out.splitlines()
+        told += [n] * (len(lines) == 2 and lines[1].startswith("warning: in 3 steps all rewards of every group were equal"))
+        assert len(lines) == 1 + (n in warned)
+    assert told == warned
+
+
+@pytest.mark.parametrize("seconds, step, total, left", [
+    ([2.0], 1, 31, "1:00"), ([60.0, 2.0, 2.0], 3, 33, "1:00"), ([50.0] * 20 + [1.0] * 9, 29, 89, "1:00"), ([9.0] * 4, 4, 4, "0:00"),
+    ([1.0] * 5 + [3.0] * 4, 9, 609, "10:00")])
+def test_the_time_left_is_that_of_a_step_in_the_middle_of_the_last_nine(seconds, step, total, left, capsys):
+    show.step_line(step, total, [GOOD | dict(seconds=s) for s in seconds])
+    assert capsys.readouterr().out.endswith(f"  {seconds[-1]:.2f} s  left {left}\n")
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0:00"), (59.9, "0:59"), (60, "1:00"), (3725, "62:05")])
+def test_seconds_as_minutes(seconds, text):
+    assert show.clock(seconds) == text
+
+
+def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
+    """With the time left at the speed so far; or at once where it is asked for."""
+    now = [100.0]
+    monkeypatch.setattr(show.time, "time", lambda: now[0])
+    told = show.progress("evaluation", 50)
+    for done, at in ((1, 105.0), (2, 110.0), (10, 110.5), (20, 120.0), (30, 131.0)):
+        now[0] = at
+        told(done)
+    told(31, "loss 0.1  ", now=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation 10/50  left 0:42", "evaluation 30/50  left 0:20", "evaluation 31/50  loss 0.1  left 0:19"]

@@ -2,6 +2,7 @@
 weight and every number of metrics.jsonl, in float64, for every algorithm and choice."""
 import copy
 import itertools
+import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from conftest import tiny_model
 from oracle import Oracle, Row
 
 import grpo
+from data import UserError
 from model import GPT, Rows
 from run import agents, batches, machine, optimizer
 from run.sharing import share
@@ -278,6 +280,59 @@ def test_training_steps(given, monkeypatch):
         assert oracle.high == oracle.low == 0
     if cfg.target_kl:
         assert (logged[1]["beta"] > cfg.beta) is (logged[0]["kl"] > cfg.target_kl)
+
+
+# Settings of a step, each with values that make a difference.
+VALUES = dict(
+    baseline=BASELINES, adv_scale=("none", "group", "batch"), supervision=("outcome", "process"), reward=("rule", "model"),
+    truncated_reward=(0.0, -1.0), critic=("shared", "separate"), gamma=(1.0, 0.9), lam=(0.95, 0.7), value_coef=(0.1, 1.0),
+    ratio=("token", "sequence"), clip_low=(0.2, 0.05), clip_high=(0.2, 0.4), kl=("loss", "reward", "watch", "none"),
+    estimator=("k1", "k2", "k3", "ratio*k3"), beta=(0.3, 0.04, 0.0), target_kl=(0.0, 0.1),
+    loss_mean=("sequence", "token", "constant"), temperature=(1.0, 1.3), epochs=(1, 2), minibatches=(2, 1),
+    micro_tokens=(24, 1, 1000), recompute=("off", "on"),
+    grad_clip=(1.0, 0.01))
+REFUSED = {(("kl", kl), ("target_kl", 0.1)) for kl in ("watch", "none")} | {(("beta", 0.0), ("target_kl", 0.1))}
+
+
+def pairs_of(given):
+    """Each two settings of a dict with their values, a set."""
+    return set(itertools.combinations(given.items(), 2))
+
+
+def configurations():
+    """As few choices of all settings as a greedy search finds in which each pair of values occurs that is not refused;
+    in at least one of them."""
+    left = {pair for of in itertools.combinations(VALUES, 2) for pair in itertools.product(*([(n, x) for x in VALUES[n]] for n in of))}
+    rng, left, found = random.Random(0), left - REFUSED, []
+    while left:
+        candidates = []
+        for first, second in rng.sample(sorted(left, key=repr), min(12, len(left))) * 3:
+            given = {name: rng.choice(values) for name, values in VALUES.items()} | dict([first, second])
+            if given["target_kl"] and not (given["kl"] in ("loss", "reward") and given["beta"]):
+                given |= {"target_kl": 0.0} if "target_kl" not in (first[0], second[0]) else {
+                    name: x for name, x in (("kl", "loss"), ("beta", 0.3)) if name not in (first[0], second[0])}
+            candidates.append(given)
+        best = max(candidates, key=lambda given: len(pairs_of(given) & left))
+        found.append(best)
+        left -= pairs_of(best)
+    return found
+
+
+ALL_PAIRS = configurations()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ALL_PAIRS)))
+def test_any_two_settings_go_together(number, monkeypatch):
+    """Each two values of two settings are in one of these runs, beside random values of the others."""
+    compare(grpo.make_config(**SMALL | ALL_PAIRS[number]), monkeypatch)
+
+
+@pytest.mark.parametrize("pair", sorted(REFUSED, key=repr), ids=str)
+def test_what_does_not_go_together_is_refused(pair):
+    with pytest.raises(UserError, match="--target_kl adapts beta: it needs --beta and --kl loss or reward"):
+        grpo.make_config(**dict(pair))
+    assert not any(set(pair) <= set(given.items()) for given in ALL_PAIRS) and len(ALL_PAIRS) < 50
 
 
 def test_the_cases_hold_what_is_rare(monkeypatch):

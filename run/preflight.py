@@ -124,7 +124,9 @@ def memory(model, cfg, longest):
     tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least one row
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # per token
-    stored = layer + 4 * c.n_embd * c.n_layer if cfg.recompute == "on" else layer * c.n_layer
+    stored = layer * c.n_layer
+    if cfg.recompute == "on":           # one layer's, half as much for their gradients, all inputs
+        stored = layer * 3 // 2 + 4 * c.n_embd * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
     sharded = shard.is_on(cfg)
     own = N / (machine.world()[1] if sharded else 1)    # a model's parameters on one rank

@@ -284,5 +284,7 @@ def cfg():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """What a test draws at random does not depend on the tests before it."""
+    """A test does not depend on those before it: what it draws at random, and the recursion limit, which a compilation
+    raises."""
     torch.manual_seed(0)
+    sys.setrecursionlimit(1000)

@@ -75,10 +75,10 @@ def test_logits_in_parts_are_the_same_and_never_whole(monkeypatch, with_critic):
     with Largest() as seen:
         have, logp2, value2 = gradients(model, critic)
     assert seen.most <= max(257 * 50, 6 * 40 * 64)          # of the logits; of the widest layer
-    torch.testing.assert_close(logp2, logp, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logp2, logp, rtol=1e-6, atol=1e-6)
     assert value is None or torch.equal(value, value2)
     for name in want:
-        torch.testing.assert_close(have[name], want[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(have[name], want[name], rtol=1e-5, atol=1e-5 * want[name].abs().max())
 
 
 def test_activations_made_again_change_nothing():

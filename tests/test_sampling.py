@@ -31,7 +31,7 @@ def test_sampler_and_trainer_agree(temperature, positions):
     stop = set(range(0, 257, 9))            # many: rows end all the time
     b = sample(model, PROMPTS, 8, 20, temperature, stop, uniform(24, 20))
     logp, _ = token_logps(model, b.ids, b.mask, temperature)
-    torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logp, b.logp, rtol=1e-5, atol=2e-5)
     assert not b.mask.all(1).any() and (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
     assert len(set(b.mask.sum(1).tolist())) > 3
 
@@ -154,7 +154,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(limits):
         assert b.ids[i][b.mask[i]].tolist() == alone.ids[0][alone.mask[0]].tolist()
         assert b.mask[i].sum() == limit or b.finished[i]
         assert b.finished[i] == alone.finished[0]
-        torch.testing.assert_close(b.logp[i][b.mask[i]], alone.logp[0][alone.mask[0]])
+        torch.testing.assert_close(b.logp[i][b.mask[i]], alone.logp[0][alone.mask[0]], rtol=1e-5, atol=2e-5)
 
 
 def test_a_prompt_that_does_not_fit():

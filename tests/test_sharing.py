@@ -98,16 +98,19 @@ def test_the_flag_chooses(tmp_path):
     import json
 
     import grpo
+    task = tmp_path / "ragged.py"           # a reward that a model of bytes gets at once
+    task.write_text("from data.arithmetic import *\ndef reward(problem, text): return dict(correct=0, size=len(text))\n")
     found = {}
     for way in ("on", "off"):
         out = tmp_path / way
-        cfg = grpo.make_config(task="arithmetic", difficulty=1, n_layer=1, n_embd=32, n_head=4, warm_steps=10, warm_batch=8, steps=2,
+        cfg = grpo.make_config(task=str(task), difficulty=1, n_layer=1, n_embd=32, n_head=4, warm_steps=100, warm_batch=8, steps=2,
                                prompts=2, group=4, max_new=10, held_out=2, samples=1, lr=1e-3, baseline="value", critic="separate",
                                share_prefix=way, device="cpu", dtype="float32", out=str(out))
         agent = grpo.train(cfg)
         models = (agent.policy, agent.ref, agent.critic.trunk)
         assert all((model.layout_class is SharedRows) == (way == "on") for model in models)
         found[way] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["grad_norm"] > 0.1 for line in found["on"] if "grad_norm" in line)
     for one, other in zip(*found.values()):
         for name in one.keys() & {"reward", "length", "loss", "kl", "grad_norm", "pass@1"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name

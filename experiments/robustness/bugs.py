@@ -95,7 +95,7 @@ BUGS = [
      "log_ratio.sum(1, True).expand_as", "credit"),
     # advantages
     ("equal rewards give scores that are not exactly 0", "grpo.py",
-     "dead = std <= 1e-6 * mean.abs()", "dead = std < 0", "loss"),
+     "dead = std <= 1e-6 * mean.abs().clamp(min=0.1)", "dead = std < 0", "loss"),
     ("Bessel's correction", "grpo.py",
      "r.std(1, keepdim=True, correction=0)", "r.std(1, keepdim=True)", "loss"),
     ("Bessel's correction over steps", "grpo.py",

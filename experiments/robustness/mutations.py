@@ -6,17 +6,20 @@
     python experiments/robustness/mutations.py --again grpo.py     # what was not caught, with more tests
     python experiments/robustness/mutations.py --readme            # write mutations.md from the results
 
-The mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that ends at
-once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any test
-catches the others. Tests that compare the source's text would catch every mutation and are left out. Results are
+Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that ends
+at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any test
+catches the others. The others are slips of a person: two arguments or names exchanged, a statement, an element of a
+literal or a conversion left out, the variable with the most similar name, the two branches exchanged. Tests that compare the source's text would catch every mutation and are left out. Results are
 kept in out/mutations/, under the text of the mutated line. run/shard.py is left out: it runs in the processes that
 tests/test_ranks.py starts, which are not watched.
 """
 import ast
+import difflib
 import hashlib
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -25,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -37,8 +41,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
 FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/caches.py", "run/machine.py", "run/models.py",
-         "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/samples.py", "run/sharing.py",
-         "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
+         "run/checkpoint.py", "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/report.py",
+         "run/samples.py", "run/sharing.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
@@ -56,6 +60,59 @@ def operators():
         short = name.partition("/")[2]
         if short in ALONE or short.startswith("Replace") and short.partition("_")[2] in NEAREST:
             yield short, cosmic_ray.plugins.get_operator(name)()
+
+
+CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs copy strip lower any all flatten".split()
+
+
+def slips(tree, code):
+    """The slips of a person: (operator, node, new text in its place)."""
+    source = partial(ast.get_source_segment, code)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            names = [a.arg for a in function.args.args] + sorted(
+                {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
+            for n in ast.walk(function):
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in names:
+                    if near := difflib.get_close_matches(n.id, [x for x in names if x != n.id], 1):
+                        yield "similar name", n, near[0]
+    for node in ast.walk(tree):
+        for body in ("body", "orelse", "finalbody"):
+            statements = getattr(node, body, None)
+            for x in statements if isinstance(statements, list) else ():
+                docstring = isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
+                stored = isinstance(x, ast.Assign) and not isinstance(x.targets[0], (ast.Name, ast.Tuple))
+                if stored or isinstance(x, (ast.Expr, ast.AugAssign, ast.Raise, ast.Delete)) and not docstring:
+                    yield "statement left out", x, "pass"
+        if isinstance(node, ast.Call):
+            for a, b in zip(node.args, node.args[1:]):
+                yield "arguments exchanged", (a, b), f"{source(b)}, {source(a)}"
+            if isinstance(node.func, ast.Attribute) and node.func.attr in CONVERSIONS:
+                yield "conversion left out", node, source(node.func.value)
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
+            for a, b in zip(node.elts, node.elts[1:]):
+                yield "names exchanged", (a, b), f"{source(b)}, {source(a)}"
+        if isinstance(node, (ast.List, ast.Set, ast.Tuple)) and not isinstance(node.ctx if hasattr(node, "ctx") else None, ast.Store):
+            for i in range(len(node.elts) - 1):
+                yield "element left out", (node.elts[i], node.elts[i + 1]), source(node.elts[i + 1])
+        if isinstance(node, ast.Dict):
+            for i in range(len(node.keys) - 1):
+                if node.keys[i] and node.keys[i + 1]:
+                    yield "element left out", (node.keys[i], node.values[i]), "**{}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and f"{source(node)}.split()" in code:
+            for word in node.value.split():
+                yield "element left out", node, re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", source(node), count=1).replace('"" ', '""')
+        if isinstance(node, ast.IfExp):
+            yield "branches exchanged", (node.body, node.orelse), f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
+
+
+def slipped(code, node, instead):
+    """The code with another text in place of a node, or of what reaches from one node to another."""
+    first, last = node if isinstance(node, tuple) else (node, node)
+    lines = code.encode().split(b"\n")
+    at = [sum(len(x) + 1 for x in lines[:line - 1]) + column
+          for line, column in ((first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset))]
+    return (code.encode()[:at[0]] + instead.encode() + code.encode()[at[1]:]).decode()
 
 
 def statement_lines(tree, line):
@@ -84,13 +141,28 @@ def changes(file):
                 ast.parse(changed)
             except (AttributeError, SyntaxError):   # a dotted exception name; no valid program
                 continue
-            if changed in seen:
-                continue
+            if changed not in seen:
+                seen.add(changed)
+                yield change_of(file, tree, code, changed, line, name)
+    same = {ast.dump(tree)}
+    for name, node, instead in slips(tree, code):
+        changed = slipped(code, node, instead)
+        try:
+            meaning = ast.dump(ast.parse(changed))
+        except SyntaxError:
+            continue
+        if changed not in seen and meaning not in same:
             seen.add(changed)
-            before, after = differing(code, changed)
-            key = hashlib.sha256(f"{file}\n{before}\n{after}".encode()).hexdigest()[:16]
-            yield dict(file=file, line=line, lines=statement_lines(tree, line), before=before, after=after,
-                       operator=name, text=changed, key=key)
+            same.add(meaning)
+            yield change_of(file, tree, code, changed, (node[0] if isinstance(node, tuple) else node).lineno, name)
+
+
+def change_of(file, tree, code, changed, line, operator):
+    """A mutation as a dict: see `changes`."""
+    before, after = differing(code, changed)
+    key = hashlib.sha256(f"{file}\n{before}\n{after}".encode()).hexdigest()[:16]
+    return dict(file=file, line=line, lines=statement_lines(tree, line), before=before, after=after,
+                operator=operator, text=changed, key=key)
 
 
 def differing(code, changed):

@@ -587,7 +587,7 @@ def main(argv=None):
         mode, cfg, saved = read_command(argv)
         machine.start_ranks(machine.resolve(cfg)[0])
         if mode["report"]:
-            show.print0(f"the report is in {report.write(mode['report'], cfg.out)}")
+            report.print_report(mode["report"], cfg.out)
         elif mode["ask"] is not None or mode["eval_only"]:
             agent = agents.Agent(cfg, data.load_task(cfg.task), *models.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))

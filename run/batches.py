@@ -91,11 +91,11 @@ def logps(gpt, batch, cfg, critic=None):
 
 def in_chunks(name, items, size):
     """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
-    progress if it takes long. Raises Stopped on a signal; the work then starts over."""
+    progress if it takes long. Raises Stopped on a signal; the work then begins again."""
     told = show.progress(name, len(items))
     for i in range(0, len(items), size):
         if machine.stop_asked():
-            raise machine.Stopped(f"in the {name}, which starts over")
+            raise machine.Stopped(f"in the {name}, which will begin again")
         told(i)
         if machine.local_share(items[i:i + size]):
             yield items[i:i + size]

@@ -13,6 +13,9 @@ try:
 except ImportError:         # not on Windows: two runs in one folder are not prevented
     fcntl = None
 
+UMASK = os.umask(0)     # which can only be read by setting it
+os.umask(UMASK)
+
 def write_whole(path, content):
     """Writes a temporary file next to `path`, then renames it: a crash leaves the old file intact.
     content: text, bytes, or a function that writes to a path."""
@@ -21,6 +24,7 @@ def write_whole(path, content):
         beside.unlink(missing_ok=True)          # it may be a link, or a pipe
         if callable(content):
             content(beside)
+            beside.chmod(0o666 & ~UMASK)        # safetensors lets only the owner read its files
         else:
             beside.write_bytes(content.encode() if isinstance(content, str) else content)
         with open(beside, "rb+") as f:

@@ -16,8 +16,8 @@ from run import show
 MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              eval_only=dict(action="store_true", help="evaluate the model in --init, or in --out"),
              ask=dict(metavar="QUESTION", help="print the answer of the model in --init or --out"),
-             report=dict(metavar="FOLDER", nargs="+", help="put these runs on one page, "
-                         "report.html in the first folder, or in --out"))
+             report=dict(metavar="FOLDER", nargs="+", help="compare these runs: on one page, "
+                         "comparison.html in the first folder, or in --out"))
 # Names of our settings in TRL and in verl, and what to say of settings that we do not have.
 ALIASES = dict(
     learning_rate="lr", num_generations="group", epsilon="clip_low", epsilon_high="clip_high",

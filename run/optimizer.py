@@ -33,7 +33,7 @@ def supervised_fit(name, module, losses, steps, lr, grad_clip):
     module.train()
     for step in range(steps):
         if machine.stop_asked():
-            raise machine.Stopped(f"in the {name}, which starts over")
+            raise machine.Stopped(f"in the {name}, which will begin again")
         opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
         total = torch.zeros((), device=opt.param_groups[0]["params"][0].device)
         for loss in losses(step):

@@ -1,6 +1,6 @@
 """Runs as one self-contained HTML page, which loads nothing from a network.
 
-    python grpo.py --report out/grpo out/ppo
+    python grpo.py --report out/grpo out/ppo        # writes out/grpo/comparison.html
 
 `page/` holds its template, style and script, and uPlot, which draws the curves.
 """
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from data import UserError, read_bytes, read_json
-from run import files, machine
+from run import files, machine, show
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
@@ -26,16 +26,26 @@ def refresh(folder):
         write([folder])
 
 def write(folders, out=""):
-    """Writes report.html on the runs in `folders`, into the first folder or into `out`; returns its
-    path. Raises UserError for a folder without a run."""
+    """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
+    into `out`; returns its path. Raises UserError for a folder without a run."""
     folders, to = [Path(x) for x in folders], Path(out or folders[0])
+    file = to / ("report.html" if len(folders) == 1 else "comparison.html")
     text = page([run_of(x, MOST // len(folders)) for x in folders])
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"cannot write in {to}: {e.strerror}") from e
-    files.write_whole(to / "report.html", text)
-    return to / "report.html"
+    files.write_whole(file, text)
+    return file
+
+def print_report(folders, out):
+    """`write`; prints the path of the page, and the first and the last evaluation of each run."""
+    show.print0(f"the report is in {write(folders, out)}")
+    for folder in folders:
+        path = Path(folder) / "metrics.jsonl"
+        evaluated = [m for m in (parsed(line, path) for line in whole_lines(path)) if "greedy" in m]
+        for m in evaluated[:1] + evaluated[1:][-1:]:
+            show.print0(f"{folder}  step {m['step']}  {show.percentages(m)}")
 
 def run_of(folder, most):
     """What the page shows of a run, with at most `most` bytes of samples."""

@@ -74,6 +74,12 @@ def header(agent, problems, held_out):
     millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
            f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
+    if cfg.lr == type(cfg).lr and millions < 100:
+        print0(f"note: --lr {cfg.lr:g} is the paper's, for a model of 7 billion parameters; one as "
+               f"small as this may need 1e-4")
+    if cfg.adv_scale == "group" and cfg.baseline in ("none", "value"):
+        print0(f"note: with --baseline {cfg.baseline}, advantages are still divided by the group's "
+               f"std; --adv_scale none leaves that out")
     if compiled:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init and Path(cfg.init).parent != task_file(cfg.task).parent:

@@ -418,6 +418,14 @@ def test_problems_come_from_a_file(tmp_path, seconds, capsys):
                                                  "--init", "y")
 
 
+def test_all_files_of_a_run_may_be_read_by_the_same_people(tmp_path):
+    before = os.umask(0)
+    os.umask(before)
+    files.write_tensors(tmp_path / "model.safetensors", {"x": torch.ones(1)}, {"format": "pt"})
+    files.write_whole(tmp_path / "run.json", "{}")
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {oct(0o666 & ~before)}
+
+
 @pytest.mark.parametrize("what", ["pipe", "link"])
 def test_a_temporary_file_is_a_new_one(what, again, seconds, tmp_path):
     """What is in its place is not written to."""

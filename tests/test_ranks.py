@@ -490,7 +490,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig
     args = flags(both, "ppo", out=out, eval_every=0 if after else 1)
     codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, args)
     assert codes == [128 + sig] * 2 and err == ["", ""] and silent == ""
-    assert re.match(rf"stopped {when}(, which starts over)?; continue with: python grpo.py --resume --out {out}",
+    assert re.match(rf"stopped {when}(, which will begin again)?; continue with: python grpo.py --resume --out {out}",
                     said.splitlines()[-1])
     assert checkpoint.load(out, grpo.Config)[1].step == 1 == metrics(out)[-1]["step"] + (not after)
     shutil.copytree(out, tmp_path / "alone")
@@ -509,7 +509,7 @@ def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
     args = flags(both, "warm start", out=out)
     codes, (said, silent), err = pair(tmp_path, interrupted, 1, signal.SIGTERM, 2, args)
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""] and silent == ""
-    assert said.splitlines()[-1].startswith("stopped in the warm start, which starts over; continue with: ")
+    assert said.splitlines()[-1].startswith("stopped in the warm start, which will begin again; continue with: ")
     assert not (out / "warm_start").exists() and metrics(out) == []
 
 

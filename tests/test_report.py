@@ -306,15 +306,19 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
         shutil.copytree(made.folder, where)
     (copies[1] / "run.json").unlink()
     (copies[1] / "samples.jsonl").unlink()
+    before = (copies[0] / "report.html").read_bytes()
     grpo.main(["--report", *map(str, copies)])
-    assert capsys.readouterr().out == f"the report is in {copies[0] / 'report.html'}\n"
-    one, other = shown_data(copies[0] / "report.html")
+    head, *said = capsys.readouterr().out.splitlines()
+    assert head == f"the report is in {copies[0] / 'comparison.html'}"
+    evaluated = [m for m in lines(made.folder / "metrics.jsonl") if "greedy" in m]
+    assert said == [f"{where}  step {m['step']}  {show.percentages(m)}" for where in copies for m in (evaluated[0], evaluated[-1])]
+    assert (copies[0] / "report.html").read_bytes() == before
+    one, other = shown_data(copies[0] / "comparison.html")
     assert (one["name"], other["name"]) == ("a", "b") and one["metrics"] == lines(made.folder / "metrics.jsonl")
     assert one["samples"] == made.lines and one["steps"] == 4 and other["samples"] == []
     assert one["about"]["config"]["group"] == 4 and other["about"] == {}
     grpo.main(["--report", *map(str, copies), "--out", str(tmp_path / "new")])
-    assert len(shown_data(tmp_path / "new" / "report.html")) == 2
-    assert len(shown_data(copies[1] / "report.html")) == 1          # its own, as it was
+    assert len(shown_data(tmp_path / "new" / "comparison.html")) == 2
 
 
 @pytest.mark.parametrize("damage, says", [
@@ -452,7 +456,7 @@ def opened(browser):
     yield open_page
     asked = [x["params"]["request"]["url"] for x in (json.loads(x["message"])["message"] for x in
              browser.get_log("performance")) if x["method"] == "Network.requestWillBeSent"]
-    assert asked and all(x.startswith("file:///") and x.endswith("/report.html") for x in asked)
+    assert asked and all(x.startswith("file:///") and x.endswith(("/report.html", "/comparison.html")) for x in asked)
     assert browser.get_log("browser") == []
 
 

@@ -459,7 +459,7 @@ def measured(monkeypatch, texts, finished):
     (["--target_kl", "0.1", "--kl", "watch"], "--target_kl adapts beta"),
     (["--target_kl", "0.1", "--algo", "dapo"], "--target_kl adapts beta"),
     (["--task", "chess"], "no task 'chess': choose"),
-    (["--task", "./mine.py"], "no task './mine.py'"),
+    (["--task", "./mine.py"], "no file ./mine.py"),
     (["--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--resume"], "not allowed with argument"),
@@ -824,7 +824,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(unbroken, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, "--steps", "6", "--out", str(tmp_path)])
     assert ended.value.code == 130
-    assert "stopped in the evaluation, which starts over; continue with" in capsys.readouterr().out
+    assert "stopped in the evaluation, which will begin again; continue with" in capsys.readouterr().out
     assert [m["step"] for m in metrics(tmp_path)] == [*range(at)]
     assert saved(tmp_path).step == (6 if at else -1) and bool(saved(tmp_path).stats) == bool(at)
     main(["--resume", "--out", str(tmp_path)])
@@ -866,7 +866,7 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch):
 
 def test_parts_stop_when_they_are_asked_to(monkeypatch):
     assert [*batches.in_chunks("labelling", "abcde", 2)] == ["ab", "cd", "e"]
-    with pytest.raises(machine.Stopped, match="in the labelling, which starts over"), machine.stoppable():
+    with pytest.raises(machine.Stopped, match="in the labelling, which will begin again"), machine.stoppable():
         for part in batches.in_chunks("labelling", "abcde", 2):
             assert part == "ab"
             os.kill(os.getpid(), signal.SIGINT)
@@ -948,3 +948,14 @@ def test_the_header_says_with_what_a_run_works(capsys, compile):
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
     assert ["compiling" in line for line in said[1:]] == [True] * (compile == "on")
+
+
+@pytest.mark.parametrize("settings, noted", [
+    (dict(lr=1e-6), ["--lr 1e-06 is the paper's"]), (dict(lr=2e-6), []), (dict(lr=1e-4, baseline="none"), ["--baseline none"]),
+    (dict(lr=1e-4, baseline="value", adv_scale="none"), []), (dict(lr=1e-4, baseline="leave-one-out"), []),
+    (dict(lr=1e-4, baseline="value"), ["--baseline value"])])
+def test_the_header_notes_what_a_newcomer_would_not_expect(settings, noted, capsys):
+    agent = agents.Agent(Config(device="cpu", dtype="float32", **settings), None, None, torch.nn.Linear(999, 10))
+    show.header(agent, range(70), range(5))
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert len(said) == len(noted) and all(text in line and line.startswith("note: ") for text, line in zip(noted, said))

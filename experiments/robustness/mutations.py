@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -62,12 +61,17 @@ def operators():
             yield short, cosmic_ray.plugins.get_operator(name)()
 
 
+SYMMETRIC = "max min maximum minimum transpose".split()
 CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs copy strip lower any all flatten".split()
 
 
 def slips(tree, code):
     """The slips of a person: (operator, node, new text in its place)."""
-    source = partial(ast.get_source_segment, code)
+    def source(node):
+        """The text of a node."""
+        first, last = span(begins, node, node)
+        return code.encode()[first:last].decode()
+    begins = line_begins(code)
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             names = [a.arg for a in function.args.args] + sorted(
@@ -85,7 +89,8 @@ def slips(tree, code):
                 if stored or isinstance(x, (ast.Expr, ast.AugAssign, ast.Raise, ast.Delete)) and not docstring:
                     yield "statement left out", x, "pass"
         if isinstance(node, ast.Call):
-            for a, b in zip(node.args, node.args[1:]):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            for a, b in zip(node.args, node.args[1:]) if name not in SYMMETRIC else ():
                 yield "arguments exchanged", (a, b), f"{source(b)}, {source(a)}"
             if isinstance(node.func, ast.Attribute) and node.func.attr in CONVERSIONS:
                 yield "conversion left out", node, source(node.func.value)
@@ -106,13 +111,20 @@ def slips(tree, code):
             yield "branches exchanged", (node.body, node.orelse), f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
 
 
+def line_begins(code):
+    """Where the lines of a text begin, in bytes."""
+    return [0, *itertools.accumulate(len(line) + 1 for line in code.encode().split(b"\n"))]
+
+
+def span(begins, first, last):
+    """Where a text from one node to another begins and ends, in bytes."""
+    return begins[first.lineno - 1] + first.col_offset, begins[last.end_lineno - 1] + last.end_col_offset
+
+
 def slipped(code, node, instead):
     """The code with another text in place of a node, or of what reaches from one node to another."""
-    first, last = node if isinstance(node, tuple) else (node, node)
-    lines = code.encode().split(b"\n")
-    at = [sum(len(x) + 1 for x in lines[:line - 1]) + column
-          for line, column in ((first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset))]
-    return (code.encode()[:at[0]] + instead.encode() + code.encode()[at[1]:]).decode()
+    first, last = span(line_begins(code), *(node if isinstance(node, tuple) else (node, node)))
+    return (code.encode()[:first] + instead.encode() + code.encode()[last:]).decode()
 
 
 def statement_lines(tree, line):
@@ -389,6 +401,7 @@ def main(args):
     FOUND.mkdir(parents=True, exist_ok=True)
     results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
     present = [change for file in files for change in changes(file)]
+    present.sort(key=lambda c: " " not in c["operator"])       # the slips of a person first
     left = [c for c in present if c["key"] not in results
             or again and results[c["key"]]["caught"] is None and not explained(c)]
     print(f"{len(present)} mutations, {len(left)} to try", flush=True)

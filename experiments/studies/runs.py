@@ -172,15 +172,19 @@ def quality(agent, policy, problems):
         ends = ends & torch.tensor([text.startswith("\n") for text in batch.texts])[:, None]
     score = reward.scores(agent.reward_model, batch.ids, batch.mask, agent.cfg)[ends].double()
     truth = truth[ends] > 0.5
-    rank = score.argsort().argsort().double()
-    good, bad = truth.sum().item(), (~truth).sum().item()
-    auc = (rank[truth].sum().item() - good * (good - 1) / 2) / (good * bad) if good and bad else None
-    found = {"auc": auc, "true": good / (good + bad), "steps": good + bad}
+    found = {"auc": auc(score, truth), "true": truth.double().mean().item(), "steps": len(truth)}
     if agent.cfg.supervision == "process":
         p, gap = score.sigmoid(), torch.zeros(10, dtype=torch.float64)
         gap.index_add_(0, (p * 10).long().clamp(max=9), p - truth.double())
         found["calibration"] = (gap.abs().sum() / len(p)).item()
     return found
+
+
+def auc(score, truth):
+    """The share of pairs of a true and a false item that a score orders rightly; None without such a pair."""
+    rank = score.double().argsort().argsort().double()
+    good, bad = truth.sum().item(), (~truth).sum().item()
+    return (rank[truth].sum().item() - good * (good - 1) / 2) / (good * bad) if good and bad else None
 
 
 def peak():

@@ -1,0 +1,130 @@
+"""Whether a critic and a reward model can learn the task mines: what its studies need before they mean anything.
+
+    python experiments/studies/gates.py                         # on the development maps, 101 to 103
+    python experiments/studies/gates.py --readme                # and write gates.json
+
+The policy is frozen after its warm start, and a critic, a copy of it, is fitted on fresh completions. What it explains
+of the rewards' variance at the ends of lines is compared with what the true values explain: the covariance of rewards
+with the mean reward of 16 other continuations from the same line, over the variance of rewards. A reward model is
+fitted on as many labelled lines; its AUC is the share of pairs of a good and a bad line that it orders rightly.
+"""
+import argparse
+import concurrent.futures
+import copy
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))
+import grpo  # noqa: E402
+import reward  # noqa: E402
+import runs  # noqa: E402
+from data import load_task  # noqa: E402
+from run import agents, batches, machine, models, optimizer  # noqa: E402
+from run.models import ScalarHead  # noqa: E402
+
+TASK = ["--task", "experiments/studies/mines.py"]
+ROWS = 64                               # completions per step of the critic's fit
+LEVELS = {"explained": 0.8, "auc": 0.95}
+
+
+def first_policy(seed, out):
+    """The agent after the warm start of a seed."""
+    flags = [*TASK, "--seed", str(seed)]
+    cfg, _ = runs.read(flags)
+    cfg = dataclasses.replace(cfg, init=str(runs.warm_folder(cfg, flags, out) / "warm_start"))
+    return agents.Agent(cfg, load_task(cfg.task), *models.trained_model(cfg))
+
+
+def completed(agent, problems, n, each, rng):
+    """`each` completions of n problems, with their outcomes (B,) and the ends of their lines (B, T)."""
+    u = machine.uniform(rng, n, each, agent.cfg.max_new)
+    batch = grpo.generate(agent, rng.sample(problems, n), u)
+    process = dataclasses.replace(agent.cfg, supervision="process")
+    batch.reward, batch.ends = reward.of_steps(agent.task, batch, process, agent.encoding)
+    return batch, batch.components["correct"]
+
+
+def fitted_critic(agent, problems, steps, lr, rng):
+    """A critic fitted to the outcomes of the frozen policy's completions, by the mean squared error over tokens."""
+    critic = ScalarHead(agent.policy.cfg.n_embd, copy.deepcopy(agent.policy)).requires_grad_(True)
+    critic.norm.requires_grad_(False)
+    opt = optimizer.new_optimizer([critic], lr, 1e-5)
+    for step in range(steps):
+        batch, outcome = completed(agent, problems, ROWS // 4, 4, rng)
+        ids, mask = batch.ids, batch.mask
+        value = critic(ids[:, :-1], mask[:, 1:])                # the value before token t + 1
+        (torch.where(mask[:, 1:], value - outcome[:, None], 0).square().sum() / mask.sum()).backward()
+        opt.param_groups[0]["lr"] = lr * min(1, 2 - 2 * step / steps)
+        optimizer.optimizer_step(opt, 1.0)
+    return critic
+
+
+def explained(agent, critic, problems, n, tries, rng):
+    """The shares of the outcomes' variance at the ends of lines that the critic and the true values explain."""
+    batch, outcome = completed(agent, problems, n, 2, rng)
+    label = reward.rollout_labels(grpo.complete, agent, batch, rng, tries)
+    places = batch.ends & ~batches.last_tokens(batch.mask)
+    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1].roll(-1, 1)[places]   # after the line
+    got = outcome[:, None].expand_as(label)[places]
+    true = torch.cov(torch.stack((label[places], got)))
+    return {"critic": 1 - ((got - value).var() / got.var()).item(), "true": (true[0, 1] / true[1, 1]).item(),
+            "critic, all tokens": token_level(agent, critic, batch, outcome)}
+
+
+def token_level(agent, critic, batch, outcome):
+    """The share that a critic explains at all tokens, as `explained_variance` of a run."""
+    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1][batch.mask]
+    got = outcome[:, None].expand_as(batch.mask)[batch.mask]
+    return 1 - ((got - value).var() / got.var()).item()
+
+
+def reward_model_auc(agent, problems, held_out, prompts, rng):
+    """The AUC on fresh completions of a reward model of lines, fitted on labels of `prompts` problems."""
+    cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process", fit_prompts=prompts)
+    fitted = agents.new_agent(cfg, agent.task, agent.encoding, agent.policy)
+    grpo.begin_iteration(fitted, problems, 0)
+    batch, _ = completed(agent, held_out, 200, 4, rng)
+    score = reward.scores(fitted.reward_model, batch.ids, batch.mask, cfg)[batch.ends]
+    return runs.auc(score, batch.reward[batch.ends] > 0.5)
+
+
+def measured(seed, out, quick=False):
+    """All of one map."""
+    torch.set_num_threads(1)
+    agent = first_policy(seed, out)
+    problems, held_out = agent.task.problems(agent.cfg)
+    rng, found = random.Random(f"gates, {seed}"), grpo.evaluate(agent, held_out)
+    found["right at the start"] = found["pass@1"]
+    for steps in (40,) if quick else (100, 400):
+        critic = fitted_critic(agent, problems, steps, 3e-4, rng)
+        found |= {f"{name}, {steps} steps": x for name, x in explained(agent, critic, held_out, 200, 16, rng).items()}
+        print(seed, steps, found, flush=True)
+        found[f"auc, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * 16, rng)
+        print(seed, steps, found, flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[101, 102, 103])
+    parser.add_argument("--out", type=Path, default=Path("out/mines"))
+    parser.add_argument("--readme", action="store_true", help="replace the result that the docs quote")
+    args = parser.parse_args()
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(args.seeds, pool.map(measured, args.seeds, [args.out.resolve()] * len(args.seeds))))
+    for name in found[args.seeds[0]]:
+        print(f"{name}: {runs.spread([of_map[name] for of_map in found.values()], '.3f')}")
+    if args.readme:
+        (HERE / "answers" / "gates.json").write_text(json.dumps(runs.about() | {"maps": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

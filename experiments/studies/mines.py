@@ -1,0 +1,149 @@
+"""A walk on a grid with hidden mines: the task of the studies of critics, learned rewards and the KL.
+
+    python grpo.py --task experiments/studies/mines.py
+
+    47>82:    ->    R57          from column 4, row 7 to column 8, row 2; each line is a move, right, left, up
+                    U56          or down, and the place where it leads
+                    ...
+
+A completion is right if every line is a true move, the last one leads to the goal, and none stands on a mine. The map
+is the same in all problems of a seed and in no prompt, and the demonstrators do not know it: what RL finds was in no
+demonstration. Whether a line is good can be told from the line and the place before it, so that a critic or a reward
+model of this size can learn it; with sums mod 10 in place of moves, neither did.
+"""
+import random
+import re
+import sys
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data import UserError  # noqa: E402
+
+SIZE, MINES = 10, 15            # a square grid; places are two digits, column and row
+NEAREST, FARTHEST = 4, 8        # moves from start to goal without mines
+LINES = 12                      # the longest walk
+DIRECT = 0.8                    # share of a demonstrator's moves that go towards the goal
+HELD_OUT = 300
+
+DEFAULTS = dict(n_layer=2, n_embd=128, n_head=4, warm_steps=800, warm_batch=64, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
+                max_new=4 * LINES + 1, micro_tokens=16384, save_every=100)
+MOVES = {"R": (1, 0), "L": (-1, 0), "D": (0, 1), "U": (0, -1)}
+LINE = re.compile(r"([RLDU])(\d)(\d)\Z")
+
+
+class Problem(NamedTuple):
+    prompt: str
+    start: tuple
+    goal: tuple
+    mines: frozenset
+
+
+def problems(cfg):
+    """Training and held-out problems on the map of `cfg.seed`. Each goal can be reached in LINES moves."""
+    if SIZE > 10 or NEAREST > FARTHEST or FARTHEST > LINES:
+        raise UserError("mines.py: SIZE is at most 10, and NEAREST <= FARTHEST <= LINES")
+    rng = random.Random(cfg.seed)
+    places = [(x, y) for x in range(SIZE) for y in range(SIZE)]
+    mines = frozenset(rng.sample(places, MINES))
+    pairs = [(a, b) for a in places if a not in mines for b, n in shortest(a, mines).items()
+             if NEAREST <= distance(a, b) <= FARTHEST and n <= LINES]
+    rng.shuffle(pairs)
+    found = [Problem("{}{}>{}{}:".format(*a, *b), a, b, mines) for a, b in pairs]
+    if len(found) < 2 * HELD_OUT:
+        raise UserError(f"mines.py: with {MINES} mines on a grid of {SIZE} by {SIZE} there are only {len(found)} problems")
+    return found[HELD_OUT:], found[:HELD_OUT]
+
+
+def distance(a, b):
+    """The number of moves between two places without mines."""
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def moved(place, move):
+    """The place to which a move leads."""
+    return tuple(a + b for a, b in zip(place, MOVES[move]))
+
+
+def inside(place):
+    return all(0 <= a < SIZE for a in place)
+
+
+def shortest(start, mines):
+    """The number of moves to each place that can be reached without a mine."""
+    found, queue = {start: 0}, deque([start])
+    while queue:
+        place = queue.popleft()
+        for move in MOVES:
+            there = moved(place, move)
+            if inside(there) and there not in mines and there not in found:
+                found[there] = found[place] + 1
+                queue.append(there)
+    return found
+
+
+def demonstration(problem, rng):
+    """A walk that knows nothing of mines: most moves go towards the goal, the others anywhere. A walk that takes more
+    than LINES moves is drawn again."""
+    while True:
+        place, lines = problem.start, []
+        while place != problem.goal and len(lines) < LINES:
+            moves = [m for m in MOVES if inside(moved(place, m))]
+            if rng.random() < DIRECT:
+                moves = [m for m in moves if distance(moved(place, m), problem.goal) < distance(place, problem.goal)]
+            move = rng.choice(moves)
+            place = moved(place, move)
+            lines.append("{}{}{}".format(move, *place))
+        if place == problem.goal:
+            return "\n".join(lines)
+
+
+def walk(problem, completion):
+    """For each line of a completion: where it ends in the text, and the place to which it leads, or None if it is not
+    a true move from the line before. After a line that is not, no line is a true move."""
+    place, at = problem.start, 0
+    for line in completion.split("\n"):
+        at += len(line) + 1
+        found = LINE.match(line)
+        there = moved(place, found[1]) if found and place else None
+        place = there if there and inside(there) and there == (int(found[2]), int(found[3])) else None
+        yield min(at, len(completion)), place
+
+
+def steps(problem, completion):
+    """A step is a line; it is good if it is a true move to a place without a mine that was not visited before. What
+    follows the goal or the longest walk is not."""
+    found, visited = [], [problem.start]
+    for end, place in walk(problem, completion):
+        good = place is not None and place not in problem.mines and place not in visited
+        found.append((end, good and problem.goal not in visited and len(visited) <= LINES))
+        visited.append(place)
+    return [(end, good) for end, good in found if end]
+
+
+def answer(completion):
+    """The walk."""
+    return completion.strip()
+
+
+def reward(problem, completion):
+    """1 for a walk to the goal, with true moves alone and on no mine."""
+    places = [place for _, place in walk(problem, completion)]
+    right = None not in places and len(places) <= LINES and places[-1] == problem.goal and not problem.mines & {*places}
+    return {"correct": float(right)}
+
+
+def picture(problem, completions, size=400):
+    """A map in text: # a mine, S the start, G the goal; elsewhere, in tenths of the completions, how many pass."""
+    counts = {}
+    for text in completions:
+        for place in {place for _, place in walk(problem, text) if place}:
+            counts[place] = counts.get(place, 0) + 1
+    names = {**{p: "#" for p in problem.mines}, problem.start: "S", problem.goal: "G"}
+
+    def of(place):
+        """One character."""
+        tenths = round(10 * counts.get(place, 0) / len(completions))
+        return names.get(place, "." if not tenths else str(min(tenths, 9)))
+    return "\n".join(" ".join(of((x, y)) for x in range(SIZE)) for y in range(SIZE))

@@ -81,6 +81,15 @@ def test_equal_up_to_rounding_is_equal():
 
 
 @pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("value", [1e6, -1e6, 3.3, -3.3])
+def test_neighbouring_numbers_are_equal_of_any_sign(value, scale):
+    r = torch.tensor([value] * 4)
+    r[1:3] = torch.nextafter(r[1:3], torch.tensor(0.0))
+    a, dead = group_advantages(r, 4, scale)
+    assert r[0] != r[1] and a.tolist() == [0.0] * 4 and dead.tolist() == [True]
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
 def test_rewards_that_cancel_are_equal_to_0(scale):
     """5.6e-17 and 0 differ by rounding, though not by little of their mean."""
     a, dead = group_advantages(torch.tensor([0.3 - 0.05 * 6, 0, 0, 0]), 4, scale)

@@ -30,7 +30,7 @@ HELD_OUT = 300
 DEFAULTS = dict(n_layer=2, n_embd=128, n_head=4, warm_steps=800, warm_batch=64, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
                 max_new=4 * LINES + 1, micro_tokens=16384, save_every=100)
 MOVES = {"R": (1, 0), "L": (-1, 0), "D": (0, 1), "U": (0, -1)}
-LINE = re.compile(r"([RLDU])(\d)(\d)\Z")
+LINE = re.compile(r"([RLDU])([0-9])([0-9])\Z")
 
 
 class Problem(NamedTuple):
@@ -134,8 +134,9 @@ def reward(problem, completion):
     return {"correct": float(right)}
 
 
-def picture(problem, completions, size=400):
-    """A map in text: # a mine, S the start, G the goal; elsewhere, in tenths of the completions, how many pass."""
+def picture(problem, completions):
+    """A map in text: # is a mine, S the start, G the goal, and a digit the tenths of the completions that pass (9 for
+    all of them)."""
     counts = {}
     for text in completions:
         for place in {place for _, place in walk(problem, text) if place}:

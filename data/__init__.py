@@ -54,10 +54,10 @@ def load_task(name):
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
     here, path = Path(__file__).parent, task_file(name)
-    named = name.isidentifier()             # `../x` is neither a name nor a .py path
-    if name.endswith(".py") and not path.is_file():
-        raise UserError(f"no file {name}")
-    if not (named or name.endswith(".py")) or not path.is_file():
+    if name.endswith(".py"):
+        if not path.is_file():
+            raise UserError(f"no file {name}")
+    elif not name.isidentifier() or not path.is_file():     # `../x` is no name and no .py path
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
     if path.parent == here:

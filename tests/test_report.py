@@ -319,6 +319,7 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
     assert one["about"]["config"]["group"] == 4 and other["about"] == {}
     grpo.main(["--report", *map(str, copies), "--out", str(tmp_path / "new")])
     assert len(shown_data(tmp_path / "new" / "comparison.html")) == 2
+    assert len(shown_data(copies[1] / "report.html")) == 1          # its own, as it was
 
 
 @pytest.mark.parametrize("damage, says", [

@@ -6,12 +6,13 @@
     python experiments/robustness/mutations.py --again grpo.py     # what was not caught, with more tests
     python experiments/robustness/mutations.py --readme            # write mutations.md from the results
 
-Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that ends
-at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any test
-catches the others. The others are slips of a person: two arguments or names exchanged, a statement, an element of a
-literal or a conversion left out, the variable with the most similar name, the two branches exchanged. Tests that compare the source's text would catch every mutation and are left out. Results are
-kept in out/mutations/, under the text of the mutated line. run/shard.py is left out: it runs in the processes that
-tests/test_ranks.py starts, which are not watched.
+Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that
+ends at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any
+test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
+element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
+mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
+are left out. Results are kept in out/mutations/, under the text of the mutated line. run/shard.py is left out: it
+runs in the processes that tests/test_ranks.py starts, which are not watched.
 """
 import ast
 import difflib
@@ -66,49 +67,62 @@ CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs c
 
 
 def slips(tree, code):
-    """The slips of a person: (operator, node, new text in its place)."""
+    """The slips of a person: (operator, node or (first node, last node), new text in its place)."""
+    begins, text = line_begins(code), code.encode()
+
     def source(node):
         """The text of a node."""
         first, last = span(begins, node, node)
-        return code.encode()[first:last].decode()
-    begins = line_begins(code)
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
-            names = [a.arg for a in function.args.args] + sorted(
-                {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
-            for n in ast.walk(function):
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in names:
-                    if near := difflib.get_close_matches(n.id, [x for x in names if x != n.id], 1):
-                        yield "similar name", n, near[0]
+        return text[first:last].decode()
+
     for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield from similar_names(node)
         for body in ("body", "orelse", "finalbody"):
-            statements = getattr(node, body, None)
-            for x in statements if isinstance(statements, list) else ():
-                docstring = isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
-                stored = isinstance(x, ast.Assign) and not isinstance(x.targets[0], (ast.Name, ast.Tuple))
-                if stored or isinstance(x, (ast.Expr, ast.AugAssign, ast.Raise, ast.Delete)) and not docstring:
-                    yield "statement left out", x, "pass"
+            yield from statements_left_out(getattr(node, body, None))
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            for a, b in zip(node.args, node.args[1:]) if name not in SYMMETRIC else ():
-                yield "arguments exchanged", (a, b), f"{source(b)}, {source(a)}"
-            if isinstance(node.func, ast.Attribute) and node.func.attr in CONVERSIONS:
-                yield "conversion left out", node, source(node.func.value)
-        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
+            yield from slips_of_call(node, source)
+        stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if isinstance(node, (ast.List, ast.Set, ast.Tuple)):
             for a, b in zip(node.elts, node.elts[1:]):
-                yield "names exchanged", (a, b), f"{source(b)}, {source(a)}"
-        if isinstance(node, (ast.List, ast.Set, ast.Tuple)) and not isinstance(node.ctx if hasattr(node, "ctx") else None, ast.Store):
-            for i in range(len(node.elts) - 1):
-                yield "element left out", (node.elts[i], node.elts[i + 1]), source(node.elts[i + 1])
+                yield ("names exchanged", (a, b), f"{source(b)}, {source(a)}") if stored else ("element left out", (a, b), source(b))
         if isinstance(node, ast.Dict):
-            for i in range(len(node.keys) - 1):
-                if node.keys[i] and node.keys[i + 1]:
-                    yield "element left out", (node.keys[i], node.values[i]), "**{}"
+            for key, value in zip(node.keys[:-1], node.values):
+                if key:
+                    yield "element left out", (key, value), "**{}"
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and f"{source(node)}.split()" in code:
             for word in node.value.split():
-                yield "element left out", node, re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", source(node), count=1).replace('"" ', '""')
+                yield "element left out", node, re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", source(node), count=1)
         if isinstance(node, ast.IfExp):
             yield "branches exchanged", (node.body, node.orelse), f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
+
+
+def similar_names(function):
+    """Each variable that a function reads, with the one of its variables that has the most similar name."""
+    names = [a.arg for a in function.args.args]
+    names += sorted({n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
+    for n in ast.walk(function):
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in names:
+            for near in difflib.get_close_matches(n.id, [x for x in names if x != n.id], 1):
+                yield "similar name", n, near
+
+
+def statements_left_out(body):
+    """The statements of a body without which the others still have their names."""
+    for x in body if isinstance(body, list) else ():
+        docstring = isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
+        stored = isinstance(x, ast.Assign) and not isinstance(x.targets[0], (ast.Name, ast.Tuple))
+        if stored or isinstance(x, (ast.Expr, ast.AugAssign, ast.Raise, ast.Delete)) and not docstring:
+            yield "statement left out", x, "pass"
+
+
+def slips_of_call(call, source):
+    """Exchanged arguments, unless their order does not matter, and a conversion that is left out."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    for a, b in zip(call.args, call.args[1:]) if name not in SYMMETRIC else ():
+        yield "arguments exchanged", (a, b), f"{source(b)}, {source(a)}"
+    if isinstance(call.func, ast.Attribute) and name in CONVERSIONS:
+        yield "conversion left out", call, source(call.func.value)
 
 
 def line_begins(code):

@@ -6,16 +6,14 @@
 The policy is frozen after its warm start, and a critic, a copy of it, is fitted on fresh completions. What it explains
 of the rewards' variance at the ends of lines is compared with what the true values explain: the covariance of rewards
 with the mean reward of 16 other continuations from the same line, over the variance of rewards. A reward model is
-fitted on as many labelled lines; its AUC is the share of pairs of a good and a bad line that it orders rightly.
+fitted on the lines of as many completions; its AUC is the share of pairs of a good and a bad line that it orders rightly.
 """
 import argparse
 import concurrent.futures
-import copy
 import dataclasses
 import json
 import os
 import random
-import statistics
 import sys
 from pathlib import Path
 
@@ -26,13 +24,13 @@ sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
+import variance  # noqa: E402
 from data import load_task  # noqa: E402
 from run import agents, batches, machine, models, optimizer  # noqa: E402
-from run.models import ScalarHead  # noqa: E402
 
 TASK = ["--task", "experiments/studies/mines.py"]
-ROWS = 64                               # completions per step of the critic's fit
-LEVELS = {"explained": 0.8, "auc": 0.95}
+ROWS = 64                               # completions per step of a fit
+STEPS = (100, 400, 800)                 # of the fits
 
 
 def first_policy(seed, out):
@@ -44,46 +42,34 @@ def first_policy(seed, out):
 
 
 def completed(agent, problems, n, each, rng):
-    """`each` completions of n problems, with their outcomes (B,) and the ends of their lines (B, T)."""
-    u = machine.uniform(rng, n, each, agent.cfg.max_new)
-    batch = grpo.generate(agent, rng.sample(problems, n), u)
+    """`each` completions of n problems, with the rewards of their lines; their outcomes, as a return of each token."""
+    batch = grpo.generate(agent, rng.sample(problems, n), machine.uniform(rng, n, each, agent.cfg.max_new))
     process = dataclasses.replace(agent.cfg, supervision="process")
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, process, agent.encoding)
-    return batch, batch.components["correct"]
+    return batch, batch.components["correct"][:, None].expand_as(batch.mask)
 
 
 def fitted_critic(agent, problems, steps, lr, rng):
-    """A critic fitted to the outcomes of the frozen policy's completions, by the mean squared error over tokens."""
-    critic = ScalarHead(agent.policy.cfg.n_embd, copy.deepcopy(agent.policy)).requires_grad_(True)
-    critic.norm.requires_grad_(False)
-    opt = optimizer.new_optimizer([critic], lr, 1e-5)
+    """A critic fitted to the outcomes of the frozen policy's completions; in the second half the rate falls to 0."""
+    critic = variance.new_critic(agent)
+    opt = optimizer.new_optimizer([critic], lr)
     for step in range(steps):
-        batch, outcome = completed(agent, problems, ROWS // 4, 4, rng)
-        ids, mask = batch.ids, batch.mask
-        value = critic(ids[:, :-1], mask[:, 1:])                # the value before token t + 1
-        (torch.where(mask[:, 1:], value - outcome[:, None], 0).square().sum() / mask.sum()).backward()
         opt.param_groups[0]["lr"] = lr * min(1, 2 - 2 * step / steps)
-        optimizer.optimizer_step(opt, 1.0)
+        variance.critic_step(critic, opt, *completed(agent, problems, ROWS // 4, 4, rng), agent.cfg)
     return critic
 
 
 def explained(agent, critic, problems, n, tries, rng):
-    """The shares of the outcomes' variance at the ends of lines that the critic and the true values explain."""
+    """The shares of the outcomes' variance that the critic and the true values explain at the ends of lines, and the
+    critic at all tokens, as a run logs it."""
     batch, outcome = completed(agent, problems, n, 2, rng)
     label = reward.rollout_labels(grpo.complete, agent, batch, rng, tries)
+    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1]
     places = batch.ends & ~batches.last_tokens(batch.mask)
-    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1].roll(-1, 1)[places]   # after the line
-    got = outcome[:, None].expand_as(label)[places]
+    got, after = outcome[places], value.roll(-1, 1)[places]         # the value after a line is that before the next token
     true = torch.cov(torch.stack((label[places], got)))
-    return {"critic": 1 - ((got - value).var() / got.var()).item(), "true": (true[0, 1] / true[1, 1]).item(),
-            "critic, all tokens": token_level(agent, critic, batch, outcome)}
-
-
-def token_level(agent, critic, batch, outcome):
-    """The share that a critic explains at all tokens, as `explained_variance` of a run."""
-    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1][batch.mask]
-    got = outcome[:, None].expand_as(batch.mask)[batch.mask]
-    return 1 - ((got - value).var() / got.var()).item()
+    return {"critic": 1 - ((got - after).var() / got.var()).item(), "true values": (true[0, 1] / true[1, 1]).item(),
+            "critic, all tokens": 1 - ((outcome - value)[batch.mask].var() / outcome[batch.mask].var()).item()}
 
 
 def reward_model_auc(agent, problems, held_out, prompts, rng):
@@ -96,19 +82,16 @@ def reward_model_auc(agent, problems, held_out, prompts, rng):
     return runs.auc(score, batch.reward[batch.ends] > 0.5)
 
 
-def measured(seed, out, quick=False):
-    """All of one map."""
+def measured(seed, out):
+    """All of one map: an evaluation of the policy, and what is learned in each number of steps."""
     torch.set_num_threads(1)
     agent = first_policy(seed, out)
     problems, held_out = agent.task.problems(agent.cfg)
     rng, found = random.Random(f"gates, {seed}"), grpo.evaluate(agent, held_out)
-    found["right at the start"] = found["pass@1"]
-    for steps in (40,) if quick else (100, 400):
+    for steps in STEPS:
         critic = fitted_critic(agent, problems, steps, 3e-4, rng)
         found |= {f"{name}, {steps} steps": x for name, x in explained(agent, critic, held_out, 200, 16, rng).items()}
-        print(seed, steps, found, flush=True)
-        found[f"auc, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * 16, rng)
-        print(seed, steps, found, flush=True)
+        found[f"AUC, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * ROWS // agent.cfg.choices, rng)
     return found
 
 

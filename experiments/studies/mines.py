@@ -1,4 +1,4 @@
-"""A walk on a grid with hidden mines: the task of the studies of critics, learned rewards and the KL.
+"""A walk on a grid with hidden mines: a task for studies of critics and learned rewards.
 
     python grpo.py --task experiments/studies/mines.py
 
@@ -8,8 +8,8 @@
 
 A completion is right if every line is a true move, the last one leads to the goal, and none stands on a mine. The map
 is the same in all problems of a seed and in no prompt, and the demonstrators do not know it: what RL finds was in no
-demonstration. Whether a line is good can be told from the line and the place before it, so that a critic or a reward
-model of this size can learn it; with sums mod 10 in place of moves, neither did.
+demonstration. Whether a line is good can be told from it and the lines before it. gates.py measures how well a critic
+and a reward model of this size learn that.
 """
 import random
 import re
@@ -132,19 +132,3 @@ def reward(problem, completion):
     places = [place for _, place in walk(problem, completion)]
     right = None not in places and len(places) <= LINES and places[-1] == problem.goal and not problem.mines & {*places}
     return {"correct": float(right)}
-
-
-def picture(problem, completions):
-    """A map in text: # is a mine, S the start, G the goal, and a digit the tenths of the completions that pass (9 for
-    all of them)."""
-    counts = {}
-    for text in completions:
-        for place in {place for _, place in walk(problem, text) if place}:
-            counts[place] = counts.get(place, 0) + 1
-    names = {**{p: "#" for p in problem.mines}, problem.start: "S", problem.goal: "G"}
-
-    def of(place):
-        """One character."""
-        tenths = round(10 * counts.get(place, 0) / len(completions))
-        return names.get(place, "." if not tenths else str(min(tenths, 9)))
-    return "\n".join(" ".join(of((x, y)) for x in range(SIZE)) for y in range(SIZE))

@@ -267,8 +267,8 @@ def test_attention_that_is_changed_in_both_paths_runs(changed, tmp_path):
     gpt, W = grpo.model.GPT(shape, torch.Generator().manual_seed(0)), grpo.model.WINDOW
     ids = torch.arange(2 * W).repeat(2, 1)
     ids[1, 0] = 99
-    a, b = gpt(ids)
-    assert ((a - b).abs().amax(-1) > 1e-4).tolist() == [True] * W + [False] * W         # column 0 is seen from W columns
+    a, b = (gpt(row[None])[0] for row in ids)        # each alone, so that both are rounded alike
+    assert [*(a != b).any(-1)] == [True] * W + [False] * W      # column 0 is seen from W columns
 
 
 @pytest.fixture

@@ -65,9 +65,3 @@ def test_demonstrators_know_the_goal_and_no_mine():
         towards += sum(mines.distance(b, problem.goal) < mines.distance(a, problem.goal) for a, b in zip(places, places[1:]))
         mined += not problem.mines.isdisjoint(places)
     assert 0.8 < towards / moves < 0.95 and 200 < mined < 450
-
-
-def test_a_picture_shows_the_map_and_the_share_that_pass():
-    lines = mines.picture(WALK, [RIGHT, RIGHT, "D12"]).split("\n")
-    assert lines[1].split()[:4] == [".", "S", "#", "."] and lines[2].split()[:4] == [".", "9", "7", "G"]
-    assert len(lines) == mines.SIZE

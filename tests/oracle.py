@@ -1,6 +1,6 @@
 """A second GRPO and PPO to hold the first against, written from the papers and not from grpo.py.
 
-DeepSeekMath (2402.03300) 4.1 and eq. 21; PPO (1707.06347); GAE (1506.02438); Schulman's k1, k2, k3
+DeepSeekMath (2402.03300) 4.1, algorithm 1 and eq. 21; PPO (1707.06347); GAE (1506.02438); Schulman's k1, k2, k3
 (joschu.net/blog/kl-approx.html); RLOO (2402.14740); Dr. GRPO (2503.20783); DAPO (2503.14476); GSPO
 (2507.18071); the steered coefficient of Ziegler et al. (1909.08593). Slow and plain: float64, no
 padding, a row and a token at a time. Of the network it takes the hidden states of a single row.
@@ -80,6 +80,11 @@ def step_rewards(row, cfg, norm):
     if not row.finished:
         found[last] = min(found[last], cfg.truncated_reward)
     return sorted(found.items())
+
+
+def by_rule(row, cfg):
+    """`step_rewards` of the task's rule, whether the row ended or not."""
+    return step_rewards(row, replace(cfg, reward="rule", labels="rule", truncated_reward=1e9), None)
 
 
 def group_scores(rewards, cfg):
@@ -224,9 +229,7 @@ class Oracle:
                  for name in rows[0].components}
         stats["accuracy"] = stats.pop("correct")
         if self.cfg.reward == "model":
-            by_rule = replace(self.cfg, reward="rule", truncated_reward=1e9)
-            stats["rule_reward"] = mean([sum(r for _, r in step_rewards(row, by_rule, None))
-                                         for row in rows])
+            stats["rule_reward"] = mean([sum(r for _, r in by_rule(row, self.cfg)) for row in rows])
         return stats | {"reward": mean([sum(r for _, r in found) for found in rewards]),
                         "length": mean([len(row.completion) for row in rows]),
                         "finished": mean([row.finished for row in rows]),
@@ -279,3 +282,136 @@ class Oracle:
             first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
             p.data -= self.cfg.lr * first / (second.sqrt() + (1e-5 if "value" in self.cfg.baseline else 1e-8))
         return norm
+
+
+# --------------------------------------------------------------------------------- the reward model
+
+class Draws:
+    """A random stream that keeps what was drawn from it: of each method the arguments and results."""
+
+    def __init__(self, source):
+        self.source, self.of = source, {"sample": [], "random": [], "choice": []}
+
+    def __getattr__(self, name):
+        def draw(*args):
+            """A draw, which is kept."""
+            found = getattr(self.source, name)(*args)
+            if name in self.of:
+                self.of[name].append((*args, found[:] if name == "sample" else found))
+            return found
+        return draw
+
+
+def is_best(rewards):
+    """The chance of each completion of a set to be chosen: any of the best."""
+    return [(r == max(rewards)) / rewards.count(max(rewards)) for r in rewards]
+
+
+class FitOracle:
+    """A reward model, in float64, over the iterations of algorithm 1. `history`: the labelled sets of all fits. A set is
+    a list of (row, {index of a token: label}): of K completions of a problem where one of them is chosen, else of one."""
+
+    def __init__(self, cfg, model, noise, row_of):
+        """`row_of(prompt, completion)`: a Row from tokens."""
+        self.cfg, self.model, self.noise, self.row_of, self.history, self.norm = cfg, model, noise, row_of, [], None
+        self.K = cfg.choices if cfg.supervision == "outcome" else 1
+
+    def scores(self, row, labels):
+        """The score of each token that has a label."""
+        h = self.model.trunk(torch.tensor([row.prompt + row.completion]))[0, len(row.prompt):]
+        return [h[index] @ self.model.head.weight[0] + self.model.head.bias[0] for index in sorted(labels)]
+
+    def labels(self, rows, continued, draws):
+        """The labelled sets. `continued`: for each step but the last, in order, the tokens up to its end, and those of
+        the same with each continuation."""
+        chances, others = iter(draws["random"]), iter(draws["choice"])
+        found = [dict(by_rule(row, self.cfg)) for row in rows]
+        for row, labels in zip(rows, found) if self.cfg.labels == "rollouts" else ():
+            for index in sorted(labels)[:-1]:
+                before, tries = next(continued)
+                assert before == row.prompt + row.completion[:index + 1] and len(tries) == 4
+                tries = [self.row_of(row.prompt, ids[len(row.prompt):]) for ids in tries]
+                labels[index] = mean([more.finished * more.components["correct"] for more in tries])
+        if self.K == 1:
+            for labels in found:
+                labels.update({i: 1 - labels[i] if next(chances)[0] < self.noise else labels[i] for i in sorted(labels)})
+        else:
+            for group in (found[i:i + self.K] for i in range(0, len(found), self.K)):
+                rewards = [sum(labels.values()) for labels in group]
+                chosen, worse = is_best(rewards), [i for i, r in enumerate(rewards) if r < max(rewards)]
+                if next(chances)[0] < self.noise and worse:
+                    offered, pick = next(others)
+                    assert offered == worse
+                    chosen = [float(i == pick) for i in range(self.K)]
+                for labels, chance in zip(group, chosen):
+                    labels.update(dict.fromkeys(labels, chance))
+        assert next(chances, None) is next(others, None) is next(continued, None) is None
+        sets = [*zip(rows, found)]
+        return [sets[i:i + self.K] for i in range(0, len(sets), self.K)]
+
+    def loss(self, chosen):
+        """Bradley-Terry's, for K completions, or the cross-entropy of each step; its mean over sets or steps."""
+        terms = []
+        for a_set in chosen:
+            score = [self.scores(row, labels) for row, labels in a_set]
+            label = [[labels[i] for i in sorted(labels)] for _, labels in a_set]
+            if self.K == 1:
+                terms += [-(y * torch.sigmoid(s).log() + (1 - y) * torch.sigmoid(-s).log()) for s, y in zip(score[0], label[0])]
+            else:
+                all_of_them = sum(s.exp() for s, in score)
+                terms.append(-sum(y * (s.exp() / all_of_them).log() for (s,), (y,) in zip(score, label)))
+        return sum(terms) / len(terms)
+
+    def fit(self, rows, continued, draws):
+        """An iteration. The first tenth of the rows, of problems apart, measures; a tenth as many rows of history are
+        learned again. Gives accuracy and calibration error. `draws`: what was drawn for it, in `Draws`."""
+        sets = self.labels(rows, continued, draws.of)
+        apart = self.cfg.fit_prompts // 10 * self.cfg.choices // self.K
+        test, own = sets[:apart], sets[apart:]
+        *more, (numbers_of, n, order) = draws.of["sample"][2:]
+        assert len(more) == bool(self.history)
+        again = []
+        for old, n_old, picked in more:
+            assert [*old] == [*range(len(self.history))] and n_old == len(own) * self.K // 10 // self.K
+            again = [self.history[i] for i in picked]
+        data = own + again
+        assert [*numbers_of] == [*range(len(data))] and n == len(data)
+        self.descend([data[i] for i in order], max(1, len(data) * self.K // 64))
+        self.history += own
+        with torch.no_grad():
+            found = self.quality(test)
+            if self.K > 1:
+                score = [s.item() for a_set in self.history for row, labels in a_set for s in self.scores(row, labels)]
+                self.norm = mean(score), math.sqrt(variance(score) * len(score) / (len(score) - 1))
+        return found
+
+    def descend(self, data, steps):
+        """Adam, once through the data in `steps` parts; the larger ones come first. 30 steps of warm-up, then down to 0."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        adam = Oracle(self.cfg, None, None, self.model, None)
+        assert [*map(id, adam.params)] == [*map(id, params)]
+        peak = 1e-3 * min(1, 256 / len(self.model.head.weight[0]))
+        size, longer = divmod(len(data), steps)
+        for step in range(steps):
+            part, data = data[:size + (step < longer)], data[size + (step < longer):]
+            adam.cfg = replace(self.cfg, lr=peak * min(1 - step / steps, (step + 1) / 30), baseline="none")
+            adam.descend(self.loss(part))
+        assert not data
+
+    def quality(self, test):
+        """The accuracy, and how far certainty is from it, a tenth of certainty at a time."""
+        right, tenths = [], {}
+        for a_set in test:
+            score = [s.item() for row, labels in a_set for s in self.scores(row, labels)]
+            label = [labels[i] for _, labels in a_set for i in sorted(labels)]
+            if self.K == 1:
+                for s, y in zip(score, label):
+                    p = 1 / (1 + math.exp(-s))
+                    right.append((p > 0.5) == (y > 0.5))
+                    tenths.setdefault(min(9, int(10 * max(p, 1 - p))), []).append(max(p, 1 - p) - right[-1])
+            else:
+                pick = score.index(max(score))
+                p = math.exp(score[pick]) / sum(map(math.exp, score))
+                right.append(label[pick] == max(label))
+                tenths.setdefault(min(9, int(10 * p)), []).append(p - label[pick])
+        return {"rm_accuracy": mean(right), "rm_error": sum(abs(sum(x)) for x in tenths.values()) / len(right)}

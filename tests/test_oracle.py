@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import tiny_model
-from oracle import Oracle, Row
+from oracle import Draws, FitOracle, Oracle, Row
 
 import grpo
+import reward
 from data import UserError
 from model import GPT, Rows
 from run import agents, batches, machine, optimizer
@@ -104,20 +105,24 @@ def rows_of(batch, agent):
     for ids, mask, start in zip(batch.ids.tolist(), batch.mask.tolist(), batch.start.tolist()):
         n = sum(mask)
         assert mask == [start <= t < start + n for t in range(len(mask))] and 1 <= n
-        prompt, completion = ids[:start], ids[start:start + n]
-        assert not STOP & set(completion[:-1])
-        finished = completion[-1] in STOP
-        assert n == SMALL["max_new"] or finished and n < SMALL["max_new"]
-        problem = next(p for p in PROBLEMS if ENCODING.encode_prompt(p.prompt) == prompt)
-        of_char = [i for i, x in enumerate(completion) for _ in ENCODING.token_bytes(x)]
-        text = b"".join(map(ENCODING.token_bytes, completion)).decode()
-        row = Row(prompt, completion, finished, rule(problem, text),
-                  [(of_char[end - 1], true) for end, true in steps(problem, text)])
+        row = row_of(ids[:start], ids[start:start + n])
         if agent.reward_model is not None:
             with torch.no_grad():
                 row.score = agent.reward_model(torch.tensor([ids[:start + n]]))[0, start:].tolist()
         rows.append(row)
     return rows
+
+
+def row_of(prompt, completion):
+    """A completion, which ends at a token that ends it or with as many tokens as there may be."""
+    assert not STOP & set(completion[:-1])
+    finished = completion[-1] in STOP
+    assert len(completion) == SMALL["max_new"] or finished and len(completion) < SMALL["max_new"]
+    problem = next(p for p in PROBLEMS if ENCODING.encode_prompt(p.prompt) == prompt)
+    of_char = [i for i, x in enumerate(completion) for _ in ENCODING.token_bytes(x)]
+    text = b"".join(map(ENCODING.token_bytes, completion)).decode()
+    return Row(prompt, completion, finished, rule(problem, text),
+               [(of_char[end - 1], true) for end, true in steps(problem, text)])
 
 
 def recorded(minibatches, chosen):
@@ -348,3 +353,68 @@ def test_two_ranks(given, monkeypatch):
     """Sums over tokens and rows are those of both, of unequal length."""
     cfg = grpo.make_config(**SMALL | dict(prompts=4) | given)
     compare(cfg, monkeypatch, ranks=2)
+
+
+# ------------------------------------------------------------------------------- the reward model
+
+FITTED = [SimpleNamespace(prompt="".join(x)) for n in (1, 2, 3) for x in itertools.product("abceg", repeat=n)][:120]
+
+
+def compare_fits(cfg, noise, monkeypatch):
+    """Three iterations of both; gives the oracle."""
+    agent, streams = new_agent(cfg), {}
+    oracle, rng = FitOracle(cfg, copy.deepcopy(agent.reward_model), noise, row_of), machine.rng
+    oracle.model.trunk.layout_class = Rows
+    before = [p.clone() for p in oracle.model.parameters()]
+    monkeypatch.setattr(reward, "LABEL_NOISE", noise)
+    monkeypatch.setattr(sys.modules[__name__], "PROBLEMS", FITTED)
+    monkeypatch.setattr(machine, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
+    generate, complete, asked, made, continued = grpo.generate, grpo.complete, [], [], []
+
+    def record(agent, problems, *more):
+        """`generate`; on the side the problems and their completions."""
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, "complete", complete)
+            batch = generate(agent, problems, *more)
+        asked.extend(problems)
+        made.extend(rows_of(batch, SimpleNamespace(reward_model=None)))
+        return batch
+
+    def record_continued(agent, prefixes, tries, u, room):
+        """`complete`, after a step; on the side the prefixes and how they went on."""
+        ended = complete(agent, prefixes, tries, u, room)
+        ids = [row[:max(i for i, on in enumerate(mask) if on) + 1] for row, mask in zip(ended.ids.tolist(), ended.mask.tolist())]
+        continued.extend((prefix, ids[i * tries:(i + 1) * tries]) for i, prefix in enumerate(prefixes))
+        return ended
+    monkeypatch.setattr(grpo, "generate", record)
+    monkeypatch.setattr(grpo, "complete", record_continued)
+    for iteration in range(3):
+        shaken(agent.policy, 0.3, iteration)
+        for kept in (asked, made, continued):
+            kept.clear()
+        found = grpo.begin_iteration(agent, FITTED, iteration)
+        if agent.ref is not None:
+            assert all(torch.equal(p, q) for p, q in zip(agent.ref.parameters(), agent.policy.parameters()))
+        draws = streams["fit", iteration]
+        (apart, n, first), (others, m, rest) = draws.of["sample"][:2]
+        assert apart == FITTED[:12] and others == FITTED[12:] and n == cfg.fit_prompts // 10 and n + m == cfg.fit_prompts
+        assert asked == first + rest and [row.prompt for row in made] == [
+            ENCODING.encode_prompt(p.prompt) for p in asked for _ in range(cfg.choices)]
+        want = oracle.fit(made, iter(continued), draws)
+        assert found == pytest.approx(want, rel=1e-7, abs=1e-9)
+        if oracle.K > 1:
+            oracle.model.norm.data = torch.tensor(oracle.norm)
+        for p, q, first in zip(agent.reward_model.parameters(), oracle.model.parameters(), before, strict=True):
+            torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
+    assert not any(torch.equal(p, first) for p, first in zip(oracle.model.parameters(), before) if p.requires_grad)
+    return oracle
+
+
+@pytest.mark.parametrize("given, noise", [
+    (dict(choices=3, beta=0.0), 0.4), (dict(supervision="process", labels="rollouts", choices=2), 0.2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (dict(choices=4), 0.0), (dict(supervision="process", choices=2), 0.0), (dict(supervision="process", choices=3), 0.3)))], ids=str)
+def test_three_fits(given, noise, monkeypatch):
+    """All weights of the reward model after each fit, its mean and std, accuracy and calibration: which problems are
+    drawn, who labels what, what of history comes again, the order, the loss, the steps."""
+    compare_fits(grpo.make_config(**SMALL | dict(reward="model", fit_prompts=50, truncated_reward=-1.0) | given), noise, monkeypatch)

@@ -21,15 +21,14 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
+import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
-import variance  # noqa: E402
 from data import load_task  # noqa: E402
-from run import agents, batches, machine, models, optimizer  # noqa: E402
+from run import agents, batches, models  # noqa: E402
 
-TASK = ["--task", "experiments/studies/mines.py"]
-ROWS = 64                               # completions per step of a fit
+TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
 
 
@@ -42,21 +41,11 @@ def first_policy(seed, out):
 
 
 def completed(agent, problems, n, each, rng):
-    """`each` completions of n problems, with the rewards of their lines; their outcomes, as a return of each token."""
-    batch = grpo.generate(agent, rng.sample(problems, n), machine.uniform(rng, n, each, agent.cfg.max_new))
+    """`critics.completed`, with the rewards of lines."""
+    batch, returns = critics.completed(agent, problems, n, each, rng)
     process = dataclasses.replace(agent.cfg, supervision="process")
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, process, agent.encoding)
-    return batch, batch.components["correct"][:, None].expand_as(batch.mask)
-
-
-def fitted_critic(agent, problems, steps, lr, rng):
-    """A critic fitted to the outcomes of the frozen policy's completions; in the second half the rate falls to 0."""
-    critic = variance.new_critic(agent)
-    opt = optimizer.new_optimizer([critic], lr)
-    for step in range(steps):
-        opt.param_groups[0]["lr"] = lr * min(1, 2 - 2 * step / steps)
-        variance.critic_step(critic, opt, *completed(agent, problems, ROWS // 4, 4, rng), agent.cfg)
-    return critic
+    return batch, returns
 
 
 def explained(agent, critic, problems, n, tries, rng):
@@ -89,9 +78,10 @@ def measured(seed, out):
     problems, held_out = agent.task.problems(agent.cfg)
     rng, found = random.Random(f"gates, {seed}"), grpo.evaluate(agent, held_out)
     for steps in STEPS:
-        critic = fitted_critic(agent, problems, steps, 3e-4, rng)
+        critic = critics.new_critic(agent)
+        critics.fit(critic, agent, problems, steps, rng)
         found |= {f"{name}, {steps} steps": x for name, x in explained(agent, critic, held_out, 200, 16, rng).items()}
-        found[f"AUC, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * ROWS // agent.cfg.choices, rng)
+        found[f"AUC, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * critics.ROWS // agent.cfg.choices, rng)
     return found
 
 

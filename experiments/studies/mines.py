@@ -22,13 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import UserError  # noqa: E402
 
 SIZE, MINES = 10, 15            # a square grid; places are two digits, column and row
-NEAREST, FARTHEST = 4, 8        # moves from start to goal without mines
-LINES = 12                      # the longest walk
+SHORT, LONG, LINES = 1, 2, 3    # moves from start to goal without mines, and of the longest walk: times 2 ** --difficulty
 DIRECT = 0.8                    # share of a demonstrator's moves that go towards the goal
 HELD_OUT = 300
 
 DEFAULTS = dict(n_layer=2, n_embd=128, n_head=4, warm_steps=800, warm_batch=64, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
-                max_new=4 * LINES + 1, micro_tokens=16384, save_every=100)
+                difficulty=2, max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)
 MOVES = {"R": (1, 0), "L": (-1, 0), "D": (0, 1), "U": (0, -1)}
 LINE = re.compile(r"([RLDU])([0-9])([0-9])\Z")
 
@@ -38,19 +37,21 @@ class Problem(NamedTuple):
     start: tuple
     goal: tuple
     mines: frozenset
+    lines: int = LINES * 2 ** 2         # of the longest walk
 
 
 def problems(cfg):
-    """Training and held-out problems on the map of `cfg.seed`. Each goal can be reached in LINES moves."""
-    if SIZE > 10 or NEAREST > FARTHEST or FARTHEST > LINES:
-        raise UserError("mines.py: SIZE is at most 10, and NEAREST <= FARTHEST <= LINES")
+    """Training and held-out problems on the map of `cfg.seed`. Each goal can be reached without a mine."""
+    if SIZE > 10 or not SHORT <= LONG <= LINES:
+        raise UserError("mines.py: SIZE is at most 10, and SHORT <= LONG <= LINES")
+    near, far, lines = (n * 2 ** cfg.difficulty for n in (SHORT, LONG, LINES))
     rng = random.Random(cfg.seed)
     places = [(x, y) for x in range(SIZE) for y in range(SIZE)]
     mines = frozenset(rng.sample(places, MINES))
     pairs = [(a, b) for a in places if a not in mines for b, n in shortest(a, mines).items()
-             if NEAREST <= distance(a, b) <= FARTHEST and n <= LINES]
+             if near <= distance(a, b) <= far and n <= lines]
     rng.shuffle(pairs)
-    found = [Problem("{}{}>{}{}:".format(*a, *b), a, b, mines) for a, b in pairs]
+    found = [Problem("{}{}>{}{}:".format(*a, *b), a, b, mines, lines) for a, b in pairs]
     if len(found) < 2 * HELD_OUT:
         raise UserError(f"mines.py: with {MINES} mines on a grid of {SIZE} by {SIZE} there are only {len(found)} problems")
     return found[HELD_OUT:], found[:HELD_OUT]
@@ -85,10 +86,10 @@ def shortest(start, mines):
 
 def demonstration(problem, rng):
     """A walk that knows nothing of mines: most moves go towards the goal, the others anywhere. A walk that takes more
-    than LINES moves is drawn again."""
+    than the longest walk is drawn again."""
     while True:
         place, lines = problem.start, []
-        while place != problem.goal and len(lines) < LINES:
+        while place != problem.goal and len(lines) < problem.lines:
             moves = [m for m in MOVES if inside(moved(place, m))]
             if rng.random() < DIRECT:
                 moves = [m for m in moves if distance(moved(place, m), problem.goal) < distance(place, problem.goal)]
@@ -117,7 +118,7 @@ def steps(problem, completion):
     found, visited = [], [problem.start]
     for end, place in walk(problem, completion):
         good = place is not None and place not in problem.mines and place not in visited
-        found.append((end, good and problem.goal not in visited and len(visited) <= LINES))
+        found.append((end, good and problem.goal not in visited and len(visited) <= problem.lines))
         visited.append(place)
     return [(end, good) for end, good in found if end]
 
@@ -130,5 +131,5 @@ def answer(completion):
 def reward(problem, completion):
     """1 for a walk to the goal, with true moves alone and on no mine."""
     places = [place for _, place in walk(problem, completion)]
-    right = None not in places and len(places) <= LINES and places[-1] == problem.goal and not problem.mines & {*places}
+    right = None not in places and len(places) <= problem.lines and places[-1] == problem.goal and not problem.mines & {*places}
     return {"correct": float(right)}

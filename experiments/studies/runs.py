@@ -28,6 +28,7 @@ import torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
+import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
 from run import agents, batches, machine, models, preflight, warm_start  # noqa: E402
@@ -106,36 +107,85 @@ def patch_critic_lr(value):
     agents.new_agent = with_own_rate
 
 
+def patch_critic_fit(value):
+    """The number of steps for which a separate critic is fitted before the first step of RL."""
+    begin = grpo.begin_iteration
+
+    def fit_first(agent, problems, iteration):
+        if iteration == 0:
+            critics.fit(agent.critic, agent, problems, int(value), machine.rng(agent.cfg, "critic fit"))
+        return begin(agent, problems, iteration)
+    grpo.begin_iteration = fit_first
+
+
+def patch_vine(value):
+    """The number of continuations that tell the value of a line (VinePPO), in place of the run's advantages."""
+    rollout = grpo.rollout
+
+    def of_lines(agent, problems, rng):
+        batch, stats = rollout(agent, problems, rng)
+        batch.value, batch.adv = critics.line_values(agent, batch, rng, int(value))
+        returns = batch.reward.sum(1, True).expand_as(batch.value)
+        stats["explained_variance"], batch.value = explained(returns[batch.mask], batch.value[batch.mask]), None
+        return batch, stats
+    grpo.rollout = of_lines
+
+
+def patch_wrong(value):
+    """The reward of a wrong completion or step, in place of 0."""
+    of_steps = reward.of_steps
+
+    def signed(task, batch, cfg, encoding):
+        found, ends = of_steps(task, batch, cfg, encoding)
+        return torch.where(ends, found + float(value) * (1 - found), 0), ends
+    reward.of_steps = signed
+
+
 def patch_label_noise(value):
     """The share of labels that are wrong."""
     reward.LABEL_NOISE = float(value)
 
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
-           "passes": patch_passes, "critic_lr": patch_critic_lr}
+           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit, "vine": patch_vine, "wrong": patch_wrong}
 
 
 class Watch:
-    """Records what the metrics of a run lack: for each iteration the tokens and seconds that its reward model
-    takes, and for each step the critic's explained variance, measured with lambda 1 whatever lambda it trains
-    with."""
+    """Records what the metrics of a run lack: the tokens sampled and the seconds spent up to each step, evaluations
+    apart, those that a reward model takes included; and for each step the critic's explained variance, measured with
+    lambda 1 whatever lambda it trains with."""
 
     def __init__(self):
-        self.fits, self.tokens, self.known = [], 0, []
-        self.begin, self.sample, self.advantages = grpo.begin_iteration, grpo.sample, grpo.advantages
-        grpo.begin_iteration, grpo.sample, grpo.advantages = self.timed_begin, self.counted_sample, self.measured_advantages
+        self.sampled, self.tokens, self.seconds, self.label_tokens, self.spent, self.known = 0, 0, 0.0, 0, [], []
+        self.begin, self.step, self.sample, self.advantages = grpo.begin_iteration, grpo.train_step, grpo.sample, grpo.advantages
+        grpo.begin_iteration, grpo.train_step = self.measured_begin, self.measured_step
+        grpo.sample, grpo.advantages = self.counted_sample, self.measured_advantages
 
-    def timed_begin(self, *given):
-        """`begin_iteration`, timed."""
-        began, self.tokens = time.perf_counter(), 0
-        found = self.begin(*given)
-        self.fits.append((self.tokens, time.perf_counter() - began))
+    def measured(self, function, *given):
+        """A call, whose tokens and seconds count: its result and its tokens."""
+        began, before = time.perf_counter(), self.sampled
+        found = function(*given)
+        self.seconds += time.perf_counter() - began
+        self.tokens += self.sampled - before
+        return found, self.sampled - before
+
+    def measured_begin(self, agent, problems, iteration):
+        """`begin_iteration`. What it takes is spent as its first step begins."""
+        found, tokens = self.measured(self.begin, agent, problems, iteration)
+        self.label_tokens += tokens
+        self.spent.append((iteration * agent.cfg.steps, self.tokens, round(self.seconds, 2)))
+        return found
+
+    def measured_step(self, agent, problems, step):
+        """`train_step`."""
+        found, _ = self.measured(self.step, agent, problems, step)
+        self.spent.append((step, self.tokens, round(self.seconds, 2)))
         return found
 
     def counted_sample(self, *given):
         """`sample`, with its tokens counted."""
         batch = self.sample(*given)
-        self.tokens += int(batch.mask.sum())
+        self.sampled += int(batch.mask.sum())
         return batch
 
     def measured_advantages(self, rewards, ends, mask, penalty, value, cfg):
@@ -143,9 +193,14 @@ class Watch:
         explains."""
         if value is not None:
             to_come = self.advantages(rewards, ends, mask, penalty, value, dataclasses.replace(cfg, lam=1.0))[1]
-            own = to_come[mask].var().item()
-            self.known.append(1 - (to_come - value)[mask].var().item() / own if own > 1e-8 else None)
+            self.known.append(explained(to_come[mask], value[mask]))
         return self.advantages(rewards, ends, mask, penalty, value, cfg)
+
+
+def explained(to_come, value):
+    """The share of the variance of returns that values explain, both (n,); None if the returns are equal."""
+    own = to_come.var().item()
+    return 1 - (to_come - value).var().item() / own if own > 1e-8 else None
 
 
 def completions(agent, policy, problems, purpose):
@@ -169,7 +224,7 @@ def quality(agent, policy, problems):
     batch = completions(agent, policy, problems, "quality")
     truth, ends = reward.of_steps(agent.task, batch, agent.cfg, agent.encoding)
     if agent.cfg.supervision == "process":
-        ends = ends & torch.tensor([text.startswith("\n") for text in batch.texts])[:, None]
+        ends = ends & torch.tensor([not text.startswith("~") for text in batch.texts])[:, None]
     score = reward.scores(agent.reward_model, batch.ids, batch.mask, agent.cfg)[ends].double()
     truth = truth[ends] > 0.5
     found = {"auc": auc(score, truth), "true": truth.double().mean().item(), "steps": len(truth)}
@@ -197,21 +252,25 @@ def child(flags):
     held-out problems."""
     machine.prepare()
     cfg, patches = read(flags)
-    watch = Watch()
     for patch in patches:
         name, value = patch.split("=")
         PATCHES[name](value)
+    watch = Watch()
     agent = grpo.train(cfg)
-    result = {"flags": flags, "peak": peak(), "label tokens": sum(tokens for tokens, _ in watch.fits), "sources": sources()}
+    result = {"flags": flags, "peak": peak(), "label tokens": watch.label_tokens, "sources": sources()}
     metrics = [json.loads(line) for line in (cfg.folder / "metrics.jsonl").read_text().splitlines()]
-    result |= {"points": points_of(metrics, watch.fits, cfg),
+    result |= {"points": points_of(metrics, watch.spent),
                "steps": {name: [m.get(name) for m in metrics[1:]] for name in CURVES if any(name in m for m in metrics)}}
     if watch.known:
         result["steps"]["explained_variance"] = watch.known
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)
     held_out = preflight.problems_of(agent.cfg, agent.task)[1]
     before = models.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
-    result |= {"final": grpo.evaluate(agent, held_out), **kl_to(agent, before, held_out)}
+    cool = dataclasses.replace(agent, cfg=dataclasses.replace(agent.cfg, temperature=0.5))
+    start = dataclasses.replace(agent, policy=before, sampler=None)
+    cool_start = dataclasses.replace(start, cfg=cool.cfg)
+    result |= {"final": grpo.evaluate(agent, held_out), "final at 0.5": grpo.evaluate(cool, held_out),
+               "start": grpo.evaluate(start, held_out), "start at 0.5": grpo.evaluate(cool_start, held_out), **kl_to(agent, before, held_out)}
     if agent.reward_model is not None:
         result["quality"] = {when: quality(agent, gpt, held_out) for when, gpt in (("start", before), ("end", agent.policy))}
     (cfg.folder / "result.json").write_text(json.dumps(result))
@@ -219,26 +278,23 @@ def child(flags):
         (cfg.folder / large).unlink(missing_ok=True)
 
 
-def points_of(metrics, fits, cfg):
-    """For each evaluation the step, pass@1, and the tokens and seconds spent so far. The cost of a reward model
-    is added where its iteration begins, as a second point with the same step and pass@1."""
-    tokens, seconds, points, fits = 0.0, 0.0, [], iter(fits)
-    for m in metrics:
-        if m["step"] and (m["step"] - 1) % cfg.steps == 0:
-            more = next(fits, (0, 0.0))         # empty if the reward model was kept
-            tokens, seconds = tokens + more[0], seconds + more[1]
-            if more[0] and points[-1]["step"] == m["step"] - 1:
-                points.append(points[-1] | {"tokens": tokens, "seconds": round(seconds, 2)})
-        tokens, seconds = tokens + m.get("length", 0) * cfg.prompts * cfg.group, seconds + m.get("seconds", 0)
-        if "pass@1" in m:
-            points.append({"step": m["step"], "tokens": tokens, "seconds": round(seconds, 2), "pass@1": m["pass@1"]})
+def points_of(metrics, spent):
+    """For each evaluation its step, results and entropy, and the tokens and seconds spent so far. `spent`: (step, tokens,
+    seconds), also where an iteration begins: if a fit took something, there is a second point there."""
+    evaluated, points, before = {m["step"]: m for m in metrics if "pass@1" in m}, [], (0, 0, 0.0)
+    for step, tokens, seconds in [before, *spent]:
+        if step in evaluated and (not points or tokens > before[1]):
+            m = evaluated[step]
+            points.append({"step": step, "tokens": tokens, "seconds": seconds, "pass@1": m["pass@1"], "greedy": m["greedy"]})
+        before = step, tokens, seconds
     return points
 
 
 def sources():
     """A hash of the code that makes a run."""
     files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")), *sorted((ROOT / "data").glob("*.py")),
-             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "development.py", Path(__file__)]
+             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "development.py", HERE / "mines.py",
+             HERE / "critics.py", Path(__file__)]
     return name_of([path.read_text() for path in files])
 
 # ------------------------------------------------------------------------------------ in the parent process
@@ -324,7 +380,7 @@ def until(result, level, x):
     return None
 
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}         # 97.5 % quantiles of Student's t for n numbers
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}   # 97.5 % quantiles of Student's t for n numbers
 
 
 def interval(differences):

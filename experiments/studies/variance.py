@@ -26,13 +26,13 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
+import critics  # noqa: E402
 import grpo  # noqa: E402
 import questions  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
 from data import load_task  # noqa: E402
 from model import token_logps  # noqa: E402
-from run.models import ScalarHead  # noqa: E402
 from run import agents, batches, machine, models, optimizer  # noqa: E402
 
 ALIKE = dict(loss_mean="constant")
@@ -72,32 +72,15 @@ def explained(agent, problems, cfg, critic, rng):
     return 1 - ((returns - value)[batch.mask].var() / returns[batch.mask].var()).item()
 
 
-def new_critic(agent):
-    """A separate critic, a copy of the policy."""
-    critic = ScalarHead(agent.policy.cfg.n_embd, copy.deepcopy(agent.policy)).requires_grad_(True)
-    critic.norm.requires_grad_(False)
-    return critic
-
-
-def critic_step(critic, opt, batch, returns, cfg):
-    """One optimizer step on the mean squared error to the returns (B, T)."""
-    for rows, T in batches.micro_batches(batch.ids, batch.mask, cfg.micro_tokens):
-        b = batch.select(rows, T)
-        value = critic(b.ids[:, :-1], b.mask[:, 1:])
-        error = torch.where(b.mask[:, 1:], value - returns[rows, 1:T], 0).square().sum() / batch.mask.sum()
-        error.backward()
-    optimizer.optimizer_step(opt, 1.0)
-
-
 def fitted_critic(agent, problems, cfg, rng, rounds=8):
     """(explained variance, critic): a separate critic fitted to the fixed policy, in rounds of 10 rollouts with
     3 passes over each, for as long as it explains more."""
     cfg, best = dataclasses.replace(cfg, lam=1.0), (float("-inf"), None)
-    critic = new_critic(agent)
+    critic = critics.new_critic(agent)
     opt = optimizer.new_optimizer([critic], 3e-4)
     for n in range(rounds):
         for batch in [rollout(agent, problems, rng, cfg.max_new) for _ in range(10)] * 3:
-            critic_step(critic, opt, batch, credit(agent, batch, cfg, critic)[1], cfg)
+            critics.critic_step(critic, opt, batch, credit(agent, batch, cfg, critic)[1], cfg)
         share = sum(explained(agent, problems, cfg, critic, rng) for _ in range(4)) / 4
         print(f"{cfg.baseline}: explained variance {share:.3f} after {10 * (n + 1)} rollouts", flush=True)
         if share < best[0] + 0.01:

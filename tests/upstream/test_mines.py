@@ -37,7 +37,7 @@ def test_rewards_and_steps_by_hand(text, right, good):
 def test_the_edge_of_the_grid_and_the_longest_walk():
     corner = mines.Problem("00>01:", (0, 0), (0, 1), frozenset())
     assert mines.steps(corner, "L-10") == [(4, False)] and mines.steps(corner, "U00") == [(3, False)]
-    there_and_back = "\n".join(["R10", "L00"] * (mines.LINES // 2) + ["D01"])
+    there_and_back = "\n".join(["R10", "L00"] * (corner.lines // 2) + ["D01"])
     assert mines.reward(corner, there_and_back) == {"correct": 0} and not mines.steps(corner, there_and_back)[-1][1]
     assert mines.reward(corner, there_and_back.partition("\n")[2].partition("\n")[2]) == {"correct": 1}
 
@@ -50,8 +50,14 @@ def test_a_map_is_that_of_its_seed():
     assert len(held_out) == mines.HELD_OUT and not {p.prompt for p in train} & {p.prompt for p in held_out}
     for p in train + held_out:
         assert p.prompt == "{}{}>{}{}:".format(*p.start, *p.goal) and not {p.start, p.goal} & p.mines
-        assert mines.NEAREST <= mines.distance(p.start, p.goal) <= mines.FARTHEST
-        assert mines.shortest(p.start, p.mines)[p.goal] <= mines.LINES
+        assert 4 <= mines.distance(p.start, p.goal) <= 8 and mines.shortest(p.start, p.mines)[p.goal] <= p.lines == 12
+
+
+def test_walks_are_longer_where_the_task_is_more_difficult():
+    for difficulty, lines in ((1, 6), (3, 24)):
+        for p in mines.problems(make_config(task="arithmetic", difficulty=difficulty))[1]:
+            assert p.lines == lines and lines / 3 <= mines.distance(p.start, p.goal) <= lines / 3 * 2
+            assert len(mines.demonstration(p, random.Random(0)).split("\n")) <= lines
 
 
 def test_demonstrators_know_the_goal_and_no_mine():
@@ -60,7 +66,7 @@ def test_demonstrators_know_the_goal_and_no_mine():
     for problem in problems[:500]:
         text = mines.demonstration(problem, rng)
         places = [problem.start, *(place for _, place in mines.walk(problem, text))]
-        assert None not in places and places[-1] == problem.goal and len(places) <= mines.LINES + 1
+        assert None not in places and places[-1] == problem.goal and len(places) <= problem.lines + 1
         moves += len(places) - 1
         towards += sum(mines.distance(b, problem.goal) < mines.distance(a, problem.goal) for a, b in zip(places, places[1:]))
         mined += not problem.mines.isdisjoint(places)

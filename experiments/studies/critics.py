@@ -1,0 +1,70 @@
+"""Critics other than the run's own: one that is fitted to a fixed policy, and Monte Carlo values of lines."""
+import copy
+import dataclasses
+
+import torch
+
+import grpo
+import reward
+from run import batches, machine, optimizer
+from run.models import ScalarHead
+
+ROWS, EACH, RATE = 64, 4, 3e-4          # completions of a step of a fit, those of a problem, the peak learning rate
+
+
+def new_critic(agent):
+    """A separate critic, a copy of the policy."""
+    critic = ScalarHead(agent.policy.cfg.n_embd, copy.deepcopy(agent.policy)).requires_grad_(True)
+    critic.norm.requires_grad_(False)
+    return critic
+
+
+def critic_step(critic, opt, batch, returns, cfg):
+    """One optimizer step on the mean squared error to the returns (B, T)."""
+    for rows, T in batches.micro_batches(batch.ids, batch.mask, cfg.micro_tokens):
+        b = batch.select(rows, T)
+        value = critic(b.ids[:, :-1], b.mask[:, 1:])
+        error = torch.where(b.mask[:, 1:], value - returns[rows, 1:T], 0).square().sum() / batch.mask.sum()
+        error.backward()
+    optimizer.optimizer_step(opt, 1.0)
+
+
+def completed(agent, problems, n, each, rng):
+    """`each` completions of n problems, with their rewards, and the return of each token, relative to the baseline."""
+    batch = grpo.generate(agent, rng.sample(problems, n), machine.uniform(rng, n, each, agent.cfg.max_new))
+    outcome = dataclasses.replace(agent.cfg, supervision="outcome")
+    batch.reward, batch.ends = reward.of_steps(agent.task, batch, outcome, agent.encoding)
+    batch.reward = reward.at_the_limit(batch, agent.cfg.truncated_reward)
+    score, _ = grpo.step_scores(batch.reward, batch.ends, each, agent.cfg.baseline, "none")
+    return batch, score.sum(1, True).expand_as(batch.mask)
+
+
+def fit(critic, agent, problems, steps, rng):
+    """Fit a critic to the returns of the fixed policy's completions; in the second half the rate falls to 0."""
+    opt = optimizer.new_optimizer([critic], RATE)
+    for step in range(steps):
+        opt.param_groups[0]["lr"] = RATE * min(1, 2 - 2 * step / steps)
+        critic_step(critic, opt, *completed(agent, problems, ROWS // EACH, EACH, rng), agent.cfg)
+
+
+def line_values(agent, batch, rng, tries):
+    """Monte Carlo values of lines, and the credit of lines after VinePPO (arXiv 2410.01679): (value, advantage), both (B, T).
+    The value of a line's tokens is the mean reward of `tries` continuations from its beginning, for the first line that
+    of the group's other completions; the advantage is the value of the next line, or the reward after the last one, less
+    that of the line itself. Rewards are 0 and 1."""
+    cfg = agent.cfg
+    outcome = batch.reward.sum(1)
+    lines = dataclasses.replace(batch)
+    _, lines.ends = reward.of_steps(agent.task, batch, dataclasses.replace(cfg, supervision="process"), agent.encoding)
+    last = batches.last_tokens(batch.mask)
+    lines.reward = torch.where(last, outcome[:, None], 0.0)
+    after = reward.rollout_labels(grpo.complete, agent, lines, rng, tries)      # at the ends of lines
+    others = outcome.view(-1, cfg.group)
+    first = ((others.sum(1, True) - others) / (cfg.group - 1)).flatten()
+    value, advantage = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)
+    for row, (mask, ends) in enumerate(zip(batch.mask, lines.ends)):
+        begin, known = mask.nonzero()[0, 0].item(), first[row]
+        for end in ends.nonzero()[:, 0].tolist():
+            value[row, begin:end + 1], advantage[row, begin:end + 1] = known, after[row, end] - known
+            begin, known = end + 1, after[row, end]
+    return value, advantage

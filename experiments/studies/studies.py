@@ -1,0 +1,228 @@
+"""Three studies on tasks in which a critic and a reward model can learn. Each command makes the runs that are missing,
+then a table and figures:
+
+    python experiments/studies/studies.py rates                 # learning rates, on development maps
+    python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
+    python experiments/studies/studies.py critic --seeds 1 2    # only these seeds
+
+The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
+again, so delete what you want to repeat. All runs of a seed share its map and its warm start. A row is compared, seed
+by seed, with the first row of its part of the table.
+"""
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import statistics
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+import runs
+
+HERE = Path(__file__).parent
+SEEDS = {"rates": (101,)}                       # development maps; all other studies: 1 to 5
+SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_layer 2 --n_embd 128 --n_head 4 --warm_steps 800 "
+           "--warm_batch 64 --steps 300 --prompts 16 --group 16 --lr 1e-4 --kl none --adv_scale none --micro_tokens 16384 "
+           "--held_out 100 --samples 4 --eval_every 25").split()
+
+OWN = "--baseline value --critic separate --value_coef 1"
+FITTED = f"{OWN} --patch critic_fit=400"
+SHORT, LONG = "--difficulty 1 --max_new 25", "--difficulty 3 --max_new 97"
+FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "64 of 4": "--group 64 --prompts 4",
+            "own critic": OWN, "fitted critic": FITTED}
+
+# {study: {part: {row: flags}}}. The first row of a part is what the others are compared with.
+STUDIES = {
+    "rates": {name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
+    "critic": {
+        "baselines": {
+            "group": "", "group, divided by its std (GRPO)": "--adv_scale group", "leave-one-out": "--baseline leave-one-out",
+            "none": "--baseline none", "none, rewards of -1 and 1": "--baseline none --patch wrong=-1"},
+        "critics": {
+            "group": "", "shared critic": "--baseline value", "own critic": OWN, "own critic, lambda 1": f"{OWN} --lam 1",
+            "own critic, 3 times the rate": f"{OWN} --patch critic_lr=3", "fitted critic": FITTED,
+            "fitted critic, lambda 1": f"{FITTED} --lam 1", "group and fitted critic": f"{FITTED} --baseline group+value",
+            "PPO as published": "--algo ppo --kl none --adv_scale batch"},
+        "values of lines, 100 steps": {
+            "group": "--steps 100", "fitted critic": f"{FITTED} --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100",
+            "16 continuations": "--baseline none --patch vine=16 --steps 100"},
+        "sizes of groups": {
+            "16 of 16": "", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64", "64 of 4": "--group 64 --prompts 4",
+            "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"},
+        "6 lines": {"group": SHORT, "fitted critic": f"{FITTED} {SHORT}", "own critic": f"{OWN} {SHORT}"},
+        "24 lines": {"group": LONG, "none": f"--baseline none {LONG}", "fitted critic": f"{FITTED} {LONG}", "own critic": f"{OWN} {LONG}"},
+    },
+}
+
+
+# ---------------------------------------------------------------------------------------- the runs
+
+def answers(study):
+    """The file with the results of a study."""
+    return HERE / "answers" / f"{study}.json"
+
+
+def flags_of(row):
+    """All flags of a row."""
+    return [*SETTING, *row.split()]
+
+
+def rows_of(study):
+    """{flags: where it stands}: each set of flags once, although it may be a row of several parts."""
+    return {row: f"{part}: {name}" for part, rows in STUDIES[study].items() for name, row in rows.items()}
+
+
+def load(study):
+    """The results of a study so far: {flags: {seed: summary}}, and of which machine and versions."""
+    return json.loads(answers(study).read_text()) if answers(study).exists() else {"setting": " ".join(SETTING), "runs": {}}
+
+
+def write(study, found):
+    """Write the results of a study, a line for each run."""
+    head = json.dumps({name: x for name, x in found.items() if name != "runs"}, indent=1)
+    parts = []
+    for flags, of_seeds in found["runs"].items():
+        each = ",\n   ".join(f"{json.dumps(seed)}: {json.dumps(run)}" for seed, run in sorted(of_seeds.items()))
+        parts.append(f"  {json.dumps(flags)}: {{\n   {each}\n  }}")
+    text = head[:-2] + ',\n "runs": {\n' + ",\n".join(parts) + "\n }\n}\n"
+    answers(study).write_text(text)
+
+
+def commit():
+    """The commit that the code is of."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+
+
+def make(study, seeds, out):
+    """Make the runs of a study that are missing, a seed after the other; each is written when it is finished."""
+    found = load(study)
+    if found["setting"] != " ".join(SETTING):
+        raise SystemExit(f"{answers(study)} is of another setting: move it away")
+    jobs = [(row, seed) for seed in seeds for row in rows_of(study) if str(seed) not in found["runs"].get(row, {})]
+    about = runs.about() | {"commit": commit()}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {pool.submit(runs.run, flags_of(row), seed, out): (row, seed) for row, seed in jobs}
+        for n, job in enumerate(concurrent.futures.as_completed(waiting)):
+            row, seed = waiting[job]
+            if job.exception():
+                print(f"{row}, seed {seed}: {job.exception()}", flush=True)
+                continue
+            found["runs"].setdefault(row, {})[str(seed)] = summary(job.result()) | {"about": about}
+            write(study, found)
+            print(f"{n + 1} of {len(jobs)}: {rows_of(study)[row]}, seed {seed}", flush=True)
+    return found
+
+
+def summary(result):
+    """What tables and figures need of one run."""
+    def last_quarter(name):
+        """The mean of a metric over the last quarter of the steps."""
+        x = [n for n in result["steps"].get(name, [])[-max(1, len(result["steps"].get(name, [])) // 4):] if n is not None]
+        return float(f"{statistics.mean(x):.4g}") if x else None
+    final, start = result["final"], result["start"]
+    found = {"greedy": final["greedy"], "pass@1": final["pass@1"], "pass@8": final["pass@8"], "maj@8": final["maj@8"],
+             "pass@1 at 0.5": result["final at 0.5"]["pass@1"], "kl": float(f"{result['kl']:.4g}"),
+             "before": {"greedy": start["greedy"], "pass@1": start["pass@1"], "pass@8": start["pass@8"],
+                        "pass@1 at 0.5": result["start at 0.5"]["pass@1"], "entropy": result["steps"]["entropy"][0]},
+             **{name: last_quarter(name) for name in ("entropy", "length", "explained_variance", "dead_groups")},
+             "tokens": result["points"][-1]["tokens"], "seconds": result["points"][-1]["seconds"], "label tokens": result["label tokens"],
+             "points": result["points"], "quality": result.get("quality")}
+    known = result["steps"].get("explained_variance")
+    if known:
+        found["explained"] = [float(f"{statistics.mean(part):.3g}") if (part := [x for x in known[i:i + 25] if x is not None]) else None
+                              for i in range(0, len(known), 25)]
+    return found
+
+
+# -------------------------------------------------------------------------------------- statistics
+
+def p_value(x):
+    """Of the mean of paired differences, two-sided, by Student's t distribution."""
+    n, spread = len(x), statistics.stdev(x)
+    t = abs(statistics.mean(x)) / (spread / n ** 0.5) if spread else math.inf
+    angle = np.linspace(math.atan(t / (n - 1) ** 0.5), math.pi / 2, 10001)         # t = sqrt(n - 1) tan(angle)
+    density = np.cos(angle) ** (n - 2)
+    whole = np.linspace(0, math.pi / 2, 10001)
+    return float(np.trapezoid(density, angle) / np.trapezoid(np.cos(whole) ** (n - 2), whole))
+
+
+def holm(p):
+    """p-values corrected for their number (Holm 1979), in their order."""
+    order, found, largest = sorted(range(len(p)), key=lambda i: p[i]), [0.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
+        found[i] = largest
+    return found
+
+
+def differences(row, base, measure):
+    """The paired differences of a measure to another row in points, of the seeds that both have."""
+    return [100 * (row[seed][measure] - base[seed][measure]) for seed in sorted(row) if seed in base]
+
+
+def compared(study, found, measure):
+    """{(part, row): (mean difference, low, high, corrected p)} for the rows that are compared with the first of their part;
+    those with a single seed have no interval."""
+    known = {}
+    for part, rows in STUDIES[study].items():
+        base, *others = [(name, found["runs"].get(row, {})) for name, row in rows.items()]
+        for name, row in others:
+            x = differences(row, base[1], measure)
+            if len(x) > 1:
+                known[part, name] = (statistics.mean(x), *runs.interval(x), p_value(x))
+    corrected = holm([x[3] for x in known.values()])
+    return {key: (*x[:3], p) for (key, x), p in zip(known.items(), corrected)}
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+COLUMNS = (("greedy", "greedy", ".1%", 1), ("pass@1", "pass@1", ".1%", 1), ("at 0.5", "pass@1 at 0.5", ".1%", 1), ("pass@8", "pass@8", ".1%", 1),
+           ("entropy", "entropy", ".3f", 1), ("explained", "explained_variance", ".2f", 1), ("million tokens", "tokens", ".2f", 1e6),
+           ("seconds", "seconds", ".0f", 1))
+
+
+def lines(study, found):
+    """The lines of a study's table: medians over the seeds, and the mean paired differences of greedy accuracy and pass@1
+    with their 95 % intervals, in bold where Holm's p is below 0.05."""
+    of = {name: compared(study, found, name) for name in ("greedy", "pass@1")}
+    titles = [title for title, *_ in COLUMNS]
+    yield "| | seeds | " + " | ".join(titles[:1] + ["difference"] + titles[1:2] + ["difference"] + titles[2:]) + " |"
+    yield "|---" * (len(titles) + 4) + "|"
+    for part, rows in STUDIES[study].items():
+        yield f"| *{part}* |" + " |" * (len(titles) + 3)
+        for name, flags in rows.items():
+            row = found["runs"].get(flags, {})
+            cells = [str(len(row))]
+            for title, key, form, unit in COLUMNS:
+                x = [run[key] for run in row.values() if run.get(key) is not None]
+                cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
+                if key in of:
+                    cells.append(difference(of[key].get((part, name))))
+            yield f"| {name} | {' | '.join(cells)} |"
+
+
+def difference(x):
+    """A cell of a table: a difference with its interval, in bold if it holds after correction."""
+    if x is None:
+        return ""
+    text = f"{x[0]:+.1f} ({x[1]:+.1f} to {x[2]:+.1f})"
+    return f"**{text}**" if x[3] < 0.05 else text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="+", choices=STUDIES)
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--out", type=Path, default=Path("out/studies"))
+    parser.add_argument("--table", action="store_true", help="only the table of what is there")
+    args = parser.parse_args()
+    for study in args.studies:
+        found = load(study) if args.table else make(study, args.seeds or SEEDS.get(study, (1, 2, 3, 4, 5)), args.out.resolve())
+        print("\n".join(lines(study, found)))
+
+
+if __name__ == "__main__":
+    main()

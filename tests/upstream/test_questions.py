@@ -34,7 +34,7 @@ def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
     for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (grpo.shard, "copy_weights"),
-                         (reward, "fit"), (grpo.agents, "new_agent")):
+                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (grpo.agents, "new_agent")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
 
@@ -313,13 +313,46 @@ def test_what_a_critic_explains_is_measured_against_the_returns_themselves():
 
 
 def test_what_a_reward_model_costs_is_counted_where_it_is_fitted():
-    cfg = grpo.make_config(steps=2, iterations=2, prompts=1, group=2)
-    metrics = [{"step": 0, "pass@1": 0.1}, *({"step": n, "length": 5.0, "seconds": 1.0} for n in (1, 2, 3, 4))]
-    metrics[2]["pass@1"], metrics[4]["pass@1"] = 0.2, 0.3
-    found = [tuple(p.values()) for p in runs.points_of(metrics, [(100, 3.0), (50, 2.0)], cfg)]
-    assert found == [(0, 0.0, 0.0, 0.1), (0, 100.0, 3.0, 0.1), (2, 120.0, 5.0, 0.2), (2, 170.0, 7.0, 0.2), (4, 190.0, 9.0, 0.3)]
-    assert len(runs.points_of(metrics, [(0, 0.0), (0, 0.0)], cfg)) == 3
-    assert [p["tokens"] for p in runs.points_of(metrics, [(100, 3.0)], cfg)] == [0, 100, 120, 140]      # --patch refit=never
+    results = {step: {"pass@1": x, "greedy": 2 * x} for step, x in ((0, 0.1), (2, 0.2), (4, 0.3))}
+    metrics = [{"step": n, "length": 5.0} | results.get(n, {}) for n in range(5)]
+    spent = [(0, 100, 3.0), (1, 110, 4.0), (2, 120, 5.0), (2, 170, 7.0), (3, 180, 8.0), (4, 190, 9.0)]
+    found = runs.points_of(metrics, spent)
+    assert [tuple(p.values())[:4] for p in found] == [(0, 0, 0.0, 0.1), (0, 100, 3.0, 0.1), (2, 120, 5.0, 0.2), (2, 170, 7.0, 0.2), (4, 190, 9.0, 0.3)]
+    assert [p["greedy"] for p in found] == [0.2, 0.2, 0.4, 0.4, 0.6]
+    free = [(0, 0, 0.5), (1, 10, 1.0), (2, 20, 2.0), (2, 20, 2.5), (3, 30, 3.0), (4, 40, 4.0)]     # an iteration that fits nothing
+    assert [p["tokens"] for p in runs.points_of(metrics, free)] == [0, 20, 40]
+
+
+def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
+    """By the masks of a run's samples: a fit's, a critic's, the rollouts'."""
+    cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--fit_prompts", "10", "--choices", "2", "--iterations", "2",
+                        "--steps", "1", "--out", str(tmp_path)])
+    drawn, inside, sample = [], [], grpo.sample
+    real = {name: getattr(grpo, name) for name in ("begin_iteration", "train_step")}
+
+    def counting(*given):
+        """`sample`."""
+        batch = sample(*given)
+        drawn.append((inside[-1] if inside else "evaluation", int(batch.mask.sum())))
+        return batch
+
+    def within(name):
+        """A function that says where it is."""
+        def call(*given):
+            inside.append(name)
+            found = real[name](*given)
+            inside.pop()
+            return found
+        return call
+    grpo.sample = counting
+    for name in real:
+        setattr(grpo, name, within(name))
+    watch = runs.Watch()
+    grpo.train(cfg)
+    tokens = {name: sum(n for where, n in drawn if where == name) for name in ("begin_iteration", "train_step", "evaluation")}
+    assert watch.tokens == tokens["begin_iteration"] + tokens["train_step"] and tokens["evaluation"] > 0
+    assert watch.label_tokens == tokens["begin_iteration"] and [step for step, *_ in watch.spent] == [0, 1, 1, 2]
+    assert watch.spent == sorted(watch.spent) and watch.spent[-1][1] == watch.tokens
 
 
 def test_the_quality_of_a_reward_of_steps(monkeypatch):

@@ -1,0 +1,215 @@
+"""The studies of experiments/studies/studies.py: rows, critics, values of lines, statistics, tables."""
+import dataclasses
+import json
+import random
+import statistics
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+
+sys.path.insert(0, str(ROOT / "experiments" / "studies"))
+import critics  # noqa: E402
+import grpo  # noqa: E402
+import mines  # noqa: E402
+import reward  # noqa: E402
+import runs  # noqa: E402
+import studies  # noqa: E402
+from data.tokenizer import byte_encoding  # noqa: E402
+from run import agents, batches, machine  # noqa: E402
+
+SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 --prompts 4 --group 2 "
+         "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Tasks are paths from there; what a patch changes is put back."""
+    monkeypatch.chdir(ROOT)
+    for module, name in ((grpo, "begin_iteration"), (grpo, "train_step"), (grpo, "rollout"), (grpo, "sample"), (grpo, "advantages"),
+                         (reward, "of_steps"), (grpo.agents, "new_agent")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+@pytest.mark.parametrize("study", studies.STUDIES)
+def test_the_rows_of_a_study_can_run_and_differ(study):
+    found = {row: runs.read(studies.flags_of(row)) for row in studies.rows_of(study)}
+    assert len({json.dumps([vars(cfg), patches]) for cfg, patches in found.values()}) == len(found) > 1
+    for cfg, patches in found.values():
+        assert cfg.prompts * cfg.group == 256 and cfg.max_new == 4 * 3 * 2 ** cfg.difficulty + 1 and cfg.kl == "none"
+        assert all(patch.split("=")[0] in runs.PATCHES for patch in patches)
+        assert "critic_fit" not in str(patches) or cfg.critic == "separate"
+
+
+@pytest.mark.parametrize("flags", [[], "--baseline value --critic separate --patch critic_fit=3 --lam 1".split(),
+                                   "--baseline none --patch vine=2 --patch wrong=0".split()], ids=str)
+def test_a_run_and_what_is_kept_of_it(flags, tmp_path):
+    """All of a run's child, but that it is a process of its own."""
+    runs.child([*studies.SETTING, *SMALL, *flags, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "result.json").read_text())
+    run = studies.summary(result)
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [p["pass@1"] for p in run["points"]] == [m["pass@1"] for m in metrics if "pass@1" in m][:1] * (len(run["points"]) - 2) + [
+        m["pass@1"] for m in metrics[1:]]
+    own = [(m["length"] * 8) for m in metrics[1:]]
+    assert run["tokens"] == pytest.approx(sum(own)) if not flags else run["tokens"] > sum(own)
+    assert (run["label tokens"] > 0) == ("critic_fit=3" in flags) == (len(run["points"]) == 4)
+    assert len(result["steps"].get("explained_variance", [])) == (2 if flags else 0) and 0 <= run["pass@1 at 0.5"] <= 1
+    assert run["before"]["entropy"] == pytest.approx(metrics[1]["entropy"]) and run["before"]["greedy"] >= 0
+
+
+def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
+    """Prompts whose completions are right and others whose are wrong: it tells them apart before the first step."""
+    task = SimpleNamespace(reward=lambda problem, text: {"correct": float(problem.prompt < "m")})
+    problems = [SimpleNamespace(prompt=c + d) for c in "abcdefnopqrs" for d in "xyz"]
+    cfg = grpo.make_config(task="arithmetic", max_new=4, prompts=2, group=2, baseline="value", critic="separate", kl="none", device="cpu", truncated_reward=1.0)
+    agent = agents.new_agent(cfg, task, byte_encoding(), tiny_model())
+    monkeypatch.setattr(grpo, "begin_iteration", lambda agent, problems, iteration: {"began": iteration})
+    monkeypatch.setattr(critics, "RATE", 3e-3)
+    monkeypatch.setattr(reward, "rule_components", lambda task, batch: {
+        "correct": torch.tensor([float(p.prompt < "m") for p in batch.problems])})
+    monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (
+        torch.where(batches.last_tokens(batch.mask), batch.components["correct"][:, None], 0), batches.last_tokens(batch.mask)))
+    runs.patch_critic_fit("60")
+    assert grpo.begin_iteration(agent, problems, 0) == {"began": 0}
+    batch = grpo.generate(agent, problems, machine.uniform(random.Random(0), len(problems), 1, 4))
+    value = batches.logps(agent.policy, batch, cfg, agent.critic)[1]
+    of_row = (value * batch.mask).sum(1) / batch.mask.sum(1)
+    right = torch.tensor([p.prompt < "m" for p in problems])
+    assert (of_row[right] - 1).abs().max() < 0.3 and of_row[~right].abs().max() < 0.3
+    before = [p.clone() for p in agent.critic.parameters()]
+    grpo.begin_iteration(agent, problems, 1)            # only before the first
+    assert all(torch.equal(p, q) for p, q in zip(agent.critic.parameters(), before))
+
+
+def test_a_critic_learns_returns_relative_to_the_groups():
+    cfg = grpo.make_config(task="experiments/studies/mines.py", baseline="group+value", max_new=9, group=2, prompts=2, device="cpu")
+    agent = agents.new_agent(cfg, mines, byte_encoding(), tiny_model())
+    problems = mines.problems(cfg)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mines, "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2)})
+        batch, returns = critics.completed(agent, problems, 3, 4, random.Random(0))
+        wide, plain = critics.completed(dataclasses.replace(agent, cfg=dataclasses.replace(cfg, baseline="value")), problems, 3, 4, random.Random(0))
+    outcome = batch.reward.sum(1).view(3, 4)
+    assert torch.equal(returns[:, 0].view(3, 4), outcome - outcome.mean(1, keepdim=True)) and torch.equal(wide.ids, batch.ids)
+    assert torch.equal(plain[:, 0], batch.reward.sum(1)) and returns.shape == batch.mask.shape
+
+
+def test_values_of_lines_by_hand(monkeypatch):
+    """Two completions of two lines and one of a single line; how often a continuation is right is told beforehand."""
+    texts, share = ["R21\nR31", "D12\nU11", "R21"], {(0, 0): 0.5, (1, 0): 0.25}
+    encoding, T = byte_encoding(), 16
+    rows = [encoding.encode_ordinary("11>31:" + text) + [256] for text in texts]
+    ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+    at, n = torch.arange(T), torch.tensor([[len(row)] for row in rows])
+    mask = (at >= 6) & (at < n)
+    problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset())
+    batch = grpo.Batch(ids, mask, torch.ones(3).bool(), torch.zeros(3, T), torch.full((3,), 6), problems=[problem] * 3, texts=texts,
+                       components={"correct": torch.tensor([1.0, 0.0, 0.0])})
+    batch.ends = batches.last_tokens(mask)
+    batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0]]), 0)
+    kept = batch.reward.clone(), batch.ends.clone()
+
+    def labels(complete, agent, lines, rng, tries):
+        """The shares, at the ends of the lines but the last."""
+        found = lines.reward.clone()
+        for row, ends in enumerate(lines.ends):
+            for line, end in enumerate(ends.nonzero()[:-1, 0].tolist()):
+                found[row, end] = share[row, line]
+        return found
+    monkeypatch.setattr(reward, "rollout_labels", labels)
+    agent = SimpleNamespace(cfg=grpo.make_config(task="arithmetic", group=3), task=mines, encoding=encoding)
+    value, advantage = critics.line_values(agent, batch, None, 4)
+    # Rows begin at the mean of the two others: 0, 0.5, 0.5. A line is its characters and the newline; the last one, the end.
+    want = [([0.0] * 4 + [0.5] * 4, [0.5] * 4 + [0.5] * 4), ([0.5] * 4 + [0.25] * 4, [-0.25] * 4 + [-0.25] * 4), ([0.5] * 4, [-0.5] * 4)]
+    for row, (values, credits) in enumerate(want):
+        assert value[row, 6:6 + len(values)].tolist() == values and advantage[row, 6:6 + len(values)].tolist() == credits
+    assert value[~mask].abs().sum() == advantage[~mask].abs().sum() == 0
+    assert torch.equal(batch.reward, kept[0]) and torch.equal(batch.ends, kept[1])
+
+
+def test_the_share_of_variance_that_values_explain():
+    got = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert runs.explained(got, got) == 1 and runs.explained(got, got * 0 + 0.3) == pytest.approx(0, abs=1e-6)
+    assert runs.explained(got, 0.5 * got) == pytest.approx(0.75) and runs.explained(got * 0, got) is None
+
+
+def test_wrong_completions_may_cost_something(monkeypatch):
+    ends = torch.tensor([[False, True, True], [False, False, True]])
+    monkeypatch.setattr(reward, "of_steps", lambda *given: (torch.tensor([[0.0, 1, 0], [0, 0, 1]]), ends))
+    runs.patch_wrong("-1")
+    found, same = reward.of_steps(None, None, None, None)
+    assert found.tolist() == [[0, 1, -1], [0, 0, 1]] and same is ends
+
+
+def test_values_of_lines_take_the_place_of_advantages(monkeypatch):
+    made = SimpleNamespace(reward=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), mask=torch.ones(2, 2).bool(), adv=None, value=None)
+    monkeypatch.setattr(grpo, "rollout", lambda *given: (made, {"reward": 0.5}))
+    monkeypatch.setattr(critics, "line_values", lambda agent, batch, rng, tries: (torch.tensor([[0.5, 1.0], [0.5, 0.0]]), torch.full((2, 2), tries)))
+    runs.patch_vine("7")
+    batch, stats = grpo.rollout(None, None, None)
+    assert batch.adv.unique().tolist() == [7] and batch.value is None
+    assert stats == {"reward": 0.5, "explained_variance": pytest.approx(1 - (0.5 ** 2 * 2 / 3) / (1 / 3))}
+
+
+# --------------------------------------------------------------------------------- numbers and tables
+
+def test_p_values_and_their_correction():
+    """Of three numbers in closed form; at the quantiles of a table; Holm's by hand."""
+    x = [-0.1, 0.3, 0.2]
+    t = statistics.mean(x) / statistics.stdev(x) * 3 ** 0.5
+    assert studies.p_value(x) == studies.p_value([-n for n in x]) == pytest.approx(1 - t / (2 + t * t) ** 0.5, abs=1e-6)
+    for n, quantile in runs.STUDENT.items():
+        x = [(-1) ** i + (i == n - 1 and n % 2) for i in range(n)]          # with mean 0, then moved
+        x = [a - statistics.mean(x) for a in x]
+        assert studies.p_value([a + quantile * statistics.stdev(x) / n ** 0.5 for a in x]) == pytest.approx(0.05, abs=1e-4), n
+    assert studies.p_value([2.0, 2.0]) == pytest.approx(0, abs=1e-4) and studies.p_value([1.0, -1.0, 0.5, -0.5]) == pytest.approx(1)
+    assert studies.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02]) and studies.holm([0.9, 0.8]) == [1, 1]
+
+
+def run_of(x, y=None):
+    point = {"step": 4, "tokens": 5e6, "seconds": 30.0, "pass@1": x}
+    return {"greedy": x + 0.1 if y is None else y, "pass@1": x, "pass@8": 0.9, "maj@8": 0.5, "pass@1 at 0.5": 0.7, "entropy": 0.1, "explained_variance": None,
+            "tokens": 5e6, "seconds": 30.0, "points": [point]}
+
+
+def test_a_table_compares_rows_seed_by_seed(monkeypatch):
+    monkeypatch.setitem(studies.STUDIES, "toy", {"one": {"base": "", "other": "--lr 1"}, "two": {"base again": "", "third": "--lr 2"}})
+    found = {"runs": {"": {"1": run_of(0.2), "2": run_of(0.3), "3": run_of(0.1)},
+                      "--lr 1": {"1": run_of(0.4), "2": run_of(0.51), "3": run_of(0.29)}, "--lr 2": {"2": run_of(0.35)}}}
+    got = studies.compared("toy", found, "pass@1")
+    assert [*got] == [("one", "other")] and got["one", "other"][:3] == pytest.approx((20.0, *runs.interval([20.0, 21.0, 19.0])))
+    table = [*studies.lines("toy", found)]
+    assert table[0].count("|") == table[1].count("|") == table[3].count("|")
+    assert table[3].startswith("| base | 3 | 30.0% |  | 20.0% |  | 70.0% | 90.0% | 0.100 |  | 5.00 | 30 |")
+    assert table[4].startswith("| other | 3 | 50.0% | **+20.0 (+17.5 to +22.5)** | 40.0% | **+20.0 (+17.5 to +22.5)** |")
+    assert table[7].startswith("| third | 1 | 45.0% |  | 35.0% |  |") and table[5].startswith("| *two* |")
+
+
+def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(studies, "HERE", tmp_path)
+    (tmp_path / "answers").mkdir()
+    monkeypatch.setitem(studies.STUDIES, "toy", {"one": {"base": "", "other": "--lr 1"}, "two": {"base again": ""}})
+    monkeypatch.setattr(studies, "summary", lambda result: dict(result))
+    monkeypatch.setattr(studies, "commit", lambda: "abc")
+
+    def run(flags, seed, out):
+        """Makes a note."""
+        made.append((flags[len(studies.SETTING):], seed))
+        if seed == 3:
+            raise RuntimeError("failed")
+        return run_of(seed / 10)
+    monkeypatch.setattr(runs, "run", run)
+    studies.make("toy", [1, 2], tmp_path)
+    assert sorted(made) == [([], 1), ([], 2), (["--lr", "1"], 1), (["--lr", "1"], 2)]
+    made.clear()
+    found = studies.make("toy", [1, 2, 3], tmp_path)
+    assert sorted(made) == [([], 3), (["--lr", "1"], 3)] and found == studies.load("toy")
+    assert {flags: [*of] for flags, of in found["runs"].items()} == {"": ["1", "2"], "--lr 1": ["1", "2"]}
+    assert found["runs"][""]["1"]["about"]["commit"] == "abc"
+    monkeypatch.setattr(studies, "SETTING", ["--lr", "9"])
+    with pytest.raises(SystemExit, match="another setting"):
+        studies.make("toy", [1], tmp_path)

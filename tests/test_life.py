@@ -180,6 +180,45 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
     assert metrics(tmp_path / "run")[-1]["step"] == 2
 
 
+def test_what_a_run_tells(run, capsys):
+    """Each line that stands for a number in metrics.jsonl, in its place; the page at the end is of the whole run."""
+    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model", "--fit_prompts", 10, "--choices", 2)
+    said = [line for line in capsys.readouterr().out.splitlines()
+            if not line.startswith((" ", "note", "memory", "warm start", "reward model 1/"))]
+    results = metrics(out)
+
+    def shares(m):
+        return "  ".join(f"{name} {m[name]:.1%}" for name in ("greedy", "pass@1", "pass@2", "maj@2"))
+
+    def told(m):
+        return f"reward model  held out: accuracy {m['rm_accuracy']:.1%}  calibration error {m['rm_error']:.3f}"
+    assert said[0] == "the warm start comes first, then 2 steps of RL"
+    assert said[1].endswith(" on cpu in float32; 30 problems, 6 held out; 3 x 4 rows a step, --lr 0.005")
+    assert said[2::3][:3] == [f"step {m['step']}  held out: {shares(m)}" for m in results]
+    assert said[3::3][:2] == [told(m) for m in results[1:]]
+    assert [line.split("  accuracy")[0] for line in said[4::3][:2]] == [f"step {m['step']}/2  reward {m['reward']:.3f}" for m in results[1:]]
+    assert said[9] == f"curves, and completions token by token: {out / 'report.html'}" and "ask it: python grpo.py --task" in said[10] and len(said) == 11
+    page = (out / "report.html").read_text()
+    assert f'"rm_error":{results[-1]["rm_error"]}' in page
+
+
+def test_a_model_is_asked_for_what_it_is_surest_of(run):
+    """Token by token, up to the end or to as many as there may be."""
+    out = run("run", "--steps", 1)
+    cfg = checkpoint.load(out, Config)[0]
+    cfg = dataclasses.replace(cfg, init=str(out))
+    agent = grpo.agents.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.models.trained_model(cfg))
+    lengths = []
+    for question in ("ab=", "fc=", "q"):
+        ids = prompt = agent.encoding.encode_prompt(question)
+        while len(ids) < len(prompt) + cfg.max_new and ids[-1] not in agent.encoding.stop:
+            best = (agent.policy(torch.tensor([ids]))[0, -1] @ agent.policy.embed_tokens.weight.T).argmax().item()
+            ids = [*ids, best]
+        assert grpo.ask(agent, question) == grpo.tokenizer.decode(agent.encoding, ids).removesuffix("<|endoftext|>")
+        lengths.append(len(ids) - len(prompt))
+    assert max(lengths) == cfg.max_new
+
+
 # ---------------------------------------------------------------------------------- several iterations
 
 KILLS = [1, 2, 3, 4]

@@ -202,7 +202,7 @@ def test_what_a_run_tells(run, capsys):
     assert f'"rm_error":{results[-1]["rm_error"]}' in page
 
 
-def test_a_model_is_asked_for_what_it_is_surest_of(run):
+def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
     """Token by token, up to the end or to as many as there may be."""
     out = run("run", "--steps", 1)
     cfg = checkpoint.load(out, Config)[0]
@@ -217,6 +217,9 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run):
         assert grpo.ask(agent, question) == grpo.tokenizer.decode(agent.encoding, ids).removesuffix("<|endoftext|>")
         lengths.append(len(ids) - len(prompt))
     assert max(lengths) == cfg.max_new
+    capsys.readouterr()
+    main(["--ask", "ab=", "--task", cfg.task, "--init", str(out)])          # with the settings of the run
+    assert capsys.readouterr().out == grpo.ask(agent, "ab=") + "\n" and lengths[0] <= cfg.max_new < Config.max_new
 
 
 # ---------------------------------------------------------------------------------- several iterations

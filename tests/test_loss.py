@@ -143,6 +143,13 @@ def test_a_row_without_tokens_leaves_the_ratios_of_the_others_alone():
     assert stats["clip_share"] == 0
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_the_ratio_of_a_completion_of_one_token_is_the_tokens(ratio):
+    on, cfg = torch.tensor([[False, True]]), Config(ratio=ratio, kl="none", clip_high=0.2)
+    loss, _ = policy_loss(torch.tensor([[9.0, math.log(1.1)]]), torch.zeros(1, 2), None, torch.ones(1, 2), on, on / 1, 1, cfg, 0.0)
+    assert loss.item() == pytest.approx(-1.1)
+
+
 # ---------------------------------------------------------------------------------------- loss
 
 def one(ratio, adv, beta=0.0, ref=None):

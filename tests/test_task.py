@@ -355,7 +355,7 @@ def answered(x, thought=""):
 
 @pytest.mark.parametrize("text, number", [
     ("18", 18), ("$1,080.", 1080), ("-5", -5), ("\u22125", -5), ("1,234,567 dollars", 1234567),
-    ("3.50", Fraction(7, 2)), (r"\boxed{42}", 42), (r"$\boxed{1{,}080}$", 1080), ("70%", 70), ("18.0", 18),
+    ("3.50", Fraction(7, 2)), (r"\boxed{42}", 42), (r"$\boxed{1{,}080}$", 1080), (r"\boxed{ 42 }", 42), ("70%", 70), ("18.0", 18),
     ("$-3", -3), ("-$3", -3), ("12 eggs.", 12), (".5", Fraction(1, 2)), ("$.50", Fraction(1, 2)), ("007", 7),
     ("5 quarters", 5), ("5 points", 5), ("5 m", 5), ("1 canteen", 1), ("5 millionaires", 5)])
 def test_one_number(text, number):
@@ -382,9 +382,9 @@ def test_lines_with_equations_are_steps():
     """What cannot be checked is no step: filler earns nothing."""
     true = ["48/2 = 24 clips.", "So 12 x $0.25 = $3.00", "1,000 + 80 = 1080.", "2 + 2 = 4 and 4 * 2 = 8",
             "20 \u2212 13 = 7", ".5*4=2", "10/3 = 3.33", "2*3-1 = 5"]
-    false = ["48/2 = 25 clips.", "2 + 2 = 4 and 4 * 2 = 9", "12 x 2 = 25 pages", "1+1=2, 2+2=5", "10/3 = 3.34"]
+    false = ["48/2 = 25 clips.", "3 \u00d7 4 = 13", "3x4=13", "20 \u2212 13 = 6", "20\u201313 = 6", "$2 + $3 = $6", "9-4 = 3", "2 + 2 = 4 and 4 * 2 = 9", "12 x 2 = 25 pages", "1+1=2, 2+2=5", "10/3 = 3.34"]
     free = ["she had 3 left", "x = 5", "237 potatoes - 60 = 177 cucumbers", "Half of 48 = 24", "2/3 of 9 = 6",
-            "20% of 50 = 10", "1=1", "", "3 times 4 = 12", "foo = bar"]
+            "20% of 50 = 10", "1=1", "", "3 times 4 = 12", "foo = bar", "in all: -3+4 = 7"]
     for line in free:
         assert steps(None, line + "\n1+1=2") == [(len(line) + 6, True)]
     found = steps(None, "\n".join(true + false))
@@ -474,6 +474,8 @@ def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many
 def test_gsm8k(tmp_path):
     train, test = gsm8k.problems(gsm8k_files(tmp_path))
     assert train == test and [p.answer for p in train] == ["4", "1080"]
+    spaced = gsm8k.problem_of({"question": " How many?\n", "answer": " 1+1=2 \n#### 2"})
+    assert spaced.prompt == gsm8k.PROMPT.format("How many?") and spaced.solution == "1+1=2"
     assert "Two and 2?" in train[0].prompt and train[0].solution == "2+2 = <<2+2=4>>4"
     for p in train:
         shown = gsm8k.demonstration(p, random)
@@ -550,6 +552,8 @@ def test_countdown(difficulty):
     used, targets = {n for p in train for n in p.numbers}, {p.target for p in train}
     assert used == {*range(1, 100)} and targets == {*range(10, 100)}
     for p in train[:100]:
+        *shown, target = map(int, re.findall(r"[0-9]+", p.prompt.partition(".")[0]))
+        assert sorted(shown) == sorted(p.numbers) and target == p.target
         assert countdown.reward(p, countdown.demonstration(p, random)) == {"correct": 1.0, "format": 0.1}
         assert all(truth for _, truth in countdown.steps(p, countdown.demonstration(p, random)))
 

@@ -16,6 +16,7 @@ runs in the processes that tests/test_ranks.py starts, which are not watched.
 """
 import ast
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -62,7 +63,7 @@ def operators():
             yield short, cosmic_ray.plugins.get_operator(name)()
 
 
-SYMMETRIC = "max min maximum minimum transpose".split()
+SYMMETRIC = "max min maximum minimum transpose rng".split()
 CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs copy strip lower any all flatten".split()
 
 
@@ -262,11 +263,18 @@ def reach():
     return json.loads(kept.read_text())
 
 
+@functools.cache
+def naming(module):
+    """The two test files that name a module most often."""
+    count = {path.name: len(re.findall(rf"\b{module}\b", path.read_text())) for path in ROOT.glob("tests/test_*.py")}
+    return tuple(sorted(count, key=count.get)[-2:])
+
+
 def tests_of(change, known, caught=(), budget=BUDGET):
     """The tests for a mutation, as many as fit into `budget` seconds: those that reach it, or, if only an
     import or another process does, those that reach its file and all quick ones. First come those that caught
-    mutations nearby, then those that reach few lines, as they check the most closely; of those that reach many,
-    the ones that caught the most."""
+    mutations nearby, then those of the two test files that name its module most often, then those that reach few lines, as they check
+    the most closely; of those that reach many, the ones that caught the most."""
     lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
     before = Counter(r["caught"] for r in caught)
     near = {r["caught"] for r in caught
@@ -275,10 +283,12 @@ def tests_of(change, known, caught=(), budget=BUDGET):
     quick = {test for test, s in seconds.items() if s < 0.1}
     tests = tests or quick | {test for some in lines.values() for test in some}
 
+    own = naming(Path(change["file"]).stem)
+
     def promise(test):
         """The sort key: the most promising test first."""
         name, reached = test.removeprefix("tests/"), known["reached"].get(test, 0)
-        return (name not in near, min(reached, 300) // 10 + 5 * seconds[test] // 1,
+        return (name not in near, not name.startswith(own), min(reached, 300) // 10 + 5 * seconds[test] // 1,
                 -before[name] / (0.1 + seconds[test]), test)
     order = sorted(tests, key=promise)
     spent = itertools.accumulate(seconds[t] for t in order)

@@ -30,6 +30,7 @@ from run import agents, batches, models  # noqa: E402
 
 TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
+CHOICES = 16                            # completions of a problem that is labelled: there are 3,000 problems
 
 
 def first_policy(seed, out):
@@ -63,7 +64,7 @@ def explained(agent, critic, problems, n, tries, rng):
 
 def reward_model_auc(agent, problems, held_out, prompts, rng):
     """The AUC on fresh completions of a reward model of lines, fitted on labels of `prompts` problems."""
-    cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process", fit_prompts=prompts)
+    cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process", fit_prompts=prompts, choices=CHOICES)
     fitted = agents.new_agent(cfg, agent.task, agent.encoding, agent.policy)
     grpo.begin_iteration(fitted, problems, 0)
     batch, _ = completed(agent, held_out, 200, 4, rng)
@@ -81,7 +82,8 @@ def measured(seed, out):
         critic = critics.new_critic(agent)
         critics.fit(critic, agent, problems, steps, rng)
         found |= {f"{name}, {steps} steps": x for name, x in explained(agent, critic, held_out, 200, 16, rng).items()}
-        found[f"AUC, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * critics.ROWS // agent.cfg.choices, rng)
+        found[f"AUC, {steps} steps"] = reward_model_auc(agent, problems, held_out, steps * critics.ROWS // CHOICES, rng)
+        print(f"map {seed}, {steps} steps: " + "  ".join(f"{name} {x:.3f}" for name, x in found.items()), flush=True)
     return found
 
 

@@ -23,7 +23,7 @@ import model
 import reward
 from data import answers, tokenizer
 from run import agents, batches, caches, checkpoint, flags, folder, machine, models, optimizer
-from run import preflight, report, shard, show, warm_start
+from run import preflight, report, shard, show, variants, warm_start
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. From reinforce, a2c adds a critic, ppo with
@@ -38,8 +38,7 @@ ALGOS = {
     "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", loss_mean="constant",
                  **UNCLIPPED),                                                      # 2402.14740
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),             # 2503.20783
-    "dapo": dict(clip_high=0.28, kl="none", loss_mean="token"),     # 2503.14476: its clip, its mean
-    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4),                  # 2507.18071
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),       # 2507.18071
 }
 VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
 # The paper divides a learned reward by the group's std too. But once all completions of a group are
@@ -52,6 +51,7 @@ class Config:
     default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
+    algo: str = "grpo"          # row of ALGOS, name in experiments/variants, or path of a .py file
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps (a rollout and its update) in each of --iterations
@@ -151,7 +151,7 @@ def make_config(**given):
     for others, and `given`. Raises UserError for unknown names and bad values."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
-    row = ALGOS[flags.choose("algo", chosen["algo"], ALGOS)]
+    row = variants.settings(chosen["algo"], ALGOS, globals())
     fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
     if (fields | given).get("kl") == "reward":      # then k1 gives the KL's gradient (eq. 2)
         fields |= dict(estimator="k1")
@@ -363,19 +363,29 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     k3 = log_r.expm1() - log_r          # exp(log_r) - 1 - log_r would lose its digits near 0
     return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
+def importance_ratio(logp, old_logp, mask, cfg):
+    """The ratio of the new to the old probability (B, T): of a token, or its geometric mean over
+    the completion (GSPO)."""
+    log_ratio = logp - old_logp
+    if cfg.ratio == "sequence":
+        log_ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(log_ratio)
+    return bounded(log_ratio).exp()
+
+def surrogate(ratio, adv, logp, mask, cfg):
+    """PPO's clipped surrogate, which is maximized, and where the clip takes its gradient away; all
+    are (B, T)."""
+    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
+    gain = torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
+    return gain, ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
+
 def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
     """The clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T), and
     statistics, which are means over the `tokens` of the minibatch. At ratio 1 its gradient with
     respect to logp is -weight * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
     logp, old_logp, adv = (torch.where(mask, x, 0) for x in (logp, old_logp, adv))  # NaN stays out
-    log_ratio = logp - old_logp
-    if cfg.ratio == "sequence":                 # GSPO: the geometric mean over the row
-        log_ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(log_ratio)
-    ratio = bounded(log_ratio).exp()                                                       # (B, T)
-    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
-    per_token = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
-    clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-    stats = {"clip_share": clipped.sum() / tokens}
+    ratio = importance_ratio(logp, old_logp, mask, cfg)
+    gain, clipped = surrogate(ratio, adv, logp, mask, cfg)
+    per_token, stats = -gain, {"clip_share": clipped.sum() / tokens}
     if ref_logp is not None:
         kl = kl_estimate(logp, torch.where(mask, ref_logp, 0), ratio, cfg.estimator)
         stats["kl"] = kl.sum() / tokens
@@ -523,6 +533,7 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`."""
     task = task or data.load_task(cfg.task)
+    variants.install(cfg.algo, globals())       # functions of a .py file in place of those above
     cfg, encoding, policy, problems, held_out = agents.begin(cfg, task, saved)
     agent = agents.new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
@@ -571,10 +582,10 @@ def ask(agent, question):
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
     """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
-    given, mode = flags.read(Config, ALGOS, __doc__, argv)
+    given, mode = flags.read(Config, variants.names(ALGOS), __doc__, argv)
     where = make_config(**given).folder
     if mode["resume"]:
-        row = ALGOS[given.pop("algo", "grpo")]
+        row = ALGOS.get(given.get("algo"), {})
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given)

@@ -4,6 +4,7 @@
     machine     device, dtype, compilation, ranks, random streams, signals
     show        terminal output
     flags       a dataclass as a command line
+    variants    algorithms in files of their own
     files       atomic writes, file locks
     shard       FSDP2
     sharing     prefixes that rows share are computed once

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import UserError, read_bytes, read_json, regular, task_file
-from run import files, machine, pretrained, shard, show
+from run import files, machine, pretrained, shard, show, variants
 from run.folder import LOGS, clear_up, keep_previous
 from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, training_state
 
@@ -107,12 +107,14 @@ def load(folder, config, whole=True):
         raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
                         f"or delete the file") from e
 
-def refuse_foreign_code(task, given, folder):
-    """Raises UserError if the run's task is a file that the flags `given` do not name: opening
-    somebody else's folder must not execute code."""
-    if str(task).endswith(".py") and given.get("task") != task:
-        raise UserError(f"the task of the run in {folder} is the file {task}, which would be "
-                        f"executed; to allow it, add --task {task}")
+def refuse_foreign_code(found, given, folder):
+    """Raises UserError if the task or the algorithm among the settings `found` in a folder is a
+    file that the flags `given` do not name: opening somebody else's folder must not execute code."""
+    for name in ("task", "algo"):
+        file = found.get(name)
+        if str(file).endswith(".py") and given.get(name) != file:
+            raise UserError(f"the {name} of the run in {folder} is the file {file}, which would be "
+                            f"executed; to allow it, add --{name} {file}")
 
 def settings(folder, given):
     """The flags `given` with the settings of the run in a folder, if there is one, for all that
@@ -121,8 +123,8 @@ def settings(folder, given):
     try:
         if path.exists():
             found = read_json(read_bytes(path), path)["config"]
-            refuse_foreign_code(found.get("task"), given, folder)
-            found = {name: x for name, x in found.items() if name != "out"}
+            found = {name: x for name, x in found.items() if name not in ("out", "algo")}
+            refuse_foreign_code(found, given, folder)
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
     return found | {"init": str(folder)} | given
@@ -148,7 +150,7 @@ def resume(folder, config, flags):
     """The Config and the Checkpoint to continue from. `flags` may change only the settings named in
     MAY_CHANGE. The run stays in `folder`, even if it was moved there."""
     cfg, checkpoint = load(folder, config, whole=False)
-    refuse_foreign_code(cfg.task, flags, folder)
+    refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE - ({"steps"} if cfg.iterations > 1 else set())  # of each iteration
     for name in flags.keys() - may_change:
         if flags[name] != getattr(cfg, name):
@@ -166,8 +168,9 @@ def resume(folder, config, flags):
     return cfg, load(folder, config)[1]
 
 def data_of(cfg):
-    """SHA-256 of the problem files, by the flag that names them."""
-    return {name: hash_of(getattr(cfg, name)) for name in ("train", "test") if getattr(cfg, name)}
+    """SHA-256 of the files with problems, and of an algorithm's, by the flag that names them."""
+    paths = {"train": cfg.train, "test": cfg.test, "algo": variants.file_of(cfg.algo)}
+    return {name: hash_of(path) for name, path in paths.items() if path}
 
 def hash_of(path):
     """SHA-256 of a file."""
@@ -212,6 +215,8 @@ def open_run(cfg, checkpoint=None):
                 step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
+        if file := variants.file_of(cfg.algo):
+            files.write_whole(cfg.folder / "algorithm.py", file.read_text())
         for name in LOGS:
             with open(regular(cfg.folder / name), "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)

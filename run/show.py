@@ -95,9 +95,10 @@ def farewell(cfg, question):
            f"--init {cfg.folder} --ask {question}")
 
 def resume_command(cfg):
-    """The command that continues a run. It must name a task that is a file, as that is executed."""
-    task = f" --task {cfg.task}" if cfg.task.endswith(".py") else ""
-    return f"python grpo.py --resume --out {cfg.folder}{task}"
+    """The command that continues a run. It must name files with code, as they are executed."""
+    named = {"task": cfg.task, "algo": cfg.algo}.items()
+    files = "".join(f" --{name} {file}" for name, file in named if file.endswith(".py"))
+    return f"python grpo.py --resume --out {cfg.folder}{files}"
 
 def step_line(step, total, done):
     """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a

@@ -1,0 +1,18 @@
+"""Clip-Cov (arXiv 2505.22617, eq. 11): a random SHARE of the tokens whose covariance of advantage and log-probability lies
+in a range loses its gradient: such tokens lower the entropy the most. Means are over a micro-batch.
+"""
+import torch
+
+from grpo import surrogate as clipped_once
+
+SETTINGS = dict(kl="none")
+SHARE, LOW, HIGH = 2e-4, 1.0, 5.0
+
+
+def surrogate(ratio, adv, logp, mask, cfg):
+    gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
+    cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
+    found = ((cov > LOW) & (cov < HIGH) & mask & ~clipped).nonzero()
+    found = found[torch.randperm(len(found))[:max(1, int(SHARE * mask.sum()))]]
+    kept = torch.ones_like(adv).index_put(tuple(found.T), torch.zeros(()).to(adv))
+    return gain * kept, clipped | (kept == 0)

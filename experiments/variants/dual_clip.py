@@ -1,0 +1,15 @@
+"""Dual clip (arXiv 1912.09729, eq. 5): with a negative advantage no token counts for more than C times it, however much
+more probable it has become; PPO's clip leaves that side open.
+"""
+import torch
+
+from grpo import surrogate as clipped_once
+
+SETTINGS = dict(kl="none")
+C = 3.0
+
+
+def surrogate(ratio, adv, logp, mask, cfg):
+    gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
+    far = (adv < 0) & (ratio > C)
+    return torch.where(far, C * adv, gain), clipped | far

@@ -1,0 +1,45 @@
+"""DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): rollouts of other prompts follow, up to TRIES in all, until as many
+groups are live as a step has; live groups are trained on first. In one process.
+"""
+import torch
+
+from grpo import Batch
+from grpo import rollout as one_rollout
+from grpo import train_step as one_step
+
+SETTINGS = dict(kl="none")
+TRIES = 3
+
+
+def train_step(agent, problems, step):
+    agent.others = problems
+    return one_step(agent, problems, step)
+
+
+def rollout(agent, problems, rng):
+    found, live = [], torch.zeros(0, dtype=torch.bool)
+    while len(found) < TRIES and live.sum() < len(problems):
+        found.append(one_rollout(agent, problems, rng))
+        live = torch.cat((live, found[-1][0].adv.view(len(problems), -1).any(1).cpu()))
+        problems = rng.sample(agent.others, len(problems))
+    order = (~live).int().sort(stable=True).indices[:len(problems)]
+    rows = (order[:, None] * agent.cfg.group + torch.arange(agent.cfg.group)).flatten()
+    stats = {name: sum(s[name] for _, s in found) / len(found) for name in found[0][1]}
+    return _joined([batch for batch, _ in found], rows), stats
+
+
+def _joined(rolled, rows):
+    """Some rows of several rollouts, as one Batch padded to the longest."""
+    T = max(batch.ids.size(1) for batch in rolled)
+
+    def join(parts):
+        """A field: tensors (B,) and (B, T), lists (B,), a dict of them."""
+        if parts[0] is None:
+            return None
+        if isinstance(parts[0], dict):
+            return {name: join([part[name] for part in parts]) for name in parts[0]}
+        if isinstance(parts[0], list):
+            return [sum(parts, [])[i] for i in rows.tolist()]
+        wide = [torch.nn.functional.pad(x, (0, T - x.size(1))) if x.dim() == 2 else x for x in parts]
+        return torch.cat(wide)[rows.to(wide[0].device)]
+    return Batch(**{name: join([vars(batch)[name] for batch in rolled]) for name in vars(rolled[0])})

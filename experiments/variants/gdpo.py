@@ -1,0 +1,15 @@
+"""GDPO (arXiv 2601.05242, eq. 4 to 6): each component of the reward is normalised within its group before they are added up,
+so that combinations with the same sum stay apart; the sum is whitened over the batch.
+"""
+import grpo
+from grpo import rollout as of_the_sum
+from run.batches import whiten
+
+SETTINGS = dict(kl="none")
+
+
+def rollout(agent, problems, rng):
+    batch, stats = of_the_sum(agent, problems, rng)
+    parts = [grpo.outcome_scores(x, agent.cfg.group)[0] for name, x in batch.components.items() if name != "rule_reward"]
+    batch.adv = whiten(sum(parts)[:, None] * batch.mask, batch.mask)
+    return batch, stats

@@ -1,0 +1,12 @@
+"""KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
+held back by |log ratio|; there is no clip. Means are over a micro-batch.
+"""
+SETTINGS = dict(kl="none")
+SHARE, COEFFICIENT = 2e-3, 1.0
+
+
+def surrogate(ratio, adv, logp, mask, cfg):
+    cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
+    n = max(1, int(SHARE * mask.sum()))
+    held = (cov >= cov[mask].topk(n).values[-1]) & mask
+    return ratio * adv - held * COEFFICIENT * ratio.log().abs(), held

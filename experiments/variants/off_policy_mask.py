@@ -1,0 +1,14 @@
+"""The mask of DeepSeek-V3.2 (arXiv 2512.02556, eq. 9): a completion with a negative advantage is left out once the policy has
+moved away from it by more than DELTA nats a token. Its unbiased KL is --estimator 'ratio*k3'.
+"""
+from grpo import surrogate as of_all
+
+SETTINGS = dict(estimator="ratio*k3")
+DELTA = 0.5
+
+
+def surrogate(ratio, adv, logp, mask, cfg):
+    gain, clipped = of_all(ratio, adv, logp, mask, cfg)
+    kl = -(ratio.log() * mask).sum(1, True).detach() / mask.sum(1, True).clamp(min=1)
+    out = (adv < 0) & (kl > DELTA)
+    return gain * ~out, clipped | out

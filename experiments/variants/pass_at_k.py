@@ -1,0 +1,19 @@
+"""Pass@k training (arXiv 2508.10751, eq. 10 to 15): the z-score of pass@K over all subsets of K of the group's completions,
+in closed form. Completions are right (reward above 0) or wrong; once fewer than K are wrong, the group is dead.
+"""
+from math import comb
+
+import torch
+
+SETTINGS = dict(kl="none")
+K = 4
+
+
+def outcome_scores(reward, group):
+    right = reward.view(-1, group) > 0                                                  # (P, G)
+    fails = [comb(group - n, K) / comb(group, K) for n in right.sum(1).tolist()]
+    alone = [comb(max(0, group - n - 1), K - 1) / comb(group - 1, K - 1) for n in right.sum(1).tolist()]
+    fail, alone = (torch.tensor(x)[:, None].to(reward) for x in (fails, alone))
+    dead, std = (fail == 0) | (fail == 1), (fail * (1 - fail)).sqrt()
+    score = torch.where(dead, 0, torch.where(right, fail, fail - alone) / std)
+    return score.flatten(), dead.flatten()

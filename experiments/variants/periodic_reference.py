@@ -1,0 +1,13 @@
+"""A reference that is replaced by the policy every EVERY steps (TR-DPO's hard update, arXiv 2404.09656; ProRL, 2505.24864)."""
+from grpo import train_step as one_step
+from run import shard
+
+SETTINGS = {}
+EVERY = 25
+
+
+def train_step(agent, problems, step):
+    found = one_step(agent, problems, step)
+    if step % EVERY == 0:
+        shard.copy_weights(agent.ref, agent.policy)
+    return found

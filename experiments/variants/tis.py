@@ -1,0 +1,14 @@
+"""Truncated importance sampling (fengyao.notion.site/off-policy-rl, 2025): where the sampler computes in another precision,
+each token's surrogate is weighted by min(pi_trainer / pi_sampler, C).
+"""
+from dataclasses import replace
+
+from grpo import total_loss as unweighted
+
+SETTINGS = dict(kl="none")
+C = 2.0
+
+
+def total_loss(agent, batch, weight, tokens):
+    ratio = (batch.old_logp - batch.logp).exp()
+    return unweighted(agent, replace(batch, adv=batch.adv * ratio.clamp(max=C)), weight, tokens)

@@ -1,0 +1,70 @@
+"""An algorithm in a file of its own: settings, and functions that take the place of grpo.py's."""
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+from data import UserError, regular
+
+HERE = Path(__file__).parent.parent / "experiments" / "variants"
+LOADED, REPLACED = {}, {}       # modules by path and content; functions of grpo.py that were replaced
+
+def file_of(name):
+    """The file of an algorithm, or None: experiments/variants/<name>.py, or `name` itself if it is
+    a path that ends in .py."""
+    path = HERE / f"{name}.py" if name.isidentifier() else Path(name)
+    return path if name.endswith(".py") or path.is_file() and name.isidentifier() else None
+
+def names(algos):
+    """The names of all algorithms: rows of `algos`, and files."""
+    return [*algos, *sorted(path.stem for path in HERE.glob("*.py"))]
+
+def settings(name, algos, known):
+    """The settings of an algorithm: a row of `algos`, or SETTINGS of its file. `known`: the globals
+    of grpo.py. Raises UserError if there is none of that name."""
+    name = str(name)
+    if name in algos:
+        return algos[name]
+    if file_of(name):
+        return loaded(name, known).SETTINGS
+    raise UserError(f"--algo must be one of {', '.join(names(algos))}, or the path of a .py file, "
+                    f"got {name!r}")
+
+def loaded(name, names):
+    """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
+    has no dict SETTINGS, or if it has a function that grpo.py has not; helpers begin with _."""
+    path = file_of(name)
+    if "\0" in name or not path.is_file():
+        raise UserError(f"no file {name}")
+    key = name, regular(path).read_bytes()
+    if key not in LOADED:
+        sys.modules.setdefault("grpo", sys.modules[names["__name__"]])      # if it is __main__
+        spec = importlib.util.spec_from_file_location(f"algo_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as e:
+            raise UserError(f"{path}, line {e.lineno}: {e.msg}") from e
+        if not isinstance(getattr(module, "SETTINGS", None), dict):
+            raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
+        known = own_functions(names)
+        for unknown in own_functions(vars(module)).keys() - known.keys():
+            raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
+                            f"{', '.join(known)}")
+        LOADED[key] = module
+    return LOADED[key]
+
+def own_functions(names):
+    """The public functions among the globals of a module that are its own, by name."""
+    return {name: x for name, x in names.items()
+            if inspect.isfunction(x) and x.__module__ == names["__name__"] and name[0] != "_"}
+
+def install(name, names):
+    """Puts the functions of an algorithm's file in the place of those of grpo.py, whose globals are
+    `names`, and first puts back those that an earlier run replaced."""
+    names.update(REPLACED)
+    REPLACED.clear()
+    if file_of(name):
+        functions = own_functions(vars(loaded(name, names)))
+        REPLACED.update({name: names[name] for name in functions})
+        names.update(functions)

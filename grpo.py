@@ -51,7 +51,7 @@ class Config:
     default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
-    algo: str = "grpo"          # row of ALGOS, name in experiments/variants, or path of a .py file
+    functions: str = ""         # file with functions in place of these, set by --algo; empty: none
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps (a rollout and its update) in each of --iterations
@@ -533,7 +533,7 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`."""
     task = task or data.load_task(cfg.task)
-    variants.install(cfg.algo, globals())       # functions of a .py file in place of those above
+    variants.install(cfg.functions, globals())      # in the place of those above
     cfg, encoding, policy, problems, held_out = agents.begin(cfg, task, saved)
     agent = agents.new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
@@ -585,7 +585,7 @@ def read_command(argv):
     given, mode = flags.read(Config, variants.names(ALGOS), __doc__, argv)
     where = make_config(**given).folder
     if mode["resume"]:
-        row = ALGOS.get(given.get("algo"), {})
+        row = variants.settings(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given)

@@ -108,13 +108,13 @@ def load(folder, config, whole=True):
                         f"or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError if the task or the algorithm among the settings `found` in a folder is a
-    file that the flags `given` do not name: opening somebody else's folder must not execute code."""
-    for name in ("task", "algo"):
+    """Raises UserError if the settings `found` in a folder name a task or functions in a file that
+    the flags `given` do not: opening somebody else's folder must not execute code."""
+    for name, flag in (("task", "task"), ("functions", "algo")):
         file = found.get(name)
         if str(file).endswith(".py") and given.get(name) != file:
             raise UserError(f"the {name} of the run in {folder} is the file {file}, which would be "
-                            f"executed; to allow it, add --{name} {file}")
+                            f"executed; to allow it, add --{flag} {file}")
 
 def settings(folder, given):
     """The flags `given` with the settings of the run in a folder, if there is one, for all that
@@ -123,7 +123,7 @@ def settings(folder, given):
     try:
         if path.exists():
             found = read_json(read_bytes(path), path)["config"]
-            found = {name: x for name, x in found.items() if name not in ("out", "algo")}
+            found = {name: x for name, x in found.items() if name not in ("out", "functions")}
             refuse_foreign_code(found, given, folder)
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
@@ -169,7 +169,7 @@ def resume(folder, config, flags):
 
 def data_of(cfg):
     """SHA-256 of the files with problems, and of an algorithm's, by the flag that names them."""
-    paths = {"train": cfg.train, "test": cfg.test, "algo": variants.file_of(cfg.algo)}
+    paths = {"train": cfg.train, "test": cfg.test, "functions": variants.file_of(cfg.functions)}
     return {name: hash_of(path) for name, path in paths.items() if path}
 
 def hash_of(path):
@@ -215,8 +215,8 @@ def open_run(cfg, checkpoint=None):
                 step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-        if file := variants.file_of(cfg.algo):
-            files.write_whole(cfg.folder / "algorithm.py", file.read_text())
+        if file := variants.file_of(cfg.functions):
+            files.write_whole(cfg.folder / "functions.py", file.read_text())
         for name in LOGS:
             with open(regular(cfg.folder / name), "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)

@@ -64,7 +64,7 @@ def read_help(config):
 
 def read(config, algos, about, argv):
     """Parses a command line into two dicts: the flags that were given, and all of MODES, of which
-    at most one is set. The flags are the fields of the dataclass `config`."""
+    at most one is set. The flags are the fields of the dataclass `config`, and --algo."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
@@ -72,6 +72,8 @@ def read(config, algos, about, argv):
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
+    add(parser, "algo", str, (), "grpo", f"algorithm: {', '.join(algos)}, or the path of a .py "
+        "file; settings that other flags can override, and functions")
     fields = {f.name: f for f in dataclasses.fields(config)}
     for title, helps in HELP[config]:
         group = parser.add_argument_group(title)
@@ -101,7 +103,7 @@ def read(config, algos, about, argv):
             raise UserError(f"unrecognized argument: {unknown[0]}: did you mean '--{unknown[0]}'?")
         if equals or name.startswith("-"):
             value = value or "".join(unknown[1:2])
-            refuse_unknown(name.lstrip("-"), [*fields, *MODES], value, algos)
+            refuse_unknown(name.lstrip("-"), [*fields, *MODES, "algo"], value, algos)
         error(f"unrecognized argument: {unknown[0]}")
     given = vars(given)
     return given, {name: given.pop(name) for name in MODES}
@@ -125,10 +127,10 @@ def refuse_unknown(name, names, value="", algos=(), where=""):
     raise UserError(f"there is no setting {name!r}{where}{hint}")
 
 def build(config, implied, given):
-    """The dataclass `config`, built from the fields `implied` (by the task, for one) and `given`;
-    raises UserError for unknown names."""
+    """The dataclass `config`, built from the fields `implied` (by the task, for one) and `given`,
+    but not `algo`, which chose some of them; raises UserError for unknown names."""
     names = [f.name for f in dataclasses.fields(config)]
-    chosen = implied | given
+    chosen = {name: x for name, x in (implied | given).items() if name != "algo"}
     for name in chosen:
         if name not in names:
             refuse_unknown(name, names, where="" if name in given else " (in the task's DEFAULTS)")

@@ -96,7 +96,7 @@ def farewell(cfg, question):
 
 def resume_command(cfg):
     """The command that continues a run. It must name files with code, as they are executed."""
-    named = {"task": cfg.task, "algo": cfg.algo}.items()
+    named = {"task": cfg.task, "algo": cfg.functions}.items()
     files = "".join(f" --{name} {file}" for name, file in named if file.endswith(".py"))
     return f"python grpo.py --resume --out {cfg.folder}{files}"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from data import UserError, regular
 
 HERE = Path(__file__).parent.parent / "experiments" / "variants"
-LOADED, REPLACED = {}, {}       # modules by path and content; functions of grpo.py that were replaced
+LOADED = {}             # modules, by path and content
+REPLACED = {}           # functions of grpo.py that were replaced, by name
 
 def file_of(name):
     """The file of an algorithm, or None: experiments/variants/<name>.py, or `name` itself if it is
@@ -20,13 +21,14 @@ def names(algos):
     return [*algos, *sorted(path.stem for path in HERE.glob("*.py"))]
 
 def settings(name, algos, known):
-    """The settings of an algorithm: a row of `algos`, or SETTINGS of its file. `known`: the globals
-    of grpo.py. Raises UserError if there is none of that name."""
+    """The settings of an algorithm: a row of `algos`, or SETTINGS of its file, and with them the
+    file's name as `functions`. `known`: the globals of grpo.py. Raises UserError if there is none
+    of that name."""
     name = str(name)
     if name in algos:
-        return algos[name]
+        return algos[name] | {"functions": ""}
     if file_of(name):
-        return loaded(name, known).SETTINGS
+        return loaded(name, known).SETTINGS | {"functions": name}
     raise UserError(f"--algo must be one of {', '.join(names(algos))}, or the path of a .py file, "
                     f"got {name!r}")
 
@@ -40,14 +42,17 @@ def loaded(name, names):
     if key not in LOADED:
         sys.modules.setdefault("grpo", sys.modules[names["__name__"]])      # if it is __main__
         spec = importlib.util.spec_from_file_location(f"algo_{path.stem}", path)
-        module = importlib.util.module_from_spec(spec)
+        module, installed = importlib.util.module_from_spec(spec), {n: names[n] for n in REPLACED}
+        names.update(REPLACED)          # a file imports grpo.py's own functions
         try:
             spec.loader.exec_module(module)
+            known = own_functions(names)
         except SyntaxError as e:
             raise UserError(f"{path}, line {e.lineno}: {e.msg}") from e
+        finally:
+            names.update(installed)
         if not isinstance(getattr(module, "SETTINGS", None), dict):
             raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
-        known = own_functions(names)
         for unknown in own_functions(vars(module)).keys() - known.keys():
             raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
                             f"{', '.join(known)}")

@@ -24,8 +24,8 @@ SHIPPED = Path(data.__file__).parent / "warm_start"
 # Settings on which a kept warm start does not depend: those that only RL, evaluation, logging or
 # the machine uses. It depends on every setting that is not listed here.
 RL_ONLY = frozenset(
-    "algo train test out steps iterations eval_every held_out samples save_every prompts group "
-    "temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
+    "functions train test out steps iterations eval_every held_out samples save_every prompts "
+    "group temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
     "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
     "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
     "shard".split())

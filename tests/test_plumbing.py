@@ -585,6 +585,7 @@ SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
+    functions=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
     steps=({}, {2: "policy"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),

@@ -703,8 +703,10 @@ def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path, monkeypatch):
 
 def test_resume_with_the_algorithm_of_the_run_or_another(unbroken, capsys):
     main(["--resume", "--algo", "grpo", "--out", str(unbroken)])
-    assert "has --clip_high 0.2, not 0.28" in fault(capsys, "--resume", "--algo", "dapo", "--kl", "loss",
-                                                    "--loss_mean", "sequence", "--out", unbroken)
+    assert "has --clip_low 0.2, not 0.0003" in fault(capsys, "--resume", "--algo", "gspo", "--kl", "loss", "--ratio", "token",
+                                                     "--clip_high", "0.2", "--out", unbroken)
+    assert "has --functions , not cispo" in fault(capsys, "--resume", "--algo", "cispo", "--kl", "loss", "--loss_mean", "sequence",
+                                                  "--clip_low", "0.2", "--clip_high", "0.2", "--out", unbroken)
     assert "--algo must be one of" in fault(capsys, "--resume", "--algo", "trpo", "--out", unbroken)
 
 

@@ -1,6 +1,8 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
 held back by |log ratio|; there is no clip. Means are over a micro-batch.
 """
+import torch
+
 SETTINGS = dict(kl="none")
 SHARE, COEFFICIENT = 2e-3, 1.0
 
@@ -10,3 +12,7 @@ def surrogate(ratio, adv, logp, mask, cfg):
     n = max(1, int(SHARE * mask.sum()))
     held = (cov >= cov[mask].topk(n).values[-1]) & mask
     return ratio * adv - held * COEFFICIENT * ratio.log().abs(), held
+
+
+def has_gradient(agent, batch):
+    return torch.ones(len(batch.ids), dtype=torch.bool)         # rows without an advantage are held back too

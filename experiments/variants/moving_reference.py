@@ -7,9 +7,9 @@ SETTINGS = {}
 RATE = 0.01
 
 
-@torch.no_grad()
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
-    for ref, p in zip(agent.ref.parameters(), agent.policy.parameters()):
-        ref.lerp_(p, RATE)
+    with torch.no_grad():
+        for ref, p in zip(agent.ref.parameters(), agent.policy.parameters()):
+            ref.lerp_(p, RATE)
     return found

@@ -1,6 +1,7 @@
 """docs/changing.md: every diff is applied to a copy of the code and run, and the script is run."""
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -21,8 +22,8 @@ import grpo as unchanged  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
-CISPO, STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, DROPOUT, BOARD = DIFFS
-CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*")
+STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, DROPOUT, BOARD = DIFFS
+CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 
@@ -33,7 +34,7 @@ def copy(folder, *diffs, above=""):
     folder.mkdir(parents=True)
     for path in (path for pattern in CODE for path in ROOT.glob(pattern)):
         to = folder / path.relative_to(ROOT)
-        to.parent.mkdir(exist_ok=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(above + path.read_text())
     for diff in diffs:
         subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, text=True, check=True,
@@ -94,36 +95,16 @@ def test_diffs_find_lines_that_moved(tmp_path):
         compile(path.read_text(), path, "exec")
 
 
-def test_cispo_clips_the_weight_and_no_gradient(changed, warm, tmp_path):
-    grpo, source = changed(CISPO), torch.Generator().manual_seed(0)
-    cfg = grpo.make_config(algo="cispo")
-    ratio = torch.tensor([0.01, 0.5, 1.1, 3, 9, 1]).repeat(2, 1)                        # (2, 6)
-    mask = torch.tensor([True] * 5 + [False]).repeat(2, 1)
-    adv = torch.tensor([[0.7], [-1.2]]).expand(2, 6)
-    old, weight = -torch.rand(2, 6, generator=source), mask * torch.rand(2, 6, generator=source)
-    logp = torch.where(mask, old + ratio.log(), torch.nan).requires_grad_()
-
-    def loss_of(**changes):
-        """The loss, its gradient, and the share that was clipped."""
-        c = dataclasses.replace(cfg, **changes)
-        loss, stats = grpo.policy_loss(logp, old, None, adv, mask, weight, mask.sum(), c, 0.0)
-        return loss, *torch.autograd.grad(loss, logp), stats["clip_share"]
-
-    for low, high in ((1, 4), (0.2, 0.5)):
-        loss, grad, share = loss_of(clip_low=low, clip_high=high)
-        outside, kept = (ratio < 1 - low) | (ratio > 1 + high), ratio.clamp(1 - low, 1 + high)
-        assert_close(grad, -weight * kept * adv)
-        assert_close(loss, -(weight * kept * adv * logp)[mask].sum())
-        assert_close(share, (outside & mask).sum() / mask.sum())
-        surrogate = loss_of(clip="surrogate", clip_low=low, clip_high=high)[1]
-        assert_close(grad[~outside], surrogate[~outside])
-        assert surrogate[0, 4] == 0 != grad[0, 4]           # r = 9, A > 0: PPO takes it away
-    assert (cfg.clip_low, cfg.clip_high, cfg.loss_mean, cfg.applies_kl) == (1, 4, "token", False)
-
-    runs = [run(grpo, tmp_path / clip, init=warm, algo="cispo", clip=clip, clip_low=0.1,
-                clip_high=0.1, epochs=3, steps=1)[1] for clip in ("weight", "surrogate")]
-    assert min(m["clip_share"] for m in runs) > 0.01        # so the flag reaches the update:
-    assert runs[0]["grad_norm"] != pytest.approx(runs[1]["grad_norm"], rel=1e-3)
+def test_the_algorithm_in_a_file_is_that_file():
+    """And the functions of the table are replaced by those that it names, with the same arguments."""
+    shown = re.search(r"^```python\n(SETTINGS.*?)^```", PAGE, re.M | re.S)[1]
+    assert (ROOT / "experiments" / "variants" / "cispo.py").read_text().endswith(shown)
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \| (.*) \|$", PAGE, re.M)
+    assert len(rows) == 7
+    for name, arguments, names in rows:
+        assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
+        for variant in re.findall(r"`(\w+)`", names):
+            assert f"\ndef {name}(" in (ROOT / "experiments" / "variants" / f"{variant}.py").read_text()
 
 
 def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch):
@@ -302,7 +283,7 @@ def test_all_changes_at_once(changed, warm, tmp_path, board):
 
 def test_the_script_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    _, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     Path("notebook.py").write_text(code)
     runpy.run_path("notebook.py")
     said = capsys.readouterr().out

@@ -26,7 +26,7 @@ PAPER = dict(
 PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler et al. 2019
     clip_low=0.2, clip_high=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
 OURS = dict(
-    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", out="",
+    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", out="", functions="",
     seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, truncated_reward=0.0, target_kl=0.0,
     micro_tokens=2048, recompute="off", half_life=0, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, choices=4, labels="rule", device="auto",
@@ -44,10 +44,8 @@ ROWS = {                                        # what differs from GRPO
                  **WITHOUT_A_CLIP),
     # arXiv 2503.20783: neither 1/|o| nor the std; no KL
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),
-    # arXiv 2503.14476: eps_low 0.2, eps_high 0.28, a mean over tokens, no KL
-    "dapo": dict(clip_high=0.28, kl="none", loss_mean="token"),
-    # arXiv 2507.18071, 5.1: left and right clipping ranges 3e-4 and 4e-4, of the sequence's ratio
-    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4)}
+    # arXiv 2507.18071, 5.1: left and right clipping ranges 3e-4 and 4e-4, of the sequence's ratio; its authors use no KL
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none")}
 
 LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
 TASKS = {                                       # what differs from Config

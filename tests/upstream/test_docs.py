@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import shlex
 import statistics
 import subprocess
 import sys
@@ -350,3 +351,16 @@ def test_every_change_that_no_test_sees_has_a_reason():
     said = f"{changes:,} changes: tests caught {caught:,}, and {same} others are harmless"
     assert said in " ".join(DOCS["measurements.md"].split()) and f"({share:.1%})" in DOCS["measurements.md"]
     assert f"Of [{changes:,} small changes](docs/measurements.md#injected-bugs) to an earlier version, tests caught {caught:,}." in " ".join(README.split())
+
+
+def test_every_variant_has_a_row():
+    """With its paper; and the commands that the page has can run."""
+    page = DOCS["variants.md"]
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", page.split("Others are settings")[0], re.M)
+    named = [name for names, _ in rows for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py")) and len(named) == len({*named})
+    assert all(re.search(r"\d{4}\.\d{5}|20\d\d|DAPO", paper) for _, paper in rows)
+    commands = re.findall(r"\| `(--.+?)` \|$", page.split("Others are settings")[1].split("Not here")[0], re.M)
+    assert len(commands) >= 8
+    for command in commands:
+        grpo.read_command(shlex.split(command))

@@ -19,7 +19,8 @@ def test_every_setting_is_turned():
 
 
 def test_every_algorithm_has_a_second_implementation():
-    assert set(ALGOS) == set(test_oracle.ALGOS)
+    """Those in files: tests/test_variants.py."""
+    assert {*ALGOS, "dapo"} == set(test_oracle.ALGOS)
 
 
 def test_every_statistic_is_logged(tmp_path):

@@ -1,0 +1,472 @@
+"""experiments/variants: each against its paper's formula, written anew a token at a time in float64, value and gradient, on
+rows of unequal length; what an algorithm's file may hold, and what becomes of it in a run."""
+import itertools
+import json
+import math
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+
+import grpo
+from data import UserError
+from data.tokenizer import byte_encoding
+from run import agents, checkpoint, variants
+
+FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
+
+
+def module_of(name):
+    return variants.loaded(name, vars(grpo))
+
+
+# ----------------------------------------------------------------------------------------- the loss
+
+# Two groups of two rows. Ratios within all clips and beyond them at both sides, with advantages of both signs.
+LENGTHS, A = [3, 1, 4, 2], [1.3, -0.7, 0.4, -1.1]
+OLD = [[-1.2, -0.3, -2.0], [-0.9], [-0.1, -3.0, -0.7, -1.6], [-2.2, -1.9]]
+LOG_RATIO = [[0.02, 0.5, -0.6], [1.2], [-0.3, 1.6, -0.05, 0.45], [1.7, -0.5]]
+GENTLE = [[1e-4, 2e-3, -5e-4], [9e-4], [3e-4, 1e-4, 2e-4, -1e-3], [-1e-3, -1e-3]]       # for bounds of 3e-4
+
+
+def tensors(table):
+    """Rows as (B, T) tensors in float64 behind prompts of two tokens, and their mask."""
+    T = 2 + max(LENGTHS)
+    found, mask = torch.zeros(len(table), T, dtype=torch.float64), torch.zeros(len(table), T, dtype=torch.bool)
+    for i, row in enumerate(table):
+        found[i, 2:2 + len(row)], mask[i, 2:2 + len(row)] = torch.tensor(row, dtype=torch.float64), True
+    return found, mask
+
+
+def of_code(name, log_ratio, advantages=A, **changes):
+    """Loss and gradient of a variant, by grpo.py."""
+    cfg = grpo.make_config(**dict(algo=name, group=2, max_new=8) | changes)
+    variants.install(name, vars(grpo))
+    old, mask = tensors(OLD)
+    logp = (old + tensors(log_ratio)[0]).requires_grad_(True)
+    adv = torch.tensor(advantages, dtype=torch.float64)[:, None] * mask
+    weight = grpo.token_weights(mask.double(), cfg.loss_mean, len(OLD), sum(LENGTHS), cfg.max_new)
+    loss, stats = grpo.policy_loss(logp, old, None, adv, mask, weight, sum(LENGTHS), cfg, 0.0)
+    loss.backward()
+    assert logp.grad[~mask].abs().sum() == 0
+    return loss.item(), [row[on].tolist() for row, on in zip(logp.grad, mask)], round(stats["clip_share"].item() * sum(LENGTHS))
+
+
+def of_formula(objective, log_ratio, mean="sequence"):
+    """Minus the mean of an objective of rows, and its gradient. `objective(new, old, A)` gives the terms of a row's tokens;
+    their mean: over rows of the mean over a row, over all tokens, or over rows of the sum."""
+    new = [[torch.tensor(o + x, dtype=torch.float64, requires_grad=True) for o, x in zip(*both)] for both in zip(OLD, log_ratio)]
+    total = 0
+    for row, old, a in zip(new, OLD, A):
+        terms = objective(row, old, a)
+        total = total - sum(terms) / {"sequence": len(OLD) * len(row), "token": sum(LENGTHS), "sum": len(OLD)}[mean]
+    leaves = [x for row in new for x in row]
+    grads = [0.0 if g is None else g.item() for g in torch.autograd.grad(total, leaves, allow_unused=True)]
+    found = iter(grads)
+    return total.item(), [[next(found) for _ in row] for row in new]
+
+
+@pytest.fixture(autouse=True)
+def double(request):
+    """Numbers without a type have 64 bits in the tests of losses."""
+    torch.set_default_dtype(torch.float64 if "start" not in request.fixturenames else torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def same(name, objective, log_ratio=LOG_RATIO, mean="sequence", **changes):
+    value, grad, clipped = of_code(name, log_ratio, **changes)
+    want, of_tokens = of_formula(objective, log_ratio, mean)
+    assert value == pytest.approx(want, rel=1e-9)
+    for row, wanted in zip(grad, of_tokens):
+        assert row == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    return clipped
+
+
+def ratios(new, old):
+    return [(n - o).exp() for n, o in zip(new, old)]
+
+
+def ppo(r, a, low=0.2, high=0.2):
+    return min(r * a, min(max(r, torch.tensor(1.0 - low)), torch.tensor(1.0 + high)) * a)
+
+
+def test_cispo():
+    def terms(new, old, a):
+        return [min(r.item(), 5.0) * a * n for r, n in zip(ratios(new, old), new)]
+    assert same("cispo", terms, mean="token") == 1          # e^1.7
+
+
+def test_sapo():
+    def terms(new, old, a):
+        tau = 1.0 if a > 0 else 1.05
+        return [4 / tau / (1 + (-tau * (r - 1)).exp()) * a for r in ratios(new, old)]
+    same("sapo", terms)
+
+
+def test_gmpo():
+    def terms(new, old, a):
+        logs = [n - o for n, o in zip(new, old)]
+        kept = [min(x, torch.tensor(0.4)) if a > 0 else max(x, torch.tensor(-0.4)) for x in logs]
+        return [(sum(kept) / len(kept)).exp() * a] + [0.0] * 0
+    assert same("gmpo", lambda *given: [terms(*given)[0]] * len(given[0])) == 4
+
+
+def test_gpg():
+    same("gpg", lambda new, old, a: [a * n for n in new], mean="token")
+    cfg = grpo.make_config(algo="gpg", group=2)
+    reward = torch.tensor([[0.0, 1], [0, 0], [0, 1], [0, 1], [0, 0], [0, 0]])
+    ends, mask = torch.tensor([[False, True]] * 6), torch.ones(6, 2, dtype=torch.bool)
+    adv, _, dead = module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)
+    assert dead.tolist() == [False, True, True] and adv[:, 0].tolist() == [1.5, -1.5, 0, 0, 0, 0]       # one of three is live
+
+
+def test_luspo():
+    def terms(new, old, a):
+        s = (sum(n - o for n, o in zip(new, old)) / len(new)).exp()
+        return [ppo(s, a, 3e-4, 4e-4)] * len(new)
+    assert same("luspo", terms, GENTLE, "sum") > 0
+
+
+def test_gspo_token():
+    def terms(new, old, a):
+        s = math.exp(sum(n.item() - o for n, o in zip(new, old)) / len(new))
+        return [ppo(s * (n - n.item()).exp(), a, 3e-4, 4e-4) for n in new]
+    assert same("gspo_token", terms, GENTLE) > 0
+
+
+@pytest.mark.parametrize("name, bound", [("dual_clip", 3.0), ("two_sided", 4.0)])
+def test_clips_with_a_second_bound(name, bound):
+    def terms(new, old, a):
+        return [bound * a if a < 0 and r > bound else ppo(r, a) for r in ratios(new, old)]
+    plain = sum(a > 0 and x > math.log(1.2) or a < 0 and x < math.log(0.8) for a, row in zip(A, LOG_RATIO) for x in row)
+    assert same(name, terms) == plain + sum(a < 0 and x > math.log(bound) for a, row in zip(A, LOG_RATIO) for x in row) > plain
+
+
+@pytest.mark.parametrize("name, delta", [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_dppo(name, delta):
+    def blocked(n, o, a):
+        p, q = math.exp(n.item()), math.exp(o)
+        p = min(p, 1 - 1e-6)
+        far = abs(p - q) if name == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        return (a > 0 and n > o or a < 0 and n < o) and far > delta
+
+    def terms(new, old, a):
+        return [0.0 * n if blocked(n, o, a) else (n - o).exp() * a for n, o in zip(new, old)]
+    assert 0 < same(name, terms) < sum(LENGTHS)
+
+
+def covariances():
+    """Of each token: its advantage and log-probability less their means, multiplied."""
+    adv = [a for a, n in zip(A, LENGTHS) for _ in range(n)]
+    logp = [o + x for both in zip(OLD, LOG_RATIO) for o, x in zip(*both)]
+    return [(a - statistics.mean(adv)) * (x - statistics.mean(logp)) for a, x in zip(adv, logp)]
+
+
+def test_clip_cov(monkeypatch):
+    """With a range in which there is one token that PPO does not clip, and then with one in which there is none."""
+    module, cov = module_of("clip_cov"), covariances()
+    clipped = [a > 0 and x > math.log(1.2) or a < 0 and x < math.log(0.8) for a, row in zip(A, LOG_RATIO) for x in row]
+    pick = max((i for i, on in enumerate(clipped) if not on), key=lambda i: cov[i])
+    for low, high, held in ((cov[pick] - 1e-6, cov[pick] + 1e-6, pick), (100, 101, None)):
+        monkeypatch.setattr(module, "LOW", low)
+        monkeypatch.setattr(module, "HIGH", high)
+        place = itertools.count()
+
+        def terms(new, old, a):
+            return [0.0 * r if next(place) == held else ppo(r, a) for r in ratios(new, old)]
+        assert same("clip_cov", terms) == sum(clipped) + (held is not None)
+
+
+@pytest.mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
+def test_kl_cov(share, n, monkeypatch):
+    monkeypatch.setattr(module_of("kl_cov"), "SHARE", share)
+    cov, place = covariances(), itertools.count()
+    held = sorted(range(len(cov)), key=lambda i: -cov[i])[:n]
+
+    def terms(new, old, a):
+        return [r * a - (abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
+    assert same("kl_cov", terms) == n
+
+
+def test_vespo():
+    def terms(new, old, a):
+        w = math.exp(sum(n.item() - o for n, o in zip(new, old)))
+        k, c = (2, 3) if a >= 0 else (3, 2)
+        return [w ** k * math.exp(c * (1 - w)) * a * n for n in new]
+    same("vespo", terms, mean="token")
+
+
+def test_the_mask_of_deepseek():
+    """The last row has moved by -0.6 nats a token, the second by -1.2: with a ratio above 1 the KL is negative, and stays."""
+    def terms(new, old, a):
+        moved = sum(o - n.item() for n, o in zip(new, old)) / len(new)
+        return [0.0 * r if a < 0 and moved > 0.5 else ppo(r, a) for r in ratios(new, old)]
+    falling = [*LOG_RATIO[:3], [-0.9, -0.5]]
+    same("off_policy_mask", terms, falling)
+    assert of_code("off_policy_mask", falling)[1][3] == [0, 0] and of_code("off_policy_mask", LOG_RATIO)[1][3] != [0, 0]
+
+
+@pytest.mark.parametrize("name", ["tis", "mis"])
+def test_weights_between_sampler_and_trainer(name, monkeypatch):
+    """The advantages that the loss gets; those of a token, or of a completion."""
+    old, mask = tensors(OLD)
+    gap = tensors([[0.1, 0.9, -0.4], [0.3], [0.5, 0.4, -0.1, 0.0], [-0.2, -0.9]])[0]
+    seen = []
+    monkeypatch.setattr(module_of(name), "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
+    batch = grpo.Batch(torch.zeros(4, 6), mask, None, old - gap, None, old_logp=old, adv=torch.ones(4, 6, dtype=torch.float64))
+    module_of(name).total_loss(None, batch, None, 1)
+    for row, (got, on, x) in enumerate(zip(seen[0], mask, gap)):
+        ratio = x[on].exp() if name == "tis" else x[on].sum().exp().expand(on.sum())
+        want = ratio.clamp(max=2) if name == "tis" else torch.where(ratio <= 2, ratio, 0)
+        torch.testing.assert_close(got[on], want)
+    assert (batch.adv == 1).all() and (seen[0][0][mask[0]] == (2 if name == "tis" else 0)).any() is not None
+
+
+# ----------------------------------------------------------------------------------------- credit
+
+def test_opo():
+    """By hand: (3 * 1 + 1 * 0) / 4 and dead."""
+    mask = tensors(OLD)[1]
+    reward = torch.zeros(4, 6)
+    reward[0, 4], reward[2, 5], reward[3, 3] = 1.0, 2.0, 2.0
+    adv, returns, dead = module_of("opo").advantages(reward, None, mask, None, None, grpo.make_config(algo="opo", group=2))
+    assert [row[on].unique().tolist() for row, on in zip(adv, mask)] == [[0.25], [-0.75], [0], [0]]
+    assert adv[~mask].abs().sum() == 0 and returns is None and dead.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("right", range(9))
+def test_pass_at_k_is_the_z_score_over_all_subsets(right):
+    """Of pass@4 over the 70 subsets of 4 of 8; of a completion, the mean over those that hold it."""
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    subsets = [*itertools.combinations(range(8), 4)]
+    value = [max(rewards[i] for i in subset) for subset in subsets]
+    mean, std = statistics.mean(value), statistics.pstdev(value)
+    score, dead = module_of("pass_at_k").outcome_scores(torch.tensor(rewards), 8)
+    assert dead.tolist() == [std == 0]
+    for i in range(8):
+        own = statistics.mean(v for v, subset in zip(value, subsets) if i in subset)
+        assert score[i].item() == pytest.approx((own - mean) / std if std else 0, abs=1e-6)
+
+
+def test_maxrl():
+    score, dead = module_of("maxrl").outcome_scores(torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]), 4)
+    assert score.tolist() == [3, -1, -1, -1] + [0] * 8 and dead.tolist() == [False, True, True]
+
+
+def test_lite_ppo():
+    """The group's mean, over the std of all rewards."""
+    rewards = [1.0, 0, 5, 1, 2, 2]
+    score, dead = module_of("lite_ppo").outcome_scores(torch.tensor(rewards), 2)
+    std = statistics.pstdev(rewards)
+    assert score.tolist() == pytest.approx([0.5 / std, -0.5 / std, 2 / std, -2 / std, 0, 0]) and dead.tolist() == [False, False, True]
+
+
+def rolled(reward, adv, components=None, finished=(True, True, True, False)):
+    """A rollout of four rows, two groups."""
+    mask = tensors(OLD)[1]
+    last = mask & ~mask.roll(-1, 1)
+    batch = grpo.Batch(torch.zeros(4, 6).long(), mask, torch.tensor(finished), torch.zeros(4, 6), torch.full((4,), 2), problems=[*"aabb"],
+                       texts=[*"wxyz"], components=components or {}, reward=torch.where(last, torch.tensor(reward)[:, None], 0), ends=last)
+    batch.adv = torch.tensor(adv)[:, None] * mask
+    return batch
+
+
+def test_gdpo(monkeypatch):
+    """Sums of 1 each, by different parts: each part has its own z-score."""
+    parts = {"correct": torch.tensor([1.0, 0, 1, 0]), "format": torch.tensor([0.0, 1, 1, 1]), "rule_reward": torch.tensor([9.0, 9, 9, 0])}
+    module, cfg = module_of("gdpo"), grpo.make_config(algo="gdpo", group=2)
+    monkeypatch.setattr(module, "of_the_sum", lambda *given: (rolled([1.0] * 4, [0.0] * 4, parts), {"x": 1}))
+    batch, stats = module.rollout(SimpleNamespace(cfg=cfg), [], None)
+    score = [1 - 1, -1 + 1, 1 + 0, -1 + 0]          # z-scores of pairs are 1 and -1
+    tokens = [x for x, n in zip(score, LENGTHS) for _ in range(n)]
+    mean, std = statistics.mean(tokens), statistics.pstdev(tokens)
+    for row, on, x in zip(batch.adv, batch.mask, score):
+        assert row[on].tolist() == pytest.approx([(x - mean) / std] * on.sum().item()) and row[~on].abs().sum() == 0
+    assert stats == {"x": 1}
+
+
+def test_overlong_filter(monkeypatch):
+    module = module_of("overlong_filter")
+    batch = rolled([1.0] * 4, [1.0] * 4)
+    monkeypatch.setattr(module, "of_all", lambda *given: (batch, {}))
+    before = batch.mask.clone()
+    mask = module.rollout(None, [], None)[0].mask
+    assert torch.equal(mask[:3], before[:3]) and not mask[3].any()
+
+
+def test_soft_overlong(monkeypatch):
+    """Of at most 4 tokens with a buffer of 2: 1 of 2 too many costs a half."""
+    module, seen = module_of("soft_overlong"), []
+    monkeypatch.setattr(module, "BUFFER", 0.5)
+    monkeypatch.setattr(module, "unpunished", lambda reward, *more: seen.append(reward))
+    batch = rolled([1.0, 0.0, 1.0, 0.5], [0.0] * 4)
+    module.advantages(batch.reward, batch.ends, batch.mask, None, None, grpo.make_config(max_new=4))
+    assert seen[0].sum(1).tolist() == [0.5, 0.0, 0.0, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
+
+
+def test_the_tokens_with_the_highest_entropy(monkeypatch):
+    """By the entropy of the whole distribution, a row at a time."""
+    module, policy = module_of("entropy_tokens"), tiny_model(0, 3.0)
+    cfg = grpo.make_config(algo="entropy_tokens", temperature=1.3)
+    batch = rolled([1.0] * 4, [1.0, 1.0, -1.0, 1.0])
+    batch.ids = torch.randint(0, 200, (4, 6), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(module, "of_all_tokens", lambda *given: (batch, {}))
+    before, entropy = batch.adv.clone(), torch.full((4, 6), -1.0)
+    for i, row in enumerate(batch.ids):
+        for t in batch.mask[i].nonzero()[:, 0].tolist():
+            p = ((policy(row[None, :t])[0, -1] @ policy.embed_tokens.weight.T) / 1.3).softmax(-1)
+            entropy[i, t] = -(p * p.log()).sum().item()
+    kept = entropy >= entropy[batch.mask].sort().values[-2]         # 2 of 10
+    got = module.rollout(SimpleNamespace(cfg=cfg, policy=policy), [], None)[0].adv
+    assert torch.equal(got, torch.where(kept, before, 0)) and kept.sum() == 2
+
+
+def test_remax(monkeypatch):
+    """The greedy completion of each prompt is its baseline."""
+    module, asked = module_of("remax"), []
+    batch = rolled([1.0, 0.25, 0.5, 1.0], [9.0] * 4)
+
+    def generate(agent, problems, u, n_greedy):
+        asked.append((problems, u.shape, n_greedy))
+        return SimpleNamespace(components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 0.0])})
+    monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
+    monkeypatch.setattr(grpo, "generate", generate)
+    cfg = grpo.make_config(algo="remax", group=2, max_new=5)
+    adv = module.rollout(SimpleNamespace(cfg=cfg), ["a", "b"], None)[0].adv
+    assert [row[on].unique().tolist() for row, on in zip(adv, batch.mask)] == [[0.75], [0], [-0.5], [0]]
+    assert asked == [(["a", "b"], (2, 1, 5), 1)] and adv[~batch.mask].abs().sum() == 0
+
+
+# ---------------------------------------------------------------------------- sampling and references
+
+@pytest.mark.parametrize("live, rolls", [([[1, 1]], 1), ([[1, 0], [0, 1]], 2), ([[0, 0], [1, 0], [0, 0]], 3), ([[0, 0]] * 3, 3)])
+def test_dynamic_sampling(live, rolls, monkeypatch):
+    """Until two groups are live, three times at most; live ones first, in their order. Rollouts have rows of their own length."""
+    module, made, plan = module_of("dynamic_sampling"), [], iter(live)
+
+    def one_rollout(agent, problems, rng):
+        groups, n = next(plan), len(made)
+        batch = rolled([1.0] * 4, [float(groups[i // 2]) * (-1) ** i for i in range(4)], {"correct": torch.arange(4.0) + 10 * n})
+        batch.texts = [f"{n}{i}" for i in range(4)]
+        if n:
+            batch.ids, batch.mask, batch.adv = (torch.nn.functional.pad(x, (0, n)) for x in (batch.ids, batch.mask, batch.adv))
+            batch.logp, batch.reward, batch.ends = (torch.nn.functional.pad(x, (0, n)) for x in (batch.logp, batch.reward, batch.ends))
+        made.append(problems)
+        return batch, {"reward": float(n)}
+    monkeypatch.setattr(module, "one_rollout", one_rollout)
+    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"], random.Random(0)))
+    agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
+    batch, stats = module.train_step(agent, ["r", "s", "t"], 1)
+    assert len(made) == rolls and made[0] == ["p", "q"] and all({*x} <= {"r", "s", "t"} and len(x) == 2 for x in made[1:])
+    groups = [(n, g) for n, of in enumerate(live) for g in range(2)]
+    first = sorted(groups, key=lambda x: not live[x[0]][x[1]])[:2]
+    assert batch.texts == [f"{n}{2 * g + i}" for n, g in first for i in range(2)]
+    assert batch.components["correct"].tolist() == [10 * n + 2 * g + i for n, g in first for i in range(2)]
+    assert batch.adv.any(1).view(2, 2).any(1).tolist() == [bool(live[n][g]) for n, g in first]
+    assert batch.ids.shape == batch.mask.shape == batch.adv.shape == (4, 5 + rolls) and batch.value is None
+    assert stats == {"reward": (rolls - 1) / 2}
+
+
+@pytest.mark.parametrize("name", ["moving_reference", "periodic_reference"])
+def test_references_that_move(name, monkeypatch):
+    module = module_of(name)
+    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: "found")
+    policy, ref = tiny_model(1), tiny_model(2)
+    p, r = (torch.cat([x.detach().flatten() for x in model.parameters()]) for model in (policy, ref))
+    agent = SimpleNamespace(policy=policy, ref=ref, sampler=None)
+    for step in (24, 25):
+        assert module.train_step(agent, [], step) == "found"
+        now = torch.cat([x.detach().flatten() for x in ref.parameters()])
+        if name == "moving_reference":
+            torch.testing.assert_close(now, p + (r - p) * 0.99 ** (step - 23))
+        else:
+            assert torch.equal(now, p if step == 25 else r)
+
+
+# ------------------------------------------------------------------------------------------- in a run
+
+TINY = dict(difficulty=1, n_layer=1, n_embd=32, n_head=4, warm_steps=60, warm_lr=1e-2, warm_batch=16, steps=2, prompts=3, group=4, max_new=16,
+            samples=1, held_out=4, device="cpu", compile="off", lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model after its warm start."""
+    where = tmp_path_factory.mktemp("start")
+    grpo.train(grpo.make_config(**TINY | dict(steps=0, out=str(where / "run"))))
+    return str(where / "run" / "warm_start")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
+    """With rewards that differ within groups, and two updates of a rollout."""
+    monkeypatch.setattr(grpo.data.load_task("arithmetic"), "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2), "size": -len(text) / 50})
+    monkeypatch.setattr(module_of("pass_at_k"), "K", 2)         # of 4
+    before = vars(grpo).copy()
+    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, truncated_reward=9.0, epochs=2, minibatches=2, out=str(tmp_path)))
+    agent = grpo.train(cfg)
+    assert cfg.functions == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
+    replaced = {x for x in before if vars(grpo)[x] is not before[x]}
+    assert replaced == {*variants.own_functions(vars(module_of(name)))} and (replaced or name == "nothing")
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
+    assert (tmp_path / "functions.py").read_text() == (ROOT / "experiments" / "variants" / f"{name}.py").read_text()
+    variants.install("", vars(grpo))
+    assert vars(grpo) == before and agent.cfg is not None
+
+
+def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
+    """Where the file lies, it is a path; a resume names it, and takes no other one."""
+    path = tmp_path / "mine.py"
+    path.write_text("from grpo import surrogate as clipped\nSETTINGS = dict(kl='none', lr=2e-3)\n"
+                    "def surrogate(*given):\n    gain, which = clipped(*given)\n    return _twice(gain), which\n"
+                    "def _twice(x):\n    return 2 * x\n")
+    out, tiny = tmp_path / "run", {**TINY, "init": start, "warm_steps": 0}
+    del tiny["lr"]
+    grpo.main([part for name, x in (tiny | dict(algo=path, out=out)).items() for part in (f"--{name}", str(x))])
+    cfg = checkpoint.load(out, grpo.Config)[0]
+    assert (cfg.functions, cfg.lr, cfg.kl) == (str(path), 2e-3, "none")
+    for args, said in (((), f"the functions of the run in {out} is the file {path}"), (("--algo", "grpo"), f"to allow it, add --algo {path}")):
+        with pytest.raises(SystemExit):
+            grpo.main(["--resume", "--out", str(out), "--steps", "3", *args])
+        assert said in capsys.readouterr().err
+    own = path.read_text()
+    path.write_text(own + "# changed\n")
+    with pytest.raises(SystemExit):
+        grpo.main(["--resume", "--out", str(out), "--steps", "3", "--algo", str(path)])
+    assert f"--functions {path} has changed since the run in {out} began" in capsys.readouterr().err
+    path.write_text(own)
+    grpo.main(["--resume", "--out", str(out), "--steps", "3", "--algo", str(path)])
+    assert checkpoint.load(out, grpo.Config)[1].step == 3
+    path.unlink()                       # it is not needed for what follows
+    grpo.main(["--eval_only", "--init", str(out), "--held_out", "4", "--samples", "1"])
+
+
+@pytest.mark.parametrize("text, says", [
+    ("def surrogate(): pass", "is not an algorithm: it needs a dict named SETTINGS"),
+    ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, sample_token, "),
+    ("SETTINGS = dict(kll='none')", "there is no setting 'kll'"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
+    ("SETTINGS = dict(kl='nothing')", "--kl must be one of loss, reward, watch, none, got 'nothing'")])
+def test_files_that_are_no_algorithms(text, says, tmp_path):
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(UserError, match=says.replace("{", "\\{")):
+        grpo.make_config(algo=str(tmp_path / "bad.py"))
+
+
+@pytest.mark.parametrize("name", ["none.py", "../cispo", "no such", "Cispo", "", "surrogate"])
+def test_names_of_no_algorithm(name):
+    with pytest.raises(UserError, match="no file none.py" if name == "none.py" else "--algo must be one of grpo, reinforce, .*cispo"):
+        grpo.make_config(algo=name)
+
+
+def test_a_run_has_its_own_functions_alone(start, tmp_path):
+    """The one before is forgotten."""
+    plain = grpo.surrogate
+    for name in ("cispo", "sapo", ""):
+        variants.install(name, vars(grpo))
+        assert grpo.surrogate is (plain if name == "" else module_of(name).surrogate)
+    assert byte_encoding() and agents

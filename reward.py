@@ -2,7 +2,7 @@
 import torch
 import torch.nn.functional as F
 
-from data import UserError, check_components, check_steps
+from data import UserError, check_steps, rewards_of
 from data.tokenizer import decode, step_tokens
 from model import send
 from run import batches, machine, optimizer
@@ -18,18 +18,14 @@ def score(task, encoding, problems, batch):
     batch.problems = [p for p in problems for _ in range(group)]
     batch.texts = [decode(encoding, row[start:end]) for row, start, end
                    in zip(batch.ids.tolist(), batch.start.tolist(), lengths)]
-    batch.components = rule_components(task, batch)
+    tokens = [end - start for start, end in zip(batch.start.tolist(), lengths)]
+    batch.components = rule_components(task, batch, tokens)
     return batch
 
-def rule_components(task, batch):
+def rule_components(task, batch, tokens):
     """The components (B,) of the rule reward by name; the reward is their sum. A completion that
-    was cut off earns 0. Raises UserError for a component that is missing or not a number."""
-    rows = [task.reward(problem, text) for problem, text in zip(batch.problems, batch.texts)]
-    for problem, row in zip(batch.problems, rows):
-        check_components(problem, row)
-        if row.keys() != rows[0].keys():
-            raise UserError(f"the reward of the prompt {problem.prompt!r} has the components "
-                            f"{', '.join(row)}: use the same ones for every prompt")
+    was cut off earns 0. See `rewards_of`."""
+    rows = rewards_of(task, batch.problems, batch.texts, tokens)
     return {name: torch.tensor([float(row[name]) for row in rows], device=batch.ids.device)
             * batch.finished for name in rows[0]}
 

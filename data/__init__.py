@@ -50,7 +50,7 @@ def task_file(name):
 
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
-    UserError if there is none, or if it lacks DEFAULTS, `problems`, `reward` or `answer`."""
+    UserError if there is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
     here, path = Path(__file__).parent, task_file(name)
@@ -71,7 +71,7 @@ def load_task(name):
             raise UserError(f"{path}, line {e.lineno}: {e.msg}") from e
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
-    for function in ("problems", "reward", "answer"):
+    for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):
         require(task, function, "every task needs one")
     return task
 
@@ -81,6 +81,25 @@ STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
     "rm_accuracy rm_error greedy".split())
+
+
+def rewards_of(task, problems, completions, tokens):
+    """The components of the reward of each completion: `task.reward` judges one at a time;
+    `task.rewards`, if a task has it, judges all at once, those of a problem one after another, and
+    is also given their numbers of tokens. Raises UserError unless each has the same ones."""
+    if hasattr(task, "rewards"):
+        rows = task.rewards(problems, completions, tokens)
+        if not isinstance(rows, list) or len(rows) != len(problems):
+            raise UserError(f"rewards must return a list of {len(problems)} dicts, one for each "
+                            f"completion, not {rows!r:.200}")
+    else:
+        rows = [task.reward(*given) for given in zip(problems, completions)]
+    for problem, row in zip(problems, rows):
+        check_components(problem, row)
+        if row.keys() != rows[0].keys():
+            raise UserError(f"the reward of the prompt {problem.prompt!r} has the components "
+                            f"{', '.join(row)}: use the same ones for every prompt")
+    return rows
 
 
 def check_components(problem, parts):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from data import UserError, check_components, check_steps, require
+from data import UserError, check_steps, require, rewards_of
 from model import CHUNK
 from run import machine, shard, show
 from run.caches import by_64, power_of_two
@@ -71,8 +71,7 @@ def check_run(cfg, task, problems, held_out):
 def check_rule(cfg, task, problem):
     """Raises UserError if the reward or the steps of a problem are not what they should be; notes
     components of the reward that process supervision does not use."""
-    parts = task.reward(problem, "")
-    check_components(problem, parts)
+    parts, = rewards_of(task, [problem], [""], [1])
     if cfg.supervision == "process":
         text = task.demonstration(problem, random.Random(0)) if cfg.warm_steps else "12"
         check_steps(problem, text, task.steps(problem, text))

@@ -102,17 +102,23 @@ def resume_command(cfg):
 
 def step_line(step, total, done):
     """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
-    warning after three steps in a row without differences within groups, or without an end."""
+    warning after three steps in a row without differences within groups, or whose completions were
+    mostly cut off."""
     stats, times = done[-1], [stats["seconds"] for stats in done]
     shown = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)    # name=decimals
+    if stats["finished"] < 0.9:
+        shown["finished"] = 2
     left = statistics.median(times[-9:]) * (total - step)
     print0(f"step {step}/{total}  "
            + "".join(f"{name} {stats[name]:.{digits}f}  " for name, digits in shown.items()
                      if name in stats)
            + f"{times[-1]:.2f} s  left {clock(left)}")
-    idle = [stats["dead_groups"] == 1 or stats["finished"] == 0 for stats in done]
-    if idle[-3:] == [True] * 3 and idle[-4:] != [True] * 4:
-        print0("warning: in 3 steps all rewards of every group were equal, or no completion ended")
+    warnings = {"all rewards of every group were equal": [s["dead_groups"] == 1 for s in done],
+                "most completions were cut off at --max_new, and earned at most --truncated_reward":
+                [s["finished"] < 0.5 for s in done]}
+    for text, held in warnings.items():
+        if held[-3:] == [True] * 3 and held[-4:] != [True] * 4:
+            print0(f"warning: in 3 steps {text}")
 
 def reward_model_quality(measures):
     """Prints the quality of a fitted reward model on held-out problems."""

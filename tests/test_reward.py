@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+import data
 import data.arithmetic as task
 import grpo
 import reward
@@ -506,3 +507,38 @@ def test_each_tenth_of_certainty_is_judged_by_itself():
     assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.29) / 2)
     accuracy, error = quality(score[[0, 0]], torch.tensor([0.0, 1.0]), 1)       # of one tenth they do
     assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.69 - 1) / 2)
+
+
+# ------------------------------------------------------------------------------ rewards of a whole rollout
+
+def test_rewards_of_all_completions_at_once():
+    """With their problems, in the order of the rows, and their numbers of tokens, the one that ends them included."""
+    seen = []
+    toy = SimpleNamespace(rewards=lambda problems, texts, tokens: seen.append((problems, texts, tokens)) or [
+        {"correct": float(text == max(texts, key=len)), "n": n / 10} for text, n in zip(texts, tokens)])
+    batch = batch_of(["a", "bcd", "ef", ""], end=True)
+    p, q = (SimpleNamespace(prompt=x) for x in "pq")
+    reward.score(toy, byte_encoding(), [p, q], batch)
+    assert seen == [([p, p, q, q], ["a", "bcd", "ef", ""], [2, 4, 3, 1])]
+    assert batch.components["correct"].tolist() == [0, 1, 0, 0] and batch.components["n"].tolist() == pytest.approx([0.2, 0.4, 0.3, 0.1])
+
+
+@pytest.mark.parametrize("found, why", [
+    ([{"correct": 1}], "rewards must return a list of 2 dicts, one for each completion, not"), (None, "must return a list of 2"),
+    ([{"correct": 1}, {"right": 1}], "must be a dict with 'correct'"), ([{"correct": 1}, {"correct": 1, "x": 1}], "has the components correct, x"),
+    ([{"correct": 1}, {"correct": float("nan")}], "not a finite number")])
+def test_rewards_of_another_form(found, why):
+    problems = [SimpleNamespace(prompt="p"), SimpleNamespace(prompt="q")]
+    with pytest.raises(UserError, match=why):
+        data.rewards_of(SimpleNamespace(rewards=lambda *given: found), problems, ["a", "b"], [2, 2])
+
+
+def test_a_task_needs_one_of_both(tmp_path):
+    text = "DEFAULTS = {}\ndef problems(cfg): pass\ndef answer(text): pass\n"
+    for more, fits in (("", False), ("def reward(p, c): pass\n", True), ("def rewards(p, c, n): pass\n", True)):
+        (tmp_path / "toy.py").write_text(text + more)
+        if fits:
+            assert data.load_task(str(tmp_path / "toy.py")).DEFAULTS == {}
+        else:
+            with pytest.raises(UserError, match="has no function reward: every task needs one"):
+                data.load_task(str(tmp_path / "toy.py"))

@@ -27,20 +27,24 @@ def test_tokens_are_coloured_by_the_sign_of_their_advantage(terminal):
         assert show.coloured(pieces, adv) == "ab ⏎ cd"
 
 
-GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.01), (1.0, 0.5), (0.5, 0.0)))
+GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))
+EQUAL = "warning: in 3 steps all rewards of every group were equal"
+OVER = "warning: in 3 steps most completions were cut off at --max_new, and earned at most --truncated_reward"
 
 
 @pytest.mark.parametrize("steps, warned", [
-    ([DEAD] * 3, [3]), ([CUT] * 3, [3]), ([DEAD, CUT, DEAD], [3]), ([DEAD] * 7, [3]), ([DEAD] * 2 + [GOOD] + [DEAD] * 2, []),
-    ([GOOD] * 9, []), ([GOOD] + [DEAD] * 4 + [GOOD] + [CUT] * 3, [4, 9])])
+    ([DEAD] * 3, {3: EQUAL}), ([CUT] * 3, {3: OVER}), ([DEAD, CUT, DEAD], {}), ([DEAD] * 7, {3: EQUAL}), ([CUT] * 7, {3: OVER}),
+    ([DEAD] * 2 + [GOOD] + [DEAD] * 2, {}), ([GOOD] * 9, {}), ([GOOD] + [DEAD] * 4 + [GOOD] + [CUT] * 3, {4: EQUAL, 9: OVER}),
+    ([DEAD | CUT | {"dead_groups": 1.0}] * 3, {3: f"{EQUAL}\n{OVER}"})])
 def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
-    done, told = [], []
+    done, told = [], {}
     for n, stats in enumerate(steps, 1):
         done.append(stats | dict(seconds=1.0))
         show.step_line(n, len(steps), done)
-        lines = capsys.readouterr().out.splitlines()
-        told += [n] * (len(lines) == 2 and lines[1].startswith("warning: in 3 steps all rewards of every group were equal"))
-        assert len(lines) == 1 + (n in warned)
+        line, _, warning = capsys.readouterr().out.rstrip("\n").partition("\n")
+        told |= {n: warning} if warning else {}
+        assert line.startswith(f"step {n}/{len(steps)}  reward 0.500")
+        assert (f"finished {stats['finished']:.2f}" in line) == (stats["finished"] < 0.9)       # while it is low
     assert told == warned
 
 

@@ -140,7 +140,7 @@ def score(task, problems, texts, finished):
     """The components of the rule reward as lists."""
     batch = SimpleNamespace(ids=torch.zeros(len(texts), 1), problems=problems, texts=texts,
                             finished=torch.tensor(finished))
-    return {name: x.tolist() for name, x in reward.rule_components(task, batch).items()}
+    return {name: x.tolist() for name, x in reward.rule_components(task, batch, [1] * len(texts)).items()}
 
 
 def test_score_pairs_each_completion_with_its_prompt():

@@ -10,9 +10,10 @@ import data.countdown as countdown
 import data.gsm8k as gsm8k
 import grpo
 import model
+from data import chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, checkpoint, models
+from run import batches, checkpoint, models, report
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -96,6 +97,12 @@ def test_a_new_model_is_the_one_of_the_readme():
     for layer in policy.layers:             # the branches that add up shrink with the depth
         assert layer.mlp.down_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
         assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
+
+
+def test_what_a_file_may_take():
+    """A template's seconds, bytes and characters; what a page shows; a start's shares of them."""
+    assert (chat.SECONDS, chat.MEMORY, chat.LONGEST) == (10, 2 ** 30, 100_000)
+    assert (report.MOST, report.TOKENS, report.CHARACTERS) == (20_000_000, 4096, 2 ** 18)
 
 
 def test_what_the_readme_says_of_the_people_and_the_problems():

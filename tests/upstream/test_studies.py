@@ -68,7 +68,7 @@ def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
     agent = agents.new_agent(cfg, task, byte_encoding(), tiny_model())
     monkeypatch.setattr(grpo, "begin_iteration", lambda agent, problems, iteration: {"began": iteration})
     monkeypatch.setattr(critics, "RATE", 3e-3)
-    monkeypatch.setattr(reward, "rule_components", lambda task, batch: {
+    monkeypatch.setattr(reward, "rule_components", lambda task, batch, tokens: {
         "correct": torch.tensor([float(p.prompt < "m") for p in batch.problems])})
     monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (
         torch.where(batches.last_tokens(batch.mask), batch.components["correct"][:, None], 0), batches.last_tokens(batch.mask)))

@@ -9,7 +9,6 @@ reference: the policy as an iteration begins, when a learned reward is refitted 
     python grpo.py --task arithmetic                      # a minute of GRPO on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
-    torchrun --nproc_per_node 2 grpo.py                   # prompts split across 2 processes
 """
 import time
 from dataclasses import dataclass
@@ -364,8 +363,7 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
 def importance_ratio(logp, old_logp, mask, cfg):
-    """The ratio of the new to the old probability (B, T): of a token, or its geometric mean over
-    the completion (GSPO)."""
+    """The ratio of the new to the old probability (B, T), or its geometric mean over a row (GSPO)."""
     log_ratio = logp - old_logp
     if cfg.ratio == "sequence":
         log_ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(log_ratio)
@@ -562,6 +560,7 @@ def finish_step(agent, held_out, step, stats):
         with checkpoint.saved_if_stopped(agent, step, stats):
             results = evaluate(agent, held_out)
         show.print0(f"step {step}  held out: {show.percentages(results)}")
+        checkpoint.keep_best(agent, step, results)
         stats = stats | results
     halt = machine.stop_asked()
     folder.log_metrics(cfg.folder, step, stats)

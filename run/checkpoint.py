@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,23 @@ def save(agent, step, stats=()):
                  sizes={name: size_on_disk(folder / name) for name in LOGS},
                  data=load(folder, type(agent.cfg), whole=False)[1].data)
     write_checkpoint(agent.cfg, Checkpoint(**state, tensors=tensors))
+
+def keep_best(agent, step, results):
+    """Under --eval_every, writes the policy to best/ if the `results` of its evaluation have the
+    highest pass@1 of the run so far, with the run's settings and the step in best.json."""
+    if not agent.cfg.eval_every:
+        return
+    best = agent.cfg.folder / "best"
+    note = best / "best.json"
+    known = read_json(read_bytes(note), note).get("pass@1", 0) if note.exists() else -1
+    machine.wait_for_all()                                      # every rank has read it
+    if results["pass@1"] > known:
+        policy = {n: shard.for_the_first_rank(p.detach())
+                  for n, p in shard.parameters(agent.policy).items()}
+        if machine.world()[0] == 0:
+            pretrained.save(agent.policy, best, agent.encoding.files, policy)
+            files.write_whole(best / "run.json", (agent.cfg.folder / "run.json").read_text())
+            files.write_whole(note, json.dumps({"step": step, **results}))
 
 @contextlib.contextmanager
 def saved_if_stopped(agent, step, stats):
@@ -211,6 +229,7 @@ def open_run(cfg, checkpoint=None):
         if checkpoint is None:
             if (cfg.folder / "model.safetensors").exists():
                 keep_previous(cfg.folder)
+            shutil.rmtree(cfg.folder / "best", ignore_errors=True)     # of a run killed at step 0
             write_checkpoint(cfg, Checkpoint(
                 step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
                 data=data_of(cfg) | {"task": task}, tensors={}))

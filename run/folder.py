@@ -7,12 +7,14 @@
     metrics.jsonl                     a line per step
     samples.jsonl                     two groups in full, at the first step and at each checkpoint
     report.html                       metrics and samples as a page
+    best/                             under --eval_every, the policy with the highest pass@1 so far
     warm_start/, previous/            the kept warm start; the finished run that was here before
     lock                              locked while a run is active
 """
 import contextlib
 import json
 import os
+import shutil
 
 from data import UserError
 from run import batches, files, machine, samples, shard, show
@@ -54,12 +56,15 @@ def unlocked():
         files.unlock()
 
 def keep_previous(folder):
-    """Moves the finished run in `folder`, and any other files there, to previous/."""
+    """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""
     previous = folder / "previous"
     previous.mkdir(exist_ok=True)
     for path in [*folder.iterdir()]:
         if path.is_file() and path.name != "lock":
             os.replace(path, previous / path.name)
+    shutil.rmtree(previous / "best", ignore_errors=True)
+    if (folder / "best").is_dir():
+        os.replace(folder / "best", previous / "best")
     show.print0(f"the finished run in {folder} was moved to {previous}")
 
 def clear_up(folder):

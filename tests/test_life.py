@@ -276,6 +276,41 @@ def test_the_rate_falls_over_all_iterations(run, monkeypatch):
     assert rates == pytest.approx([5e-3 * 0.5 ** (i / 2) for i in range(4)])
 
 
+# ------------------------------------------------------------------------------- the best policy so far
+
+def test_the_best_policy_is_kept(run, monkeypatch, capsys, tmp_path):
+    """The one with the highest pass@1, the first of several, also over a resume; it can be evaluated and asked with the
+    settings of the run, and a run can begin with it."""
+    shares, seen, real = iter([0.1, 0.3, 0.3, 0.2, 0.4, 0.35]), {}, grpo.evaluate
+
+    def evaluate(agent, problems):
+        seen[len(seen)] = {n: p.detach().clone() for n, p in agent.policy.named_parameters()}
+        return real(agent, problems) | {"pass@1": next(shares)}
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+
+    def kept(step):
+        """Whether best/ has the policy of that evaluation."""
+        held = load((out / "best" / "model.safetensors").read_bytes())
+        note = json.loads((out / "best" / "best.json").read_text())
+        return note["step"] == step and {"greedy", "pass@1"} <= {*note} and all(
+            torch.equal(held[f"model.{n}"], p) for n, p in seen[step].items())
+    out = run("run", "--steps", 3, "--eval_every", 1)
+    assert kept(1) and not torch.equal(seen[1]["embed_tokens.weight"], seen[3]["embed_tokens.weight"])
+    run("run", "--resume", "--steps", 5)
+    assert kept(4)
+    monkeypatch.setattr(grpo, "evaluate", real)
+    task, best = ["--task", str(tmp_path / "letters.py")], str(out / "best")
+    capsys.readouterr()
+    main([*task, "--eval_only", "--init", best])
+    assert f"greedy {json.loads((out / 'best' / 'best.json').read_text())['greedy']:.1%}" in capsys.readouterr().out
+    main([*task, "--ask", "ab=", "--init", best])
+    assert len(capsys.readouterr().out) <= len("ab=") + 5 + 1       # --max_new of the run
+    again = run("again", "--init", best, "--warm_steps", 0, "--steps", 1)
+    assert not (again / "best").exists()                            # without --eval_every
+    run("run", "--steps", 1, "--eval_every", 1)                     # the finished one is moved away, with its best
+    assert (out / "previous" / "best" / "best.json").exists() and json.loads((out / "best" / "best.json").read_text())["step"] <= 1
+
+
 # ------------------------------------------------------------------------------------ after the run
 
 def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp_path, capsys):

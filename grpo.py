@@ -363,9 +363,9 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
 
 def importance_ratio(logp, old_logp, mask, cfg):
-    """The ratio of the new to the old probability (B, T), or its geometric mean over a row (GSPO)."""
+    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
     log_ratio = logp - old_logp
-    if cfg.ratio == "sequence":
+    if cfg.ratio == "sequence":                 # GSPO
         log_ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(log_ratio)
     return bounded(log_ratio).exp()
 

@@ -43,7 +43,7 @@ ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
 FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/caches.py", "run/machine.py", "run/models.py",
          "run/checkpoint.py", "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/report.py",
-         "run/samples.py", "run/sharing.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
+         "run/samples.py", "run/sharing.py", "run/variants.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr

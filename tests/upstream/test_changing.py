@@ -283,7 +283,7 @@ def test_all_changes_at_once(changed, warm, tmp_path, board):
 
 def test_the_script_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     Path("notebook.py").write_text(code)
     runpy.run_path("notebook.py")
     said = capsys.readouterr().out

@@ -30,7 +30,7 @@ from run import agents, batches, models  # noqa: E402
 
 TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
-CHOICES = 16                            # completions of a problem that is labelled: there are 3,000 problems
+CHOICES = 48                            # completions of a problem that is labelled: there are 1,400 problems
 
 
 def first_policy(seed, out):

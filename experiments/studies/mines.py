@@ -2,8 +2,8 @@
 
     python grpo.py --task experiments/studies/mines.py
 
-    47>82:    ->    R57          from column 4, row 7 to column 8, row 2; each line is a move, right, left, up
-                    U56          or down, and the place where it leads
+    46>72:    ->    R56          from column 4, row 6 to column 7, row 2; each line is a move, right, left, up
+                    U55          or down, and the place where it leads
                     ...
 
 A completion is right if every line is a true move, the last one leads to the goal, and none stands on a mine. The map
@@ -21,10 +21,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import UserError  # noqa: E402
 
-SIZE, MINES = 10, 15            # a square grid; places are two digits, column and row
+SIZE, MINES = 8, 10             # a square grid; places are two digits, column and row
 SHORT, LONG, LINES = 1, 2, 3    # moves from start to goal without mines, and of the longest walk: times 2 ** --difficulty
 DIRECT = 0.8                    # share of a demonstrator's moves that go towards the goal
-HELD_OUT = 300
+HELD_OUT = 200
 
 DEFAULTS = dict(n_layer=2, n_embd=128, n_head=4, warm_steps=800, warm_batch=64, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
                 difficulty=2, max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)

@@ -141,13 +141,24 @@ def patch_wrong(value):
     reward.of_steps = signed
 
 
+def patch_format(value):
+    """`moves`: on the task mines a step is good if it is a true move, wherever it leads."""
+    assert value == "moves"
+    make = agents.new_agent
+
+    def with_form(cfg, task, *more):
+        task.steps = lambda problem, text: [(end, place is not None) for end, place in task.walk(problem, text) if end]
+        return make(cfg, task, *more)
+    agents.new_agent = with_form
+
+
 def patch_label_noise(value):
     """The share of labels that are wrong."""
     reward.LABEL_NOISE = float(value)
 
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
-           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit, "vine": patch_vine, "wrong": patch_wrong}
+           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit, "vine": patch_vine, "wrong": patch_wrong, "format": patch_format}
 
 
 class Watch:

@@ -3,6 +3,7 @@ then a table and figures:
 
     python experiments/studies/studies.py rates                 # learning rates, on development maps
     python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
+    python experiments/studies/studies.py labels                # what labels a reward model needs, and when it is farmed
     python experiments/studies/studies.py critic --seeds 1 2    # only these seeds
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
@@ -31,6 +32,12 @@ SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_
 OWN = "--baseline value --critic separate --value_coef 1"
 FITTED = f"{OWN} --patch critic_fit=400"
 SHORT, LONG = "--difficulty 1 --max_new 25", "--difficulty 3 --max_new 97"
+KL = "--kl loss --beta 0.04"
+STEPS = f"{KL} --supervision process --reward model"
+OUTCOMES = f"{KL} --reward model"
+LABELLED = {"250": "--fit_prompts 16 --choices 16", "1,000": "--fit_prompts 64 --choices 16", "4,000": "--fit_prompts 256 --choices 16",
+            "16,000": "--fit_prompts 1000 --choices 16", "64,000": "--fit_prompts 1000 --choices 64"}      # completions
+TAUGHT = f"{STEPS} {LABELLED['4,000']}"
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "64 of 4": "--group 64 --prompts 4",
             "own critic": OWN, "fitted critic": FITTED}
 
@@ -54,6 +61,23 @@ STUDIES = {
             "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"},
         "6 lines": {"group": SHORT, "fitted critic": f"{FITTED} {SHORT}", "own critic": f"{OWN} {SHORT}"},
         "24 lines": {"group": LONG, "none": f"--baseline none {LONG}", "fitted critic": f"{FITTED} {LONG}", "own critic": f"{OWN} {LONG}"},
+    },
+    "labels": {
+        "steps, completions labelled": {"the rule": f"{KL} --supervision process",
+                                        **{f"{n}": f"{STEPS} {flags}" for n, flags in LABELLED.items()}},
+        "outcomes, completions labelled": {"the rule": KL, **{f"{n}": f"{OUTCOMES} {flags}" for n, flags in LABELLED.items()}},
+        "4,000 completions, by": {
+            "truth": TAUGHT, **{f"{n} rollouts": f"{TAUGHT} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+            "truth, 30 % wrong": f"{TAUGHT} --patch label_noise=0.3", "chance": f"{TAUGHT} --patch label_noise=0.5",
+            "the form of lines, by rule": f"{KL} --supervision process --patch format=moves"},
+        "4,000 completions, the KL's beta": {
+            "0.04": TAUGHT, "0.2": f"{TAUGHT} --beta 0.2", "0.01": f"{TAUGHT} --beta 0.01", "no KL": f"{TAUGHT} --kl none"},
+        "4,000 completions, fitted": {
+            "once": TAUGHT, "twice": f"{STEPS} --fit_prompts 128 --choices 16 --steps 150 --iterations 2",
+            "4 times": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4",
+            "4 times, no history": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch history=0",
+            "4 times, half history": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch history=0.5",
+            "4 times, reference kept": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch reference=kept"},
     },
 }
 

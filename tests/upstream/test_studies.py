@@ -38,7 +38,8 @@ def test_the_rows_of_a_study_can_run_and_differ(study):
     found = {row: runs.read(studies.flags_of(row)) for row in studies.rows_of(study)}
     assert len({json.dumps([vars(cfg), patches]) for cfg, patches in found.values()}) == len(found) > 1
     for cfg, patches in found.values():
-        assert cfg.prompts * cfg.group == 256 and cfg.max_new == 4 * 3 * 2 ** cfg.difficulty + 1 and cfg.kl == "none"
+        assert cfg.prompts * cfg.group == 256 and cfg.max_new == 4 * 3 * 2 ** cfg.difficulty + 1
+        assert cfg.steps * cfg.iterations in (100, 300) and cfg.fit_prompts <= 1000
         assert all(patch.split("=")[0] in runs.PATCHES for patch in patches)
         assert "critic_fit" not in str(patches) or cfg.critic == "separate"
 
@@ -142,6 +143,17 @@ def test_wrong_completions_may_cost_something(monkeypatch):
     runs.patch_wrong("-1")
     found, same = reward.of_steps(None, None, None, None)
     assert found.tolist() == [[0, 1, -1], [0, 0, 1]] and same is ends
+
+
+def test_true_moves_alone_may_count():
+    """In the rule's rewards of a run; over a mine and back is as good as any."""
+    task, seen = grpo.data.load_task("experiments/studies/mines.py"), []
+    grpo.agents.new_agent = lambda cfg, task: seen.append(task)
+    runs.patch_format("moves")
+    grpo.agents.new_agent(None, task)
+    problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset({(2, 1)}))
+    assert [good for _, good in task.steps(problem, "R21\nL11\nR22")] == [True, True, False]
+    assert [good for _, good in mines.steps(problem, "R21\nL11\nR22")] == [False, False, False] and seen == [task]
 
 
 def test_values_of_lines_take_the_place_of_advantages(monkeypatch):

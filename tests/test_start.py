@@ -480,6 +480,19 @@ def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
     assert (warm_start.changed(other, note, warm_start.ANY) is None) is (name in warm_start.ANY)
 
 
+# Those of RL, evaluation, logs and the machine, by which a start is not made anew.
+OTHERS = """functions train test out steps iterations eval_every held_out samples save_every prompts group temperature reward supervision
+            truncated_reward baseline adv_scale gamma lam critic value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean
+            epochs minibatches lr half_life fit_prompts choices labels device dtype compile static_cache shard""".split()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_warm_start_does_not_depend_on_each_of_these(name):
+    note = {"settings": dataclasses.asdict(CFG)}
+    assert warm_start.changed(changed({name: "another"}), note) is None and name not in COUNTS
+    assert warm_start.changed(CFG, {"settings": note["settings"] | {name: "another"}}) is None
+
+
 def changed(changes):
     """CFG with changes that are not checked."""
     made = dataclasses.replace(CFG)

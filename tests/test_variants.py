@@ -5,6 +5,8 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,7 @@ from conftest import ROOT, tiny_model
 
 import grpo
 from data import UserError
-from data.tokenizer import byte_encoding
-from run import agents, checkpoint, variants
+from run import checkpoint, variants
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -469,4 +470,27 @@ def test_a_run_has_its_own_functions_alone(start, tmp_path):
     for name in ("cispo", "sapo", ""):
         variants.install(name, vars(grpo))
         assert grpo.surrogate is (plain if name == "" else module_of(name).surrogate)
-    assert byte_encoding() and agents
+
+
+def test_the_command_line_itself_may_be_what_is_replaced(start, tmp_path):
+    """As `python grpo.py`, where grpo.py is __main__: the file's `import grpo` is not a second one."""
+    (tmp_path / "mine.py").write_text("import sys\nfrom grpo import surrogate as own\nSETTINGS = dict(kl='none')\n"
+                                      "assert sys.modules['grpo'] is sys.modules['__main__']\n"
+                                      "def surrogate(*given):\n    print('mine')\n    return own(*given)\n")
+    given = TINY | dict(init=start, warm_steps=0, steps=1, algo=tmp_path / "mine.py", out=tmp_path / "run")
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", *(str(part) for name, x in given.items() for part in (f"--{name}", x))],
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and "mine\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("first, second, wanted", [("cispo", "sapo", "sapo"), ("luspo", "cispo", "cispo")])
+def test_a_file_that_is_read_during_a_run_of_another(first, second, wanted, tmp_path):
+    """Imports grpo.py's own functions, not the replaced ones, which stay in their places."""
+    plain = grpo.surrogate, grpo.token_weights
+    variants.install(first, vars(grpo))
+    during = grpo.surrogate, grpo.token_weights
+    path = tmp_path / f"{first}.py"
+    path.write_text("from grpo import surrogate as a, token_weights as b\nSETTINGS = {}\n_both = a, b\n")
+    assert variants.loaded(str(path), vars(grpo))._both == plain and (grpo.surrogate, grpo.token_weights) == during != plain
+    variants.install(second, vars(grpo))
+    assert grpo.surrogate is module_of(wanted).surrogate and grpo.token_weights is plain[1]

@@ -258,6 +258,33 @@ def test_maxrl():
     assert score.tolist() == [3, -1, -1, -1] + [0] * 8 and dead.tolist() == [False, True, True]
 
 
+def test_bnpo():
+    """The density by its formula, with moments by hand; among densities p^x (1 - p)^y, the one that leaves the least variance."""
+    rewards = [1.0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]
+    p = [0.75, 0.25, 0.5, 0.0]
+    mean, var = statistics.mean(p), statistics.pvariance(p)
+    size = mean * (1 - mean) / var - 1
+    a, b = mean * size, (1 - mean) * size
+    score, dead = module_of("bnpo").outcome_scores(torch.tensor(rewards), 4)
+
+    def beta(x, y):
+        return math.gamma(x) * math.gamma(y) / math.gamma(x + y)
+
+    def density(q, x, y):
+        return q ** (x - 1) * (1 - q) ** (y - 1) / beta(x, y)
+    for i, r in enumerate(rewards):
+        q = p[i // 4]
+        assert score[i].item() == pytest.approx((r - q) / density(q, 1 + a / 3, 1 + b / 3) if q else 0, rel=1e-5)
+    assert dead.tolist() == [False, False, False, True]
+
+    def left(x, y):
+        """The mean of p (1 - p) / density(p) squared under Beta(a, b), by sums."""
+        points = [(i + 0.5) / 2000 for i in range(2000)]
+        return sum(density(q, a, b) * q * (1 - q) / density(q, x, y) ** 2 for q in points) / 2000
+    best = left(1 + a / 3, 1 + b / 3)
+    assert all(best < left(1 + a / 3 + dx, 1 + b / 3 + dy) for dx, dy in ((0.1, 0), (-0.1, 0), (0, 0.1), (0, -0.1), (0.1, 0.1)))
+
+
 def test_lite_ppo():
     """The group's mean, over the std of all rewards."""
     rewards = [1.0, 0, 5, 1, 2, 2]

@@ -1,0 +1,16 @@
+"""BNPO (arXiv 2506.02864): rewards of 0 and 1 less the group's mean p, over a Beta density at p. Its parameters are 1 + a/3
+and 1 + b/3, where Beta(a, b) has the mean and variance of p over the batch: of all densities it leaves the least variance.
+"""
+import torch
+
+SETTINGS = dict(kl="none")
+
+
+def outcome_scores(reward, group):
+    r = reward.view(-1, group).double()
+    p = r.mean(1, keepdim=True)                                                         # (P, 1)
+    mean, var = p.mean().clamp(1e-3, 1 - 1e-3), p.var(correction=0).clamp(min=1e-4)
+    size = (mean * (1 - mean) / var - 1).clamp(min=1e-3)                                # a + b
+    density = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3).log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()
+    dead = r.amax(1) == r.amin(1)
+    return torch.where(dead[:, None], 0, (r - p) / density).flatten().to(reward), dead

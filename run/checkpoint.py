@@ -131,8 +131,8 @@ def refuse_foreign_code(found, given, folder):
     for name, flag in (("task", "task"), ("functions", "algo")):
         file = found.get(name)
         if str(file).endswith(".py") and given.get(name) != file:
-            raise UserError(f"the {name} of the run in {folder} is the file {file}, which would be "
-                            f"executed; to allow it, add --{flag} {file}")
+            raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
+                            f"be executed; to allow it, add --{flag} {file}")
 
 def settings(folder, given):
     """The flags `given` with the settings of the run in a folder, if there is one, for all that
@@ -172,7 +172,8 @@ def resume(folder, config, flags):
     may_change = MAY_CHANGE - ({"steps"} if cfg.iterations > 1 else set())  # of each iteration
     for name in flags.keys() - may_change:
         if flags[name] != getattr(cfg, name):
-            raise UserError(f"the run in {folder} has --{name} {getattr(cfg, name)}, not "
+            flag = "algo" if name == "functions" else name
+            raise UserError(f"the run in {folder} has --{flag} {getattr(cfg, name)}, not "
                             f"{flags[name]}; a resumed run may change only "
                             f"{', '.join(sorted(may_change))}")
     changed = {name: flags[name] for name in may_change & flags.keys()}
@@ -181,7 +182,8 @@ def resume(folder, config, flags):
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
     for name, sha256 in data_of(cfg).items():
         if checkpoint.data.get(name) != sha256:
-            raise UserError(f"--{name} {getattr(cfg, name)} has changed since the run in {folder} "
+            flag = "algo" if name == "functions" else name
+            raise UserError(f"--{flag} {getattr(cfg, name)} has changed since the run in {folder} "
                             "began: restore the file, or start a new run")
     return cfg, load(folder, config)[1]
 

@@ -133,7 +133,8 @@ def build(config, implied, given):
     chosen = {name: x for name, x in (implied | given).items() if name != "algo"}
     for name in chosen:
         if name not in names:
-            refuse_unknown(name, names, where="" if name in given else " (in the task's DEFAULTS)")
+            refuse_unknown(name, names, where="" if name in given else
+                           " (in the task's DEFAULTS, or the algorithm's SETTINGS)")
     return config(**chosen)
 
 def choose(name, value, choices):

@@ -1,4 +1,5 @@
 """An algorithm in a file of its own: settings, and functions that take the place of grpo.py's."""
+import difflib
 import importlib.util
 import inspect
 import sys
@@ -29,6 +30,8 @@ def settings(name, algos, known):
         return algos[name] | {"functions": ""}
     if file_of(name):
         return loaded(name, known).SETTINGS | {"functions": name}
+    if near := difflib.get_close_matches(name, names(algos), 1, 0.8):
+        raise UserError(f"there is no --algo {name}: did you mean {near[0]!r}?")
     raise UserError(f"--algo must be one of {', '.join(names(algos))}, or the path of a .py file, "
                     f"got {name!r}")
 

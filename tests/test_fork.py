@@ -132,7 +132,7 @@ def test_the_help_has_the_defaults_of_the_task(capsys, monkeypatch, tmp_path):
 
 def test_an_unknown_name_in_a_tasks_defaults_is_told_apart(tmp_path):
     (tmp_path / "mine.py").write_text("DEFAULTS = dict(lrr=0.125)\nproblems = reward = answer = print\n")
-    with pytest.raises(UserError, match=r"^there is no setting 'lrr' \(in the task's DEFAULTS\): did you mean 'lr'\?$"):
+    with pytest.raises(UserError, match=r"^there is no setting 'lrr' \(in the task's DEFAULTS, or the algorithm's SETTINGS\): did you mean 'lr'\?$"):
         grpo.make_config(task=str(tmp_path / "mine.py"))
 
 

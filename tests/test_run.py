@@ -629,7 +629,7 @@ def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
 
 def test_a_wrong_default_of_a_task_is_a_fault(monkeypatch):
     monkeypatch.setitem(arithmetic.DEFAULTS, "step", 30)
-    with pytest.raises(UserError, match=r"no setting 'step' \(in the task's DEFAULTS\): did you mean 'steps'"):
+    with pytest.raises(UserError, match=r"no setting 'step' \(in the task's DEFAULTS, or the algorithm's SETTINGS\): did you mean 'steps'"):
         make_config()
 
 
@@ -705,7 +705,7 @@ def test_resume_with_the_algorithm_of_the_run_or_another(unbroken, capsys):
     main(["--resume", "--algo", "grpo", "--out", str(unbroken)])
     assert "has --clip_low 0.2, not 0.0003" in fault(capsys, "--resume", "--algo", "gspo", "--kl", "loss", "--ratio", "token",
                                                      "--clip_high", "0.2", "--out", unbroken)
-    assert "has --functions , not cispo" in fault(capsys, "--resume", "--algo", "cispo", "--kl", "loss", "--loss_mean", "sequence",
+    assert "has --algo , not cispo" in fault(capsys, "--resume", "--algo", "cispo", "--kl", "loss", "--loss_mean", "sequence",
                                                   "--clip_low", "0.2", "--clip_high", "0.2", "--out", unbroken)
     assert "--algo must be one of" in fault(capsys, "--resume", "--algo", "trpo", "--out", unbroken)
 

@@ -13,6 +13,7 @@ def surrogate(ratio, adv, logp, mask, cfg):
     gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
     found = ((cov > LOW) & (cov < HIGH) & mask & ~clipped).nonzero()
-    found = found[torch.randperm(len(found))[:max(1, int(SHARE * mask.sum()))]]
+    same = torch.Generator().manual_seed(len(found))            # the same choice in a run that was resumed
+    found = found[torch.randperm(len(found), generator=same)[:max(1, int(SHARE * mask.sum()))]]
     kept = torch.ones_like(adv).index_put(tuple(found.T), torch.zeros(()).to(adv))
     return gain * kept, clipped | (kept == 0)

@@ -1,5 +1,5 @@
 """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): rollouts of other prompts follow, up to TRIES in all, until as many
-groups are live as a step has; live groups are trained on first. In one process.
+groups as a step has are live, neither all right nor all wrong; live groups are trained on first. In one process.
 """
 import torch
 
@@ -20,7 +20,8 @@ def rollout(agent, problems, rng):
     found, live = [], torch.zeros(0, dtype=torch.bool)
     while len(found) < TRIES and live.sum() < len(problems):
         found.append(one_rollout(agent, problems, rng))
-        live = torch.cat((live, found[-1][0].adv.view(len(problems), -1).any(1).cpu()))
+        right = found[-1][0].components["correct"].view(len(problems), -1).cpu()
+        live = torch.cat((live, right.amin(1) < right.amax(1)))
         problems = rng.sample(agent.others, len(problems))
     order = (~live).int().sort(stable=True).indices[:len(problems)]
     rows = (order[:, None] * agent.cfg.group + torch.arange(agent.cfg.group)).flatten()

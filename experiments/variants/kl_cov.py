@@ -11,7 +11,8 @@ def surrogate(ratio, adv, logp, mask, cfg):
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
     n = max(1, int(SHARE * mask.sum()))
     held = (cov >= cov[mask].topk(n).values[-1]) & mask
-    return ratio * adv - held * COEFFICIENT * ratio.log().abs(), held
+    moved = ratio.log().abs()
+    return ratio * adv - held * COEFFICIENT * torch.where(moved > 1e-4, moved, 0), held     # below, it is rounding
 
 
 def has_gradient(agent, batch):

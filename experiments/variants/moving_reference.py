@@ -10,6 +10,6 @@ RATE = 0.01
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
     with torch.no_grad():
-        for ref, p in zip(agent.ref.parameters(), agent.policy.parameters()):
+        for ref, p in zip(agent.ref.parameters() if agent.ref else (), agent.policy.parameters()):
             ref.lerp_(p, RATE)
     return found

@@ -5,7 +5,7 @@ SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token", clip_low=1e9, cl
 
 
 def advantages(reward, ends, mask, penalty, value, cfg):
-    r, n = reward.sum(1).view(-1, cfg.group), mask.sum(1).view(-1, cfg.group)
+    r, n = (reward - penalty).sum(1).view(-1, cfg.group), mask.sum(1).view(-1, cfg.group)
     score = r - (r * n).sum(1, True) / n.sum(1, True)
     dead = r.amax(1) == r.amin(1)
     return score.masked_fill(dead[:, None], 0).view(-1, 1) * mask, None, dead

@@ -8,6 +8,6 @@ EVERY = 25
 
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
-    if step % EVERY == 0:
+    if agent.ref and step % EVERY == 0:
         shard.copy_weights(agent.ref, agent.policy)
     return found

@@ -1,5 +1,5 @@
 """ReMax (arXiv 2310.10505, eq. 5): the baseline of a prompt is the reward of its greedy completion, which costs one more
-completion. One sample a prompt is enough there; here a group has several.
+completion. One sample a prompt is enough there; here a group has several. For rewards by the task's rule.
 """
 import torch
 

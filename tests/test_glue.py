@@ -230,6 +230,7 @@ def order(monkeypatch):
     note(grpo, "begin_iteration", lambda agent, problems, i: f"iteration {i}", {})
     note(grpo, "evaluate", lambda agent, problems: f"evaluation on {problems[0].prompt}", {"greedy": 0.5})
     note(folder, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
+    note(checkpoint, "keep_best", lambda agent, step, results: f"{results['greedy']} at {step}")
     note(checkpoint, "save", lambda agent, step, *_: f"save {step}")
     monkeypatch.setattr(report, "refresh", lambda folder: None)
     note(show, "farewell", lambda cfg, question: f"try {question}")
@@ -244,9 +245,9 @@ def test_the_order_of_a_run(order):
     """Two iterations of three steps. Evaluations are before the first, every 4 and after the last; saves every 5, and
     at the end of an iteration, which the next one may change."""
     assert order(steps=3, iterations=2, eval_every=4, save_every=5) == [
-        "evaluation on 20=", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
-        "step 3", "log 3 loss", "save 3", "iteration 1", "step 4", "evaluation on 20=", "log 4 loss greedy",
-        "step 5", "log 5 loss", "save 5", "step 6", "evaluation on 20=", "log 6 loss greedy", "save 6", "try 20="]
+        "evaluation on 20=", "0.5 at 0", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
+        "step 3", "log 3 loss", "save 3", "iteration 1", "step 4", "evaluation on 20=", "0.5 at 4", "log 4 loss greedy",
+        "step 5", "log 5 loss", "save 5", "step 6", "evaluation on 20=", "0.5 at 6", "log 6 loss greedy", "save 6", "try 20="]
 
 
 def test_iterations_are_counted_from_0(order):
@@ -258,12 +259,12 @@ def test_iterations_are_counted_from_0(order):
 
 
 def test_without_steps_a_run_is_an_evaluation(order):
-    assert order(steps=0) == ["evaluation on 20=", "log 0 greedy", "save 0", "try 20="]
+    assert order(steps=0) == ["evaluation on 20=", "0.5 at 0", "log 0 greedy", "save 0", "try 20="]
 
 
 def test_a_run_that_is_asked_to_stop_saves_the_step(order):
     assert order(halt=2, steps=4) == [
-        "evaluation on 20=", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
+        "evaluation on 20=", "0.5 at 0", "log 0 greedy", "save 0", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
         "save 2", "stopped after step 2"]
     assert order(halt=4, steps=4)[-3:] == ["log 4 loss greedy", "save 4", "try 20="]        # it is done anyway
 
@@ -273,8 +274,8 @@ def test_a_resumed_run_goes_on_with_the_next_step(order):
     checkpoint = SimpleNamespace(step=3, stats={})
     assert order(saved=checkpoint, steps=3, iterations=2, eval_every=3)[:2] == ["iteration 1", "step 4"]
     checkpoint.stats = {"reward": 1.0}
-    assert order(saved=checkpoint, steps=3, iterations=2, eval_every=3)[:5] == [
-        "evaluation on 20=", "log 3 reward greedy", "save 3", "iteration 1", "step 4"]
+    assert order(saved=checkpoint, steps=3, iterations=2, eval_every=3)[:6] == [
+        "evaluation on 20=", "0.5 at 3", "log 3 reward greedy", "save 3", "iteration 1", "step 4"]
 
 
 # ------------------------------------------------------------------------------ the command line

@@ -50,7 +50,7 @@ class Config:
     default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
-    functions: str = ""         # file with functions in place of these, set by --algo; empty: none
+    functions: str = ""         # file whose functions replace those of grpo.py; set by --algo
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps (a rollout and its update) in each of --iterations

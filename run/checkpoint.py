@@ -125,14 +125,18 @@ def load(folder, config, whole=True):
         raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
                         f"or delete the file") from e
 
+def flag_of(name):
+    """The flag that sets a setting."""
+    return "algo" if name == "functions" else name
+
 def refuse_foreign_code(found, given, folder):
     """Raises UserError if the settings `found` in a folder name a task or functions in a file that
     the flags `given` do not: opening somebody else's folder must not execute code."""
-    for name, flag in (("task", "task"), ("functions", "algo")):
+    for name in ("task", "functions"):
         file = found.get(name)
         if str(file).endswith(".py") and given.get(name) != file:
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
-                            f"be executed; to allow it, add --{flag} {file}")
+                            f"be executed; to allow it, add --{flag_of(name)} {file}")
 
 def settings(folder, given):
     """The flags `given` with the settings of the run in a folder, if there is one, for all that
@@ -172,8 +176,7 @@ def resume(folder, config, flags):
     may_change = MAY_CHANGE - ({"steps"} if cfg.iterations > 1 else set())  # of each iteration
     for name in flags.keys() - may_change:
         if flags[name] != getattr(cfg, name):
-            flag = "algo" if name == "functions" else name
-            raise UserError(f"the run in {folder} has --{flag} {getattr(cfg, name)}, not "
+            raise UserError(f"the run in {folder} has --{flag_of(name)} {getattr(cfg, name)}, not "
                             f"{flags[name]}; a resumed run may change only "
                             f"{', '.join(sorted(may_change))}")
     changed = {name: flags[name] for name in may_change & flags.keys()}
@@ -182,9 +185,8 @@ def resume(folder, config, flags):
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
     for name, sha256 in data_of(cfg).items():
         if checkpoint.data.get(name) != sha256:
-            flag = "algo" if name == "functions" else name
-            raise UserError(f"--{flag} {getattr(cfg, name)} has changed since the run in {folder} "
-                            "began: restore the file, or start a new run")
+            raise UserError(f"--{flag_of(name)} {getattr(cfg, name)} has changed since the run in "
+                            f"{folder} began: restore the file, or start a new run")
     return cfg, load(folder, config)[1]
 
 def data_of(cfg):

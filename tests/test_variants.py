@@ -225,7 +225,8 @@ def test_weights_between_sampler_and_trainer(name, monkeypatch):
         ratio = x[on].exp() if name == "tis" else x[on].sum().exp().expand(on.sum())
         want = ratio.clamp(max=2) if name == "tis" else torch.where(ratio <= 2, ratio, 0)
         torch.testing.assert_close(got[on], want)
-    assert (batch.adv == 1).all() and (seen[0][0][mask[0]] == (2 if name == "tis" else 0)).any() is not None
+    assert (batch.adv == 1).all()
+    assert seen[0][0, 3] == 2 if name == "tis" else (seen[0][2][mask[2]] == 0).all() and seen[0][0, 3] > 1      # e^0.9; e^0.8, e^0.6
 
 
 # ----------------------------------------------------------------------------------------- credit
@@ -456,15 +457,15 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     monkeypatch.setattr(module_of("pass_at_k"), "K", 2)         # of 4
     before = vars(grpo).copy()
     cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, truncated_reward=9.0, epochs=2, minibatches=2, out=str(tmp_path)))
-    agent = grpo.train(cfg)
+    grpo.train(cfg)
     assert cfg.functions == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
     replaced = {x for x in before if vars(grpo)[x] is not before[x]}
-    assert replaced == {*variants.own_functions(vars(module_of(name)))} and (replaced or name == "nothing")
+    assert replaced == {*variants.own_functions(vars(module_of(name)))} != set()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
     assert (tmp_path / "functions.py").read_text() == (ROOT / "experiments" / "variants" / f"{name}.py").read_text()
     variants.install("", vars(grpo))
-    assert vars(grpo) == before and agent.cfg is not None
+    assert vars(grpo) == before
 
 
 def test_an_algorithm_of_ones_own(start, tmp_path, capsys):

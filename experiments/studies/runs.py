@@ -158,7 +158,8 @@ def patch_label_noise(value):
 
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
-           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit, "vine": patch_vine, "wrong": patch_wrong, "format": patch_format}
+           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit,
+           "vine": patch_vine, "wrong": patch_wrong, "format": patch_format}
 
 
 class Watch:
@@ -290,7 +291,7 @@ def child(flags):
 
 
 def points_of(metrics, spent):
-    """For each evaluation its step, results and entropy, and the tokens and seconds spent so far. `spent`: (step, tokens,
+    """For each evaluation its step and results, and the tokens and seconds spent so far. `spent`: (step, tokens,
     seconds), also where an iteration begins: if a fit took something, there is a second point there."""
     evaluated, points, before = {m["step"]: m for m in metrics if "pass@1" in m}, [], (0, 0, 0.0)
     for step, tokens, seconds in [before, *spent]:

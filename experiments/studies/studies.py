@@ -4,6 +4,7 @@ then a table and figures:
     python experiments/studies/studies.py rates                 # learning rates, on development maps
     python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
     python experiments/studies/studies.py labels                # what labels a reward model needs, and when it is farmed
+    python experiments/studies/studies.py kl                    # the forms of the KL, at equal KL
     python experiments/studies/studies.py critic --seeds 1 2    # only these seeds
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
@@ -38,6 +39,18 @@ OUTCOMES = f"{KL} --reward model"
 LABELLED = {"250": "--fit_prompts 16 --choices 16", "1,000": "--fit_prompts 64 --choices 16", "4,000": "--fit_prompts 256 --choices 16",
             "16,000": "--fit_prompts 1000 --choices 16", "64,000": "--fit_prompts 1000 --choices 64"}      # completions
 TAUGHT = f"{STEPS} {LABELLED['4,000']}"
+SLIPS, CAREFUL = (f"--task experiments/studies/{task}.py --max_new 80 --warm_steps 1200 --steps 80 --eval_every 20" for task in ("slips", "careful"))
+FORMS = [("loss", "k2"), ("loss", "k3"), ("loss", "ratio*k3"), ("reward", "k1"), ("reward", "k2"), ("reward", "k3")]
+
+
+def forms(task, betas, some=FORMS):
+    """Rows of a task with each form of the KL and each beta. k1 in the loss, whose gradient is 0 on average, has one."""
+    yield "no KL", task
+    for place, name in (("loss", "k1"), *some):
+        for beta in betas[-1:] if (place, name) == ("loss", "k1") else betas:
+            yield f"{place}, {name}, {beta}", f"{task} --kl {place} --estimator {name} --beta {beta}"
+
+
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "64 of 4": "--group 64 --prompts 4",
             "own critic": OWN, "fitted critic": FITTED}
 
@@ -78,6 +91,10 @@ STUDIES = {
             "4 times, no history": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch history=0",
             "4 times, half history": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch history=0.5",
             "4 times, reference kept": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4 --patch reference=kept"},
+    },
+    "kl": {
+        "slips and guesses": dict(forms(SLIPS, (0.1, 0.3, 1.0))), "slips": dict(forms(CAREFUL, (0.1, 0.3, 1.0))),
+        "mines": dict(forms("", (0.1, 0.3), FORMS[:4])),
     },
 }
 
@@ -154,11 +171,16 @@ def summary(result):
              **{name: last_quarter(name) for name in ("entropy", "length", "explained_variance", "dead_groups")},
              "tokens": result["points"][-1]["tokens"], "seconds": result["points"][-1]["seconds"], "label tokens": result["label tokens"],
              "points": result["points"], "quality": result.get("quality")}
-    known = result["steps"].get("explained_variance")
-    if known:
-        found["explained"] = [float(f"{statistics.mean(part):.3g}") if (part := [x for x in known[i:i + 25] if x is not None]) else None
-                              for i in range(0, len(known), 25)]
+    for name in ("explained_variance", "reward", "rule_reward"):
+        if name in result["steps"]:
+            found[f"{name}, means of 25 steps"] = means(result["steps"][name], 25)
     return found
+
+
+def means(numbers, n):
+    """The means of each `n` numbers, to 3 digits; None is left out, and the mean of nothing."""
+    parts = [[x for x in numbers[i:i + n] if x is not None] for i in range(0, len(numbers), n)]
+    return [float(f"{statistics.mean(part):.3g}") if part else None for part in parts]
 
 
 # -------------------------------------------------------------------------------------- statistics
@@ -199,6 +221,20 @@ def compared(study, found, measure):
                 known[part, name] = (statistics.mean(x), *runs.interval(x), p_value(x))
     corrected = holm([x[3] for x in known.values()])
     return {key: (*x[:3], p) for (key, x), p in zip(known.items(), corrected)}
+
+
+def at_equal_kl(found, part, measure, base="reward, k1"):
+    """{row: the differences of a measure in points, of each seed, to what form `base` of the KL reaches at the row's own KL}:
+    interpolated between its betas, the row without a KL, and the start, whose KL is 0."""
+    rows, known = STUDIES["kl"][part], {}
+    of = {name: found["runs"].get(flags, {}) for name, flags in rows.items()}
+    for name, row in of.items():
+        for seed in sorted(row):
+            own = [of[other].get(seed) for other in of if other == "no KL" or other.startswith(base)]
+            if name != "no KL" and not name.startswith(base) and all(own):
+                frontier = sorted([(0.0, own[0]["before"][measure]), *((run["kl"], run[measure]) for run in own)])
+                known.setdefault(name, []).append(100 * (row[seed][measure] - float(np.interp(row[seed]["kl"], *zip(*frontier)))))
+    return known
 
 
 # ------------------------------------------------------------------------------------------ tables

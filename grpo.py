@@ -191,7 +191,7 @@ def sample_token(logits, temperature, u, is_greedy):
     Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
     logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
     cdf = logp.exp().cumsum(-1)
-    u = u.float().clamp(max=1 - 2 ** -24)       # rounding to float32 may give 1
+    u = u.clamp(max=1 - 2 ** -24)               # rounding to float32 may give 1
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
     token = torch.where(is_greedy, logits.argmax(-1), token)
     return token, logp.gather(-1, token[:, None])[:, 0]

@@ -107,7 +107,7 @@ def noisy_labels(rows, K, noise, rng):
     step is good. A fraction `noise` of the labels is wrong."""
     labels = rows["label"][rows["ends"]]
     if K > 1:
-        labels = choose(labels.view(-1, K), noise, rng).flatten()
+        labels = choose(labels.view(-1, K), noise, rng)
     else:
         wrong = torch.tensor([rng.random() < noise for _ in labels])
         labels = torch.where(wrong, 1 - labels, labels)

@@ -88,7 +88,7 @@ def test_whitening_is_over_the_sampled_tokens_alone():
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_whitening_of_none_one_or_equal_numbers_is_zero(n):
     mask = torch.arange(6).expand(2, 6) < torch.tensor([[n], [0]])
-    for x in (0.1, 0.0):
+    for x in (0.1, 0.0, -0.1):
         assert whiten(torch.full((2, 6), x), mask).abs().sum() == 0
 
 
@@ -98,6 +98,13 @@ def test_whitening_of_what_differs_by_rounding_alone_is_zero():
     assert whiten(1e4 + 4e-3 * x, mask).abs().sum() == 0
     torch.testing.assert_close(whiten(1e4 + 4e-2 * x, mask), x, rtol=0.05, atol=0)
     torch.testing.assert_close(whiten(1e-9 * x, mask), x)
+
+
+def test_whitening_is_exact_for_numbers_far_from_0():
+    """Sums in float32 would be off by a thousandth here."""
+    x = 1e4 + torch.rand(1, 5000, generator=torch.Generator().manual_seed(0))
+    own = x.double()
+    torch.testing.assert_close(whiten(x, x > 0).double(), (own - own.mean()) / own.std(correction=0), rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------- process supervision

@@ -512,7 +512,8 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
 # ----------------------------------------------------------------------- settings that cannot be
 
 @pytest.mark.parametrize("x, spread, says", [(1.0, 0, "the same score"), (0.0, 0, "the same score"),
-                                             (1e4, 1e-2, "the same score"), (float("nan"), 0, "are not finite")])
+                                             (1e4, 1e-2, "the same score"), (-2.0, 0, "the same score"),
+                                             (float("nan"), 0, "are not finite")])
 def test_scores_that_say_nothing(x, spread, says, tmp_path, capsys, monkeypatch):
     """All the same, up to rounding, or no numbers."""
     import reward

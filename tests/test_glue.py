@@ -68,7 +68,7 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 def test_a_run_begins_in_evaluation_mode():
     """Also heads, to which a fork may add dropout."""
-    agent = agents.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model())
+    agent = agents.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
     models_of = (agent.policy, agent.ref, agent.critic, agent.reward_model)
     assert not any(part.training for model in models_of for part in model.modules())
 

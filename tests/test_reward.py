@@ -438,8 +438,8 @@ def test_the_text_of_a_continuation_has_what_was_there_before():
 
 
 def test_components_that_cancel_add_up_to_0():
-    """0.1 + 0.2 - 0.3 is 3e-8 in float32. A small rest that is no rounding stays."""
-    texts = {"x": (0.1, 0.2, -0.3), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-5, 0.0, 0.0)}
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays."""
+    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-5, 0.0, 0.0)}
     toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
     batch = reward.score(toy, byte_encoding(), [task.Problem("47*58=", "2726")], batch_of([*texts]))
     total = reward.of_steps(toy, batch, Config(), byte_encoding())[0].sum(1)

@@ -341,15 +341,20 @@ def warm_folder(cfg, flags, out):
     return folder
 
 
+def folder_of(flags, seed, out):
+    """The folder of a run."""
+    cfg, patches = read([*flags, "--seed", str(seed)])
+    settings = {name: x for name, x in vars(cfg).items() if name not in ("seed", "out")}
+    return out / f"{name_of([settings, patches])}-{seed}"
+
+
 def run(flags, seed, out):
     """The result of a run: from its folder, or made now."""
+    folder = folder_of(flags, seed, out)
     flags = [*flags, "--seed", str(seed)]
-    cfg, patches = read(flags)
-    settings = {name: x for name, x in vars(cfg).items() if name not in ("seed", "out")}
-    folder = out / f"{name_of([settings, patches])}-{seed}"
     with LOCKS[folder]:
         if not made(folder):
-            warm = warm_folder(cfg, flags, out)
+            warm = warm_folder(read(flags)[0], flags, out)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(warm / "warm_start", folder / "warm_start")
             start_child(flags, folder)

@@ -373,9 +373,19 @@ def first_update(section, rollout):
         yield loss_of(cfg, rollout(cfg), OLD)[0]
 
 
+def summaries(section, rollout):
+    """The example without the std; and that GAE at lambda 0 is the TD error."""
+    found = torch.tensor([float(x) for x in numbers(section)[:3]])
+    yield from [*found, *outcome_scores(found), *(found - found.mean())]
+    td = torch.tensor([0.2, 0.8, 0.2])                  # of step 2's table, as its values and a reward of 2
+    at_0 = grpo.gae(torch.tensor([[0.0, 0, 2]]), torch.tensor([[0.8, 1, 1.8]]), torch.ones(1, 3, dtype=torch.bool), 1.0, 0.0)
+    torch.testing.assert_close(at_0[0], td)
+    yield 0
+
+
 # ------------------------------------------------------------------------------------- the page
 
-STEPS = [example, raw_reward, critic, clip, reference, group, process, six_losses, iterations, first_update]
+STEPS = [example, raw_reward, critic, clip, reference, group, process, six_losses, iterations, first_update, summaries]
 
 
 @pytest.mark.parametrize("title, computed", list(zip(SECTIONS, STEPS, strict=True)), ids=SECTIONS)

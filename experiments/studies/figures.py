@@ -1,0 +1,150 @@
+"""Draws the figures of the studies from the results in answers/. Needs matplotlib.
+
+    python experiments/studies/figures.py                       # all whose results are there
+    python experiments/studies/figures.py critic labels kl grid
+"""
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import runs
+import studies
+
+HERE = Path(__file__).parent
+# Okabe and Ito's colours, safe for colour-blind readers.
+BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
+
+
+def panels(n, height=4.0):
+    """A figure of n panels, 900 pixels wide."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, n, figsize=(9, height), dpi=100)
+    return figure, axes if n > 1 else [axes]
+
+
+def save(figure, name):
+    """Write a figure beside the results."""
+    figure.tight_layout()
+    figure.savefig(HERE / "answers" / f"{name}.png")
+
+
+def forest(axis, rows, label):
+    """Mean paired differences with their 95 % intervals; rows: {name: differences in points, one for each seed}."""
+    axis.axvline(0, color="0.7", linewidth=1)
+    for i, x in enumerate(reversed(rows.values())):
+        middle, (low, high) = statistics.mean(x), runs.interval(x)
+        colour = BLACK if low < 0 < high else BLUE if low > 0 else RED
+        axis.plot([low, high], [i, i], color=colour, linewidth=1.5)
+        axis.plot(middle, i, "o", color=colour, markersize=5)
+    axis.set_yticks(range(len(rows)), list(reversed(rows)))
+    axis.set_xlabel(label)
+
+
+def known_differences(study, found, part, measure):
+    """{row: differences to the first row of its part}, of rows with two seeds or more."""
+    of = [(name, found["runs"].get(flags, {})) for name, flags in studies.STUDIES[study][part].items()]
+    differences = {name: studies.differences(row, of[0][1], measure) for name, row in of[1:]}
+    return {name: x for name, x in differences.items() if len(x) > 1}
+
+
+def critic(found):
+    """The final greedy accuracy against what the critic explains; and all rows' differences in it."""
+    figure, (left, right) = panels(2, 6.5)
+    places = ("critics", "values of lines, 100 steps", "6 lines", "24 lines")
+    for part, marker, colour in zip(places, "osv^", COLOURS):
+        base = found["runs"][next(iter(studies.STUDIES["critic"][part].values()))]
+        for name, flags in studies.STUDIES["critic"][part].items():
+            row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
+            if row and row is not base:
+                x = statistics.mean(run["explained_variance"] for run in row.values())
+                y = statistics.mean(studies.differences(row, base, "greedy"))
+                left.plot(100 * x, y, marker, color=colour)
+                left.annotate(name, (100 * x, y), (4, 3), textcoords="offset points", fontsize=10)
+        left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))
+    left.axhline(0, color="0.7", linewidth=1)
+    left.set(xlabel="variance of the returns that the critic explains, %", ylabel="greedy accuracy less that of a group baseline, points")
+    left.legend(frameon=False)
+    rows = {}
+    for part in ("baselines", "critics", "sizes of groups"):
+        rows |= known_differences("critic", found, part, "greedy")
+    forest(right, rows, "greedy accuracy less that of groups of 16, points")
+    save(figure, "critic")
+
+
+def labels(found):
+    """Final true accuracy against the AUC of the reward model's lines; and a reward that is farmed, over the steps."""
+    figure, (left, right) = panels(2)
+    for part, colour in zip(("steps, completions labelled", "4,000 completions, by"), COLOURS):
+        for name, flags in studies.STUDIES["labels"][part].items():
+            row = [run for run in found["runs"].get(flags, {}).values() if run["quality"]]
+            left.plot([run["quality"]["start"]["auc"] for run in row], [100 * run["greedy"] for run in row], "o", color=colour, markersize=4)
+            if row:
+                at = statistics.median(run["quality"]["start"]["auc"] for run in row), statistics.median(100 * run["greedy"] for run in row)
+                left.annotate(name, at, (5, -3), textcoords="offset points", fontsize=10)
+    left.set(xlabel="AUC of lines, on the first policy", ylabel="final greedy accuracy, %")
+    part = studies.STUDIES["labels"]["4,000 completions, the KL's beta"]
+    for name, colour in zip(part, COLOURS):
+        row = found["runs"].get(part[name], {}).values()
+        for key, style in (("greedy", "-"), ("pass@1", ":")):
+            curves = [[100 * point[key] for point in run["points"]] for run in row]
+            if curves:
+                steps = [point["step"] for point in next(iter(row))["points"]]
+                middle = [statistics.median(x) for x in zip(*curves)]
+                right.plot(steps, middle, style, color=colour, label=f"beta {name}" if key == "greedy" else None)
+    right.set(xlabel="step", ylabel="greedy accuracy, % (dotted: pass@1)")
+    right.legend(frameon=False)
+    save(figure, "labels")
+
+
+def kl(found):
+    """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none."""
+    figure, axes = panels(2)
+    for axis, part in zip(axes, ("slips and guesses", "slips")):
+        forms = {}
+        for name, flags in studies.STUDIES["kl"][part].items():
+            row = found["runs"].get(flags, {}).values()
+            if row:
+                point = [statistics.median(run[key] for run in row) for key in ("kl", "pass@1")]
+                forms.setdefault(", ".join(name.split(", ")[:2]), []).append((point[0], 100 * point[1]))
+        for (form, points), colour, marker in zip(forms.items(), (BLACK, *COLOURS), "*osv^D<>"):
+            axis.plot(*zip(*sorted(points)), marker=marker, color=colour, label=form, linewidth=1)
+        axis.set(title=part, xlabel="KL of a completion to the start, nats", ylabel="pass@1, %")
+    axes[0].legend(frameon=False)
+    save(figure, "kl")
+
+
+def grid(found):
+    """How often the paths of the held-out problems pass each place, before and after RL. Mines are crosses."""
+    figure, axes = panels(2, 4.3)
+    for axis, when in zip(axes, ("before", "after")):
+        picture = axis.imshow(100 * found_share(found, when), cmap="Blues", vmin=0, vmax=100 * max(found_share(found, w).max() for w in ("before", "after")))
+        axis.plot(*zip(*found["mines"]), "x", color=RED, markersize=9, markeredgewidth=2)
+        axis.set(title=f"{when} RL: {found[when]['right']:.0%} of the walks are right", xticks=range(found["size"]), yticks=range(found["size"]))
+    figure.colorbar(picture, ax=axes, label="% of walks that pass", shrink=0.8)
+    figure.savefig(HERE / "answers" / "grid.png")
+
+
+def found_share(found, when):
+    """The share of walks that pass each place, as an array of rows."""
+    import numpy as np
+    return np.array(found[when]["passed"]).T / found[when]["walks"]
+
+
+FIGURES = {"critic": critic, "labels": labels, "kl": kl, "grid": grid}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", nargs="*", choices=[[], *FIGURES])
+    for name in parser.parse_args().figures or FIGURES:
+        if studies.answers(name).exists():
+            FIGURES[name](json.loads(studies.answers(name).read_text()))
+
+
+if __name__ == "__main__":
+    main()

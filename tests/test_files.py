@@ -1,10 +1,12 @@
 """Files that are damaged, hostile or too large, folders that are shared or full: a line, and nothing
 lost."""
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -25,7 +27,7 @@ from data.tokenizer import load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
 from run import agents, checkpoint, files, preflight, pretrained, tensors
-from run.folder import clear_up
+from run.folder import LOGS, clear_up
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1").split()
@@ -98,6 +100,20 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     for flags in (["--resume"], TINY):
         assert fault(capsys, *flags, "--out", again) == (
             f"error: {path} was not written by this version of grpo.py: choose another --out, or delete the file\n")
+
+
+STATE = dict(step=1, stats={}, beta=0.1, model={"n_layer": 1}, sizes=dict.fromkeys(LOGS, 0), data={}, tensors={})
+
+
+@pytest.mark.parametrize("change, says", [
+    ({}, ""), ({"beta": 0}, ""), ({"step": -1, "model": {}}, ""),
+    ({"step": 1.0}, "step has"), ({"step": None, "stats": []}, "step, stats has"), ({"beta": "0.1"}, "beta has"),
+    ({"beta": math.inf}, "beta or sizes has"), ({"beta": math.nan}, "beta or sizes has"), ({"sizes": {}}, "beta or sizes has"),
+    *(({"sizes": dict.fromkeys(LOGS, 0) | {LOGS[1]: x}}, "beta or sizes has") for x in (-1, 1.5, True, None)),
+    ({"step": -1}, "only before step 0"), ({"model": {}}, "only before step 0")], ids=str)
+def test_the_state_in_a_checkpoint_is_checked(change, says):
+    with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+        checkpoint.Checkpoint(**STATE | change)
 
 
 TOY = """from types import SimpleNamespace

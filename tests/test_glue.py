@@ -269,6 +269,21 @@ def test_a_run_that_is_asked_to_stop_saves_the_step(order):
     assert order(halt=4, steps=4)[-3:] == ["log 4 loss greedy", "save 4", "try 20="]        # it is done anyway
 
 
+@pytest.mark.parametrize("at, saved", [(0, []), (1, ["save 1"]), (2, ["save 2"])])
+def test_a_stop_in_an_evaluation_saves_the_step_before_it(at, saved, order, monkeypatch):
+    """Before the first step there is none."""
+    seen = []
+
+    def evaluate(agent, problems):
+        seen.append(len(seen))
+        if seen[-1] == at:
+            raise machine.Stopped("in the evaluation")
+        return {"greedy": 0.5}
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    notes = order(steps=3, eval_every=1, save_every=9)
+    assert [x for x in notes if x.startswith("s") and "step" not in x] == ["save 0"] * (at > 0) + saved + ["stopped in the evaluation"]
+
+
 def test_a_resumed_run_goes_on_with_the_next_step(order):
     """Or with the evaluation of the last one, if that was still to come."""
     checkpoint = SimpleNamespace(step=3, stats={})

@@ -297,7 +297,7 @@ def test_the_best_policy_is_kept(run, monkeypatch, capsys, tmp_path):
     out = run("run", "--steps", 3, "--eval_every", 1)
     assert kept(1) and not torch.equal(seen[1]["embed_tokens.weight"], seen[3]["embed_tokens.weight"])
     run("run", "--resume", "--steps", 5)
-    assert kept(4)
+    assert kept(4) and (out / "best" / "run.json").read_text() == (out / "run.json").read_text()
     monkeypatch.setattr(grpo, "evaluate", real)
     task, best = ["--task", str(tmp_path / "letters.py")], str(out / "best")
     capsys.readouterr()

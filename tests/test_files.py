@@ -362,7 +362,7 @@ def test_two_runs_in_one_folder(again, capsys):
 def test_a_run_that_went_on_meanwhile(again, capsys):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     main(["--resume", "--steps", "3", "--out", str(again)])
-    with pytest.raises(UserError, match="has continued the run in"):
+    with pytest.raises(UserError, match=f"has continued the run in {again} "):
         grpo.train(cfg, saved=saved)
     files.unlock()
 

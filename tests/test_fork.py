@@ -477,3 +477,25 @@ def test_new_files_and_prints_are_fine(forked, tmp_path):
     code, said, _ = forked(tmp_path / "red", run_tests, fork, "tests/test_layout.py").end()
     assert "run.mine imports plot: imports run down" in said and "add them to requirements.txt" in said
     assert "3 failed" not in said and "2 failed" in said
+
+
+@pytest.mark.parametrize("chat", ["auto", "none", "think", "no_think"])
+def test_each_way_to_chat_is_known(chat):
+    assert grpo.read_command(["--chat", chat])[1].chat == chat
+
+
+def test_a_command_prepares_the_process_first(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(grpo.machine, "prepare", lambda: seen.append("prepared"))
+    monkeypatch.setattr(grpo, "read_command", lambda argv: (seen.append(argv), sys.exit(3)))
+    with pytest.raises(SystemExit):
+        grpo.main(["--help"])
+    assert seen == ["prepared", ["--help"]]
+
+
+def test_rows_of_a_batch_are_cut_to_columns():
+    """More rows than columns, and fewer."""
+    for B, T in ((6, 3), (3, 6)):
+        ids = torch.arange(B * 8).view(B, 8)
+        part = grpo.Batch(ids, ids > 3, ids[:, 0] > 9, ids.float(), ids[:, 1]).select(torch.arange(B), T)
+        assert torch.equal(part.ids, ids[:, :T]) and torch.equal(part.mask, ids[:, :T] > 3) and torch.equal(part.start, ids[:, 1])

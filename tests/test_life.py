@@ -1,8 +1,11 @@
 """The life of a run, as a user leads it: begun, stopped, continued, evaluated, overwritten, copied; and what each flag does
 when a run goes on."""
 import dataclasses
+import fcntl
 import json
+import platform
 import shutil
+import sys
 from types import SimpleNamespace
 from typing import get_args
 
@@ -236,7 +239,7 @@ def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(kill_at, ru
     out = run("cut", *more, kill_at=kill_at)
     if kill_at > 1:
         begin = ["--task", tmp_path / "letters.py", *SMALL, *more, "--out", out]
-        assert f"holds a run stopped at step {kill_at - 1}" in fault(capsys, *begin)
+        assert f"{out} holds a run stopped at step {kill_at - 1}" in fault(capsys, *begin)
     assert "has --steps 2, not 3" in fault(capsys, "--resume", "--task", tmp_path / "letters.py", "--steps", 3, "--out", out)
     run("cut", "--resume")
     assert metrics(out) == metrics(whole) and [m["step"] for m in metrics(out)] == [0, 1, 2, 3, 4]
@@ -328,6 +331,27 @@ def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp
         said.append({name: p.detach() for name, p in found[0].policy.named_parameters()})
     for held, weights in zip(said, (after, after, before)):
         assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in held.items() if name != "lm_head.weight")
+
+
+@pytest.mark.parametrize("kill_at", [0, 1])
+def test_a_run_that_was_killed_before_its_first_step_begins_anew(kill_at, run):
+    """Without what it left; run.json says what made the new one."""
+    out = run("run", "--steps", 3, "--eval_every", 1, kill_at=kill_at)
+    assert (out / "best").exists()
+    run("run", "--steps", 1)
+    assert evaluated(out) == [0, 1] and not (out / "best").exists()
+    about = json.loads((out / "run.json").read_text())
+    assert about.pop("config")["steps"] == 1
+    assert about == {"command": sys.argv, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+
+
+def test_a_new_folder_is_locked(run, monkeypatch):
+    def evaluate(agent, problems):
+        with open(agent.cfg.folder / "lock") as f, pytest.raises(BlockingIOError):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return {"greedy": 0.0, "pass@1": 0.0}
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    assert (run("run", "--steps", 0) / "model.safetensors").exists()
 
 
 def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):

@@ -322,6 +322,57 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
     assert len(shown_data(copies[1] / "report.html")) == 1          # its own, as it was
 
 
+@pytest.mark.parametrize("n, told", [(0, []), (1, [0]), (2, [0, 1]), (4, [0, 3])])
+def test_the_first_and_the_last_evaluation_are_told(n, told, tmp_path, capsys):
+    found = [{"step": 2 * i, **({"greedy": i / 10} if i % 2 == 0 else {})} for i in range(2 * n)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in found))
+    report.print_report([tmp_path], tmp_path / "a" / "new")
+    head, *said = capsys.readouterr().out.splitlines()
+    assert head == f"the report is in {tmp_path / 'a' / 'new' / 'report.html'}"
+    assert said == [f"{tmp_path}  step {4 * i}  greedy {2 * i / 10:.1%}" for i in told]
+
+
+def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"^cannot write in {tmp_path / 'file' / 'x'}: Not a directory"):
+        report.write([made.folder], tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("tokens, shown, partly", [
+    ([["a"] * 4, ["b"]], None, None), ([["a"] * 5, ["b"]], [["a"] * 4, ["b"]], [True, False]),
+    ([["x" * 10, "y"], []], None, None), ([["x" * 11, "y"], []], [["x" * 10, "y"], []], [True, False]),
+    ([[], []], None, None), ([["x" * 21], ["y" * 20]], [["x" * 20], ["y" * 20]], [True, False])])
+def test_long_completions_are_cut(tokens, shown, partly, monkeypatch):
+    """At most 4 tokens here, and 20 characters, which the tokens of the longest completion share."""
+    monkeypatch.setattr(report, "TOKENS", 4)
+    monkeypatch.setattr(report, "CHARACTERS", 20)
+    texts = ["".join(row) for row in tokens]
+    found = report.shortened({"prompt": "p" * 21, "completions": texts, "tokens": tokens, "logp": [[0.0] * len(row) for row in tokens]})
+    shown = shown or tokens
+    assert found == {"prompt": "p" * 20, "completions": [text[:20] for text in texts], "tokens": shown,
+                     "logp": [[0.0] * len(row) for row in shown], **({"partly": partly} if partly else {})}
+
+
+@pytest.mark.parametrize("tokens, ends, good", [
+    ([["a", "b"], ["c"]], [[0, 1], [0]], True), ([["a", "b"], ["c"]], [[2], []], False), ([["a", "b"], ["c"]], [[-1], []], False),
+    ([["a"], []], [[0], []], True), ([["a"], []], [[], [0]], False), (None, [[], []], True), (None, [[0], []], False)])
+def test_a_step_ends_at_a_token(tokens, ends, good):
+    record = {"prompt": "p", "completions": ["ab", "c"], "rewards": [0.0, 1.0], "ends": ends, "step_rewards": [[1.0] * len(row) for row in ends]}
+    assert report.readable(record | ({} if tokens is None else {"tokens": tokens})) is good
+
+
+def test_steps_are_spread_evenly():
+    assert [report.spread([*range(10)], n) for n in (0, 1, 2, 3, 10)] == [[], [0], [0, 9], [0, 4, 9], [*range(10)]]
+
+
+def test_each_run_has_its_share_of_the_bytes(made, tmp_path, monkeypatch):
+    of_step = [sum(len(json.dumps(g)) + 1 for g in made.lines if g["step"] == step) for step in sorted({g["step"] for g in made.lines})]
+    monkeypatch.setattr(report, "MOST", sum(of_step))
+    for folders, whole in (([made.folder], True), ([made.folder] * 2, False)):
+        for run in shown_data(report.write(folders, tmp_path)):
+            assert (run["samples"] == made.lines) == whole and run["steps"] == len(of_step)
+
+
 @pytest.mark.parametrize("damage, says", [
     (None, "no run in"), ("[1]\n", "must hold a JSON object"), ("{\n", "is not JSON"), ('{"x": 1}\n', "without a step"),
     ('{"step": 1, "x": ' + "[" * 900 + "NaN" + "]" * 900 + "}\n", "nested too deeply")])

@@ -189,7 +189,7 @@ def byte_pairs(hf, special):
     id."""
     model, pre, normalizer = hf["model"], hf["pre_tokenizer"] or {}, hf.get("normalizer")
     parts = pre.get("pretokenizers", [pre])
-    kinds, *_, level = [p.get("type") for p in parts], parts[-1]
+    kinds, level = [p.get("type") for p in parts], parts[-1]
     regex = level.get("use_regex", True)
     if model["type"] != "BPE" or kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
         raise UserError("its tokenizer is not a byte-level BPE")

@@ -100,7 +100,7 @@ class SharedCache:
 
     def append(self, token, pos):
         """Like `KVCache.append`."""
-        self.advance(self.state, token)
+        self.advance(token)
         if self.used == self.cache.size(4):
             self.cache = F.pad(self.cache, (0, 0, 0, 16))
         self.used += 1
@@ -108,14 +108,13 @@ class SharedCache:
         token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
         return self.model.next_logits(token, pos, self.cache)[self.state]
 
-    def advance(self, state, token):
-        """The states after rows in `state` (r,) sampled `token` (r,): rows that shared a state and
-        sampled the same token share the next one. If no rows diverge and nine tenths of the states
+    def advance(self, token):
+        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
+        same token share the next one. If no rows diverge and nine tenths of the states
         are still needed, the cache is kept as it is, to avoid a copy."""
-        pair, after = torch.stack((state, token)).unique(dim=1, return_inverse=True)
+        pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
         before = pair[0]                                                                     # (b,)
         if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
-            self.state = state
             return
         if len(before) == 1:                # avoids compiling again for a batch of one
             before = before.repeat(2)

@@ -39,7 +39,7 @@ def loaded(name, names):
     """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
     has no dict SETTINGS, or if it has a function that grpo.py has not; helpers begin with _."""
     path = file_of(name)
-    if "\0" in name or not path.is_file():
+    if not path.is_file():
         raise UserError(f"no file {name}")
     key = name, regular(path).read_bytes()
     if key not in LOADED:

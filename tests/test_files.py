@@ -23,7 +23,7 @@ from safetensors.torch import load, load_file, save_file
 import data
 import grpo
 from data import UserError
-from data.tokenizer import load_encoding
+from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
 from run import agents, checkpoint, files, preflight, pretrained, tensors
@@ -334,12 +334,37 @@ def split(pattern, **more):
     ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
-    ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[]))])
+    ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[])),
+    ("cannot read", lambda t: t | dict(pre_tokenizer=split("(")))])
 def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_folder):
     path = model_folder / "tokenizer.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=says):
         load_encoding(model_folder)
+
+
+def test_a_tokenizer_needs_the_config_of_its_model(model_folder):
+    (model_folder / "config.json").unlink()
+    with pytest.raises(UserError, match="cannot read its tokenizer .FileNotFoundError"):
+        load_encoding(model_folder)
+
+
+def test_what_other_programs_read_of_a_tokenizer_is_kept(model_folder, tmp_path):
+    """Also what this code does not need."""
+    names = ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+             "additional_chat_templates/tools.jinja"]
+    for name in names:
+        (model_folder / name).parent.mkdir(exist_ok=True)
+        (model_folder / name).write_text("{}")
+    kept = load_encoding(model_folder, "none").files
+    assert {*names, "tokenizer.json", "tokenizer_config.json"} == {*kept} and kept["merges.txt"] == b"{}"
+
+
+def test_which_tokens_end_and_which_have_a_text():
+    bytes_ = {bytes([i]): i for i in range(256)}
+    encoding = Encoding("x", r"[\s\S]", bytes_, {"<a>": 256, "<b>": 257, "<c>": 258, "<d>": 259}, [256], [258, 257], {})
+    assert encoding.end == 258 and encoding.stop == {257, 258}
+    assert [encoding.token_bytes(i) for i in (65, 256, 257, 258, 259, 260)] == [b"A", b"", b"", b"", b"<d>", b""]
 
 
 # ------------------------------------------------------------------- folders that are shared or full

@@ -345,6 +345,11 @@ def test_a_run_that_was_killed_before_its_first_step_begins_anew(kill_at, run):
     assert about == {"command": sys.argv, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
 
 
+@pytest.mark.parametrize("steps, made", [(0, False), (1, True)])
+def test_a_warm_start_of_a_single_step_is_one(steps, made, run):
+    assert (run("run", "--warm_steps", steps, "--steps", 0) / "warm_start" / "warm_start.json").exists() is made
+
+
 def test_a_new_folder_is_locked(run, monkeypatch):
     def evaluate(agent, problems):
         with open(agent.cfg.folder / "lock") as f, pytest.raises(BlockingIOError):

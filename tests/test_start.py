@@ -301,8 +301,11 @@ def test_a_kept_warm_start_depends_on_what_the_model_computes(tmp_path, monkeypa
     assert why(cfg).startswith("no model in ")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"settings": {}, "made with": {}, "demonstrations": ""}',
-                                  '{"settings": [], "made with": {}, "demonstrations": "", "log-probabilities": []}'])
+NOTE = {"settings": {}, "made with": {}, "demonstrations": "", "log-probabilities": []}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "{", *(json.dumps(NOTE | {name: 3}) for name in NOTE),
+                                  *(json.dumps({n: x for n, x in NOTE.items() if n != name}) for name in NOTE)])
 def test_a_note_of_another_version_is_no_note(text, tmp_path):
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     (kept(cfg) / "warm_start.json").write_text(text)
@@ -338,6 +341,14 @@ def test_a_shipped_start_serves_a_run_that_would_make_the_same(given, serves, sh
     assert (cfg.init == str(shipped)) is serves
     assert cfg.warm_steps == (0 if serves or given.get("init") else given.get("warm_steps", 1500))
     assert cfg.warm_lr == given.get("warm_lr", 2e-5 if given.get("init") else 1.2e-3)
+
+
+@pytest.mark.slow
+def test_this_code_would_make_the_shipped_start(capsys):
+    """The one in data/: its settings, demonstrations, and log-probabilities."""
+    cfg = grpo.make_config(task="arithmetic")
+    assert cfg.init == str(warm_start.SHIPPED) and warm_start.checked(cfg, arithmetic, arithmetic.problems(cfg)[0]) is cfg
+    assert capsys.readouterr().out == ""
 
 
 def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):

@@ -357,7 +357,7 @@ def test_what_other_programs_read_of_a_tokenizer_is_kept(model_folder, tmp_path)
         (model_folder / name).parent.mkdir(exist_ok=True)
         (model_folder / name).write_text("{}")
     kept = load_encoding(model_folder, "none").files
-    assert {*names, "tokenizer.json", "tokenizer_config.json"} == {*kept} and kept["merges.txt"] == b"{}"
+    assert {*names, "tokenizer.json", "tokenizer_config.json"} <= {*kept} and kept["merges.txt"] == b"{}"
 
 
 def test_which_tokens_end_and_which_have_a_text():

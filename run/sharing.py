@@ -110,8 +110,8 @@ class SharedCache:
 
     def advance(self, token):
         """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
-        same token share the next one. If no rows diverge and nine tenths of the states
-        are still needed, the cache is kept as it is, to avoid a copy."""
+        same token share the next one. If no rows diverge and nine tenths of the states are still
+        needed, the cache is kept as it is, to avoid a copy."""
         pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
         before = pair[0]                                                                     # (b,)
         if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():

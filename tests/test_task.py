@@ -26,8 +26,8 @@ import reward
 from data import UserError, chat, load_task
 from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
-from data.tokenizer import opening, split_at, step_tokens, stop_tokens
+from data.tokenizer import byte_encoding, DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
+from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
 from run import files, models
 
 P = Problem("47*58=", "2726")
@@ -689,6 +689,23 @@ def test_a_template_has_limits(template, says, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=says):
         load_encoding(chat_folder(tmp_path, template))
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("stderr, why", [("", "it takes more than 1,073,741,824 bytes"), ("a\nb\nMemoryError\n", "MemoryError")])
+def test_a_template_whose_process_ends_is_a_fault(stderr, why, monkeypatch):
+    """Killed, or with an error that it did not write down."""
+    monkeypatch.setattr(chat.subprocess, "run", lambda *given, **more: SimpleNamespace(returncode=1, stderr=stderr, stdout=""))
+    with pytest.raises(UserError, match=f"^its chat template fails: {why}; use --chat none"):
+        chat.frame_of(CHAT, {}, {})
+
+
+def test_a_template_writes_json_as_it_is(tmp_path):
+    """As in transformers: Jinja's own would escape it for HTML."""
+    assert load_encoding(chat_folder(tmp_path, "{{ '<\u00e9&>' | tojson }} " + CHAT)).frame.before.startswith('"<\u00e9&>" ')
+
+
+def test_without_a_template_blanks_are_kept():
+    assert chat.Frame().strips is False and byte_encoding().encode_prompt(" a ") == [32, 97, 32]
 
 
 def test_what_a_templates_tokens_must_be(tmp_path):

@@ -26,7 +26,7 @@ import reward
 from data import UserError, chat, load_task
 from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import byte_encoding, DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
+from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
 from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
 from run import files, models
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load
 from torch.testing import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ import grpo as unchanged  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
-STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, DROPOUT, BOARD = DIFFS
+STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, LORA, DROPOUT, BOARD = DIFFS
 CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
@@ -194,6 +195,43 @@ def test_a_moving_average_is_a_baseline_and_survives_a_resume(changed, warm, tmp
         for reward, (first, *_) in zip(g["rewards"], g["advantages"]):
             assert first == pytest.approx(reward - average[g["step"] - 1], abs=1e-4)
     assert all("reward_ema" not in m for m in run(grpo, tmp_path / "without", init=warm, steps=1))
+
+
+def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
+    """The saved model is the weights and the products; a resumed run goes on; the reference is the first model."""
+    grpo, lora = changed(LORA), dict(init=warm, lora_rank=3, lr=1e-2, beta=0.1, save_every=1, minibatches=2)
+    steps = run(grpo, tmp_path / "whole", **lora, steps=3)
+    run(grpo, tmp_path / "half", **lora, steps=2)
+    grpo.main(flags(dict(steps=3, out=tmp_path / "half")) + ["--resume"])
+    assert (tmp_path / "half" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    first, last = (load((where / "model.safetensors").read_bytes()) for where in (warm, tmp_path / "whole"))
+    held = load((tmp_path / "whole" / "checkpoint.safetensors").read_bytes())
+    assert first.keys() == last.keys() and not any(name.startswith("ref.") for name in held)
+    trained = {name.removeprefix("opt.exp_avg.policy.") for name in held if name.startswith("opt.exp_avg.")}
+    assert len(trained) == 2 * 7 and all(name.endswith(("lora_a", "lora_b")) for name in trained)
+    for name, x in first.items():
+        ours = name.removeprefix("model.")
+        assert torch.equal(held[f"policy.{ours}"], x)
+        if f"policy.{ours.removesuffix('weight')}lora_a" in held:
+            a, b = (held[f"policy.{ours.removesuffix('weight')}lora_{which}"] for which in "ab")
+            assert a.shape[0] == b.shape[1] == 3 and b.abs().min() > 0
+            x = x + 2 * b @ a
+        assert_close(last[name], x)
+    assert [m["kl"] > 1e-6 for m in steps[1:]] == [True] * 3 and steps[1]["kl"] < steps[3]["kl"]
+    agent = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(tmp_path / "whole")), None, *grpo.models.trained_model(cfg))
+    base = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(warm)), None, *grpo.models.trained_model(cfg))
+    ids = torch.arange(10)[None]
+    before = base.policy(ids)
+    from run import lora as adapters
+    adapters.adapt(base.policy, 3, torch.Generator().manual_seed(0))
+    assert_close(base.policy(ids), before)                      # B begins at 0
+    for layer in base.policy.modules():
+        if type(layer) is adapters.Adapted:
+            name = next(n for n, m in base.policy.named_modules() if m is layer)
+            for which in ("lora_a", "lora_b"):
+                getattr(layer, which).data.copy_(held[f"policy.{name}.{which}"])
+    assert_close(base.policy(ids), agent.policy(ids), atol=1e-5, rtol=1e-4)
+    assert_close(adapters.Base(base.policy)(ids), before)
 
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path, capsys):

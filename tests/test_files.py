@@ -261,6 +261,12 @@ def test_a_header_that_is_no_run(again, capsys):
         assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", again)
 
 
+@pytest.mark.parametrize("about, error", [({}, "KeyError: 'config'"), ({"config": []}, "AttributeError: ")])
+def test_a_run_json_of_something_else(about, error, model_folder, capsys):
+    (model_folder / "run.json").write_text(json.dumps(about))
+    assert f"{model_folder / 'run.json'} was not written by grpo.py ({error}" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+
+
 @pytest.mark.parametrize("change", [{"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}}, {"train": "\0"}, {"x": 1}])
 def test_settings_of_a_folder_that_cannot_be(change, again, capsys):
     rewrite(again / "run.json", config=json.loads((again / "run.json").read_text())["config"] | change)

@@ -472,7 +472,7 @@ def test_new_files_and_prints_are_fine(forked, tmp_path):
     with open(fork / "model.py", "a") as f:
         f.write("# a comment\n" * 30)
     code, said, _ = forked(tmp_path / "green", run_tests, fork, "tests/test_layout.py").end()
-    assert code == 0 and " passed in " in said, said[-2000:]
+    assert code == 0 and " passed" in said, said[-2000:]
     (fork / "run" / "mine.py").write_text("import plot\nimport pandas\n")
     code, said, _ = forked(tmp_path / "red", run_tests, fork, "tests/test_layout.py").end()
     assert "run.mine imports plot: imports run down" in said and "add them to requirements.txt" in said

@@ -312,6 +312,15 @@ def test_theta_may_stand_in_rope_scaling(model_folder):
         assert (shape.rope_theta, shape.rope_scaling) == (5e5, (8.0, 1.0, 4.0, 64.0))
 
 
+@pytest.mark.parametrize("part, refused", [(1, False), (0.5, True)])
+def test_rope_of_a_part_of_a_head_is_refused_wherever_it_stands(part, refused, model_folder):
+    for change in ({"partial_rotary_factor": part}, {"rope_parameters": {"partial_rotary_factor": part}}):
+        rewrite(model_folder / "config.json", rope_scaling=None, **change)
+        with pytest.raises(UserError, match="partial_rotary_factor") if refused else contextlib.nullcontext():
+            pretrained.without_memory(model_folder)
+        rewrite(model_folder / "config.json", partial_rotary_factor=1, rope_parameters=None)
+
+
 # -------------------------------------------------------------------------------------- tokenizers
 
 LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)

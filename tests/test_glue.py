@@ -15,7 +15,7 @@ import reward
 from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import agents, batches, checkpoint, folder, machine, models, report, show
+from run import agents, batches, checkpoint, folder, machine, models, optimizer, report, show
 from run.agents import Agent
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
@@ -198,6 +198,25 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked,
     agent = Agent(cfg, None, None, None, reward_model=1)
     assert grpo.begin_iteration(agent, PROBLEMS, 4)["rm_accuracy"] == asked and bool(got) is asked
     assert streams == [("fit", 4), (f"labels of rank {rank}", 4)]
+
+
+def test_a_fit_is_in_training_mode():
+    """For dropout, should there be any. Between fits there is none."""
+    layer, seen = torch.nn.Linear(2, 1).eval(), []
+
+    def losses(step):
+        seen.append(layer.training)
+        yield layer(torch.ones(1, 2)).sum()
+    optimizer.supervised_fit("nothing", layer, losses, 2, 1e-3, 1.0)
+    assert seen == [True, True] and not layer.training
+
+
+def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
+    layer, asked = torch.nn.Linear(2, 1), iter([0, 15])
+    monkeypatch.setattr(machine, "stop_asked", lambda: next(asked))
+    with pytest.raises(machine.Stopped, match="^in the nothing, which will begin again$"):
+        optimizer.supervised_fit("nothing", layer, lambda step: [layer(torch.ones(1, 2)).sum()], 9, 1e-3, 1.0)
+    assert next(asked, None) is None                # in the second step
 
 
 # ------------------------------------------------------------------------------- the order of a run

@@ -408,7 +408,7 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     def write_whole(path, content):
         if path.parent.name == "warm_start":
             kept.append(path.name)
-            if path.name == "warm_start.json" and kept.count(path.name) == 1:
+            if path.name == "warm_start.json" and kept.count(path.name) in (1, 3):
                 raise Stop
         real(path, content)
     for module in (files, warm_start, warm_start.pretrained):
@@ -423,6 +423,20 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     assert (out / "warm_start" / "warm_start.json").exists() and kept.count("model.safetensors") == 2
     run("run", "--steps", 1)
     assert kept.count("model.safetensors") == 2
+    with pytest.raises(Stop):                       # another one, in its place: the old note is not the new weights'
+        run("run", "--steps", 1, "--warm_steps", 13)
+    files.unlock()
+    assert kept.count("model.safetensors") == 3 and not (out / "warm_start" / "warm_start.json").exists()
+
+
+def test_a_shipped_start_is_checked_when_a_run_begins(run, monkeypatch):
+    """And not again when it goes on."""
+    seen, real = [], warm_start.checked
+    monkeypatch.setattr(warm_start, "checked", lambda *given: seen.append(len(seen)) or real(*given))
+    run("run", "--steps", 1)
+    assert seen == [0]
+    run("run", "--resume", "--steps", 2)
+    assert seen == [0]
 
 
 HASHED = {"optimizer.py": optimizer.__file__, "warm_start.py": warm_start.__file__}

@@ -32,7 +32,7 @@ SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_
 
 OWN = "--baseline value --critic separate --value_coef 1"
 FITTED = f"{OWN} --patch critic_fit=400"
-SHORT, LONG = "--difficulty 1 --max_new 25", "--difficulty 3 --max_new 97"
+SHORT, LONG, WEAK = "--difficulty 1 --max_new 25", "--difficulty 3 --max_new 97", "--warm_steps 200"      # WEAK: 2 % right before RL
 KL = "--kl loss --beta 0.04"
 STEPS = f"{KL} --supervision process --reward model"
 OUTCOMES = f"{KL} --reward model"
@@ -72,6 +72,8 @@ STUDIES = {
         "sizes of groups": {
             "16 of 16": "", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64", "64 of 4": "--group 64 --prompts 4",
             "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"},
+        "a weak start": {"group": WEAK, "none": f"--baseline none {WEAK}", "none, rewards of -1 and 1": f"--baseline none --patch wrong=-1 {WEAK}",
+                         "fitted critic": f"{FITTED} {WEAK}"},
         "6 lines": {"group": SHORT, "fitted critic": f"{FITTED} {SHORT}", "own critic": f"{OWN} {SHORT}"},
         "24 lines": {"group": LONG, "none": f"--baseline none {LONG}", "fitted critic": f"{FITTED} {LONG}", "own critic": f"{OWN} {LONG}"},
     },

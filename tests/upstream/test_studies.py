@@ -11,11 +11,14 @@ import torch
 from conftest import ROOT, tiny_model
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
+import careful  # noqa: E402
 import critics  # noqa: E402
+import grid  # noqa: E402
 import grpo  # noqa: E402
 import mines  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
+import slips  # noqa: E402
 import studies  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from run import agents, batches, machine  # noqa: E402
@@ -243,3 +246,22 @@ def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "SETTING", ["--lr", "9"])
     with pytest.raises(SystemExit, match="another setting"):
         studies.make("toy", [1], tmp_path)
+
+
+def test_walks_are_counted_where_they_pass(monkeypatch):
+    """Each place once a walk, and none after a line that is no true move."""
+    problem = mines.Problem("00>20:", (0, 0), (2, 0), frozenset({(0, 1)}))
+    texts = ["R10\nR20", "R10\nL00\nR10\nR20", "D01\nR11\nR22"]
+    monkeypatch.setattr(grpo, "generate", lambda agent, problems, u: SimpleNamespace(problems=problems * 3, texts=texts))
+    found = grid.passed(SimpleNamespace(cfg=SimpleNamespace(max_new=49)), [problem], 3)
+    assert {(x, y): n for x, column in enumerate(found["passed"]) for y, n in enumerate(column) if n} == {
+        (1, 0): 2, (2, 0): 2, (0, 0): 1, (0, 1): 1, (1, 1): 1}
+    assert found["walks"] == 3 and found["right"] == pytest.approx(2 / 3)
+
+
+def test_careful_demonstrations_have_slips_and_no_guesses():
+    rng, problem = random.Random(0), careful.problems(grpo.make_config(task="arithmetic"))[0][0]
+    texts = [careful.demonstration(problem, rng) for _ in range(400)]
+    right = sum(careful.reward(problem, text)["correct"] for text in texts) / 400
+    assert not any(text.startswith("~") for text in texts) and 0.5 < right < 0.9
+    assert any(slips.demonstration(problem, rng).startswith("~") for _ in range(20))        # which is as it was

@@ -1,7 +1,7 @@
 """Three studies on tasks in which a critic and a reward model can learn. Each command makes the runs that are missing,
 then a table and figures:
 
-    python experiments/studies/studies.py rates                 # learning rates, on development maps
+    python experiments/studies/studies.py tuning                # learning rates, on development maps
     python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
     python experiments/studies/studies.py labels                # what labels a reward model needs, and when it is farmed
     python experiments/studies/studies.py kl                    # the forms of the KL, at equal KL
@@ -25,7 +25,7 @@ import numpy as np
 import runs
 
 HERE = Path(__file__).parent
-SEEDS = {"rates": (101,)}                       # development maps; all other studies: 1 to 5
+SEEDS = {"tuning": (101,)}                       # development maps; all other studies: 1 to 5
 SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_layer 2 --n_embd 128 --n_head 4 --warm_steps 800 "
            "--warm_batch 64 --steps 300 --prompts 16 --group 16 --lr 1e-4 --kl none --adv_scale none --micro_tokens 16384 "
            "--held_out 100 --samples 4 --eval_every 25").split()
@@ -56,7 +56,7 @@ FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --pro
 
 # {study: {part: {row: flags}}}. The first row of a part is what the others are compared with.
 STUDIES = {
-    "rates": {name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
+    "tuning": {name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
     "critic": {
         "baselines": {
             "group": "", "group, divided by its std (GRPO)": "--adv_scale group", "leave-one-out": "--baseline leave-one-out",

@@ -206,7 +206,7 @@ def test_a_greedy_row_beside_sampled_ones():
 
 def test_a_u_of_0_takes_the_first_possible_token():
     logits = torch.tensor([[-float("inf"), 0.0, 5.0]])
-    token = [sample_token(logits, 1.0, torch.tensor([u]).double(), NOT_GREEDY)[0].item() for u in (0.0, 1 - 2 ** -53)]
+    token = [sample_token(logits, 1.0, torch.tensor([u]), NOT_GREEDY)[0].item() for u in (0.0, 1.0)]    # 1 - 2 ** -53 is 1 in float32
     assert token == [1, 2]
     assert sample_token(logits, 1.0, torch.zeros(1), ~NOT_GREEDY)[0].item() == 2
 

@@ -177,7 +177,7 @@ def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
     cdf = p.cumsum(-1)
     u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
-    token, logp = sample_token(logits, temperature, u, NOT_GREEDY.expand(40))
+    token, logp = sample_token(logits, temperature, u.float(), NOT_GREEDY.expand(40))
     drawn = torch.arange(40), token
     assert (p[drawn] > 0).all()
     assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
@@ -188,7 +188,7 @@ def test_every_token_has_its_share_over_a_grid_of_u():
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
     u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
-    seen = torch.cat([sample_token(logits.expand(1000, -1), 1.0, part, NOT_GREEDY.expand(1000))[0] for part in u.split(1000)])
+    seen = torch.cat([sample_token(logits.expand(1000, -1), 1.0, part.float(), NOT_GREEDY.expand(1000))[0] for part in u.split(1000)])
     want = 1e5 * logits[0].double().softmax(-1)
     assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=1000) - want).abs().max() < 1.2
 

@@ -98,7 +98,7 @@ def main():
     for name in found[args.seeds[0]]:
         print(f"{name}: {runs.spread([of_map[name] for of_map in found.values()], '.3f')}")
     if args.readme:
-        (HERE / "answers" / "gates.json").write_text(json.dumps(runs.about() | {"maps": found}, indent=1) + "\n")
+        (HERE / "answers" / "gates.json").write_text(json.dumps(runs.about() | {"command": " ".join(["python", *sys.argv]), "maps": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def rows_of(study):
 
 def load(study):
     """The results of a study so far: {flags: {seed: summary}}, and of which machine and versions."""
-    return json.loads(answers(study).read_text()) if answers(study).exists() else {"setting": " ".join(SETTING), "runs": {}}
+    return json.loads(answers(study).read_text()) if answers(study).exists() else {
+        "command": f"python experiments/studies/studies.py {study}", "setting": " ".join(SETTING), "runs": {}}
 
 
 def write(study, found):

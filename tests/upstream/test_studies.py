@@ -265,3 +265,14 @@ def test_careful_demonstrations_have_slips_and_no_guesses():
     right = sum(careful.reward(problem, text)["correct"] for text in texts) / 400
     assert not any(text.startswith("~") for text in texts) and 0.5 < right < 0.9
     assert any(slips.demonstration(problem, rng).startswith("~") for _ in range(20))        # which is as it was
+
+
+@pytest.mark.parametrize("study", [name for name in studies.STUDIES if studies.answers(name).exists()])
+def test_a_result_says_how_it_was_made(study):
+    """And each run when and on which machine: a study may take several days."""
+    found = studies.load(study)
+    assert found["command"] == f"python experiments/studies/studies.py {study}" and found["setting"] == " ".join(studies.SETTING)
+    assert found["runs"].keys() <= studies.rows_of(study).keys()
+    for of_seeds in found["runs"].values():
+        for run in of_seeds.values():
+            assert run["about"].keys() == {"date", "torch", "python", "cores", "machine", "commit"}

@@ -23,13 +23,12 @@ def panels(n, height=4.0):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, n, figsize=(9, height), dpi=100)
+    figure, axes = plt.subplots(1, n, figsize=(9, height), dpi=100, layout="constrained")
     return figure, axes if n > 1 else [axes]
 
 
 def save(figure, name):
     """Write a figure beside the results."""
-    figure.tight_layout()
     figure.savefig(HERE / "answers" / f"{name}.png")
 
 
@@ -67,12 +66,12 @@ def critic(found):
                 left.annotate(name, (100 * x, y), (4, 3), textcoords="offset points", fontsize=10)
         left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))
     left.axhline(0, color="0.7", linewidth=1)
-    left.set(xlabel="variance of the returns that the critic explains, %", ylabel="greedy accuracy less that of a group baseline, points")
-    left.legend(frameon=False)
+    left.set(xlabel="variance that the critic explains, %", ylabel="greedy accuracy less that of a group baseline, points")
+    left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     rows = {}
     for part in ("baselines", "critics", "sizes of groups"):
         rows |= known_differences("critic", found, part, "greedy")
-    forest(right, rows, "greedy accuracy less that of groups of 16, points")
+    forest(right, rows, "the same, for groups of 16")
     save(figure, "critic")
 
 
@@ -103,7 +102,7 @@ def labels(found):
 
 def kl(found):
     """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none."""
-    figure, axes = panels(2)
+    figure, axes = panels(2, 4.5)
     for axis, part in zip(axes, ("slips and guesses", "slips")):
         forms = {}
         for name, flags in studies.STUDIES["kl"][part].items():
@@ -114,7 +113,7 @@ def kl(found):
         for (form, points), colour, marker in zip(forms.items(), (BLACK, *COLOURS), "*osv^D<>"):
             axis.plot(*zip(*sorted(points)), marker=marker, color=colour, label=form, linewidth=1)
         axis.set(title=part, xlabel="KL of a completion to the start, nats", ylabel="pass@1, %")
-    axes[0].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     save(figure, "kl")
 
 
@@ -124,9 +123,9 @@ def grid(found):
     for axis, when in zip(axes, ("before", "after")):
         picture = axis.imshow(100 * found_share(found, when), cmap="Blues", vmin=0, vmax=100 * max(found_share(found, w).max() for w in ("before", "after")))
         axis.plot(*zip(*found["mines"]), "x", color=RED, markersize=9, markeredgewidth=2)
-        axis.set(title=f"{when} RL: {found[when]['right']:.0%} of the walks are right", xticks=range(found["size"]), yticks=range(found["size"]))
+        axis.set(title=f"{when} RL: {found[when]['right']:.0%} right", xticks=range(found["size"]), yticks=range(found["size"]))
     figure.colorbar(picture, ax=axes, label="% of walks that pass", shrink=0.8)
-    figure.savefig(HERE / "answers" / "grid.png")
+    save(figure, "grid")
 
 
 def found_share(found, when):

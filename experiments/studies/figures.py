@@ -8,6 +8,8 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 import runs
 import studies
 
@@ -44,13 +46,6 @@ def forest(axis, rows, label):
     axis.set_xlabel(label)
 
 
-def known_differences(study, found, part, measure):
-    """{row: differences to the first row of its part}, of rows with two seeds or more."""
-    of = [(name, found["runs"].get(flags, {})) for name, flags in studies.STUDIES[study][part].items()]
-    differences = {name: studies.differences(row, of[0][1], measure) for name, row in of[1:]}
-    return {name: x for name, x in differences.items() if len(x) > 1}
-
-
 def critic(found):
     """The final greedy accuracy against what the critic explains; and all rows' differences in it."""
     figure, (left, right) = panels(2, 6.5)
@@ -70,7 +65,7 @@ def critic(found):
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     rows = {}
     for part in ("baselines", "critics", "sizes of groups"):
-        rows |= known_differences("critic", found, part, "greedy")
+        rows |= studies.of_part("critic", found, part, "greedy")
     forest(right, rows, "the same, for groups of 16")
     save(figure, "critic")
 
@@ -120,18 +115,13 @@ def kl(found):
 def grid(found):
     """How often the paths of the held-out problems pass each place, before and after RL. Mines are crosses."""
     figure, axes = panels(2, 4.3)
-    for axis, when in zip(axes, ("before", "after")):
-        picture = axis.imshow(100 * found_share(found, when), cmap="Blues", vmin=0, vmax=100 * max(found_share(found, w).max() for w in ("before", "after")))
+    share = {when: 100 * np.array(found[when]["passed"]).T / found[when]["walks"] for when in ("before", "after")}      # [row][column]
+    for axis, when in zip(axes, share):
+        picture = axis.imshow(share[when], cmap="Blues", vmin=0, vmax=max(x.max() for x in share.values()))
         axis.plot(*zip(*found["mines"]), "x", color=RED, markersize=9, markeredgewidth=2)
         axis.set(title=f"{when} RL: {found[when]['right']:.0%} right", xticks=range(found["size"]), yticks=range(found["size"]))
     figure.colorbar(picture, ax=axes, label="% of walks that pass", shrink=0.8)
     save(figure, "grid")
-
-
-def found_share(found, when):
-    """The share of walks that pass each place, as an array of rows."""
-    import numpy as np
-    return np.array(found[when]["passed"]).T / found[when]["walks"]
 
 
 FIGURES = {"critic": critic, "labels": labels, "kl": kl, "grid": grid}

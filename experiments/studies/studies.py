@@ -25,7 +25,7 @@ import numpy as np
 import runs
 
 HERE = Path(__file__).parent
-SEEDS = {"tuning": (101,)}                       # development maps; all other studies: 1 to 5
+SEEDS = {"tuning": (101,)}                      # development maps; all other studies: 1 to 5
 SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_layer 2 --n_embd 128 --n_head 4 --warm_steps 800 "
            "--warm_batch 64 --steps 300 --prompts 16 --group 16 --lr 1e-4 --kl none --adv_scale none --micro_tokens 16384 "
            "--held_out 100 --samples 4 --eval_every 25").split()
@@ -212,16 +212,18 @@ def differences(row, base, measure):
     return [100 * (row[seed][measure] - base[seed][measure]) for seed in sorted(row) if seed in base]
 
 
+def of_part(study, found, part, measure):
+    """{row: its differences to the first row of a part}, for rows with two seeds or more."""
+    base, *others = [(name, found["runs"].get(flags, {})) for name, flags in STUDIES[study][part].items()]
+    known = {name: differences(row, base[1], measure) for name, row in others}
+    return {name: x for name, x in known.items() if len(x) > 1}
+
+
 def compared(study, found, measure):
     """{(part, row): (mean difference, low, high, corrected p)} for the rows that are compared with the first of their part;
     those with a single seed have no interval."""
-    known = {}
-    for part, rows in STUDIES[study].items():
-        base, *others = [(name, found["runs"].get(row, {})) for name, row in rows.items()]
-        for name, row in others:
-            x = differences(row, base[1], measure)
-            if len(x) > 1:
-                known[part, name] = (statistics.mean(x), *runs.interval(x), p_value(x))
+    known = {(part, name): (statistics.mean(x), *runs.interval(x), p_value(x))
+             for part in STUDIES[study] for name, x in of_part(study, found, part, measure).items()}
     corrected = holm([x[3] for x in known.values()])
     return {key: (*x[:3], p) for (key, x), p in zip(known.items(), corrected)}
 

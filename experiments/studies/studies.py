@@ -51,8 +51,9 @@ def forms(task, betas, some=FORMS):
             yield f"{place}, {name}, {beta}", f"{task} --kl {place} --estimator {name} --beta {beta}"
 
 
-FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "64 of 4": "--group 64 --prompts 4",
-            "own critic": OWN, "fitted critic": FITTED}
+FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64",
+            "64 of 4": "--group 64 --prompts 4", "own critic": OWN, "fitted critic": FITTED,
+            "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"}
 
 # {study: {part: {row: flags}}}. The first row of a part is what the others are compared with.
 STUDIES = {

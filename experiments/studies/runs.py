@@ -131,6 +131,19 @@ def patch_vine(value):
     grpo.rollout = of_lines
 
 
+def patch_drawn(value):
+    """`once`: completions are those of the first policy, as in RFT, and the policy is trained on them as on its own."""
+    assert value == "once"
+    rollout, first = grpo.rollout, []
+
+    def of_the_first(agent, problems, rng):
+        first.extend([] if first else [models.frozen(agent.policy)])
+        batch, stats = rollout(dataclasses.replace(agent, policy=first[0]), problems, rng)
+        batch.logp = batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
+        return batch, stats
+    grpo.rollout = of_the_first
+
+
 def patch_wrong(value):
     """The reward of a wrong completion or step, in place of 0."""
     of_steps = reward.of_steps
@@ -159,7 +172,7 @@ def patch_label_noise(value):
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
            "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit,
-           "vine": patch_vine, "wrong": patch_wrong, "format": patch_format}
+           "vine": patch_vine, "drawn": patch_drawn, "wrong": patch_wrong, "format": patch_format}
 
 
 class Watch:

@@ -1,15 +1,16 @@
-"""Three studies on tasks in which a critic and a reward model can learn. Each command makes the runs that are missing,
+"""Studies on tasks in which a critic and a reward model can learn. Each command makes the runs that are missing,
 then a table and figures:
 
     python experiments/studies/studies.py tuning                # learning rates, on development maps
     python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
     python experiments/studies/studies.py labels                # what labels a reward model needs, and when it is farmed
     python experiments/studies/studies.py kl                    # the forms of the KL, at equal KL
+    python experiments/studies/studies.py paper                 # figure 5 of the paper, and the ladder of the derivation
     python experiments/studies/studies.py critic --seeds 1 2    # only these seeds
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
 again, so delete what you want to repeat. All runs of a seed share its map and its warm start. A row is compared, seed
-by seed, with the first row of its part of the table.
+by seed, with the first row of its part of the table, in the ladder with the row above it.
 """
 import argparse
 import concurrent.futures
@@ -33,12 +34,18 @@ SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_
 OWN = "--baseline value --critic separate --value_coef 1"
 FITTED = f"{OWN} --patch critic_fit=400"
 SHORT, LONG, WEAK = "--difficulty 1 --max_new 25", "--difficulty 3 --max_new 97", "--warm_steps 200"      # WEAK: 2 % right before RL
-KL = "--kl loss --beta 0.04"
+FASTER = "--lr 3e-4"                            # the best of three rates for groups of 2 and 4, see answers/tuning.json
+KL = "--kl loss --beta 0.2"
 STEPS = f"{KL} --supervision process --reward model"
 OUTCOMES = f"{KL} --reward model"
 LABELLED = {"250": "--fit_prompts 16 --choices 16", "1,000": "--fit_prompts 64 --choices 16", "4,000": "--fit_prompts 256 --choices 16",
             "16,000": "--fit_prompts 1000 --choices 16", "64,000": "--fit_prompts 1000 --choices 64"}      # completions
 TAUGHT = f"{STEPS} {LABELLED['4,000']}"
+# One pass over a rollout in 4 optimizer steps, so that a clip can act. Each rung of the ladder changes one thing.
+RAW = "--baseline none --minibatches 4 --clip_low 1e9 --clip_high 1e9"
+CRITIC = f"{OWN} --lam 1 --minibatches 4"
+IN_REWARD = "--minibatches 4 --kl reward --estimator k1 --beta 0.04"
+GRPO = "--kl loss --beta 0.04 --adv_scale group"
 SLIPS, CAREFUL = (f"--task experiments/studies/{task}.py --max_new 80 --warm_steps 1200 --steps 80 --eval_every 20" for task in ("slips", "careful"))
 FORMS = [("loss", "k2"), ("loss", "k3"), ("loss", "ratio*k3"), ("reward", "k1"), ("reward", "k2"), ("reward", "k3")]
 
@@ -57,7 +64,11 @@ FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --pro
 
 # {study: {part: {row: flags}}}. The first row of a part is what the others are compared with.
 STUDIES = {
-    "tuning": {name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
+    "tuning": {**{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
+               **{name: {f"{name}, beta {beta}": f"{row} --beta {beta}" for beta in ("0.2", "0.04", "1.0")}
+                  for name, row in {"learned steps": TAUGHT, "learned outcomes": f"{OUTCOMES} {LABELLED['4,000']}"}.items()},
+               **{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in
+                  {"raw reward, 4 minibatches": RAW, "GRPO, 4 minibatches": f"{GRPO} --minibatches 4"}.items()}},
     "critic": {
         "baselines": {
             "group": "", "group, divided by its std (GRPO)": "--adv_scale group", "leave-one-out": "--baseline leave-one-out",
@@ -71,8 +82,8 @@ STUDIES = {
             "group": "--steps 100", "fitted critic": f"{FITTED} --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100",
             "16 continuations": "--baseline none --patch vine=16 --steps 100"},
         "sizes of groups": {
-            "16 of 16": "", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64", "64 of 4": "--group 64 --prompts 4",
-            "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"},
+            "16 of 16": "", "2 of 128": f"--group 2 --prompts 128 {FASTER}", "4 of 64": f"--group 4 --prompts 64 {FASTER}",
+            "64 of 4": "--group 64 --prompts 4", "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128 {FASTER}"},
         "a weak start": {"group": WEAK, "none": f"--baseline none {WEAK}", "none, rewards of -1 and 1": f"--baseline none --patch wrong=-1 {WEAK}",
                          "fitted critic": f"{FITTED} {WEAK}"},
         "6 lines": {"group": SHORT, "fitted critic": f"{FITTED} {SHORT}", "own critic": f"{OWN} {SHORT}"},
@@ -86,8 +97,10 @@ STUDIES = {
             "truth": TAUGHT, **{f"{n} rollouts": f"{TAUGHT} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
             "truth, 30 % wrong": f"{TAUGHT} --patch label_noise=0.3", "chance": f"{TAUGHT} --patch label_noise=0.5",
             "the form of lines, by rule": f"{KL} --supervision process --patch format=moves"},
-        "4,000 completions, the KL's beta": {
-            "0.04": TAUGHT, "0.2": f"{TAUGHT} --beta 0.2", "0.01": f"{TAUGHT} --beta 0.01", "no KL": f"{TAUGHT} --kl none"},
+        "the KL's beta": {
+            "4,000 completions, 0.2": TAUGHT, "4,000 completions, 0.04": f"{TAUGHT} --beta 0.04", "4,000 completions, 1.0": f"{TAUGHT} --beta 1.0",
+            "4,000 completions, no KL": f"{TAUGHT} --kl none", "64,000 completions, 0.04": f"{STEPS} {LABELLED['64,000']} --beta 0.04",
+            "64,000 completions, no KL": f"{STEPS} {LABELLED['64,000']} --kl none"},
         "4,000 completions, fitted": {
             "once": TAUGHT, "twice": f"{STEPS} --fit_prompts 128 --choices 16 --steps 150 --iterations 2",
             "4 times": f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4",
@@ -98,6 +111,16 @@ STUDIES = {
     "kl": {
         "slips and guesses": dict(forms(SLIPS, (0.1, 0.3, 1.0))), "slips": dict(forms(CAREFUL, (0.1, 0.3, 1.0))),
         "mines": dict(forms("", (0.1, 0.3), FORMS[:4])),
+    },
+    "paper": {
+        "figure 5": {
+            "GRPO, outcomes": GRPO, "GRPO, steps": f"{GRPO} --supervision process", "GRPO, outcomes, no KL": "--adv_scale group",
+            "Online RFT": "--baseline none", "RFT": "--baseline none --patch drawn=once"},
+        "the ladder": {
+            "1 raw reward": RAW, "2 critic": f"{CRITIC} --clip_low 1e9 --clip_high 1e9", "3 clip": CRITIC,
+            "4 reference: k1 in the reward": f"{OWN} --lam 1 {IN_REWARD}", "5 group in place of the critic": IN_REWARD,
+            "6 KL in the loss, k3": "--minibatches 4 --kl loss --beta 0.04", "7 divided by the group's std": f"{GRPO} --minibatches 4",
+            "8 steps": f"{GRPO} --minibatches 4 --supervision process"},
     },
 }
 
@@ -214,9 +237,10 @@ def differences(row, base, measure):
 
 
 def of_part(study, found, part, measure):
-    """{row: its differences to the first row of a part}, for rows with two seeds or more."""
-    base, *others = [(name, found["runs"].get(flags, {})) for name, flags in STUDIES[study][part].items()]
-    known = {name: differences(row, base[1], measure) for name, row in others}
+    """{row: its differences to the first row of a part, in the ladder to the row above}, for rows with two seeds or more."""
+    rows = [(name, found["runs"].get(flags, {})) for name, flags in STUDIES[study][part].items()]
+    bases = rows if part == "the ladder" else rows[:1] * len(rows)
+    known = {name: differences(row, base, measure) for (name, row), (_, base) in zip(rows[1:], bases)}
     return {name: x for name, x in known.items() if len(x) > 1}
 
 

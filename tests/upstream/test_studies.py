@@ -49,7 +49,7 @@ def test_the_rows_of_a_study_can_run_and_differ(study):
 
 
 @pytest.mark.parametrize("flags", [[], "--baseline value --critic separate --patch critic_fit=3 --lam 1".split(),
-                                   "--baseline none --patch vine=2 --patch wrong=0".split()], ids=str)
+                                   "--baseline none --patch vine=2 --patch wrong=0".split(), "--baseline none --patch drawn=once".split()], ids=str)
 def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
     """All of a run's child, but that it is a process of its own and evaluates on all held-out problems."""
     real = runs.preflight.problems_of
@@ -61,9 +61,9 @@ def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
     assert [p["pass@1"] for p in run["points"]] == [m["pass@1"] for m in metrics if "pass@1" in m][:1] * (len(run["points"]) - 2) + [
         m["pass@1"] for m in metrics[1:]]
     own = [(m["length"] * 8) for m in metrics[1:]]
-    assert run["tokens"] == pytest.approx(sum(own)) if not flags else run["tokens"] > sum(own)
+    assert run["tokens"] == pytest.approx(sum(own)) if not flags or "drawn=once" in flags else run["tokens"] > sum(own)
     assert (run["label tokens"] > 0) == ("critic_fit=3" in flags) == (len(run["points"]) == 4)
-    assert len(result["steps"].get("explained_variance", [])) == (2 if flags else 0) and 0 <= run["pass@1 at 0.5"] <= 1
+    assert len(result["steps"].get("explained_variance", [])) == (2 if "value" in flags or "vine=2" in flags else 0) and 0 <= run["pass@1 at 0.5"] <= 1
     assert run["before"]["entropy"] == pytest.approx(metrics[1]["entropy"]) and run["before"]["greedy"] >= 0
 
 
@@ -172,6 +172,22 @@ def test_values_of_lines_take_the_place_of_advantages(monkeypatch):
     assert stats == {"reward": 0.5, "explained_variance": pytest.approx(1 - (0.5 ** 2 * 2 / 3) / (1 / 3))}
 
 
+def test_what_is_drawn_once_is_the_first_policys(monkeypatch):
+    """And its ratios are those of the policy that learns, so that sampler and trainer agree."""
+    asked = []
+
+    def rollout(agent, problems, rng):
+        asked.append(agent.policy)
+        return SimpleNamespace(logp="sampled", old_logp="sampled"), {"reward": 0.5}
+    monkeypatch.setattr(grpo, "rollout", rollout)
+    monkeypatch.setattr(runs.models, "frozen", lambda policy: f"copy of {policy}")
+    monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
+    runs.patch_drawn("once")
+    for policy in ("first", "second"):
+        batch, stats = grpo.rollout(agents.Agent(grpo.make_config(), None, policy, None), None, None)
+        assert asked.pop() == "copy of first" and batch.logp == batch.old_logp == f"{policy}'s" and stats == {"reward": 0.5}
+
+
 # --------------------------------------------------------------------------------- numbers and tables
 
 def test_p_values_and_their_correction():
@@ -219,6 +235,14 @@ def test_a_table_compares_rows_seed_by_seed(monkeypatch):
     assert table[3].startswith("| base | 3 | 30.0% |  | 20.0% |  | 70.0% | 90.0% | 0.100 |  | 5.00 | 30 |")
     assert table[4].startswith("| other | 3 | 50.0% | **+20.0 (+17.5 to +22.5)** | 40.0% | **+20.0 (+17.5 to +22.5)** |")
     assert table[7].startswith("| third | 1 | 45.0% |  | 35.0% |  |") and table[5].startswith("| *two* |")
+
+
+def test_a_rung_of_the_ladder_is_compared_with_the_one_below(monkeypatch):
+    rungs = dict(zip("abc", ("", "--lr 1", "--lr 2")))
+    monkeypatch.setitem(studies.STUDIES, "toy", {"the ladder": rungs, "others": rungs})
+    found = {"runs": {flags: {"1": run_of(x), "2": run_of(x)} for flags, x in zip(rungs.values(), (0.1, 0.3, 0.4))}}
+    assert studies.of_part("toy", found, "the ladder", "pass@1") == {"b": pytest.approx([20, 20]), "c": pytest.approx([10, 10])}
+    assert studies.of_part("toy", found, "others", "pass@1") == {"b": pytest.approx([20, 20]), "c": pytest.approx([30, 30])}
 
 
 def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):

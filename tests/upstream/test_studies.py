@@ -184,7 +184,7 @@ def test_what_is_drawn_once_is_the_first_policys(monkeypatch):
     monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
     runs.patch_drawn("once")
     for policy in ("first", "second"):
-        batch, stats = grpo.rollout(agents.Agent(grpo.make_config(), None, policy, None), None, None)
+        batch, stats = grpo.rollout(agents.Agent(grpo.make_config(), None, None, policy), None, None)
         assert asked.pop() == "copy of first" and batch.logp == batch.old_logp == f"{policy}'s" and stats == {"reward": 0.5}
 
 

@@ -68,7 +68,8 @@ STUDIES = {
                **{name: {f"{name}, beta {beta}": f"{row} --beta {beta}" for beta in ("0.2", "0.04", "1.0")}
                   for name, row in {"learned steps": TAUGHT, "learned outcomes": f"{OUTCOMES} {LABELLED['4,000']}"}.items()},
                **{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in
-                  {"raw reward, 4 minibatches": RAW, "GRPO, 4 minibatches": f"{GRPO} --minibatches 4"}.items()}},
+                  {"raw reward, 4 minibatches": RAW, "GRPO, 4 minibatches": f"{GRPO} --minibatches 4"}.items()},
+               "a weak start": {f"{n} steps of warm start": f"--warm_steps {n}" for n in (200, 250, 300, 400)}},
     "critic": {
         "baselines": {
             "group": "", "group, divided by its std (GRPO)": "--adv_scale group", "leave-one-out": "--baseline leave-one-out",
@@ -79,8 +80,7 @@ STUDIES = {
             "fitted critic, lambda 1": f"{FITTED} --lam 1", "group and fitted critic": f"{FITTED} --baseline group+value",
             "PPO as published": "--algo ppo --kl none --adv_scale batch"},
         "values of lines, 100 steps": {
-            "group": "--steps 100", "fitted critic": f"{FITTED} --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100",
-            "16 continuations": "--baseline none --patch vine=16 --steps 100"},
+            "group": "--steps 100", "fitted critic": f"{FITTED} --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100"},
         "sizes of groups": {
             "16 of 16": "", "2 of 128": f"--group 2 --prompts 128 {FASTER}", "4 of 64": f"--group 4 --prompts 64 {FASTER}",
             "64 of 4": "--group 64 --prompts 4", "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128 {FASTER}"},
@@ -99,7 +99,8 @@ STUDIES = {
             "the form of lines, by rule": f"{KL} --supervision process --patch format=moves"},
         "the KL's beta": {
             "4,000 completions, 0.2": TAUGHT, "4,000 completions, 0.04": f"{TAUGHT} --beta 0.04", "4,000 completions, 1.0": f"{TAUGHT} --beta 1.0",
-            "4,000 completions, no KL": f"{TAUGHT} --kl none", "64,000 completions, 0.04": f"{STEPS} {LABELLED['64,000']} --beta 0.04",
+            "4,000 completions, no KL": f"{TAUGHT} --kl none", "4,000 outcomes, 1.0": f"{OUTCOMES} {LABELLED['4,000']} --beta 1.0",
+            "64,000 completions, 0.04": f"{STEPS} {LABELLED['64,000']} --beta 0.04",
             "64,000 completions, no KL": f"{STEPS} {LABELLED['64,000']} --kl none"},
         "4,000 completions, fitted": {
             "once": TAUGHT, "twice": f"{STEPS} --fit_prompts 128 --choices 16 --steps 150 --iterations 2",

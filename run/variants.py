@@ -37,7 +37,8 @@ def settings(name, algos, known):
 
 def loaded(name, names):
     """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
-    has no dict SETTINGS, or if it has a function that grpo.py has not; helpers begin with _."""
+    has no dict SETTINGS, or if it has a function that grpo.py has not, or another object by a name
+    of grpo.py's, which would replace nothing; helpers begin with _."""
     path = file_of(name)
     if not path.is_file():
         raise UserError(f"no file {name}")
@@ -49,16 +50,21 @@ def loaded(name, names):
         names.update(REPLACED)          # a file imports grpo.py's own functions
         try:
             spec.loader.exec_module(module)
-            known = own_functions(names)
+            before = dict(names)
         except SyntaxError as e:
             raise UserError(f"{path}, line {e.lineno}: {e.msg}") from e
         finally:
             names.update(installed)
         if not isinstance(getattr(module, "SETTINGS", None), dict):
             raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
-        for unknown in own_functions(vars(module)).keys() - known.keys():
+        known, own = own_functions(before), own_functions(vars(module))
+        for unknown in own.keys() - known.keys():
             raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
                             f"{', '.join(known)}")
+        for name, x in vars(module).items():
+            if name[0] != "_" and name not in own and before.get(name, x) is not x:
+                raise UserError(f"{path}: {name} would not take the place of grpo.py's, as only "
+                                f"functions that the file defines do; rename it")
         LOADED[key] = module
     return LOADED[key]
 

@@ -499,6 +499,9 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
     ("def surrogate(): pass", "is not an algorithm: it needs a dict named SETTINGS"),
     ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, sample_token, "),
     ("SETTINGS = dict(kll='none')", "there is no setting 'kll'"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
+    *((f"{line}\nSETTINGS = {{}}", f"bad.py: {name} would not take the place of grpo.py's, as only functions that the file defines do") for line, name in
+      (("VALUE_CLIP = 0.1", "VALUE_CLIP"), ("class Batch: pass", "Batch"), ("from math import floor as surrogate", "surrogate"),
+       ("from functools import partial\nfrom grpo import gae as own\ngae = partial(own, lam=1)", "gae"))),
     ("SETTINGS = dict(kl='nothing')", "--kl must be one of loss, reward, watch, none, got 'nothing'")])
 def test_files_that_are_no_algorithms(text, says, tmp_path):
     (tmp_path / "bad.py").write_text(text)

@@ -144,6 +144,22 @@ def patch_drawn(value):
     grpo.rollout = of_the_first
 
 
+def patch_sampler(value):
+    """`bfloat16`: the sampler's weights are rounded to bfloat16, and the trainer computes the old log-probabilities anew."""
+    assert value == "bfloat16"
+    rollout = grpo.rollout
+    batches.MISMATCH[None] = batches.MISMATCH[torch.bfloat16]
+
+    def rounded(agent, problems, rng):
+        sampler = models.frozen(agent.policy)
+        for p in sampler.parameters():
+            p.copy_(p.bfloat16())
+        batch, stats = rollout(dataclasses.replace(agent, policy=sampler), problems, rng)
+        batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
+        return batch, stats
+    grpo.rollout = rounded
+
+
 def patch_wrong(value):
     """The reward of a wrong completion or step, in place of 0."""
     of_steps = reward.of_steps
@@ -172,7 +188,7 @@ def patch_label_noise(value):
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
            "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit,
-           "vine": patch_vine, "drawn": patch_drawn, "wrong": patch_wrong, "format": patch_format}
+           "vine": patch_vine, "drawn": patch_drawn, "wrong": patch_wrong, "sampler": patch_sampler, "format": patch_format}
 
 
 class Watch:
@@ -267,6 +283,10 @@ def auc(score, truth):
     return (rank[truth].sum().item() - good * (good - 1) / 2) / (good * bad) if good and bad else None
 
 
+def no_change(*_):
+    """In place of what `child` has done."""
+
+
 def peak():
     """Peak memory of this process, in bytes."""
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
@@ -277,6 +297,8 @@ def child(flags):
     held-out problems."""
     machine.prepare()
     cfg, patches = read(flags)
+    grpo.variants.install(cfg.functions, vars(grpo))        # before what is patched and measured, not after it
+    grpo.variants.install = no_change
     for patch in patches:
         name, value = patch.split("=")
         PATCHES[name](value)

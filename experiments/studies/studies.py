@@ -26,10 +26,11 @@ import numpy as np
 import runs
 
 HERE = Path(__file__).parent
-SEEDS = {"tuning": (101,)}                      # development maps; all other studies: 1 to 5
+SEEDS = {"tuning": (101,), "variants_tuning": (101,)}                      # development maps; all other studies: 1 to 5
 SETTING = ("--task experiments/studies/mines.py --difficulty 2 --max_new 49 --n_layer 2 --n_embd 128 --n_head 4 --warm_steps 800 "
-           "--warm_batch 64 --steps 300 --prompts 16 --group 16 --lr 1e-4 --kl none --adv_scale none --micro_tokens 16384 "
-           "--held_out 100 --samples 4 --eval_every 25").split()
+           "--warm_batch 64 --steps 300 --prompts 16 --group 16 --lr 1e-4 --micro_tokens 16384 --held_out 100 --samples 4 "
+           "--eval_every 25 --kl none --adv_scale none").split()
+PLAIN = SETTING[-4:]                            # a row with --algo has its algorithm's KL and scale instead
 
 OWN = "--baseline value --critic separate --value_coef 1"
 FITTED = f"{OWN} --patch critic_fit=400"
@@ -58,6 +59,25 @@ def forms(task, betas, some=FORMS):
             yield f"{place}, {name}, {beta}", f"{task} --kl {place} --estimator {name} --beta {beta}"
 
 
+# Variants of GRPO: of those that are its formula while the ratio is 1, one is enough with one update a rollout.
+ONCE = ("dr_grpo", "rloo", "luspo", "gpg", "clip_cov", "kl_cov", "opo", "remax", "pass_at_k", "maxrl", "beta_norm", "gdpo", "lite_ppo",
+        "entropy_tokens", "dynamic_sampling", "soft_overlong", "dapo", "moving_reference", "periodic_reference")
+OFTEN = (*ONCE, "gspo", "cispo", "sapo", "gmpo", "gspo_token", "dual_clip", "two_sided", "dppo_tv", "dppo_kl", "vespo", "tis", "mis",
+         "off_policy_mask", "overlong_filter")
+SET = {"GRPO, KL": "--algo grpo --kl loss", "tokens alike": "--algo grpo --kl none --loss_mean token",
+       "clip higher": "--algo grpo --kl none --clip_high 0.28", "unbiased KL": "--algo grpo --kl loss --estimator ratio*k3",
+       "REINFORCE++": "--algo grpo --baseline none --adv_scale batch --kl reward",
+       "REINFORCE++ baseline": "--algo grpo --adv_scale batch --kl loss --estimator k2"}
+SIXTEEN = "--epochs 4 --minibatches 4 --steps 100 --patch sampler=bfloat16"
+
+
+def variants(names, more):
+    """Rows of a regime: GRPO without a KL, what settings express, and files; those whose papers have a KL have it."""
+    files = {name: f"--algo {name}{' --kl loss' if 'reference' in name or name == 'off_policy_mask' else ''}" for name in names}
+    return {name: f"{row} {more}" for name, row in {"GRPO": "--algo grpo --kl none", **SET, **files}.items()}
+
+
+REGIMES = {"one update a rollout": variants(ONCE, "--steps 200"), "16 updates a rollout": variants(OFTEN, SIXTEEN)}
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64",
             "64 of 4": "--group 64 --prompts 4", "own critic": OWN, "fitted critic": FITTED,
             "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"}
@@ -113,6 +133,9 @@ STUDIES = {
         "slips and guesses": dict(forms(SLIPS, (0.1, 0.3, 1.0))), "slips": dict(forms(CAREFUL, (0.1, 0.3, 1.0))),
         "mines": dict(forms("", (0.1, 0.3), FORMS[:4])),
     },
+    "variants": REGIMES,
+    "variants_tuning": {regime: {f"{name}, {lr}": f"{row} --lr {lr}" for name, row in rows.items() for lr in ("1e-4", "3e-5", "3e-4")}
+                        for regime, rows in REGIMES.items()},
     "paper": {
         "figure 5": {
             "GRPO, outcomes": GRPO, "GRPO, steps": f"{GRPO} --supervision process", "GRPO, outcomes, no KL": "--adv_scale group",
@@ -135,7 +158,7 @@ def answers(study):
 
 def flags_of(row):
     """All flags of a row."""
-    return [*SETTING, *row.split()]
+    return [*(SETTING[:-len(PLAIN)] if "--algo" in row else SETTING), *row.split()]
 
 
 def rows_of(study):

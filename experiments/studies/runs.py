@@ -6,6 +6,7 @@ A run's folder is named by its settings, so each run is made once, however its f
 printed. Runs of a seed share their warm start. Flags may include `--patch name=value`, see `PATCHES`.
 """
 import concurrent.futures
+import copy
 import dataclasses
 import datetime
 import hashlib
@@ -151,10 +152,11 @@ def patch_sampler(value):
     batches.MISMATCH[None] = batches.MISMATCH[torch.bfloat16]
 
     def rounded(agent, problems, rng):
-        sampler = models.frozen(agent.policy)
-        for p in sampler.parameters():
+        sampling = copy.copy(agent)             # with what an algorithm may have added
+        sampling.policy = models.frozen(agent.policy)
+        for p in sampling.policy.parameters():
             p.copy_(p.bfloat16())
-        batch, stats = rollout(dataclasses.replace(agent, policy=sampler), problems, rng)
+        batch, stats = rollout(sampling, problems, rng)
         batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = rounded

@@ -46,27 +46,37 @@ def forest(axis, rows, label):
     axis.set_xlabel(label)
 
 
+def named(axis, points):
+    """Names of points, {name: (x, y)}, where no other point is near."""
+    spans = [max(axis_points) - min(axis_points) or 1 for axis_points in zip(*points.values())]
+    for name, (x, y) in points.items():
+        near = [other for other, (a, b) in points.items() if abs(a - x) < 0.3 * spans[0] and abs(b - y) < 0.05 * spans[1] and other != name]
+        if not near:
+            left = x > axis.dataLim.x0 + 0.6 * axis.dataLim.width
+            axis.annotate(name[-1], (x, y), (-6 if left else 6, -3), textcoords="offset points", ha="right" if left else "left")
+
+
 def critic(found):
     """The final greedy accuracy against what the critic explains; and all rows' differences in it."""
     figure, (left, right) = panels(2, 6.5)
-    places = ("critics", "values of lines, 100 steps", "6 lines", "24 lines")
-    for part, marker, colour in zip(places, "osv^", COLOURS):
+    points = {}
+    for part, marker, colour in zip(("critics", "values of lines, 100 steps", "6 lines", "24 lines"), "osv^", COLOURS):
         base = found["runs"][next(iter(studies.STUDIES["critic"][part].values()))]
         for name, flags in studies.STUDIES["critic"][part].items():
             row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
-            if row and row is not base:
+            if row:
                 x = statistics.mean(run["explained_variance"] for run in row.values())
-                y = statistics.mean(studies.differences(row, base, "greedy"))
-                left.plot(100 * x, y, marker, color=colour)
-                left.annotate(name, (100 * x, y), (4, 3), textcoords="offset points", fontsize=10)
+                points[part, name] = 100 * x, statistics.mean(studies.differences(row, base, "greedy"))
+                left.plot(*points[part, name], marker, color=colour)
         left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))
+    named(left, points)
     left.axhline(0, color="0.7", linewidth=1)
     left.set(xlabel="variance that the critic explains, %", ylabel="greedy accuracy less that of a group baseline, points")
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     rows = {}
     for part in ("baselines", "critics", "sizes of groups"):
         rows |= studies.of_part("critic", found, part, "greedy")
-    forest(right, rows, "the same, for groups of 16")
+    forest(right, rows, "the same, all rows of 12 lines")
     save(figure, "critic")
 
 
@@ -96,17 +106,21 @@ def labels(found):
 
 
 def kl(found):
-    """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none."""
+    """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none; a
+    thin line spans the seeds. k1 in the loss, whose gradient is noise, is beyond the right edge."""
     figure, axes = panels(2, 4.5)
     for axis, part in zip(axes, ("slips and guesses", "slips")):
         forms = {}
         for name, flags in studies.STUDIES["kl"][part].items():
-            row = found["runs"].get(flags, {}).values()
-            if row:
-                point = [statistics.median(run[key] for run in row) for key in ("kl", "pass@1")]
-                forms.setdefault(", ".join(name.split(", ")[:2]), []).append((point[0], 100 * point[1]))
-        for (form, points), colour, marker in zip(forms.items(), (BLACK, *COLOURS), "*osv^D<>"):
-            axis.plot(*zip(*sorted(points)), marker=marker, color=colour, label=form, linewidth=1)
+            row = [*found["runs"].get(flags, {}).values()]
+            if row and not name.startswith("loss, k1"):
+                accuracy = sorted(100 * run["pass@1"] for run in row)
+                point = statistics.median(run["kl"] for run in row), statistics.median(accuracy), accuracy[0], accuracy[-1]
+                forms.setdefault(", ".join(name.split(", ")[:2]), []).append(point)
+        for (form, points), colour, marker in zip(forms.items(), (BLACK, *COLOURS), "*sv^D<>"):
+            x, y, low, high = zip(*sorted(points))
+            axis.plot(x, y, marker=marker, color=colour, label=form, linewidth=1)
+            axis.vlines(x, low, high, color=colour, linewidth=0.7)
         axis.set(title=part, xlabel="KL of a completion to the start, nats", ylabel="pass@1, %")
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     save(figure, "kl")

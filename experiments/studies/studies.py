@@ -100,14 +100,16 @@ STUDIES = {
             "fitted critic, lambda 1": f"{FITTED} --lam 1", "group and fitted critic": f"{FITTED} --baseline group+value",
             "PPO as published": "--algo ppo --kl none --adv_scale batch"},
         "values of lines, 100 steps": {
-            "group": "--steps 100", "fitted critic": f"{FITTED} --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100"},
+            "group": "--steps 100", "fitted critic, lambda 1": f"{FITTED} --lam 1 --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100"},
         "sizes of groups": {
             "16 of 16": "", "2 of 128": f"--group 2 --prompts 128 {FASTER}", "4 of 64": f"--group 4 --prompts 64 {FASTER}",
             "64 of 4": "--group 64 --prompts 4", "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128 {FASTER}"},
         "a weak start": {"group": WEAK, "none": f"--baseline none {WEAK}", "none, rewards of -1 and 1": f"--baseline none --patch wrong=-1 {WEAK}",
-                         "fitted critic": f"{FITTED} {WEAK}"},
-        "6 lines": {"group": SHORT, "fitted critic": f"{FITTED} {SHORT}", "own critic": f"{OWN} {SHORT}"},
-        "24 lines": {"group": LONG, "none": f"--baseline none {LONG}", "fitted critic": f"{FITTED} {LONG}", "own critic": f"{OWN} {LONG}"},
+                         "fitted critic, lambda 1": f"{FITTED} --lam 1 {WEAK}"},
+        "6 lines": {"group": SHORT, "own critic": f"{OWN} {SHORT}", "own critic, lambda 1": f"{OWN} --lam 1 {SHORT}",
+                    "fitted critic": f"{FITTED} {SHORT}", "fitted critic, lambda 1": f"{FITTED} --lam 1 {SHORT}"},
+        "24 lines": {"group": LONG, "own critic, lambda 1": f"{OWN} --lam 1 {LONG}", "fitted critic": f"{FITTED} {LONG}",
+                     "fitted critic, lambda 1": f"{FITTED} --lam 1 {LONG}"},
     },
     "labels": {
         "steps, completions labelled": {"the rule": f"{KL} --supervision process",

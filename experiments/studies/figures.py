@@ -81,27 +81,32 @@ def critic(found):
 
 
 def labels(found):
-    """Final true accuracy against the AUC of the reward model's lines; and a reward that is farmed, over the steps."""
+    """Final accuracy against the AUC of the reward model; and what a policy earns by the model and in truth, over the steps."""
     figure, (left, right) = panels(2)
-    for part, colour in zip(("steps, completions labelled", "4,000 completions, by"), COLOURS):
+    for part, colour in (("steps, completions labelled", BLUE), ("outcomes, completions labelled", RED)):
+        points = {}
         for name, flags in studies.STUDIES["labels"][part].items():
             row = [run for run in found["runs"].get(flags, {}).values() if run["quality"]]
-            left.plot([run["quality"]["start"]["auc"] for run in row], [100 * run["greedy"] for run in row], "o", color=colour, markersize=4)
+            dots = [(run["quality"]["start"]["auc"], 100 * run["greedy"]) for run in row]
+            left.plot([x for x, _ in dots], [y for _, y in dots], "o", color=colour, markersize=3, alpha=0.4)
             if row:
-                at = statistics.median(run["quality"]["start"]["auc"] for run in row), statistics.median(100 * run["greedy"] for run in row)
-                left.annotate(name, at, (5, -3), textcoords="offset points", fontsize=10)
-    left.set(xlabel="AUC of lines, on the first policy", ylabel="final greedy accuracy, %")
-    part = studies.STUDIES["labels"]["4,000 completions, the KL's beta"]
-    for name, colour in zip(part, COLOURS):
-        row = found["runs"].get(part[name], {}).values()
-        for key, style in (("greedy", "-"), ("pass@1", ":")):
-            curves = [[100 * point[key] for point in run["points"]] for run in row]
+                points[part, name] = [statistics.median(x) for x in zip(*dots)]
+        left.plot(*zip(*points.values()), "o-", color=colour, label=part.split(",")[0], linewidth=1)
+        for (_, name), at in points.items():
+            left.annotate(name, at, (-4, 5 if colour == BLUE else -12), textcoords="offset points", ha="right", color=colour)
+    left.set(xlabel="AUC of the reward model on the first policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.02))
+    left.legend(frameon=False, loc="upper left")
+    for name, beta, colour in (("0.2", "beta 0.2", BLUE), ("0.04", "beta 0.04", RED), ("no KL", "no KL", PINK)):
+        flags = studies.STUDIES["labels"]["the KL's beta"][f"4,000 completions, {name}"]
+        row = [*found["runs"].get(flags, {}).values()]
+        for key, style in (("rule_reward", "-"), ("reward", ":")):
+            curves = [run[f"{key}, means of 25 steps"] for run in row]
             if curves:
-                steps = [point["step"] for point in next(iter(row))["points"]]
                 middle = [statistics.median(x) for x in zip(*curves)]
-                right.plot(steps, middle, style, color=colour, label=f"beta {name}" if key == "greedy" else None)
-    right.set(xlabel="step", ylabel="greedy accuracy, % (dotted: pass@1)")
-    right.legend(frameon=False)
+                right.plot([25 * i + 12.5 for i in range(len(middle))], middle, style, color=colour)
+                if style == "-":
+                    right.annotate(beta, (25 * len(middle) - 10, middle[-1]), color=colour, va="center")
+    right.set(xlabel="step", ylabel="good lines in a completion; dotted: by the model", xlim=(0, 370))
     save(figure, "labels")
 
 
@@ -126,6 +131,15 @@ def kl(found):
     save(figure, "kl")
 
 
+def variants(found):
+    """All variants of GRPO in two regimes: differences to it in pass@1."""
+    figure, axes = panels(2, 9)
+    for axis, part in zip(axes, studies.STUDIES["variants"]):
+        forest(axis, studies.of_part("variants", found, part, "pass@1"), "pass@1 less GRPO's, points")
+        axis.set_title(part)
+    save(figure, "variants")
+
+
 def grid(found):
     """How often the paths of the held-out problems pass each place, before and after RL. Mines are crosses."""
     figure, axes = panels(2, 4.3)
@@ -138,7 +152,7 @@ def grid(found):
     save(figure, "grid")
 
 
-FIGURES = {"critic": critic, "labels": labels, "kl": kl, "grid": grid}
+FIGURES = {"critic": critic, "labels": labels, "kl": kl, "variants": variants, "grid": grid}
 
 
 def main():

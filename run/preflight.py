@@ -7,7 +7,7 @@ import torch
 
 from data import UserError, check_steps, require, rewards_of
 from model import CHUNK
-from run import machine, shard, show
+from run import machine, shard, show, variants
 from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):
@@ -34,6 +34,7 @@ def have_prompts(problems):
 def check_run(cfg, task, problems, held_out):
     """Raises UserError if the task lacks a function that the run needs, or if a step needs more
     problems than there are or a number not divisible by the ranks; notes a small held-out set."""
+    variants.check(cfg)
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
     if cfg.warm_steps:

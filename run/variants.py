@@ -37,8 +37,8 @@ def settings(name, algos, known):
 
 def loaded(name, names):
     """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
-    has no dict SETTINGS, or if it has a function that grpo.py has not, or another object by a name
-    of grpo.py's, which would replace nothing; helpers begin with _."""
+    has no dict SETTINGS, or if it has a function that grpo.py has not, or one with other arguments,
+    or another object by a name of grpo.py's, which would replace nothing; helpers begin with _."""
     path = file_of(name)
     if not path.is_file():
         raise UserError(f"no file {name}")
@@ -61,6 +61,11 @@ def loaded(name, names):
         for unknown in own.keys() - known.keys():
             raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
                             f"{', '.join(known)}")
+        for name, function in own.items():
+            given, wanted = arguments(function), arguments(known[name])
+            if given != wanted and [x[0] for x in given] != ["*"]:
+                raise UserError(f"{path}: the arguments of {name} are {', '.join(wanted)}, in this "
+                                f"order, not {', '.join(given)}")
         for name, x in vars(module).items():
             if name[0] != "_" and name not in own and before.get(name, x) is not x:
                 raise UserError(f"{path}: {name} would not take the place of grpo.py's, as only "
@@ -72,6 +77,18 @@ def own_functions(names):
     """The public functions among the globals of a module that are its own, by name."""
     return {name: x for name, x in names.items()
             if inspect.isfunction(x) and x.__module__ == names["__name__"] and name[0] != "_"}
+
+def arguments(function):
+    """The names of a function's arguments, in their order; that of *args has its star."""
+    parameters = inspect.signature(function).parameters.values()
+    return ["*" * (p.kind == p.VAR_POSITIONAL) + p.name for p in parameters]
+
+def check(cfg):
+    """Raises UserError if the run would never call an installed `outcome_scores`."""
+    called = cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group"
+    if "outcome_scores" in REPLACED and "advantages" not in REPLACED and not called:
+        raise UserError(f"--algo {cfg.functions}: its outcome_scores is called only with "
+                        f"--supervision outcome, --baseline group and --adv_scale group")
 
 def install(name, names):
     """Puts the functions of an algorithm's file in the place of those of grpo.py, whose globals are

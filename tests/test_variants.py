@@ -498,6 +498,9 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
 @pytest.mark.parametrize("text, says", [
     ("def surrogate(): pass", "is not an algorithm: it needs a dict named SETTINGS"),
     ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, sample_token, "),
+    ("SETTINGS = {}\ndef surrogate(ratio, logp, adv, mask, cfg): pass",
+     r"the arguments of surrogate are ratio, adv, logp, mask, cfg, in this order, not ratio, logp, adv, mask, cfg"),
+    ("SETTINGS = {}\ndef surrogate(): pass", "in this order, not $"), ("SETTINGS = {}\ndef surrogate(ratio, *more): pass", r"not ratio, \*more$"),
     ("SETTINGS = dict(kll='none')", "there is no setting 'kll'"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
     *((f"{line}\nSETTINGS = {{}}", f"bad.py: {name} would not take the place of grpo.py's, as only functions that the file defines do") for line, name in
       (("VALUE_CLIP = 0.1", "VALUE_CLIP"), ("class Batch: pass", "Batch"), ("from math import floor as surrogate", "surrogate"),
@@ -507,6 +510,18 @@ def test_files_that_are_no_algorithms(text, says, tmp_path):
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(UserError, match=says.replace("{", "\\{")):
         grpo.make_config(algo=str(tmp_path / "bad.py"))
+
+
+@pytest.mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"), dict(adv_scale="none")], ids=str)
+def test_scores_of_outcomes_that_would_not_be_called(given, start, tmp_path):
+    """Are refused, but not if the file's own `advantages` may call them."""
+    tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run")) | given
+    with pytest.raises(UserError, match="--algo maxrl: its outcome_scores is called only with --supervision outcome, --baseline group and"):
+        grpo.train(grpo.make_config(**tiny, algo="maxrl"))
+    (tmp_path / "mine.py").write_text("from grpo import advantages as own, outcome_scores as scores\nSETTINGS = {}\n"
+                                      "def outcome_scores(*given):\n    return scores(*given)\n"
+                                      "def advantages(*given):\n    return own(*given)\n")
+    grpo.train(grpo.make_config(**tiny, algo=str(tmp_path / "mine.py")))
 
 
 @pytest.mark.parametrize("name, says", [

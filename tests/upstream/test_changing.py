@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import runpy
@@ -106,6 +107,25 @@ def test_the_algorithm_in_a_file_is_that_file():
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
         for variant in re.findall(r"`(\w+)`", names):
             assert f"\ndef {name}(" in (ROOT / "experiments" / "variants" / f"{variant}.py").read_text()
+
+
+def test_a_formula_can_be_checked_as_the_page_says():
+    """CISPO's, a token at a time: a mean over all tokens of r, clipped and constant, times A log pi."""
+    code = re.search(r"^```python\n(import torch\n\nimport grpo\nfrom run import variants.*?)^```", PAGE, re.M | re.S)[1]
+    known = {}
+    try:
+        exec(code, known)
+    finally:
+        unchanged.variants.install("", vars(unchanged))
+    logp, old, adv, mask = (known[name].tolist() for name in ("logp", "old_logp", "adv", "mask"))
+    gain, slope = 0.0, [[0.0] * 4 for _ in mask]
+    for i, row in enumerate(mask):
+        for t, sampled in enumerate(row):
+            if sampled:
+                weight = min(math.exp(logp[i][t] - old[i][t]), 5) * adv[i][t] / 4
+                gain, slope[i][t] = gain + weight * logp[i][t], -weight
+    assert_close(known["loss"], torch.tensor(-gain).double(), atol=1e-7, rtol=0)
+    assert_close(known["gradient"], torch.tensor(slope).double(), atol=1e-7, rtol=0)
 
 
 def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch):
@@ -329,6 +349,7 @@ def test_the_script_runs(tmp_path, monkeypatch, capsys):
     reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
     assert len(rows) == 8 and reward.max() > reward.min()
     assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
+    assert "variants.install(cfg.functions, vars(grpo))" in PAGE.partition(code)[2]
     off = float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1])
     norm = float(re.search(r"norm of the gradient (\S+)$", said, re.M)[1])
     assert off < 1e-6 and norm > 0.01

@@ -57,21 +57,26 @@ def loaded(name, names):
             names.update(installed)
         if not isinstance(getattr(module, "SETTINGS", None), dict):
             raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
-        known, own = own_functions(before), own_functions(vars(module))
-        for unknown in own.keys() - known.keys():
-            raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
-                            f"{', '.join(known)}")
-        for name, function in own.items():
-            given, wanted = arguments(function), arguments(known[name])
-            if given != wanted and [x[0] for x in given] != ["*"]:
-                raise UserError(f"{path}: the arguments of {name} are {', '.join(wanted)}, in this "
-                                f"order, not {', '.join(given)}")
-        for name, x in vars(module).items():
-            if name[0] != "_" and name not in own and before.get(name, x) is not x:
-                raise UserError(f"{path}: {name} would not take the place of grpo.py's, as only "
-                                f"functions that the file defines do; rename it")
+        check_names(path, vars(module), before)
         LOADED[key] = module
     return LOADED[key]
+
+def check_names(path, names, before):
+    """Raises UserError if a global of an algorithm's file replaces nothing, or cannot: `names` are
+    the file's, `before` grpo.py's own."""
+    known, own = own_functions(before), own_functions(names)
+    for unknown in own.keys() - known.keys():
+        raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
+                        f"{', '.join(known)}")
+    for name, function in own.items():
+        given, wanted = arguments(function), arguments(known[name])
+        if given != wanted and [x[0] for x in given] != ["*"]:
+            raise UserError(f"{path}: the arguments of {name} are {', '.join(wanted)}, in this "
+                            f"order, not {', '.join(given)}")
+    for name, x in names.items():
+        if name[0] != "_" and name not in own and before.get(name, x) is not x:
+            raise UserError(f"{path}: {name} would not take the place of grpo.py's, as only "
+                            f"functions that the file defines do; rename it")
 
 def own_functions(names):
     """The public functions among the globals of a module that are its own, by name."""

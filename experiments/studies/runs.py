@@ -1,11 +1,10 @@
-"""Makes many runs of grpo.py, one single-threaded process per core, and summarises and compares their results.
+"""Makes a run of grpo.py in a single-threaded process of its own, and measures what its metrics lack.
 
-    run_all([("--algo ppo".split(), 1), ("--algo grpo".split(), 1)], Path("out/questions"))
+    run("--algo ppo".split(), 1, Path("out/studies"))
 
-A run's folder is named by its settings, so each run is made once, however its flags are spelled; errors are
-printed. Runs of a seed share their warm start. Flags may include `--patch name=value`, see `PATCHES`.
+A run's folder is named by its settings, so each run is made once, however its flags are spelled. Runs of a seed share
+their warm start. Flags may include `--patch name=value`, see `PATCHES`.
 """
-import concurrent.futures
 import copy
 import dataclasses
 import datetime
@@ -23,7 +22,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
 HERE = Path(__file__).parent
@@ -34,9 +32,7 @@ import grpo  # noqa: E402
 import reward  # noqa: E402
 from run import agents, batches, machine, models, preflight, warm_start  # noqa: E402
 
-MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
-CURVES = ("accuracy", "length", "reward", "rule_reward", "kl", "entropy", "dead_groups", "explained_variance", "rm_accuracy",
-          "rm_error", "grad_norm", "seconds")
+CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 
@@ -70,28 +66,6 @@ def patch_reference(value):
     """`kept`: a new iteration keeps the reference."""
     assert value == "kept"
     grpo.shard.copy_weights = lambda *_: None
-
-
-def patch_refit(value):
-    """`never`: a new iteration keeps the reward model."""
-    assert value == "never"
-    begin = grpo.begin_iteration
-
-    def first_only(agent, problems, iteration):
-        if iteration == 0:
-            return begin(agent, problems, iteration)
-        grpo.shard.copy_weights(agent.ref, agent.policy)
-        return {}
-    grpo.begin_iteration = first_only
-
-
-def patch_passes(value):
-    """The number of passes of a reward model over its labelled rows."""
-    fit = reward.fit
-
-    def repeated(reward_model, data, *more):
-        fit(reward_model, {name: torch.cat([x] * int(value)) for name, x in data.items()}, *more)
-    reward.fit = repeated
 
 
 def patch_critic_lr(value):
@@ -188,9 +162,9 @@ def patch_label_noise(value):
     reward.LABEL_NOISE = float(value)
 
 
-PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference, "refit": patch_refit,
-           "passes": patch_passes, "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit,
-           "vine": patch_vine, "drawn": patch_drawn, "wrong": patch_wrong, "sampler": patch_sampler, "format": patch_format}
+PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference,
+           "critic_lr": patch_critic_lr, "critic_fit": patch_critic_fit, "vine": patch_vine, "drawn": patch_drawn, "wrong": patch_wrong,
+           "sampler": patch_sampler, "format": patch_format}
 
 
 class Watch:
@@ -342,7 +316,7 @@ def points_of(metrics, spent):
 def sources():
     """A hash of the code that makes a run."""
     files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")), *sorted((ROOT / "data").glob("*.py")),
-             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "careful.py", HERE / "development.py", HERE / "mines.py",
+             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "careful.py", HERE / "mines.py",
              HERE / "critics.py", Path(__file__)]
     return name_of([path.read_text() for path in files])
 
@@ -397,42 +371,7 @@ def run(flags, seed, out):
             start_child(flags, folder)
         return made(folder)
 
-
-def run_all(jobs, out):
-    """The results of all (flags, seed), made as many at a time as there are cores; None for a run that
-    failed."""
-    def one(job):
-        """One run; errors are printed."""
-        try:
-            return run(*job, out)
-        except (RuntimeError, grpo.data.UserError) as e:
-            print(f"{' '.join(job[0])}, seed {job[1]}: {e}", flush=True)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = []
-        for result in pool.map(one, jobs):
-            results.append(result)
-            print(f"{len(results)} of {len(jobs)} runs", flush=True)
-    return results
-
 # ----------------------------------------------------------------------------------- results
-
-def area(result):
-    """The mean of pass@1 over the steps of a run, by the trapezoidal rule."""
-    at, y = ([point[name] for point in result["points"]] for name in ("step", "pass@1"))
-    return float(np.trapezoid(y, at) / (at[-1] - at[0]))
-
-
-def until(result, level, x):
-    """x (step, tokens or seconds) when pass@1 first reaches a level, by linear interpolation; None if it never
-    does."""
-    points = result["points"]
-    if points[0]["pass@1"] >= level:
-        return points[0][x]
-    for a, b in zip(points, points[1:]):
-        if b["pass@1"] >= level:
-            return a[x] + (level - a["pass@1"]) / (b["pass@1"] - a["pass@1"]) * (b[x] - a[x])
-    return None
-
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}   # 97.5 % quantiles of Student's t for n numbers
 

@@ -3,28 +3,25 @@ r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1, 2, 4, ...
     for s in 1 2 3 4 5; do python grpo.py --task arithmetic --warm_steps 1500 --seed $s --out out/s$s; done
     python experiments/studies/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5
 
-The other policies can hardly do their task before RL: one has half of the imitation steps of
-experiments/studies/questions.py, the other is SmolLM2-135M, which needs pip install -r
-tests/requirements-peers.txt. On 2 CPU cores the evaluations take a minute for slips and a quarter of an hour for
-sums; the figure needs matplotlib.
+The other policies can hardly do their task before RL: one walks among mines that no demonstration knew, in the setting
+of experiments/studies/studies.py, the other is SmolLM2-135M, which needs pip install -r tests/requirements-peers.txt.
+On 2 CPU cores the evaluations take a minute for mines and a quarter of an hour for sums.
 
-    for s in 1 2 3 4 5; do python grpo.py --task experiments/studies/slips.py --n_embd 128 --warm_steps 600 \
-        --steps 160 --prompts 16 --group 16 --lr 1e-4 --held_out 100 --samples 4 --eval_every 20 \
-        --seed $s --out out/slips$s; done
-    python experiments/studies/figure7.py out/slips1 out/slips2 out/slips3 out/slips4 out/slips5
+    for s in 1 2 3 4 5; do python grpo.py --task experiments/studies/mines.py --steps 300 --adv_scale none \
+        --seed $s --out out/mines$s; done
+    python experiments/studies/figure7.py out/mines1 out/mines2 out/mines3 out/mines4 out/mines5
     python experiments/models/smollm2.py
     for s in 1 2 3; do python grpo.py --task sums --init out/smollm2 --seed $s --out out/smol$s; done
     python experiments/studies/figure7.py out/smol1 out/smol2 out/smol3
     python experiments/studies/figure7.py out/smol1 out/smol2 out/smol3 --temperature 0.7
 
 The folders of one call are seeds of one task. With --readme they replace the results of that task and temperature
-that the docs quote; the figure shows all tasks. Each of 100 held-out problems gets 64 completions, at the training
+that the docs quote; figures.py draws them. Each of 100 held-out problems gets 64 completions, at the training
 temperature unless --temperature is given; the paper's is 0.7.
 """
 import argparse
 import dataclasses
 import json
-import math
 import os
 import statistics
 import sys
@@ -73,43 +70,13 @@ def rows(found):
                 yield f"| {task}, {kind}K, {when} | {' | '.join(middle)} |"
 
 
-def draw(found, file):
-    """A plot for each task; bands span the range of its seeds."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no figure: matplotlib is not installed")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    across, down = min(len(found), 2), math.ceil(len(found) / 2)
-    figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.2 * down), squeeze=False)
-    for axis in axes.flat[len(found):]:
-        axis.axis("off")
-    for axis, (task, seeds) in zip(axes.flat[:len(found)], found.items(), strict=True):
-        for kind, colour in (("pass@", "#0072B2"), ("maj@", "#D55E00")):
-            for when, line in (("before", "--"), ("after", "-")):
-                y = [of_seeds(seeds, when, kind, K) for K in KS]
-                axis.plot(KS, [statistics.median(v) for v in y], color=colour, linestyle=line, label=f"{kind}K, {when} RL")
-                axis.fill_between(KS, [v[0] for v in y], [v[-1] for v in y], color=colour, alpha=0.15, linewidth=0)
-        axis.set_title(f"{task}, {len(seeds)} seeds", fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(KS, [str(K) for K in KS])
-        axis.set_xlabel("K, completions of a problem")
-        axis.set_ylabel("share of held-out problems")
-        axis.set_ylim(0, 1.02)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--samples", type=int, default=KS[-1])
     parser.add_argument("--temperature", type=float, help="sampling temperature, if not the training temperature")
-    parser.add_argument("--out", type=Path, default=Path("out/questions"))
+    parser.add_argument("--out", type=Path, default=Path("out/figure7"))
     parser.add_argument("--readme", action="store_true", help="replace the results that the docs quote")
     args = parser.parse_args()
     for folder in args.folders:
@@ -130,7 +97,6 @@ def main():
     kept = known["rows"] | found
     result = {**runs.about(), "command": commands, "problems": args.problems, "samples": args.samples, "rows": kept}
     file.write_text(json.dumps(result, indent=1) + "\n")
-    draw(kept, file.with_suffix(".png"))
     print("\n".join(rows(kept)))
 
 

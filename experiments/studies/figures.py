@@ -1,7 +1,7 @@
-"""Draws the figures of the studies from the results in answers/. Needs matplotlib.
+"""Draws the figures of docs/questions.md and docs/figures.md from the results in answers/. Needs matplotlib.
 
     python experiments/studies/figures.py                       # all whose results are there
-    python experiments/studies/figures.py critic labels kl grid
+    python experiments/studies/figures.py critic labels kl grid figure5
 """
 import argparse
 import json
@@ -12,11 +12,13 @@ import numpy as np
 
 import runs
 import studies
+from figure7 import KS, of_seeds
 
 HERE = Path(__file__).parent
 # Okabe and Ito's colours, safe for colour-blind readers.
 BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
-COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
+GREY = "#777777"
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY)
 
 
 def panels(n, height=4.0):
@@ -131,6 +133,56 @@ def kl(found):
     save(figure, "kl")
 
 
+def curves(axis, found, study, part, of="greedy"):
+    """Medians of a measure of the evaluations over the steps, a line for each row of a part."""
+    for (name, flags), colour in zip(studies.STUDIES[study][part].items(), (BLACK, *COLOURS)):
+        row = [{p["step"]: 100 * p[of] for p in run["points"]} for run in found["runs"].get(flags, {}).values()]
+        if row:
+            steps = sorted(row[0])
+            axis.plot(steps, [statistics.median(run[step] for run in row) for step in steps], color=colour, label=name, linewidth=1.2)
+    axis.set(xlabel="step", ylabel=f"{of} accuracy, %" if of == "greedy" else f"{of}, %")
+
+
+def part_of(found, name, study, part, of="greedy"):
+    """The curves of a part, and the differences of its rows."""
+    figure, (left, right) = panels(2, 4.5)
+    curves(left, found, study, part, of)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
+    base = "the row above" if part == "the ladder" else next(iter(studies.STUDIES[study][part]))
+    forest(right, studies.of_part(study, found, part, of), f"{of} less that of {base}, points")
+    save(figure, name)
+
+
+def figure5(found):
+    """Figure 5 of the paper: RFT, Online RFT, GRPO with outcomes and with steps."""
+    part_of(found, "figure5", "paper", "figure 5")
+
+
+def figure6(found):
+    """Figure 6 of the paper: iterations with a refitted reward model."""
+    part_of(found, "figure6", "labels", "4,000 completions, fitted")
+
+
+def figure7(found):
+    """Figure 7 of the paper: medians of pass@K and maj@K over K, before and after RL."""
+    figure, axes = panels(2)
+    for axis, task in zip(axes, ("mines", "sums")):
+        for kind, colour in (("pass@", BLUE), ("maj@", RED)):
+            for when, line in (("before", "--"), ("after", "-")):
+                y = [100 * statistics.median(of_seeds(found["rows"][task], when, kind, K)) for K in KS]
+                axis.plot(KS, y, color=colour, linestyle=line, label=f"{kind}K, {when} RL")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(KS, [str(K) for K in KS])
+        axis.set(title=f"{task}, {len(found['rows'][task])} seeds", xlabel="K, completions of a problem", ylabel="held-out problems, %", ylim=(0, 102))
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
+    save(figure, "figure7")
+
+
+def ladder(found):
+    """The ladder of docs/derivation.md."""
+    part_of(found, "ladder", "paper", "the ladder")
+
+
 def variants(found):
     """All variants of GRPO in two regimes: differences to it in pass@1."""
     figure, axes = panels(2, 9)
@@ -152,15 +204,18 @@ def grid(found):
     save(figure, "grid")
 
 
-FIGURES = {"critic": critic, "labels": labels, "kl": kl, "variants": variants, "grid": grid}
+# What draws a figure, and the result that it is drawn from.
+FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"), "variants": (variants, "variants"), "grid": (grid, "grid"),
+           "figure5": (figure5, "paper"), "figure6": (figure6, "labels"), "figure7": (figure7, "figure7"), "ladder": (ladder, "paper")}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="*", choices=[[], *FIGURES])
     for name in parser.parse_args().figures or FIGURES:
-        if studies.answers(name).exists():
-            FIGURES[name](json.loads(studies.answers(name).read_text()))
+        draw, result = FIGURES[name]
+        if studies.answers(result).exists():
+            draw(json.loads(studies.answers(result).read_text()))
 
 
 if __name__ == "__main__":

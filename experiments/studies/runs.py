@@ -263,11 +263,6 @@ def no_change(*_):
     """In place of what `child` has done."""
 
 
-def peak():
-    """Peak memory of this process, in bytes."""
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-
-
 def child(flags):
     """Make one run and write result.json into its folder: the curves, and the final model's evaluation on all
     held-out problems."""
@@ -280,7 +275,7 @@ def child(flags):
         PATCHES[name](value)
     watch = Watch()
     agent = grpo.train(cfg)
-    result = {"flags": flags, "peak": peak(), "label tokens": watch.label_tokens, "sources": sources()}
+    result = {"flags": flags, "label tokens": watch.label_tokens, "sources": sources()}
     metrics = [json.loads(line) for line in (cfg.folder / "metrics.jsonl").read_text().splitlines()]
     result |= {"points": points_of(metrics, watch.spent),
                "steps": {name: [m.get(name) for m in metrics[1:]] for name in CURVES if any(name in m for m in metrics)}}

@@ -116,7 +116,7 @@ STUDIES = {
                                         **{f"{n}": f"{STEPS} {flags}" for n, flags in LABELLED.items()}},
         "outcomes, completions labelled": {"the rule": KL, **{f"{n}": f"{OUTCOMES} {flags}" for n, flags in LABELLED.items()}},
         "4,000 completions, by": {
-            "truth": TAUGHT, **{f"{n} rollouts": f"{TAUGHT} --labels rollouts --patch tries={n}" for n in (1, 4, 16)},
+            "truth": TAUGHT, **{name: f"{TAUGHT} --labels rollouts --patch tries={n}" for name, n in (("1 rollout", 1), ("4 rollouts", 4), ("16 rollouts", 16))},
             "truth, 30 % wrong": f"{TAUGHT} --patch label_noise=0.3", "chance": f"{TAUGHT} --patch label_noise=0.5",
             "the form of lines, by rule": f"{KL} --supervision process --patch format=moves"},
         "the KL's beta": {
@@ -144,9 +144,9 @@ STUDIES = {
             "Online RFT": "--baseline none", "RFT": "--baseline none --patch drawn=once"},
         "the ladder": {
             "1 raw reward": RAW, "2 critic": f"{CRITIC} --clip_low 1e9 --clip_high 1e9", "3 clip": CRITIC,
-            "4 reference: k1 in the reward": f"{OWN} --lam 1 {IN_REWARD}", "5 group in place of the critic": IN_REWARD,
-            "6 KL in the loss, k3": "--minibatches 4 --kl loss --beta 0.04", "7 divided by the group's std": f"{GRPO} --minibatches 4",
-            "8 steps": f"{GRPO} --minibatches 4 --supervision process"},
+            "4 reference: k1 in the reward": f"{OWN} --lam 1 {IN_REWARD}", "5a group in place of the critic": IN_REWARD,
+            "5b KL in the loss, k3": "--minibatches 4 --kl loss --beta 0.04", "5c divided by the group's std": f"{GRPO} --minibatches 4",
+            "6 steps": f"{GRPO} --minibatches 4 --supervision process"},
     },
 }
 
@@ -300,16 +300,16 @@ COLUMNS = (("greedy", "greedy", ".1%", 1), ("pass@1", "pass@1", ".1%", 1), ("at 
            ("seconds", "seconds", ".0f", 1))
 
 
-def lines(study, found):
-    """The lines of a study's table: medians over the seeds, and the mean paired differences of greedy accuracy and pass@1
+def lines(study, found, parts=None):
+    """The lines of a study's table, or of some of its parts: medians over the seeds, and the mean paired differences of greedy accuracy and pass@1
     with their 95 % intervals, in bold where Holm's p is below 0.05."""
     of = {name: compared(study, found, name) for name in ("greedy", "pass@1")}
     titles = [title for title, *_ in COLUMNS]
     yield "| | seeds | " + " | ".join(titles[:1] + ["difference"] + titles[1:2] + ["difference"] + titles[2:]) + " |"
     yield "|---" * (len(titles) + 4) + "|"
-    for part, rows in STUDIES[study].items():
+    for part in parts or STUDIES[study]:
         yield f"| *{part}* |" + " |" * (len(titles) + 3)
-        for name, flags in rows.items():
+        for name, flags in STUDIES[study][part].items():
             row = found["runs"].get(flags, {})
             cells = [str(len(row))]
             for title, key, form, unit in COLUMNS:

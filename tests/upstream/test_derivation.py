@@ -24,7 +24,7 @@ import reward as rewards  # noqa: E402
 from data import arithmetic  # noqa: E402
 from run import agents, batches, flags  # noqa: E402
 
-PAGE = (ROOT / "docs" / "derivation.md").read_text()
+PAGE = re.sub(r"<details>.*?</details>", "", (ROOT / "docs" / "derivation.md").read_text(), flags=re.S)        # without the table of runs
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 

@@ -1,0 +1,251 @@
+"""Writes docs/questions.md and docs/figures.md from the templates in pages/, and the ladder's table into docs/derivation.md.
+
+    python experiments/studies/page.py
+
+In a template `{{...}}` is an expression in the functions below, computed from the results in answers/; `holds` checks what
+the text beside it says, so a page whose words no longer fit the numbers is not written. A row of a study is named
+"part: row", as in studies.py; `of` is a measure in a summary of a run. Differences are paired by seed, in points.
+"""
+import json
+import re
+import statistics
+from pathlib import Path
+
+import bias
+import figure7
+import mines
+import runs
+import studies
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PAGES = ("questions", "figures")
+SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures that are shares of problems
+FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
+UNITS = {"tokens": 1e6}
+TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
+          "auc": "AUC, first policy", "auc end": "AUC, last policy"}
+
+GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, PUBLISHED = (f"critics: {name}" for name in (
+    "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "PPO as published"))
+FITTED_1_SHORT, FITTED_LONG, FITTED_1_LONG = "6 lines: fitted critic, lambda 1", "24 lines: fitted critic", "24 lines: fitted critic, lambda 1"
+GROUP_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "4 continuations"))
+TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
+NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
+GROUP_WEAK, NONE_WEAK, SIGNED_WEAK = (f"a weak start: {name}" for name in ("group", "none", "none, rewards of -1 and 1"))
+LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = (f"steps, completions labelled: {name}" for name in (
+    "the rule", "1,000", "4,000", "16,000", "64,000"))
+OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, completions labelled: {name}" for name in ("4,000", "16,000", "64,000"))
+ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
+    "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
+SMALL_BETA, LARGE_BETA, NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {name}" for name in (
+    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "64,000 completions, 0.04", "64,000 completions, no KL"))
+TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
+    "twice", "4 times", "4 times, no history", "4 times, reference kept"))
+
+
+def kept(name):
+    """A result in answers/."""
+    return json.loads(studies.answers(name).read_text())
+
+
+def flags_of(study, row):
+    """The flags of a row."""
+    part, _, name = row.partition(": ")
+    return studies.STUDIES[study][part][name]
+
+
+def runs_of(study, row):
+    """{seed: summary} of a row."""
+    return kept(study)["runs"].get(flags_of(study, row), {})
+
+
+def value(run, of):
+    """A measure of a run, also the AUC of its reward model; None if it has none."""
+    if of in ("auc", "auc end"):
+        return run["quality"]["start" if of == "auc" else "end"]["auc"] if run["quality"] else None
+    return run.get(of)
+
+
+def middle(study, row, of="greedy"):
+    """The median over the seeds; None if the runs have none."""
+    known = [x for x in (value(run, of) for run in runs_of(study, row).values()) if x is not None]
+    return statistics.median(known) if known else None
+
+
+def before(study, row, of="greedy"):
+    """The median of a measure of the first policies."""
+    return statistics.median(run["before"][of] for run in runs_of(study, row).values())
+
+
+def shown(x, of):
+    """A number as the page writes it."""
+    return "" if x is None else f"{100 * x:.0f}%" if of in SHARES else f"{x / UNITS.get(of, 1):{FORMS[of]}}"
+
+
+def median(study, row, of="greedy"):
+    """The median over the seeds, as text."""
+    return shown(middle(study, row, of), of)
+
+
+def seeds(study):
+    """How many seeds every row has."""
+    return min(len(runs_of(study, row)) for row in studies.rows_of(study).values())
+
+
+def apart(study, row, base=None, of="greedy"):
+    """The differences of a row to another, by default to the one that its part compares it with."""
+    if base:
+        return studies.differences(runs_of(study, row), runs_of(study, base), of)
+    part, _, name = row.partition(": ")
+    return studies.of_part(study, kept(study), part, of)[name]
+
+
+def points(study, row, base=None, of="greedy"):
+    """The mean difference, as text."""
+    return f"{statistics.mean(apart(study, row, base, of)):+.1f}".replace("-", "−")
+
+
+def effect(study, row, base=None, of="greedy"):
+    """The mean difference with its 95 % interval, as text."""
+    low, high = runs.interval(apart(study, row, base, of))
+    return f"{points(study, row, base, of)} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+
+
+def corrected(study, row, of="greedy"):
+    """The p-value of a difference, by Holm's correction over the study."""
+    part, _, name = row.partition(": ")
+    return studies.compared(study, kept(study), of)[part, name][3]
+
+
+def sure(study, row, of="greedy"):
+    """How many seeds have the sign of the mean difference, and the corrected p-value, as text."""
+    x, p = apart(study, row, of=of), corrected(study, row, of)
+    same = sum(a * statistics.mean(x) > 0 for a in x)
+    return f"{same} of {len(x)} seeds, p {'< 0.01' if p < 0.01 else f'= {p:.2f}'}"
+
+
+def down(study, row, base=None, of="greedy"):
+    """Whether a row is below another in every seed."""
+    return max(apart(study, row, base, of)) < 0
+
+
+def up(study, row, base=None, of="greedy"):
+    """Whether a row is above another in every seed."""
+    return min(apart(study, row, base, of)) > 0
+
+
+def near(study, row, base=None, of="greedy", within=3):
+    """Whether the mean difference is at most some points."""
+    return abs(statistics.mean(apart(study, row, base, of))) <= within
+
+
+def ratio(study, row, base, of="seconds"):
+    """How many times as much a row takes as another, as text."""
+    return f"{middle(study, row, of) / middle(study, base, of):.1f}"
+
+
+def at_equal_kl(part, form, of="pass@1"):
+    """A form's differences to the frontier of k1 in the reward, at its own KL."""
+    return studies.at_equal_kl(kept("kl"), part, of)[form]
+
+
+def frontier(part, form, of="pass@1"):
+    """Its mean with the 95 % interval, as text."""
+    x = at_equal_kl(part, form, of)
+    low, high = runs.interval(x)
+    return f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+
+
+def gate(name):
+    """The median over the development maps."""
+    return statistics.median(of_map[name] for of_map in kept("gates")["maps"].values())
+
+
+def error(form, distance="0.5"):
+    """The relative error of the gradient of a form of the KL, on the enumerable model."""
+    return kept("bias")["forms"][form][distance]["error"]
+
+
+def share(task, when, of):
+    """The median over the seeds of a share of figure 7, as text."""
+    return f"{100 * statistics.median(run[when][of] for run in kept('figure7')['rows'][task].values()):.0f}%"
+
+
+def countdown():
+    """pass@8 of SmolLM2 on countdown, before and after RL, of each seed."""
+    of_seeds = json.loads((ROOT / "experiments" / "models" / "countdown.json").read_text())["runs"].values()
+    return ", ".join(f"{100 * run['before']['pass@8']:.0f} to {100 * run['after']['pass@8']:.0f}%" for run in of_seeds)
+
+
+def holds(*conditions):
+    """Nothing, if the text beside it fits the numbers."""
+    assert all(conditions), f"{sum(not x for x in conditions)} of {len(conditions)} does not hold"
+    return ""
+
+
+def table(study, rows, *columns):
+    """A table of some rows: medians over the seeds, and the differences in greedy accuracy where a row is compared."""
+    titles = ["", "greedy", "difference", *(TITLES.get(of, of) for of in columns)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in rows:
+        part, _, name = row.partition(": ")
+        first = name == next(iter(studies.STUDIES[study][part]))
+        cells = [median(study, row), "" if first else effect(study, row), *(median(study, row, of) for of in columns)]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def kl_table(part, rows):
+    """A table of forms of the KL: medians, and the difference at equal KL."""
+    lines = ["| | KL, nats | greedy | pass@1 | pass@1 less that of k1 in the reward at equal KL |", "|---" * 5 + "|"]
+    for name in rows:
+        row = f"{part}: {name}"
+        last = "" if name == "no KL" or name.startswith("reward, k1") else frontier(part, name)
+        lines.append(f"| {name} | {median('kl', row, 'kl')} | {median('kl', row)} | {median('kl', row, 'pass@1')} | {last} |")
+    return "\n".join(lines)
+
+
+def everything(study, *parts):
+    """The table of all rows, the command and the flags, folded."""
+    parts = parts or tuple(studies.STUDIES[study])
+    found, made = kept(study), kept(study)["runs"].values()
+    about = [run["about"] for of_seeds in made for run in of_seeds.values()]
+    dates, machines = sorted({x["date"] for x in about}), sorted({f"{x['machine']}, {x['cores']} cores" for x in about})
+    lines = ["<details><summary>All rows, command and flags</summary>", "", f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch "
+             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own:", ""]
+    lines += [*studies.lines(study, found, parts), "", "| | flags |", "|---|---|"]
+    lines += [f"| {part}: {name} | {f'`{flags}`' if flags else ''} |" for part in parts for name, flags in studies.STUDIES[study][part].items()]
+    return "\n".join([*lines, "", "</details>"])
+
+
+def bias_table():
+    """The gradients' errors, folded."""
+    return "\n".join(["<details><summary>The error of each form's gradient</summary>", "", *bias.lines(kept("bias")), "", "</details>"])
+
+
+def figure7_table():
+    """pass@K and maj@K, folded."""
+    return "\n".join(["<details><summary>All numbers</summary>", "", *figure7.rows(kept("figure7")["rows"]), "", "</details>"])
+
+
+def rendered(name):
+    """A page, from its template."""
+    template = (HERE / "pages" / f"{name}.md").read_text()
+    return re.sub(r"\{\{(.*?)\}\}", lambda found: str(eval(found[1], globals())), template, flags=re.S)
+
+
+def with_ladder(text):
+    """The text of docs/derivation.md, with the ladder's table as it is now."""
+    return re.sub(r"<details>.*?</details>", lambda _: everything("paper", "the ladder"), text, flags=re.S)
+
+
+def main():
+    for name in PAGES:
+        (ROOT / "docs" / f"{name}.md").write_text(rendered(name))
+    derivation = ROOT / "docs" / "derivation.md"
+    derivation.write_text(with_ladder(derivation.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""docs/questions.md and docs/figures.md: every number on them is computed from the results, and what they say fits these."""
+import json
+import re
+import statistics
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "experiments" / "studies"))
+import figures  # noqa: E402
+import page  # noqa: E402
+import runs  # noqa: E402
+import studies  # noqa: E402
+
+TEMPLATES = {name: (page.HERE / "pages" / f"{name}.md").read_text() for name in page.PAGES}
+DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
+RESULTS = sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json"))
+# Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
+SETTINGS = {"questions": "0 1 2 3 4 6 7 8 12 16 24 64 128 300 800 80 90 95 100 0.04 0.1 0.2 0.95 1.0 1,000 4,000 16,000 64,000 0.7 0.99",
+            "figures": "2 3 5 6 7 64 4,000 8"}
+
+
+@pytest.mark.parametrize("name", page.PAGES)
+def test_a_page_is_what_its_template_gives(name):
+    """So each check in the template holds."""
+    assert page.rendered(name) == DOCS[name], "run python experiments/studies/page.py"
+    assert "{{" not in DOCS[name] and TEMPLATES[name].count("{{holds(") >= 2
+
+
+def test_the_ladders_table_is_in_the_derivation():
+    text = (ROOT / "docs" / "derivation.md").read_text()
+    assert page.with_ladder(text) == text and text.count("<details>") == 1
+    gaps = [statistics.mean(x) for x in studies.of_part("paper", page.kept("paper"), "the ladder", "greedy").values()]
+    told_apart = [p < 0.05 for (part, _), (*_, p) in studies.compared("paper", page.kept("paper"), "greedy").items() if part == "the ladder"]
+    assert len(gaps) == 7 and max(map(abs, gaps)) < 6 and not any(told_apart)
+    assert "all rungs end close together, and which is best could not be told" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", page.PAGES)
+def test_no_measured_number_is_written_by_hand(name):
+    text = re.sub(r"\{\{.*?\}\}|`.*?`|\]\(.*?\)|arXiv \S+|2 layers of 128", "", TEMPLATES[name], flags=re.S)
+    numbers = set(re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?=\D|$)", re.sub(r",(?=\s)", " ", text)))
+    assert not numbers - set(SETTINGS[name].split()), numbers - set(SETTINGS[name].split())
+
+
+def test_the_pages_are_short():
+    """Tables of a study are no prose; the one at the head is."""
+    text = re.sub(r"<details>.*?</details>", "", DOCS["questions"], flags=re.S)
+    head, rest = text.split("## The setting")
+    prose = head + "\n".join(line for line in rest.splitlines() if not line.startswith("|"))
+    assert len(re.sub(r"[-|]{3,}", "", prose).split()) <= 1900
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert 3 <= len(table.splitlines()) <= 2 + 6
+    assert head.count("\n| [") == 6 and text.count("*Where it may fail*") == text.count("*For a\nrun") + text.count("*For a run") == 3
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_says_how_it_was_made(path):
+    found = json.loads(path.read_text())
+    assert found["command"]
+    for about in [found] if path.stem not in studies.STUDIES else [run["about"] for of in found["runs"].values() for run in of.values()]:
+        assert about.keys() >= {"date", "torch", "python", "cores", "machine"}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A study of two parts whose numbers can be checked by hand."""
+    def run(greedy, seconds, auc=None):
+        return {"greedy": greedy, "pass@1": greedy / 2, "seconds": seconds, "tokens": 2e6, "before": {"greedy": 0.1},
+                "quality": auc and {"start": {"auc": auc}, "end": {"auc": 0.6}}}
+    monkeypatch.setitem(studies.STUDIES, "toy", {"one": {"base": "", "other: k1": "--lr 1"}, "two": {"base": "", "third": "--lr 2"}})
+    found = {"runs": {"": {"1": run(0.2, 10), "2": run(0.4, 20), "3": run(0.3, 30)},
+                      "--lr 1": {"1": run(0.25, 40, 0.7), "2": run(0.47, 60, 0.9), "3": run(0.36, 50, 0.8)},
+                      "--lr 2": {"1": run(0.1, 1), "2": run(0.5, 1)}}}
+    monkeypatch.setattr(page, "kept", lambda name: found)
+    return found
+
+
+def test_numbers_of_a_row(toy):
+    row, third = "one: other: k1", "two: third"
+    assert page.median("toy", row) == "36%" and page.median("toy", row, "auc") == "0.80" and page.median("toy", row, "auc end") == "0.60"
+    assert page.median("toy", "one: base", "auc") == "" and page.median("toy", row, "tokens") == "2.0"
+    assert page.points("toy", row) == "+6.0" and page.points("toy", row, third) == "+6.0" and page.points("toy", third, row) == "−6.0"
+    low, high = runs.interval([5, 7, 6])
+    assert page.effect("toy", row) == f"+6.0 ({low:+.1f} to {high:+.1f})" and page.effect("toy", row, of="pass@1").startswith("+3.0 ")
+    p = studies.holm([studies.p_value([5, 7, 6]), studies.p_value([-10, 10])])
+    assert page.sure("toy", row) == f"3 of 3 seeds, p = {p[0]:.2f}" and page.sure("toy", third).endswith("p = 1.00")
+    assert page.ratio("toy", row, "one: base") == "2.5" and page.seeds("toy") == 2 and page.before("toy", row) == 0.1
+
+
+def test_what_holds_of_a_row(toy):
+    row, third = "one: other: k1", "two: third"
+    assert page.up("toy", row) and not page.down("toy", row) and not page.near("toy", row) and page.near("toy", row, within=6)
+    assert not page.up("toy", third) and not page.down("toy", third) and page.near("toy", third, within=0)
+    assert page.holds(True, True) == ""
+    with pytest.raises(AssertionError, match="1 of 2"):
+        page.holds(True, False)
+
+
+def test_a_table_of_a_page(toy):
+    lines = page.table("toy", ["one: base", "one: other: k1"], "seconds", "auc").splitlines()
+    assert lines[0] == "|  | greedy | difference | seconds | AUC, first policy |" and len({line.count("|") for line in lines}) == 1
+    assert lines[2] == "| one: base | 30% |  | 20 |  |" and lines[3].startswith("| one: other: k1 | 36% | +6.0 (") and lines[3].endswith("| 50 | 0.80 |")
+
+
+def test_what_is_folded_has_all_rows_with_their_flags():
+    for study, name in (("critic", "questions"), ("labels", "questions"), ("kl", "questions")):
+        text = page.everything(study)
+        assert text in DOCS[name] and all(f"| {where} | {f'`{flags}`' if flags else ''} |" in text for flags, where in studies.rows_of(study).items())
+
+
+def test_what_the_readme_says():
+    """Its three results are those of the page's head, with the same numbers."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    seeds = min(page.seeds(study) for study in ("critic", "labels", "kl"))
+    assert f"{seeds} seeds, hypotheses for larger models" in readme
+    for text in (f"ends at {page.median('labels', page.NO_KL)} without a KL, even if its AUC is {page.median('labels', page.BEST_NO_KL, 'auc')}",
+                 f"lambda 0.95 loses {-statistics.mean(page.apart('critic', page.FITTED_LONG)):.0f} points at 24 lines",
+                 f"groups of 2 end {page.points('critic', page.TWO)} points from groups of 16".replace("−", "-")):
+        assert text in readme, text
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_drawn(name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    draw, result = figures.FIGURES[name]
+    if not studies.answers(result).exists():
+        pytest.skip("not made yet")
+    (tmp_path / "answers").mkdir()
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    draw(page.kept(result))
+    assert (tmp_path / "answers" / f"{name}.png").stat().st_size > 10_000

@@ -11,6 +11,8 @@ import re
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 import bias
 import figure7
 import mines
@@ -143,6 +145,15 @@ def near(study, row, base=None, of="greedy", within=3):
 def ratio(study, row, base, of="seconds"):
     """How many times as much a row takes as another, as text."""
     return f"{middle(study, row, of) / middle(study, base, of):.1f}"
+
+
+def reached(study, row, base, spent):
+    """A row's median greedy accuracy when it has spent as many tokens or seconds as another row did in all, by its curve, as text."""
+    known = []
+    for seed, run in runs_of(study, row).items():
+        curve = [(p[spent], p["greedy"]) for p in run["points"]]
+        known.append(float(np.interp(runs_of(study, base)[seed]["points"][-1][spent], *zip(*curve))))
+    return shown(statistics.median(known), "greedy")
 
 
 def at_equal_kl(part, form, of="pass@1"):

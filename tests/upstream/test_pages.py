@@ -49,7 +49,7 @@ def test_the_pages_are_short():
     text = re.sub(r"<details>.*?</details>", "", DOCS["questions"], flags=re.S)
     head, rest = text.split("## The setting")
     prose = head + "\n".join(line for line in rest.splitlines() if not line.startswith("|"))
-    assert len(re.sub(r"[-|]{3,}", "", prose).split()) <= 1900
+    assert len(re.sub(r"[-|]{3,}|\|", "", prose).split()) <= 1800
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert 3 <= len(table.splitlines()) <= 2 + 6
     assert head.count("\n| [") == 6 and text.count("*Where it may fail*") == text.count("*For a\nrun") + text.count("*For a run") == 3
@@ -96,6 +96,16 @@ def test_what_holds_of_a_row(toy):
     assert page.holds(True, True) == ""
     with pytest.raises(AssertionError, match="1 of 2"):
         page.holds(True, False)
+
+
+def test_what_is_reached_at_equal_cost(toy):
+    """The first seed of the row is half-way to its second point when the base ends, the others are at it or beyond."""
+    for seed, tokens in (("1", 10), ("2", 20), ("3", 90)):
+        toy["runs"][""][seed]["points"] = [{"tokens": 0, "greedy": 0.0}, {"tokens": tokens, "greedy": 0.9}]
+        toy["runs"]["--lr 1"][seed]["points"] = [{"tokens": 0, "greedy": 0.1}, {"tokens": 20, "greedy": 0.3}, {"tokens": 40, "greedy": 0.5}]
+    assert page.reached("toy", "one: other: k1", "one: base", "tokens") == "30%"
+    toy["runs"][""]["2"]["points"][-1]["tokens"] = 15
+    assert page.reached("toy", "one: other: k1", "one: base", "tokens") == "25%"
 
 
 def test_a_table_of_a_page(toy):

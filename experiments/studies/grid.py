@@ -43,7 +43,7 @@ def main():
     cfg, _ = runs.read([*studies.SETTING, "--seed", str(args.seed)])
     folder = runs.folder_of(studies.SETTING, args.seed, args.out.resolve())
     held_out, found = load_task(cfg.task).problems(cfg)[1], runs.about()
-    found |= {"command": " ".join(["python", *sys.argv]), "seed": args.seed, "size": mines.SIZE}
+    found |= {"command": "python experiments/studies/grid.py --readme", "seed": args.seed, "size": mines.SIZE}
     found["mines"] = sorted(held_out[0].mines)
     for when, where in (("before", folder / "warm_start"), ("after", folder)):
         its = dataclasses.replace(cfg, init=str(where))

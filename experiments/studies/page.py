@@ -183,6 +183,11 @@ def share(task, when, of):
     return f"{100 * statistics.median(run[when][of] for run in kept('figure7')['rows'][task].values()):.0f}%"
 
 
+def changes(task, of):
+    """What RL adds to a share of figure 7, in points."""
+    return [100 * (run["after"][of] - run["before"][of]) for run in kept("figure7")["rows"][task].values()]
+
+
 def countdown():
     """pass@8 of SmolLM2 on countdown, before and after RL, of each seed."""
     of_seeds = json.loads((ROOT / "experiments" / "models" / "countdown.json").read_text())["runs"].values()

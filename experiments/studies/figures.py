@@ -85,7 +85,7 @@ def critic(found):
 def labels(found):
     """Final accuracy against the AUC of the reward model; and what a policy earns by the model and in truth, over the steps."""
     figure, (left, right) = panels(2)
-    for part, colour in (("steps, completions labelled", BLUE), ("outcomes, completions labelled", RED)):
+    for part, colour in (("lines, labelled completions", BLUE), ("outcomes, labelled completions", RED)):
         points = {}
         for name, flags in studies.STUDIES["labels"][part].items():
             row = [run for run in found["runs"].get(flags, {}).values() if run["quality"]]
@@ -93,7 +93,7 @@ def labels(found):
             left.plot([x for x, _ in dots], [y for _, y in dots], "o", color=colour, markersize=3, alpha=0.4)
             if row:
                 points[part, name] = [statistics.median(x) for x in zip(*dots)]
-        left.plot(*zip(*points.values()), "o-", color=colour, label=part.split(",")[0], linewidth=1)
+        left.plot(*zip(*points.values()), "o-", color=colour, label=f"labels of {part.split(',')[0]}", linewidth=1)
         for (_, name), at in points.items():
             left.annotate(name, at, (-4, 5 if colour == BLUE else -12), textcoords="offset points", ha="right", color=colour)
     left.set(xlabel="AUC of the reward model on the first policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.02))

@@ -26,7 +26,7 @@ SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures tha
 FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
 UNITS = {"tokens": 1e6}
 TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
-          "auc": "AUC, first policy", "auc end": "AUC, last policy"}
+          "auc": "AUC, initial policy", "auc end": "AUC, trained policy"}
 
 GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, PUBLISHED = (f"critics: {name}" for name in (
     "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "PPO as published"))
@@ -35,9 +35,9 @@ GROUP_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "
 TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
 NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
 GROUP_WEAK, NONE_WEAK, SIGNED_WEAK = (f"a weak start: {name}" for name in ("group", "none", "none, rewards of -1 and 1"))
-LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = (f"steps, completions labelled: {name}" for name in (
+LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
     "the rule", "1,000", "4,000", "16,000", "64,000"))
-OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, completions labelled: {name}" for name in ("4,000", "16,000", "64,000"))
+OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in ("4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
 SMALL_BETA, LARGE_BETA, NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {name}" for name in (
@@ -108,10 +108,15 @@ def points(study, row, base=None, of="greedy"):
     return f"{statistics.mean(apart(study, row, base, of)):+.1f}".replace("-", "−")
 
 
+def with_interval(x):
+    """The mean of differences with its 95 % interval, or both of two, as text."""
+    low, high = x if len(x) == 2 else runs.interval(x)
+    return f"{statistics.mean(x):+.1f} ({low:+.1f} {'and' if len(x) == 2 else 'to'} {high:+.1f})".replace("-", "−")
+
+
 def effect(study, row, base=None, of="greedy"):
-    """The mean difference with its 95 % interval, as text."""
-    low, high = runs.interval(apart(study, row, base, of))
-    return f"{points(study, row, base, of)} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+    """The mean difference with its interval, as text."""
+    return with_interval(apart(study, row, base, of))
 
 
 def corrected(study, row, of="greedy"):
@@ -120,11 +125,15 @@ def corrected(study, row, of="greedy"):
     return studies.compared(study, kept(study), of)[part, name][3]
 
 
+def agree(x):
+    """How many differences have the sign of their mean, as text."""
+    return f"{sum(a * statistics.mean(x) > 0 for a in x)} of {len(x)} seeds agree"
+
+
 def sure(study, row, of="greedy"):
-    """How many seeds have the sign of the mean difference, and the corrected p-value, as text."""
-    x, p = apart(study, row, of=of), corrected(study, row, of)
-    same = sum(a * statistics.mean(x) > 0 for a in x)
-    return f"{same} of {len(x)} seeds, p {'< 0.01' if p < 0.01 else f'= {p:.2f}'}"
+    """How many seeds agree with the mean difference, and the corrected p-value, as text."""
+    p = corrected(study, row, of)
+    return f"{agree(apart(study, row, of=of))}, corrected p {'< 0.01' if p < 0.01 else f'{p:.2f}'}"
 
 
 def down(study, row, base=None, of="greedy"):
@@ -162,10 +171,8 @@ def at_equal_kl(part, form, of="pass@1"):
 
 
 def frontier(part, form, of="pass@1"):
-    """Its mean with the 95 % interval, as text."""
-    x = at_equal_kl(part, form, of)
-    low, high = runs.interval(x)
-    return f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+    """Their mean with its interval, as text."""
+    return with_interval(at_equal_kl(part, form, of))
 
 
 def gate(name):
@@ -204,17 +211,18 @@ def table(study, rows, *columns):
     """A table of some rows: medians over the seeds, and the differences in greedy accuracy where a row is compared."""
     titles = ["", "greedy", "difference", *(TITLES.get(of, of) for of in columns)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    parts = {row.partition(": ")[0] for row in rows}
     for row in rows:
         part, _, name = row.partition(": ")
         first = name == next(iter(studies.STUDIES[study][part]))
         cells = [median(study, row), "" if first else effect(study, row), *(median(study, row, of) for of in columns)]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        lines.append(f"| {name if len(parts) == 1 else row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def kl_table(part, rows):
     """A table of forms of the KL: medians, and the difference at equal KL."""
-    lines = ["| | KL, nats | greedy | pass@1 | pass@1 less that of k1 in the reward at equal KL |", "|---" * 5 + "|"]
+    lines = ["| | KL, nats | greedy | pass@1 | pass@1 minus k1 in the reward at equal KL |", "|---" * 5 + "|"]
     for name in rows:
         row = f"{part}: {name}"
         last = "" if name == "no KL" or name.startswith("reward, k1") else frontier(part, name)

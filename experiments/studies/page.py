@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGES = ("questions", "figures")
 SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures that are shares of problems
-FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
+FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
 UNITS = {"tokens": 1e6}
 TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
           "auc": "AUC, initial policy", "auc end": "AUC, trained policy"}
@@ -44,6 +44,9 @@ SMALL_BETA, LARGE_BETA, NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {
     "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "64,000 completions, 0.04", "64,000 completions, no KL"))
 TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
+
+GROUP_LONG = "24 lines: group"
+K1_REWARD, K2, K3 = (f"slips and guesses: {name}, 0.1" for name in ("reward, k1", "loss, k2", "loss, k3"))
 
 
 def kept(name):
@@ -221,12 +224,13 @@ def table(study, rows, *columns):
 
 
 def kl_table(part, rows):
-    """A table of forms of the KL: medians, and the difference at equal KL."""
-    lines = ["| | KL, nats | greedy | pass@1 | pass@1 minus k1 in the reward at equal KL |", "|---" * 5 + "|"]
+    """A table of forms of the KL: medians, and the difference in pass@1 to k1 in the reward."""
+    lines = ["| | KL, nats | tokens | greedy | pass@1 | minus k1 in the reward, beta 0.1 |", "|---" * 6 + "|"]
+    base = f"{part}: reward, k1, 0.1"
     for name in rows:
         row = f"{part}: {name}"
-        last = "" if name == "no KL" or name.startswith("reward, k1") else frontier(part, name)
-        lines.append(f"| {name} | {median('kl', row, 'kl')} | {median('kl', row)} | {median('kl', row, 'pass@1')} | {last} |")
+        cells = [median("kl", row, of) for of in ("kl", "length", "greedy", "pass@1")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {'' if row == base else effect('kl', row, base, 'pass@1')} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ TEMPLATES = {name: (page.HERE / "pages" / f"{name}.md").read_text() for name in 
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
 RESULTS = sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json"))
 # Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
-SETTINGS = {"questions": "0 1 2 3 4 6 7 8 12 16 24 30 64 128 256 300 800 80 90 95 100 0.04 0.1 0.2 0.95 1.0 1,000 4,000 16,000 64,000 0.7 0.99",
+SETTINGS = {"questions": "0 1 2 3 400 4 6 7 8 12 16 24 30 64 128 256 300 800 80 90 95 100 0.04 0.1 0.2 0.95 1.0 1,000 4,000 16,000 64,000 0.7 0.99",
             "figures": "1 2 3 5 6 7 8 64 4,000"}
 
 

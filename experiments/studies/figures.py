@@ -37,13 +37,14 @@ def save(figure, name):
 
 
 def forest(axis, rows, label):
-    """Mean paired differences with their 95 % intervals; rows: {name: differences in points, one for each seed}."""
+    """Mean paired differences, with their 95 % intervals if there are more than two; dots are seeds. rows: {name:
+    differences in points, one for each seed}."""
     axis.axvline(0, color="0.7", linewidth=1)
     for i, x in enumerate(reversed(rows.values())):
-        middle, (low, high) = statistics.mean(x), runs.interval(x)
-        colour = BLACK if low < 0 < high else BLUE if low > 0 else RED
-        axis.plot([low, high], [i, i], color=colour, linewidth=1.5)
-        axis.plot(middle, i, "o", color=colour, markersize=5)
+        if len(x) > 2:
+            axis.plot(runs.interval(x), [i, i], color=BLACK, linewidth=1.5)
+        axis.plot(x, [i] * len(x), "o", color=BLUE, markersize=3.5, alpha=0.6)
+        axis.plot(statistics.mean(x), i, "D", color=BLACK, markersize=5)
     axis.set_yticks(range(len(rows)), list(reversed(rows)))
     axis.set_xlabel(label)
 
@@ -73,12 +74,12 @@ def critic(found):
         left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))
     named(left, points)
     left.axhline(0, color="0.7", linewidth=1)
-    left.set(xlabel="variance that the critic explains, %", ylabel="greedy accuracy less that of a group baseline, points")
+    left.set(xlabel="variance that the critic explains, %", ylabel="greedy accuracy minus the group's, points")
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     rows = {}
     for part in ("baselines", "critics", "sizes of groups"):
         rows |= studies.of_part("critic", found, part, "greedy")
-    forest(right, rows, "the same, all rows of 12 lines")
+    forest(right, rows, "12 lines: minus the group, points")
     save(figure, "critic")
 
 
@@ -96,7 +97,7 @@ def labels(found):
         left.plot(*zip(*points.values()), "o-", color=colour, label=f"labels of {part.split(',')[0]}", linewidth=1)
         for (_, name), at in points.items():
             left.annotate(name, at, (-4, 5 if colour == BLUE else -12), textcoords="offset points", ha="right", color=colour)
-    left.set(xlabel="AUC of the reward model on the first policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.02))
+    left.set(xlabel="AUC of the reward model on the initial policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.02))
     left.legend(frameon=False, loc="upper left")
     for name, beta, colour in (("0.2", "beta 0.2", BLUE), ("0.04", "beta 0.04", RED), ("no KL", "no KL", PINK)):
         flags = studies.STUDIES["labels"]["the KL's beta"][f"4,000 completions, {name}"]
@@ -108,7 +109,7 @@ def labels(found):
                 right.plot([25 * i + 12.5 for i in range(len(middle))], middle, style, color=colour)
                 if style == "-":
                     right.annotate(beta, (25 * len(middle) - 10, middle[-1]), color=colour, va="center")
-    right.set(xlabel="step", ylabel="good lines in a completion; dotted: by the model", xlim=(0, 370))
+    right.set(xlabel="step", ylabel="good lines per completion; dotted: as learned", xlim=(0, 370))
     save(figure, "labels")
 
 
@@ -128,7 +129,7 @@ def kl(found):
             x, y, low, high = zip(*sorted(points))
             axis.plot(x, y, marker=marker, color=colour, label=form, linewidth=1)
             axis.vlines(x, low, high, color=colour, linewidth=0.7)
-        axis.set(title=part, xlabel="KL of a completion to the start, nats", ylabel="pass@1, %")
+        axis.set(title=part, xlabel="KL of a completion from the reference, nats", ylabel="pass@1, %")
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     save(figure, "kl")
 
@@ -149,7 +150,7 @@ def part_of(found, name, study, part, of="greedy"):
     curves(left, found, study, part, of)
     figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
     base = "the row above" if part == "the ladder" else next(iter(studies.STUDIES[study][part]))
-    forest(right, studies.of_part(study, found, part, of), f"{of} less that of {base}, points")
+    forest(right, studies.of_part(study, found, part, of), f"{of} minus {base}, points")
     save(figure, name)
 
 
@@ -173,7 +174,7 @@ def figure7(found):
                 axis.plot(KS, y, color=colour, linestyle=line, label=f"{kind}K, {when} RL")
         axis.set_xscale("log", base=2)
         axis.set_xticks(KS, [str(K) for K in KS])
-        axis.set(title=f"{task}, {len(found['rows'][task])} seeds", xlabel="K, completions of a problem", ylabel="held-out problems, %", ylim=(0, 102))
+        axis.set(title=f"{task}, {len(found['rows'][task])} seeds", xlabel="K, completions of a problem", ylabel="held-out problems solved, %", ylim=(0, 102))
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     save(figure, "figure7")
 
@@ -187,7 +188,7 @@ def variants(found):
     """All variants of GRPO in two regimes: differences to it in pass@1."""
     figure, axes = panels(2, 9)
     for axis, part in zip(axes, studies.STUDIES["variants"]):
-        forest(axis, studies.of_part("variants", found, part, "pass@1"), "pass@1 less GRPO's, points")
+        forest(axis, studies.of_part("variants", found, part, "pass@1"), "pass@1 minus GRPO's, points")
         axis.set_title(part)
     save(figure, "variants")
 
@@ -199,8 +200,8 @@ def grid(found):
     for axis, when in zip(axes, share):
         picture = axis.imshow(share[when], cmap="Blues", vmin=0, vmax=max(x.max() for x in share.values()))
         axis.plot(*zip(*found["mines"]), "x", color=RED, markersize=9, markeredgewidth=2)
-        axis.set(title=f"{when} RL: {found[when]['right']:.0%} right", xticks=range(found["size"]), yticks=range(found["size"]))
-    figure.colorbar(picture, ax=axes, label="% of walks that pass", shrink=0.8)
+        axis.set(title=f"{when} RL: {found[when]['right']:.0%} of samples correct", xticks=range(found["size"]), yticks=range(found["size"]))
+    figure.colorbar(picture, ax=axes, label="% of walks that pass a cell", shrink=0.8)
     save(figure, "grid")
 
 

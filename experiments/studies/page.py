@@ -111,6 +111,11 @@ def points(study, row, base=None, of="greedy"):
     return f"{statistics.mean(apart(study, row, base, of)):+.1f}".replace("-", "−")
 
 
+def lost(study, row, base=None, of="greedy"):
+    """How many points a row is below another, as text."""
+    return f"{-statistics.mean(apart(study, row, base, of)):.1f}"
+
+
 def with_interval(x):
     """The mean of differences with its 95 % interval, or both of two, as text."""
     low, high = x if len(x) == 2 else runs.interval(x)
@@ -241,7 +246,7 @@ def everything(study, *parts):
     about = [run["about"] for of_seeds in made for run in of_seeds.values()]
     dates, machines = sorted({x["date"] for x in about}), sorted({f"{x['machine']}, {x['cores']} cores" for x in about})
     lines = ["<details><summary>All rows, command and flags</summary>", "", f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch "
-             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own:", ""]
+             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs.", ""]
     lines += [*studies.lines(study, found, parts), "", "| | flags |", "|---|---|"]
     lines += [f"| {part}: {name} | {f'`{flags}`' if flags else ''} |" for part in parts for name, flags in studies.STUDIES[study][part].items()]
     return "\n".join([*lines, "", "</details>"])

@@ -307,29 +307,34 @@ COLUMNS = (("greedy", "greedy", ".1%", 1), ("pass@1", "pass@1", ".1%", 1), ("at 
 
 
 def lines(study, found, parts=None):
-    """The lines of a study's table, or of some of its parts: medians over the seeds, and the mean paired differences of greedy accuracy and pass@1
-    with their 95 % intervals, in bold where Holm's p is below 0.05."""
+    """The lines of the table of a study, or of some of its parts: medians over the seeds, and the mean paired differences
+    of greedy accuracy and pass@1 with their 95 % intervals, in bold where Holm's p is below 0.05."""
     of = {name: compared(study, found, name) for name in ("greedy", "pass@1")}
     titles = [title for title, *_ in COLUMNS]
     yield "| | seeds | " + " | ".join(titles[:1] + ["difference"] + titles[1:2] + ["difference"] + titles[2:]) + " |"
     yield "|---" * (len(titles) + 4) + "|"
     for part in parts or STUDIES[study]:
         yield f"| *{part}* |" + " |" * (len(titles) + 3)
+        first = found["runs"].get(next(iter(STUDIES[study][part].values())), {})
+        yield cells_of("before RL", [run["before"] for run in first.values()], {})
         for name, flags in STUDIES[study][part].items():
-            row = found["runs"].get(flags, {})
-            cells = [str(len(row))]
-            for title, key, form, unit in COLUMNS:
-                x = [run[key] for run in row.values() if run.get(key) is not None]
-                cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
-                if key in of:
-                    cells.append(difference(of[key].get((part, name))))
-            yield f"| {name} | {' | '.join(cells)} |"
+            known = {key: difference(x[part, name]) for key, x in of.items() if (part, name) in x}
+            yield cells_of(name, found["runs"].get(flags, {}).values(), known)
+
+
+def cells_of(name, row, known):
+    """A line of a table: medians over the summaries of a row, and its differences."""
+    cells = [str(len(row))]
+    for _, key, form, unit in COLUMNS:
+        x = [run[key] for run in row if run.get(key) is not None]
+        cells.append(f"{statistics.median(x) / unit:{form}}" if x else "")
+        if key in ("greedy", "pass@1"):
+            cells.append(known.get(key, ""))
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def difference(x):
     """A cell of a table: a difference with its interval, in bold if it holds after correction."""
-    if x is None:
-        return ""
     text = f"{x[0]:+.1f} ({x[1]:+.1f} to {x[2]:+.1f})"
     return f"**{text}**" if x[3] < 0.05 else text
 

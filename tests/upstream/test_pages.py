@@ -82,6 +82,7 @@ def test_numbers_of_a_row(toy):
     assert page.median("toy", row) == "36%" and page.median("toy", row, "auc") == "0.80" and page.median("toy", row, "auc end") == "0.60"
     assert page.median("toy", "one: base", "auc") == "" and page.median("toy", row, "tokens") == "2.0"
     assert page.points("toy", row) == "+6.0" and page.points("toy", row, third) == "+3.5" and page.points("toy", third, row) == "−3.5"
+    assert page.lost("toy", third, row) == "3.5"
     low, high = runs.interval([5, 7, 6])
     assert page.effect("toy", third) == "+2.5 (−10.0 and +15.0)"          # of two there is no interval
     assert page.effect("toy", row) == f"+6.0 ({low:+.1f} to {high:+.1f})" and page.effect("toy", row, of="pass@1").startswith("+3.0 ")

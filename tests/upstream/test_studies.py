@@ -225,7 +225,7 @@ def test_p_values_and_their_correction():
 def run_of(x, y=None):
     point = {"step": 4, "tokens": 5e6, "seconds": 30.0, "pass@1": x}
     return {"greedy": x + 0.1 if y is None else y, "pass@1": x, "pass@8": 0.9, "maj@8": 0.5, "pass@1 at 0.5": 0.7, "entropy": 0.1, "explained_variance": None,
-            "tokens": 5e6, "seconds": 30.0, "points": [point]}
+            "tokens": 5e6, "seconds": 30.0, "points": [point], "before": {"greedy": 0.05, "pass@1": 0.04, "entropy": 0.3}}
 
 
 def test_means_of_parts():
@@ -250,10 +250,11 @@ def test_a_table_compares_rows_seed_by_seed(monkeypatch):
     got = studies.compared("toy", found, "pass@1")
     assert [*got] == [("one", "other")] and got["one", "other"][:3] == pytest.approx((20.0, *runs.interval([20.0, 21.0, 19.0])))
     table = [*studies.lines("toy", found)]
-    assert table[0].count("|") == table[1].count("|") == table[3].count("|")
-    assert table[3].startswith("| base | 3 | 30.0% |  | 20.0% |  | 70.0% | 90.0% | 0.100 |  | 5.00 | 30 |")
-    assert table[4].startswith("| other | 3 | 50.0% | **+20.0 (+17.5 to +22.5)** | 40.0% | **+20.0 (+17.5 to +22.5)** |")
-    assert table[7].startswith("| third | 1 | 45.0% |  | 35.0% |  |") and table[5].startswith("| *two* |")
+    assert len({line.count("|") for line in table}) == 1
+    assert table[3] == "| before RL | 3 | 5.0% |  | 4.0% |  |  |  | 0.300 |  |  |  |"
+    assert table[4].startswith("| base | 3 | 30.0% |  | 20.0% |  | 70.0% | 90.0% | 0.100 |  | 5.00 | 30 |")
+    assert table[5].startswith("| other | 3 | 50.0% | **+20.0 (+17.5 to +22.5)** | 40.0% | **+20.0 (+17.5 to +22.5)** |")
+    assert table[9].startswith("| third | 1 | 45.0% |  | 35.0% |  |") and table[6].startswith("| *two* |")
 
 
 def test_a_rung_of_the_ladder_is_compared_with_the_one_below(monkeypatch):

@@ -116,6 +116,11 @@ def lost(study, row, base=None, of="greedy"):
     return f"{-statistics.mean(apart(study, row, base, of)):.1f}"
 
 
+def each(study, row, base=None, of="greedy"):
+    """The difference of each seed, as text."""
+    return ", ".join(f"{x:+.1f}" for x in apart(study, row, base, of)).replace("-", "−")
+
+
 def with_interval(x):
     """The mean of differences with its 95 % interval, or both of two, as text."""
     low, high = x if len(x) == 2 else runs.interval(x)

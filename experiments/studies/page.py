@@ -35,13 +35,14 @@ GROUP_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "
 TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
 NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
 GROUP_WEAK, NONE_WEAK, SIGNED_WEAK = (f"a weak start: {name}" for name in ("group", "none", "none, rewards of -1 and 1"))
-LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
-    "the rule", "1,000", "4,000", "16,000", "64,000"))
-OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in ("4,000", "16,000", "64,000"))
+LINES_RULE, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
+    "the rule", "4,000", "16,000", "64,000"))
+OUTCOMES_RULE, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in (
+    "the rule", "4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
-SMALL_BETA, LARGE_BETA, NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {name}" for name in (
-    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "64,000 completions, 0.04", "64,000 completions, no KL"))
+SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {name}" for name in (
+    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, 0.04", "64,000 completions, no KL"))
 TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 

@@ -2,12 +2,13 @@
 
     python experiments/studies/page.py
 
-In a template `{{...}}` is an expression in the functions below, computed from the results in answers/; `holds` checks what
-the text beside it says, so a page whose words no longer fit the numbers is not written. A row of a study is named
-"part: row", as in studies.py; `of` is a measure in a summary of a run. Differences are paired by seed, in points.
+A template is an f-string in the names below, which compute from the results in answers/. `holds` checks what the text
+beside it says, so a page whose words no longer fit the numbers is not written. A row of a study is named "part: row", as
+in studies.py; `of` is a measure in a summary of a run. Differences are paired by seed, in points.
 """
 import json
 import re
+import runpy
 import statistics
 from pathlib import Path
 
@@ -270,8 +271,7 @@ def figure7_table():
 
 def rendered(name):
     """A page, from its template."""
-    template = (HERE / "pages" / f"{name}.md").read_text()
-    return re.sub(r"\{\{(.*?)\}\}", lambda found: str(eval(found[1], globals())), template, flags=re.S)
+    return runpy.run_path(str(HERE / "pages" / f"{name}.py"), init_globals=globals())["PAGE"]
 
 
 def with_ladder(text):

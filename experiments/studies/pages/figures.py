@@ -1,0 +1,52 @@
+"""docs/figures.md. The names in braces are those of page.py, which writes the page."""
+PAGE = rf"""# Figures of the paper
+
+Figures 5, 6 and 7 of DeepSeekMath (arXiv 2402.03300) in miniature, in [the setting](questions.md#the-setting) of the
+studies: a walk on a grid with hidden mines, half a million parameters, {seeds("paper")} seeds. The command, the flags
+and all rows are folded under each figure. [The ladder](derivation.md), from the raw reward to GRPO, is in the derivation.
+
+## Figure 5
+
+In the paper: GRPO with process supervision (a reward per line) > GRPO with outcome supervision > Online RFT > RFT.
+
+![greedy accuracy over the steps, and the differences to GRPO](../experiments/studies/answers/figure5.png)
+
+**RFT, which draws completions from the initial policy only, costs {lost("paper", "figure 5: RFT", of="pass@1")} points of
+pass@1 and {lost("paper", "figure 5: RFT")} of greedy accuracy; no order of the other rows could be shown.**
+Online RFT is REINFORCE on correct completions alone, each weighted by 1/|o| as in the paper.
+{holds(down("paper", "figure 5: RFT", of="pass@1"), near("paper", "figure 5: GRPO, process", within=4), near("paper", "figure 5: Online RFT", within=5))}
+
+{table("paper", ["figure 5: " + row for row in studies.STUDIES["paper"]["figure 5"]], "pass@1", "pass@8", "entropy", "seconds")}
+
+{everything("paper", "figure 5")}
+
+## Figure 6
+
+In the paper each iteration with a refitted reward model ends higher, the first by most.
+
+![greedy accuracy over the steps](../experiments/studies/answers/figure6.png)
+
+**Here, at equal labels, two fits end {points("labels", TWICE)} and four {points("labels", FOUR_TIMES)} points from
+one, and four with the first reference kept {points("labels", KEPT)}.** The paper adds
+labels in each iteration; here 4,000 labelled completions are split between them.
+
+{everything("labels", "4,000 completions, fitted")}
+
+## Figure 7
+
+In the paper RL raises maj@K but not pass@K: the model is more often right, but seems no more capable.
+
+![pass@K and maj@K over K, before and after RL](../experiments/studies/answers/figure7.png)
+
+**maj@64 rises in every seed of every task, as in the paper. Whether pass@K rises depends on what the first policy
+samples.** On mines, where demonstrators stray, at least one of 64 walks is correct for {share("mines", "before", "pass@64")} of the
+problems before RL and for {share("mines", "after", "pass@64")} after it, by seed
+{f"{min(changes('mines', 'pass@64')):+.0f} to {max(changes('mines', 'pass@64')):+.0f}".replace("-", "−")} points; at pass@8 all rise, from
+{share("mines", "before", "pass@8")} to {share("mines", "after", "pass@8")}. What RL makes likely was mostly there. SmolLM2's pass@64 on sums rises from {share("sums", "before", "pass@64")} to {share("sums", "after", "pass@64")},
+partly by finishing within the limit of tokens. On countdown, after supervised training on full solutions, its
+pass@8 falls in each of three seeds: {countdown()} ([countdown.json](../experiments/models/countdown.json)). On arithmetic
+pass@64 is at its ceiling before RL.
+{holds(*(min(changes(task, "maj@64")) > 0 for task in kept("figure7")["rows"]), min(changes("mines", "pass@8")) > 0, max(changes("arithmetic", "pass@64")) == 0, min(run["before"]["pass@64"] for run in kept("figure7")["rows"]["arithmetic"].values()) == 1)}
+
+{figure7_table()}
+"""

@@ -135,16 +135,16 @@ The task is two-digit multiplication. Demonstrations get 3% of their numbers wro
 
 {kl_table("slips and guesses", ("no KL", "loss, k2, 0.1", "loss, k3, 0.1", "loss, ratio*k3, 0.1", "reward, k1, 0.1", "reward, k3, 1.0"))}
 
-With a beta of 0.1 k3 in the loss is behind although its KL is larger, even larger than without any; shorter completions
-say that it keeps guessing. With 0.3 its KL is smaller, and at equal KL, interpolated between the betas of k1 in the
+With a beta of 0.1 k3 in the loss is behind although its KL is no smaller; shorter completions say that it keeps guessing. With 0.3 its KL is smaller, and at equal KL, interpolated between the betas of k1 in the
 reward, the difference is {frontier("slips and guesses", "loss, k3, 0.3")}.
-{holds(middle("kl", K3, "kl") > middle("kl", "slips and guesses: no KL", "kl"), middle("kl", K3, "length") < middle("kl", K1_REWARD, "length"))}
+{holds(middle("kl", K3, "kl") > middle("kl", K1_REWARD, "kl"), middle("kl", K3, "length") < middle("kl", K1_REWARD, "length"))}
 
 The gradients may explain a part. On a model small enough to enumerate all completions, k1 in the reward has the exact gradient of
 the KL; at half a nat, k2 and ratio\*k3 in the loss are off by {f"{100 * error('loss, k2'):.0f}% and {100 * error('loss, ratio*k3'):.0f}%"}, k3 by
 {f"{100 * error('loss, k3'):.0f}%"} ([bias.py](../experiments/studies/bias.py)). While the ratio is 1, the mean
 gradient of k3 at a token is that of KL(reference, policy), which penalises dropping anything that the reference does; that
-of k1 in the loss is 0, so it only adds noise, and ends at {median("kl", "slips and guesses: loss, k1, 1.0")} with a beta of 1.0.
+of k1 in the loss is 0, so it only adds noise, and with a beta of 1.0 greedy accuracy differs by
+{each("kl", "slips and guesses: loss, k1, 1.0")} points from no KL.
 arXiv 2510.01555 derives that k1 in the reward and k2 in the loss have the same gradient at a token, unlike k3; arXiv
 2512.21852 finds that unbiased gradients train larger models better.
 

@@ -1,12 +1,14 @@
 """Studies on tasks in which a critic and a reward model can learn. Each command makes the runs that are missing,
 then a table and figures:
 
-    python experiments/studies/studies.py tuning                # learning rates, on development maps
+    python experiments/studies/studies.py tuning                # learning rates and betas, on a development map
     python experiments/studies/studies.py critic                # when a critic pays, and what sampling costs
     python experiments/studies/studies.py labels                # what labels a reward model needs, and when it is farmed
     python experiments/studies/studies.py kl                    # the forms of the KL, at equal KL
     python experiments/studies/studies.py paper                 # figure 5 of the paper, and the ladder of the derivation
-    python experiments/studies/studies.py critic --seeds 1 2    # only these seeds
+    python experiments/studies/studies.py variants_tuning       # learning rates of the variants of GRPO
+    python experiments/studies/studies.py variants              # variants of GRPO, on-policy and with many updates a rollout
+    python experiments/studies/studies.py critic --seeds 1 2 --parts "24 lines"         # only these seeds and rows
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
 again, so delete what you want to repeat. All runs of a seed share its map and its warm start. A row is compared, seed
@@ -59,35 +61,38 @@ def forms(task, betas, some=FORMS):
             yield f"{place}, {name}, {beta}", f"{task} --kl {place} --estimator {name} --beta {beta}"
 
 
-# Variants of GRPO: of those that are its formula while the ratio is 1, one is enough with one update a rollout.
-ONCE = ("dr_grpo", "rloo", "luspo", "gpg", "clip_cov", "kl_cov", "opo", "remax", "pass_at_k", "maxrl", "beta_norm", "gdpo", "lite_ppo",
-        "entropy_tokens", "dynamic_sampling", "soft_overlong", "dapo", "moving_reference", "periodic_reference")
-OFTEN = (*ONCE, "gspo", "cispo", "sapo", "gmpo", "gspo_token", "dual_clip", "two_sided", "dppo_tv", "dppo_kl", "vespo", "tis", "mis",
-         "off_policy_mask", "overlong_filter")
-SET = {"GRPO, KL": "--algo grpo --kl loss", "tokens alike": "--algo grpo --kl none --loss_mean token",
-       "clip higher": "--algo grpo --kl none --clip_high 0.28", "unbiased KL": "--algo grpo --kl loss --estimator ratio*k3",
-       "REINFORCE++": "--algo grpo --baseline none --adv_scale batch --kl reward",
-       "REINFORCE++ baseline": "--algo grpo --adv_scale batch --kl loss --estimator k2"}
+# Variants of GRPO, each where it acts: with one update a rollout the ratio is 1, so that clips, masks and weights do nothing.
+ONCE = ("dr_grpo", "rloo", "luspo", "gpg", "opo", "remax", "pass_at_k", "maxrl", "beta_norm", "gdpo", "lite_ppo", "entropy_tokens",
+        "dynamic_sampling", "soft_overlong", "overlong_filter", "dapo", "moving_reference", "periodic_reference")
+OFTEN = ("dapo", "gspo", "luspo", "gspo_token", "cispo", "sapo", "gmpo", "dual_clip", "two_sided", "dppo_tv", "dppo_kl", "vespo",
+         "clip_cov", "kl_cov", "tis", "mis", "off_policy_mask")
+SET_ONCE = {"GRPO, KL": "--algo grpo --kl loss", "tokens alike": "--algo grpo --kl none --loss_mean token",
+            "REINFORCE++": "--algo grpo --baseline none --adv_scale batch --kl reward",
+            "REINFORCE++ baseline": "--algo grpo --adv_scale batch --kl loss --estimator k2"}
+SET_OFTEN = {"GRPO, KL": "--algo grpo --kl loss", "unbiased KL": "--algo grpo --kl loss --estimator ratio*k3",
+             "clip higher": "--algo grpo --kl none --clip_high 0.28", "no clip": "--algo grpo --kl none --clip_low 1e9 --clip_high 1e9"}
 SIXTEEN = "--epochs 4 --minibatches 4 --steps 100 --patch sampler=bfloat16"
 
 
-def variants(names, more):
+def variants(settings, names, more):
     """Rows of a regime: GRPO without a KL, what settings express, and files; those whose papers have a KL have it."""
     files = {name: f"--algo {name}{' --kl loss' if 'reference' in name or name == 'off_policy_mask' else ''}" for name in names}
-    return {name: f"{row} {more}" for name, row in {"GRPO": "--algo grpo --kl none", **SET, **files}.items()}
+    return {name: f"{row} {more}" for name, row in {"GRPO": "--algo grpo --kl none", **settings, **files}.items()}
 
 
-REGIMES = {"one update a rollout": variants(ONCE, "--steps 200"), "16 updates a rollout": variants(OFTEN, SIXTEEN)}
+REGIMES = {"one update a rollout": variants(SET_ONCE, ONCE, "--steps 200"), "16 updates a rollout": variants(SET_OFTEN, OFTEN, SIXTEEN)}
+RATES = ("1e-4", "3e-5", "3e-4")
+BEST = {}       # the best rate of a variant on the development map where it is not the first, {(regime, row): rate}
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64",
             "64 of 4": "--group 64 --prompts 4", "own critic": OWN, "fitted critic": FITTED,
             "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"}
 
 # {study: {part: {row: flags}}}. The first row of a part is what the others are compared with.
 STUDIES = {
-    "tuning": {**{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in FAMILIES.items()},
+    "tuning": {**{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in RATES} for name, row in FAMILIES.items()},
                **{name: {f"{name}, beta {beta}": f"{row} --beta {beta}" for beta in ("0.2", "0.04", "1.0")}
                   for name, row in {"learned steps": TAUGHT, "learned outcomes": f"{OUTCOMES} {LABELLED['4,000']}"}.items()},
-               **{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in ("1e-4", "3e-5", "3e-4")} for name, row in
+               **{name: {f"{name}, {lr}": f"{row} --lr {lr}" for lr in RATES} for name, row in
                   {"raw reward, 4 minibatches": RAW, "GRPO, 4 minibatches": f"{GRPO} --minibatches 4"}.items()},
                "a weak start": {f"{n} steps of warm start": f"--warm_steps {n}" for n in (200, 250, 300, 400)}},
     "critic": {
@@ -137,8 +142,8 @@ STUDIES = {
         "slips and guesses": dict(forms(SLIPS, (0.1, 0.3, 1.0))), "slips": dict(forms(CAREFUL, (0.1, 0.3, 1.0))),
         "mines": dict(forms("", (0.1, 0.3), FORMS[:4])),
     },
-    "variants": REGIMES,
-    "variants_tuning": {regime: {f"{name}, {lr}": f"{row} --lr {lr}" for name, row in rows.items() for lr in ("1e-4", "3e-5", "3e-4")}
+    "variants": {regime: {name: f"{row} --lr {BEST.get((regime, name), RATES[0])}" for name, row in rows.items()} for regime, rows in REGIMES.items()},
+    "variants_tuning": {regime: {f"{name}, {lr}": f"{row} --lr {lr}" for name, row in rows.items() for lr in RATES}
                         for regime, rows in REGIMES.items()},
     "paper": {
         "figure 5": {
@@ -165,9 +170,9 @@ def flags_of(row):
     return [*(SETTING[:-len(PLAIN)] if "--algo" in row else SETTING), *row.split()]
 
 
-def rows_of(study):
-    """{flags: where it stands}: each set of flags once, although it may be a row of several parts."""
-    return {row: f"{part}: {name}" for part, rows in STUDIES[study].items() for name, row in rows.items()}
+def rows_of(study, parts=None):
+    """{flags: where it stands}, of all parts or some: each set of flags once, although it may be a row of several parts."""
+    return {row: f"{part}: {name}" for part in parts or STUDIES[study] for name, row in STUDIES[study][part].items()}
 
 
 def load(study):
@@ -192,12 +197,13 @@ def commit():
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
-def make(study, seeds, out):
-    """Make the runs of a study that are missing, a seed after the other; each is written when it is finished."""
+def make(study, seeds, out, parts=None):
+    """Make the runs of a study, or of some of its parts, that are missing, a seed after the other; each is written when it
+    is finished."""
     found = load(study)
     if found["setting"] != " ".join(SETTING):
         raise SystemExit(f"{answers(study)} is of another setting: move it away")
-    jobs = [(row, seed) for seed in seeds for row in rows_of(study) if str(seed) not in found["runs"].get(row, {})]
+    jobs = [(row, seed) for seed in seeds for row in rows_of(study, parts) if str(seed) not in found["runs"].get(row, {})]
     about = runs.about() | {"commit": commit()}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting = {pool.submit(runs.run, flags_of(row), seed, out): (row, seed) for row, seed in jobs}
@@ -343,12 +349,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--parts", nargs="+", help="only these parts of a table, by their titles")
     parser.add_argument("--out", type=Path, default=Path("out/studies"))
     parser.add_argument("--table", action="store_true", help="only the table of what is there")
     args = parser.parse_args()
     for study in args.studies:
-        found = load(study) if args.table else make(study, args.seeds or SEEDS.get(study, (1, 2, 3, 4, 5)), args.out.resolve())
-        print("\n".join(lines(study, found)))
+        if unknown := [part for part in args.parts or () if part not in STUDIES[study]]:
+            parser.error(f"{study} has no part {unknown[0]!r}; it has {', '.join(map(repr, STUDIES[study]))}")
+    for study in args.studies:
+        seeds = args.seeds or SEEDS.get(study, (1, 2, 3, 4, 5))
+        found = load(study) if args.table else make(study, seeds, args.out.resolve(), args.parts)
+        print("\n".join(lines(study, found, args.parts)))
 
 
 if __name__ == "__main__":

@@ -287,9 +287,34 @@ def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     assert sorted(made) == [([], 3), (["--lr", "1"], 3)] and found == studies.load("toy")
     assert {flags: [*of] for flags, of in found["runs"].items()} == {"": ["1", "2"], "--lr 1": ["1", "2"]}
     assert found["runs"][""]["1"]["about"]["commit"] == "abc"
+    made.clear()
+    studies.make("toy", [4], tmp_path, ["two"])
+    assert made == [([], 4)]
     monkeypatch.setattr(studies, "SETTING", ["--lr", "9"])
     with pytest.raises(SystemExit, match="another setting"):
         studies.make("toy", [1], tmp_path)
+
+
+def test_an_unknown_part_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(studies, "make", lambda *given: pytest.fail("a run was begun"))
+    monkeypatch.setattr(sys, "argv", "studies.py critic --parts critics baseline".split())
+    with pytest.raises(SystemExit) as stop:
+        studies.main()
+    assert stop.value.code == 2 and "critic has no part 'baseline'; it has 'baselines', 'critics'" in capsys.readouterr().err
+
+
+def test_a_variant_has_its_rate_from_the_development_map():
+    """The best of three in greedy accuracy; each variant is measured where it acts, on-policy or not."""
+    assert studies.BEST.keys() <= {(regime, name) for regime, rows in studies.REGIMES.items() for name in rows}
+    measured = {row.split("--algo ")[1].split()[0] for rows in studies.REGIMES.values() for row in rows.values()}
+    files = {path.stem for path in (ROOT / "experiments" / "variants").glob("*.py")}
+    assert files < measured and measured - files == {"grpo", "dr_grpo", "rloo", "gspo"}
+    found = studies.load("variants_tuning")["runs"]
+    for regime, rows in studies.REGIMES.items():
+        for name, row in rows.items():
+            of = {lr: found[f"{row} --lr {lr}"]["101"]["greedy"] for lr in studies.RATES if f"{row} --lr {lr}" in found}
+            if len(of) == 3:
+                assert studies.BEST.get((regime, name), "1e-4") == max(of, key=of.get), (regime, name)
 
 
 def test_walks_are_counted_where_they_pass(monkeypatch):

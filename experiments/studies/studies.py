@@ -7,7 +7,7 @@ then a table and figures:
     python experiments/studies/studies.py kl                    # the forms of the KL, at equal KL
     python experiments/studies/studies.py paper                 # figure 5 of the paper, and the ladder of the derivation
     python experiments/studies/studies.py variants_tuning       # learning rates of the variants of GRPO
-    python experiments/studies/studies.py variants              # variants of GRPO, on-policy and with many updates a rollout
+    python experiments/studies/studies.py variants              # variants of GRPO, on-policy and with many updates per rollout
     python experiments/studies/studies.py critic --seeds 1 2 --parts "24 lines"         # only these seeds and rows
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same flags is not made
@@ -61,7 +61,7 @@ def forms(task, betas, some=FORMS):
             yield f"{place}, {name}, {beta}", f"{task} --kl {place} --estimator {name} --beta {beta}"
 
 
-# Variants of GRPO, each where it acts: with one update a rollout the ratio is 1, so that clips, masks and weights do nothing.
+# Variants of GRPO, each where it acts: with one update per rollout the ratio is 1, so that clips, masks and weights do nothing.
 ONCE = ("dr_grpo", "rloo", "luspo", "gpg", "opo", "remax", "pass_at_k", "maxrl", "beta_norm", "gdpo", "lite_ppo", "entropy_tokens",
         "dynamic_sampling", "soft_overlong", "overlong_filter", "dapo", "moving_reference", "periodic_reference")
 OFTEN = ("dapo", "gspo", "luspo", "gspo_token", "cispo", "sapo", "gmpo", "dual_clip", "two_sided", "dppo_tv", "dppo_kl", "vespo",
@@ -80,7 +80,7 @@ def variants(settings, names, more):
     return {name: f"{row} {more}" for name, row in {"GRPO": "--algo grpo --kl none", **settings, **files}.items()}
 
 
-REGIMES = {"one update a rollout": variants(SET_ONCE, ONCE, "--steps 200"), "16 updates a rollout": variants(SET_OFTEN, OFTEN, SIXTEEN)}
+REGIMES = {"one update per rollout": variants(SET_ONCE, ONCE, "--steps 200"), "16 updates per rollout": variants(SET_OFTEN, OFTEN, SIXTEEN)}
 RATES = ("1e-4", "3e-5", "3e-4")
 BEST = {}       # the best rate of a variant on the development map where it is not the first, {(regime, row): rate}
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64",

@@ -4,7 +4,7 @@ The old policy (the weights that sample) writes G completions per prompt. A toke
 factor in the loss, is the z-score of its completion's reward in the group (4.1.2) or, with rewarded
 steps, the sum over those that end at or after it (4.1.3). The loss clips the ratio to the old
 policy, averages over a completion, then the group (eq. 3), and adds the KL (k3, eq. 4) to the
-reference: the policy as an iteration begins, when a learned reward is refitted (Algorithm 1).
+reference, a copy of the policy made as each iteration begins (Algorithm 1).
 
     python grpo.py --task arithmetic                      # a minute of GRPO on a laptop
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
@@ -25,8 +25,8 @@ from run import agents, batches, caches, checkpoint, flags, folder, machine, mod
 from run import preflight, report, shard, show, variants, warm_start
 
 # ---------------------------------------------------------------------------------- the settings
-# The published algorithms, as differences from Config. From reinforce, a2c adds a critic, ppo with
-# --beta 0 a clip, ppo a reference; in grpo a group replaces the critic. Other settings differ too.
+# The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo adds a
+# clip and a reference; grpo replaces the critic by the group. Other settings differ too.
 UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
@@ -250,7 +250,7 @@ def outcome_scores(reward, group):
     """GRPO's advantages under outcome supervision (DeepSeekMath 4.1.2): the z-score of each
     completion's reward within its group, (B,), and which groups are dead, (P,): rewards equal up to
     rounding (1e-6 of their mean, at least 1e-7), whose scores are exactly 0. The std has no Bessel
-    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon."""
+    correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
     r = reward.to(machine.double(reward.device)).view(-1, group)                            # (P, G)
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
@@ -465,7 +465,7 @@ def has_gradient(agent, batch):
 # ------------------------------------------------------------------------------ the reward model
 def begin_iteration(agent, problems, iteration):
     """Algorithm 1: the policy becomes the reference, and the reward model is fitted to labels of
-    its completions plus 10 % of history. Returns the metrics of the fit."""
+    its completions plus 10 % old rows. Returns the metrics of the fit."""
     cfg = agent.cfg
     if agent.ref is not None:
         shard.copy_weights(agent.ref, agent.policy)

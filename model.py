@@ -87,7 +87,7 @@ class Rows:
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v, or to a layer's cache of them, (B, K, S, D), which they join."""
+        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D)."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]

@@ -1,4 +1,4 @@
-"""BNPO (arXiv 2506.02864): rewards of 0 and 1 less the group's mean p, over a Beta density at p. Its parameters are 1 + a/3
+"""BNPO (arXiv 2506.02864): rewards of 0 and 1 minus the group's mean p, divided by a Beta density at p. Its parameters are 1 + a/3
 and 1 + b/3, where Beta(a, b) has the mean and variance of p over the batch: of all densities it leaves the least variance.
 """
 import torch

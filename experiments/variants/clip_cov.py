@@ -1,5 +1,5 @@
-"""Clip-Cov (arXiv 2505.22617, eq. 11): a random SHARE of the tokens whose covariance of advantage and log-probability lies
-in a range loses its gradient: such tokens lower the entropy the most. Means are over a micro-batch.
+"""Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance of advantage and
+log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch.
 """
 import torch
 

@@ -1,5 +1,5 @@
 """DAPO (arXiv 2503.14476): a higher upper clip (eq. 10), dynamic sampling (eq. 11), all tokens alike (eq. 12) and the soft
-overlong punishment (eq. 13), without a KL. Its other way with completions that are cut off is overlong_filter.py.
+overlong punishment (eq. 13), without a KL. Its alternative for truncated completions is overlong_filter.py.
 """
 from experiments.variants import dynamic_sampling, soft_overlong
 

@@ -1,5 +1,5 @@
 """DPPO (arXiv 2602.04879), with the binary KL: a token loses its gradient when its ratio moves away from 1
-and the two policies differ there by more than DELTA, as distributions of this token against all others.
+and the two policies differ there by more than DELTA, as Bernoulli distributions of drawing this token.
 """
 SETTINGS = dict(kl="none")
 DELTA = 0.05

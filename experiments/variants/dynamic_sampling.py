@@ -1,5 +1,5 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): rollouts of other prompts follow, up to TRIES in all, until as many
-groups as a step has are live, neither all right nor all wrong; live groups are trained on first. In one process.
+"""DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): other prompts are rolled out, up to TRIES rollouts in all, until a
+step's worth of groups is live, neither all right nor all wrong; dead ones fill what is missing. Single process.
 """
 import torch
 

@@ -1,5 +1,5 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
-held back by |log ratio|; there is no clip. Means are over a micro-batch.
+penalized by |log ratio|; there is no clip. Means are over a micro-batch.
 """
 import torch
 

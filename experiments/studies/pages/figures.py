@@ -26,8 +26,8 @@ In the paper each iteration with a refitted reward model ends higher, the first 
 
 ![greedy accuracy over the steps](../experiments/studies/answers/figure6.png)
 
-**Here, at equal labels, two fits end {points("labels", TWICE)} and four {points("labels", FOUR_TIMES)} points from
-one, and four with the first reference kept {points("labels", KEPT)}.** The paper adds
+**Against one fit, two end {points("labels", TWICE)} points, four {points("labels", FOUR_TIMES)}, and four with the first
+reference kept {points("labels", KEPT)}.** The paper adds
 labels in each iteration; here 4,000 labelled completions are split between them.
 
 {everything("labels", "4,000 completions, fitted")}

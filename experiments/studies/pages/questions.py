@@ -37,7 +37,7 @@ development map ([tuning.json](../experiments/studies/answers/tuning.json)). On 
 {f"{gate('critic, 800 steps'):.2f}"} of the variance of outcomes at the ends of lines, the best possible one
 {f"{gate('true values, 800 steps'):.2f}"}, and a reward model separates good lines from bad with an AUC of
 {f"{gate('AUC, 800 steps'):.3f}"}.{holds(gate("critic, 800 steps") >= 0.8 * gate("true values, 800 steps"), gate("AUC, 800 steps") >= 0.95)}
-On arithmetic neither learned: checking a line means comparing its digits with those of other lines, which is too hard for
+On arithmetic both fell short: checking a line means comparing its digits with those of other lines, which is too hard for
 a model of this size, while a mine is known from one line. Both need quality that is visible from what is written.
 
 ## Is a critic worth it
@@ -51,7 +51,7 @@ could not be told from it at 6, 12 and 24 lines, at {ratio("critic", FITTED_1, G
 
 {table("critic", (GROUP, OWN, OWN_1, FITTED, FITTED_1, PUBLISHED), "pass@8", "explained_variance", "seconds")}
 
-An *own* critic is a copy of the policy with a head, fitted ones learn for 400 steps before RL, a shared one is a head on the
+*Own*: a separate copy of the policy with a head; *fitted*: own, trained for 400 steps before RL; *shared*: a head on the
 policy. Lambda is 0.95 unless given; *as published* whitens advantages.
 
 - **No gain from a better critic could be shown.** In the last quarter of the run the fitted critic explains
@@ -66,7 +66,7 @@ policy. Lambda is 0.95 unless given; *as published* whitens advantages.
   {f"{100 * 0.95 ** middle('critic', GROUP_LONG, 'length'):.0f}%"} of the reward to its first token; the critic has to say the
   rest. By seed the differences are {each("critic", FITTED_LONG)} points, though that critic explains
   {median("critic", FITTED_LONG, "explained_variance")}.
-- **A shared critic** differs by {points("critic", SHARED)} points, as published by {points("critic", PUBLISHED)}. A
+- **A shared critic** ends {points("critic", SHARED)} points from the group, PPO as published {points("critic", PUBLISHED)}. A
   likely reason: the value loss also updates the policy's layers.{holds(down("critic", PUBLISHED), down("critic", SHARED))}
 - **Small groups cost GRPO nothing that could be shown.** Of 256 completions per step, groups of 2 and 4 differ by
   {points("critic", TWO)} and {points("critic", FOUR)} points from groups of 16; groups of 64, the paper's size, with 4
@@ -106,8 +106,8 @@ The KL is k3 in the loss, with a beta of 0.2 for lines and 1.0 for outcomes.
 - **Controls**: with 30% of the labels wrong {effect("labels", NOISE)} points. Random labels end at
   {median("labels", CHANCE)}, from {f"{100 * before('labels', CHANCE):.0f}%"} before RL. The outcome by the rule and
   a reward for each legal move, mine or not, reach {median("labels", FORM)}.
-- **Refitting with equal labels**: fitting twice {effect("labels", TWICE)} points, four times
-  {effect("labels", FOUR_TIMES)}, four times without old labels {effect("labels", NO_HISTORY)}, and with the first
+- **Refits, with 4,000 labels in all**: two fits {effect("labels", TWICE)} points, four fits
+  {effect("labels", FOUR_TIMES)}, four without old labels {effect("labels", NO_HISTORY)}, and with the first
   reference kept {effect("labels", KEPT)} (otherwise each iteration
   resets it).
 

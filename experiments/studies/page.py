@@ -1,4 +1,5 @@
-"""Writes docs/questions.md and docs/figures.md from the templates in pages/, and the ladder's table into docs/derivation.md.
+"""Writes docs/questions.md and docs/figures.md from the templates in pages/, the ladder's table into docs/derivation.md, and
+what was measured into docs/variants.md.
 
     python experiments/studies/page.py
 
@@ -26,6 +27,7 @@ PAGES = ("questions", "figures")
 SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures that are shares of problems
 FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
 UNITS = {"tokens": 1e6}
+POWER = {3: 1.061, 4: 0.978, 5: 0.941}                            # 80 % quantiles of Student's t for n numbers
 TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
           "auc": "AUC, initial policy", "auc end": "AUC, trained policy"}
 
@@ -274,6 +276,30 @@ def rendered(name):
     return runpy.run_path(str(HERE / "pages" / f"{name}.py"), init_globals=globals())["PAGE"]
 
 
+def told_apart(study, of="greedy"):
+    """{row: mean difference} of the rows whose difference holds after correction."""
+    return {name: x[0] for (_, name), x in studies.compared(study, kept(study), of).items() if x[3] < 0.05}
+
+
+def verdict(study):
+    """How many variants could be told from GRPO, and which, as a sentence."""
+    n, found = sum(len(rows) - 1 for rows in studies.STUDIES[study].values()), told_apart(study)
+    which = ", ".join(f"{name} ({x:+.1f} points)" for name, x in sorted(found.items(), key=lambda row: -row[1])).replace("-", "−")
+    return f"Of {n} rows, {len(found)} could be told from GRPO: {which}." if found else f"None of {n} rows could be told from GRPO."
+
+
+def detectable(study, of="greedy"):
+    """The difference that a paired t-test finds in 80 % of studies with as many seeds and the median spread, as text."""
+    n = seeds(study)
+    spread = statistics.median(statistics.stdev(x) for part in studies.STUDIES[study] for x in studies.of_part(study, kept(study), part, of).values())
+    return f"{(runs.STUDENT[n] + POWER[n]) * spread / n ** 0.5:.1f}"
+
+
+def with_measured(text):
+    """The text of docs/variants.md, with the section on what was measured as it is now."""
+    return re.sub(r"## Measured\n.*?(?=\n## )", lambda _: rendered("variants"), text, flags=re.S)
+
+
 def with_ladder(text):
     """The text of docs/derivation.md, with the ladder's table as it is now."""
     return re.sub(r"<details>.*?</details>", lambda _: everything("paper", "the ladder"), text, flags=re.S)
@@ -284,6 +310,8 @@ def main():
         (ROOT / "docs" / f"{name}.md").write_text(rendered(name))
     derivation = ROOT / "docs" / "derivation.md"
     derivation.write_text(with_ladder(derivation.read_text()))
+    variants = ROOT / "docs" / "variants.md"
+    variants.write_text(with_measured(variants.read_text()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 import statistics
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -101,6 +102,32 @@ def test_what_holds_of_a_row(toy):
     assert page.holds(True, True) == ""
     with pytest.raises(AssertionError, match="1 of 2"):
         page.holds(True, False)
+
+
+def test_which_rows_could_be_told_from_the_first(toy):
+    assert page.told_apart("toy") == {"other: k1": pytest.approx(6)}
+    assert page.verdict("toy") == "Of 2 rows, 1 could be told from GRPO: other: k1 (+6.0 points)."
+    toy["runs"]["--lr 1"]["1"]["greedy"] = 0.1                              # -10 points, then 7 and 6
+    assert page.told_apart("toy") == {} and page.verdict("toy") == "None of 2 rows could be told from GRPO."
+
+
+@pytest.mark.parametrize("n", page.POWER)
+def test_a_detectable_difference_is_found_in_four_of_five_studies(n, monkeypatch):
+    monkeypatch.setitem(studies.STUDIES, "toy", {"one": {"base": "", "other": "--lr 1"}})
+    signs = [(-1) ** i for i in range(n)]
+    spread = statistics.stdev(signs)
+    run = lambda x: {"greedy": x}           # noqa: E731
+    monkeypatch.setattr(page, "kept", lambda name: {"runs": {"": {str(i): run(0.5) for i in range(n)},
+                                                             "--lr 1": {str(i): run(0.5 + sign / spread / 100) for i, sign in enumerate(signs)}}})
+    x = np.random.default_rng(0).normal(float(page.detectable("toy")), 1, (100_000, n))         # of one point's spread
+    t = x.mean(1) / x.std(1, ddof=1) * n ** 0.5
+    assert 0.75 < (t > runs.STUDENT[n]).mean() < 0.85
+
+
+def test_the_measured_section_is_replaced_alone(monkeypatch):
+    monkeypatch.setattr(page, "rendered", lambda name: f"## Measured\n\nnew {name}\n")
+    assert page.with_measured("# A\n\n## Measured\n\nold\n\nold\n\n## B\n\nx\n") == "# A\n\n## Measured\n\nnew variants\n\n## B\n\nx\n"
+    assert page.with_measured("# A\n\n## B\n") == "# A\n\n## B\n"
 
 
 def test_what_is_reached_at_equal_cost(toy):

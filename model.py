@@ -77,8 +77,7 @@ def send(x, device):
     return x.to(device)
 
 class Rows:
-    """The plain layout: every token of every row, (B, T), is computed. With a cache, a token's slot
-    is its position. `run/sharing.py` has a layout that computes common prefixes only once."""
+    """The plain layout: all tokens of all rows, (B, T). A token's cache slot is its position."""
 
     def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), slots=0):
         columns = torch.arange(ids.size(1), device=device)
@@ -87,15 +86,17 @@ class Rows:
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D)."""
+        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D). Query
+        heads with common keys are like further tokens: on CUDA much faster than enable_gqa."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
         cache[0][row, :, self.pos] = k.to(cache[0].dtype)
         cache[1][row, :, self.pos] = v.to(cache[1].dtype)
-        q, mask = q.transpose(1, 2), self.attn_mask.to(q.dtype)
-        y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=True)
-        return y.transpose(1, 2)
+        q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)                # (B, K, T, H/K, D)
+        mask = self.attn_mask.to(q.dtype).repeat_interleave(q.size(3), 2)
+        y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask)
+        return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
     def in_rows(self, x):
         """Hidden states in the layout of ids, (B, T, C)."""
@@ -160,7 +161,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activation checkpointing, a layer at a time
-        self.layout_class = Rows        # of training passes
+        self.layout_class = Rows        # of training passes; see also run/sharing.py
         self.cache_class = None         # of sampling; None: caches.KVCache
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -253,8 +254,7 @@ def logps_of(model, h, tokens, temperature):
     CHUNK elements are computed in parts, and recomputed in the backward pass, to save memory."""
     size = max(1, CHUNK // model.cfg.vocab_size)
     if len(tokens) > size:
-        parts = zip(h.split(size), tokens.split(size))
         return torch.cat([checkpoint(logps_of, model, *part, temperature, use_reentrant=False)
-                          for part in parts])
+                          for part in zip(h.split(size), tokens.split(size))])
     logits = model.head(h / temperature)            # (n, V): the head has no bias
     return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

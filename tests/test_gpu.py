@@ -36,5 +36,6 @@ def test_a_step_in_float32_is_that_of_the_cpu(top, tmp_path):
 @pytest.mark.parametrize("name", [name for name in ILLEGAL if name not in ("three inputs", "Adam's steps", "two GPUs")])
 def test_what_pretending_refuses_cuda_does(name):
     """But for where it is stricter, as CUDA does not look."""
+    there, here, index = torch.ones(4, 3, device=DEVICE), torch.ones(4, 3), torch.tensor([0, 1])
     with pytest.raises((RuntimeError, TypeError)):
-        ILLEGAL[name](torch.ones(4, 3, device=DEVICE), torch.ones(4, 3), torch.tensor([0, 1]))
+        ILLEGAL[name](there, here, index)

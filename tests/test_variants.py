@@ -16,7 +16,7 @@ from conftest import ROOT, tiny_model
 
 import grpo
 from data import UserError
-from run import checkpoint, variants
+from run import checkpoint, models, variants
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -129,8 +129,8 @@ def test_gpg():
 def test_luspo():
     def terms(new, old, a):
         s = (sum(n - o for n, o in zip(new, old)) / len(new)).exp()
-        return [ppo(s, a, 3e-4, 4e-4)] * len(new)
-    assert same("luspo", terms, GENTLE, "sum") > 0
+        return [ppo(s, a, 2e-3, 2.5e-3)] * len(new)
+    assert same("luspo", terms, [[4 * x for x in row] for row in GENTLE], "sum") > 0
 
 
 def test_gspo_token():
@@ -151,14 +151,17 @@ def test_clips_with_a_second_bound(name, bound):
 @pytest.mark.parametrize("name, delta", [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
 def test_dppo(name, delta):
     def blocked(n, o, a):
-        p, q = math.exp(n.item()), math.exp(o)
-        p = min(p, 1 - 1e-6)
+        p, q = min(math.exp(n.item()), 1 - 1e-6), math.exp(o)
         far = abs(p - q) if name == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
         return (a > 0 and n > o or a < 0 and n < o) and far > delta
 
     def terms(new, old, a):
         return [0.0 * n if blocked(n, o, a) else (n - o).exp() * a for n, o in zip(new, old)]
     assert 0 < same(name, terms) < sum(LENGTHS)
+    ratio = torch.tensor([[1e-5, 1e-8]])                    # of rare tokens that became rarer: 1e-3 to 1e-8, 0.5 to 5e-9
+    old = torch.tensor([[1e-3, 0.5]])
+    gain, far = module_of(name).surrogate(ratio, torch.tensor([[-1.0, -1.0]]), (ratio * old).log(), torch.ones(1, 2).bool(), None)
+    assert far.tolist() == [[False, True]]
 
 
 def covariances():
@@ -171,7 +174,7 @@ def covariances():
 def test_clip_cov(monkeypatch):
     """With a range in which there is one token that PPO does not clip, and then with one in which there is none."""
     module, cov = module_of("clip_cov"), covariances()
-    clipped = [a > 0 and x > math.log(1.2) or a < 0 and x < math.log(0.8) for a, row in zip(A, LOG_RATIO) for x in row]
+    clipped = [a > 0 and x > math.log(2) for a, row in zip(A, LOG_RATIO) for x in row]
     pick = max((i for i, on in enumerate(clipped) if not on), key=lambda i: cov[i])
     for low, high, held in ((cov[pick] - 1e-6, cov[pick] + 1e-6, pick), (100, 101, None)):
         monkeypatch.setattr(module, "LOW", low)
@@ -179,8 +182,8 @@ def test_clip_cov(monkeypatch):
         place = itertools.count()
 
         def terms(new, old, a):
-            return [0.0 * r if next(place) == held else ppo(r, a) for r in ratios(new, old)]
-        assert same("clip_cov", terms) == sum(clipped) + (held is not None)
+            return [0.0 * r if next(place) == held else ppo(r, a, 1, 1) for r in ratios(new, old)]
+        assert same("clip_cov", terms, mean="token") == sum(clipped) + (held is not None)
 
 
 @pytest.mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
@@ -191,7 +194,9 @@ def test_kl_cov(share, n, monkeypatch):
 
     def terms(new, old, a):
         return [r * a - (abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
-    assert same("kl_cov", terms) == n
+    assert same("kl_cov", terms, mean="token") == n
+    nothing = torch.zeros(0, 3)         # what a rank may have in an epoch's last micro-batch
+    assert module_of("kl_cov").surrogate(nothing, nothing, nothing, nothing.bool(), None)[0].shape == (0, 3)
 
 
 def test_vespo():
@@ -320,23 +325,34 @@ def test_gdpo(monkeypatch):
     assert stats == {"x": 1}
 
 
-def test_overlong_filter(monkeypatch):
-    module = module_of("overlong_filter")
-    batch = rolled([1.0] * 4, [1.0] * 4)
-    monkeypatch.setattr(module, "of_all", lambda *given: (batch, {}))
-    before = batch.mask.clone()
-    mask = module.rollout(None, [], None)[0].mask
-    assert torch.equal(mask[:3], before[:3]) and not mask[3].any()
+@pytest.mark.parametrize("ref", [None, "a model"])
+def test_overlong_filter(ref, monkeypatch):
+    """A row that was cut off is in no loss, with a KL neither; the rollout, which is logged, keeps it."""
+    module, seen = module_of("overlong_filter"), []
+    batch = rolled([1.0] * 4, [1.0, 0.0, 1.0, 1.0])
+    monkeypatch.setattr(module, "of_all", lambda agent, batch, rng: seen.append(batch))
+    before, agent = batch.mask.clone(), SimpleNamespace(ref=ref, critic=None)
+    module.update(agent, batch, None)
+    assert torch.equal(seen[0].mask[:3], before[:3]) and not seen[0].mask[3].any() and torch.equal(batch.mask, before)
+    assert module.has_gradient(agent, batch).tolist() == [True, ref is not None, True, False]
+
+
+@pytest.mark.parametrize("name", ["tis", "mis"])
+def test_a_weight_that_overflows(name, monkeypatch):
+    module, batch = module_of(name), rolled([1.0] * 4, [1.0] * 4)
+    batch.old_logp, batch.logp = torch.zeros(4, 6), torch.where(batch.mask, -900.0, 0)
+    monkeypatch.setattr(module, "unweighted", lambda agent, batch, *more: batch.adv)
+    assert torch.equal(module.total_loss(None, batch, None, None), batch.mask * (2.0 if name == "tis" else 0.0))
 
 
 def test_soft_overlong(monkeypatch):
-    """Of at most 4 tokens with a buffer of 2: 1 of 2 too many costs a half."""
+    """Of at most 4 tokens with a buffer of 2: 1 of 2 too many costs a quarter."""
     module, seen = module_of("soft_overlong"), []
     monkeypatch.setattr(module, "BUFFER", 0.5)
     monkeypatch.setattr(module, "unpunished", lambda reward, *more: seen.append(reward))
     batch = rolled([1.0, 0.0, 1.0, 0.5], [0.0] * 4)
     module.advantages(batch.reward, batch.ends, batch.mask, None, None, grpo.make_config(max_new=4))
-    assert seen[0].sum(1).tolist() == [0.5, 0.0, 0.0, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
+    assert seen[0].sum(1).tolist() == [0.75, 0.0, 0.5, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
 
 
 def test_the_tokens_with_the_highest_entropy(monkeypatch):
@@ -359,16 +375,18 @@ def test_the_tokens_with_the_highest_entropy(monkeypatch):
 def test_remax(monkeypatch):
     """The greedy completion of each prompt is its baseline."""
     module, asked = module_of("remax"), []
-    batch = rolled([1.0, 0.25, 0.5, 1.0], [9.0] * 4)
+    batch = rolled([1.0, 0.25, 0.5, 1.0], [1.0, 0.25, 0.4, 1.0])        # the third has a KL of 0.1 in its reward
 
     def generate(agent, problems, u, n_greedy):
         asked.append((problems, u.shape, n_greedy))
-        return SimpleNamespace(components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 0.0])})
+        return grpo.Batch(torch.zeros(2, 6).long(), batch.mask[:2], torch.tensor([True, False]), None, None,
+                          components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
     monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
     monkeypatch.setattr(grpo, "generate", generate)
-    cfg = grpo.make_config(algo="remax", group=2, max_new=5)
-    adv = module.rollout(SimpleNamespace(cfg=cfg), ["a", "b"], None)[0].adv
-    assert [row[on].unique().tolist() for row, on in zip(adv, batch.mask)] == [[0.75], [0], [-0.5], [0]]
+    cfg = grpo.make_config(algo="remax", group=2, max_new=5, truncated_reward=0.5)
+    adv = module.rollout(SimpleNamespace(cfg=cfg, task=None, encoding=None), ["a", "b"], None)[0].adv
+    for row, on, x in zip(adv, batch.mask, [0.75, 0, -0.1, 0.5]):       # the second greedy completion was cut off: 0.5
+        assert row[on].tolist() == pytest.approx([x] * on.sum().item())
     assert asked == [(["a", "b"], (2, 1, 5), 1)] and adv[~batch.mask].abs().sum() == 0
 
 
@@ -378,15 +396,15 @@ def test_without_a_reference_there_is_none_to_move(name, monkeypatch):
     assert module_of(name).train_step(SimpleNamespace(policy=tiny_model(1), ref=None), [], 25) == "found"
 
 
-def test_a_group_is_not_smaller_than_k():
-    with pytest.raises(UserError, match="pass_at_k: --group 2 is less than K, 4"):
-        module_of("pass_at_k").outcome_scores(torch.ones(4), 2)
+def test_a_group_is_larger_than_k():
+    with pytest.raises(UserError, match="pass_at_k: --group 4 must be more than K, 4"):
+        module_of("pass_at_k").outcome_scores(torch.ones(4), 4)
 
 
 def test_what_is_rounding_holds_nothing_back():
     """In the first update of a rollout, the ratio is 1 up to rounding; the sign of that once had a gradient."""
     noise = [[1e-6 * (-1) ** t for t in range(n)] for n in LENGTHS]
-    same("kl_cov", lambda new, old, a: [r * a for r in ratios(new, old)], noise)
+    same("kl_cov", lambda new, old, a: [r * a for r in ratios(new, old)], noise, "token")
 
 
 # ---------------------------------------------------------------------------- sampling and references
@@ -436,6 +454,23 @@ def test_references_that_move(name, monkeypatch):
             assert torch.equal(now, p if step == 25 else r)
 
 
+def test_a_moving_reference_in_bfloat16(monkeypatch):
+    """Each of its tensors moves, the head too, which is tied in the policy; and by less than bfloat16 can tell."""
+    module, policy = module_of("moving_reference"), tiny_model(1).float()
+    monkeypatch.setattr(module, "one_step", lambda *given: None)
+    policy.amp = torch.bfloat16
+    ref = models.frozen(policy)
+    before = {name: p.float().clone() for name, p in ref.named_parameters()}
+    with torch.no_grad():
+        for p in policy.parameters():
+            p += 1e-4
+    module.train_step(SimpleNamespace(policy=policy, ref=ref), [], 1)
+    new = dict(policy.named_parameters())
+    for name, p in ref.named_parameters():
+        want = before[name].lerp(new[name if name in new else "embed_tokens.weight"], 0.01)
+        assert torch.equal(p, want) and not torch.equal(p, before[name])
+
+
 # ------------------------------------------------------------------------------------------- in a run
 
 TINY = dict(difficulty=1, n_layer=1, n_embd=32, n_head=4, warm_steps=60, warm_lr=1e-2, warm_batch=16, steps=2, prompts=3, group=4, max_new=16,
@@ -452,16 +487,19 @@ def start(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
-    """With rewards that differ within groups, and two updates of a rollout."""
+    """With rewards that differ within groups, and two updates of a rollout; in bfloat16, the default on a GPU. Some completions
+    are cut off."""
     monkeypatch.setattr(grpo.data.load_task("arithmetic"), "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2), "size": -len(text) / 50})
     monkeypatch.setattr(module_of("pass_at_k"), "K", 2)         # of 4
     before = vars(grpo).copy()
-    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, truncated_reward=9.0, epochs=2, minibatches=2, out=str(tmp_path)))
+    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, truncated_reward=9.0, epochs=2, minibatches=2,
+                                    max_new=9, dtype="bfloat16", out=str(tmp_path)))
     grpo.train(cfg)
     assert cfg.functions == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
     replaced = {x for x in before if vars(grpo)[x] is not before[x]}
     assert replaced == {*variants.own_functions(vars(module_of(name)))} != set()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < m["finished"] < 1 for m in metrics[1:])
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
     assert (tmp_path / "functions.py").read_text() == (ROOT / "experiments" / "variants" / f"{name}.py").read_text()
     variants.install("", vars(grpo))

@@ -1,5 +1,6 @@
-"""BNPO (arXiv 2506.02864): rewards of 0 and 1 minus the group's mean p, divided by a Beta density at p. Its parameters are 1 + a/3
-and 1 + b/3, where Beta(a, b) has the mean and variance of p over the batch: of all densities it leaves the least variance.
+"""BNPO (arXiv 2506.02864): rewards of 0 and 1 minus the group's mean p, divided by a Beta density at p. Its parameters are
+1 + a/3 and 1 + b/3, where Beta(a, b) has the mean and variance of p over the batch: of all densities it leaves the least
+variance.
 """
 import torch
 
@@ -11,6 +12,7 @@ def outcome_scores(reward, group):
     p = r.mean(1, keepdim=True)                                                         # (P, 1)
     mean, var = p.mean().clamp(1e-3, 1 - 1e-3), p.var(correction=0).clamp(min=1e-4)
     size = (mean * (1 - mean) / var - 1).clamp(min=1e-3)                                # a + b
-    density = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3).log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()
+    beta = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3)
+    density = beta.log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()
     dead = r.amax(1) == r.amin(1)
     return torch.where(dead[:, None], 0, (r - p) / density).flatten().to(reward), dead

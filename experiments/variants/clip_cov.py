@@ -1,11 +1,12 @@
 """Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance of advantage and
-log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch.
+log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch. The
+clip at 0 and 2 and the mean over tokens are those of the authors' scripts.
 """
 import torch
 
 from grpo import surrogate as clipped_once
 
-SETTINGS = dict(kl="none")
+SETTINGS = dict(clip_low=1, clip_high=1, kl="none", loss_mean="token")
 SHARE, LOW, HIGH = 2e-4, 1.0, 5.0
 
 

@@ -1,13 +1,15 @@
-"""DPPO (arXiv 2602.04879), with the binary KL: a token loses its gradient when its ratio moves away from 1
-and the two policies differ there by more than DELTA, as Bernoulli distributions of drawing this token.
+"""DPPO (arXiv 2602.04879), with the binary KL: a token loses its gradient when its ratio moves away from 1 and the two
+policies differ there by more than DELTA, as Bernoulli distributions of drawing this token. The authors' script also has Dr.
+GRPO's mean and advantages.
 """
 SETTINGS = dict(kl="none")
 DELTA = 0.05
 
 
 def surrogate(ratio, adv, logp, mask, cfg):
-    p = logp.detach().exp().clamp(1e-6, 1 - 1e-6)               # of the token under the new policy,
-    q = (p / ratio.detach()).clamp(1e-6, 1 - 1e-6)              # and under the old one
+    p = logp.detach().exp()             # of the token under the new policy,
+    q = p / ratio.detach()              # and under the old one
+    p, q = p.clamp(1e-12, 1 - 1e-6), q.clamp(1e-12, 1 - 1e-6)
     away = (adv > 0) & (ratio > 1) | (adv < 0) & (ratio < 1)
     blocked = away & (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > DELTA)
     return ratio * adv * ~blocked, blocked & mask

@@ -1,16 +1,16 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
-penalized by |log ratio|; there is no clip. Means are over a micro-batch.
+penalized by |log ratio|, as in the authors' code; there is no clip. Means are over a micro-batch, the loss is over tokens.
 """
 import torch
 
-SETTINGS = dict(kl="none")
+SETTINGS = dict(kl="none", loss_mean="token")
 SHARE, COEFFICIENT = 2e-3, 1.0
 
 
 def surrogate(ratio, adv, logp, mask, cfg):
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
-    n = max(1, int(SHARE * mask.sum()))
-    held = (cov >= cov[mask].topk(n).values[-1]) & mask
+    ranked = cov[mask].sort(descending=True).values             # none if a rank has no rows
+    held = mask & (cov >= ranked[max(1, int(SHARE * len(ranked))) - 1]) if len(ranked) else mask
     moved = ratio.log().abs()
     return ratio * adv - held * COEFFICIENT * torch.where(moved > 1e-4, moved, 0), held     # below, it is rounding
 

@@ -9,7 +9,10 @@ RATE = 0.01
 
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
-    with torch.no_grad():
-        for ref, p in zip(agent.ref.parameters() if agent.ref else (), agent.policy.parameters()):
-            ref.lerp_(p, RATE)
+    if agent.ref:
+        agent.ref.to(agent.policy.norm.weight.dtype)            # in bfloat16 an average would stand still
+        new = dict(agent.policy.named_parameters())
+        with torch.no_grad():
+            for name, p in agent.ref.named_parameters():        # its head is a matrix of its own
+                p.lerp_(new["embed_tokens.weight" if name not in new else name], RATE)
     return found

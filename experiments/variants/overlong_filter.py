@@ -1,10 +1,17 @@
-"""DAPO's overlong filtering (arXiv 2503.14476, 3.4): a completion that was cut off is left out of the loss."""
-from grpo import rollout as of_all
+"""DAPO's overlong filtering (arXiv 2503.14476, 3.4): a completion that was cut off is left out of the loss, though not of
+its group's mean and std.
+"""
+from dataclasses import replace
+
+from grpo import update as of_all
 
 SETTINGS = dict(kl="none")
 
 
-def rollout(agent, problems, rng):
-    batch, stats = of_all(agent, problems, rng)
-    batch.mask = batch.mask & batch.finished[:, None]
-    return batch, stats
+def update(agent, batch, rng):
+    return of_all(agent, replace(batch, mask=batch.mask & batch.finished[:, None]), rng)
+
+
+def has_gradient(agent, batch):
+    everything = agent.ref is not None or agent.critic is not None
+    return (batch.finished & (batch.adv.any(1) | everything)).cpu()

@@ -12,8 +12,8 @@ K = 4
 
 
 def outcome_scores(reward, group):
-    if group < K:
-        raise UserError(f"pass_at_k: --group {group} is less than K, {K}")
+    if group <= K:
+        raise UserError(f"pass_at_k: --group {group} must be more than K, {K}")
     right = reward.view(-1, group) > 0                                                  # (P, G)
     fails = [comb(group - n, K) / comb(group, K) for n in right.sum(1).tolist()]
     alone = [comb(max(0, group - n - 1), K - 1) / comb(group - 1, K - 1) for n in right.sum(1).tolist()]

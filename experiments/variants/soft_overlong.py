@@ -1,14 +1,14 @@
 """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): in the last BUFFER of the tokens that a completion may have,
-its reward falls linearly, by 1 at most.
+its reward falls linearly, by FACTOR at most: half of what separates right from wrong, in the paper -1 and 1, here 0 and 1.
 """
 from grpo import advantages as unpunished
 from run.batches import last_tokens
 
 SETTINGS = dict(kl="none")
-BUFFER = 0.2
+BUFFER, FACTOR = 0.2, 0.5
 
 
 def advantages(reward, ends, mask, penalty, value, cfg):
     over = mask.sum(1, True) - (1 - BUFFER) * cfg.max_new
-    less = (over / (BUFFER * cfg.max_new)).clamp(0, 1)
+    less = FACTOR * (over / (BUFFER * cfg.max_new)).clamp(0, 1)
     return unpunished(reward - less * last_tokens(mask), ends, mask, penalty, value, cfg)

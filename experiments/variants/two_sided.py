@@ -3,7 +3,7 @@ token with a negative advantage whose ratio is huge has no gradient. Dual clip i
 """
 from grpo import surrogate as clipped_once
 
-SETTINGS = dict(kl="none")
+SETTINGS = dict(kl="loss", beta=0.001)         # section 4.1
 DELTA = 4.0
 
 

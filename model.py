@@ -86,14 +86,14 @@ class Rows:
         self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D). Query
-        heads with common keys are like further tokens: on CUDA much faster than enable_gqa."""
+        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D).
+        Query heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
         if cache is None:
             return causal_attention(q, k, v)
         row = torch.arange(len(q), device=q.device)[:, None]
         cache[0][row, :, self.pos] = k.to(cache[0].dtype)
         cache[1][row, :, self.pos] = v.to(cache[1].dtype)
-        q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)                # (B, K, T, H/K, D)
+        q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)              # (B, K, T, H/K, D)
         mask = self.attn_mask.to(q.dtype).repeat_interleave(q.size(3), 2)
         y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask)
         return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)

@@ -107,11 +107,12 @@ def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
     assert caches.MEMORY[model][1][1].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("flag, cuda, found", [("auto", False, SharedCache), ("on", False, StaticCache),
-                                               ("auto", True, StaticCache), ("off", True, SharedCache)])
-def test_the_flag_chooses(flag, cuda, found, monkeypatch):
+@pytest.mark.parametrize("flag, cuda, compiled, found", [
+    ("auto", False, True, SharedCache), ("on", False, False, StaticCache), ("auto", True, True, StaticCache),
+    ("auto", True, False, SharedCache), ("off", True, True, SharedCache)])
+def test_the_flag_chooses(flag, cuda, compiled, found, monkeypatch):
     cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
-    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", False))
+    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", compiled))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     assert models.to_device(tiny_model(), cfg).cache_class is found
     cfg = make_config(task="arithmetic", static_cache="off", share_prefix="off", device="cpu")

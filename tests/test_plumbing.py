@@ -638,7 +638,7 @@ SETTINGS = dict(
     labels=(dict(reward="model", supervision="process"), {"rollouts": "fit"}),
     device=({}, {"auto": None}),
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
-    compile=({}, {"auto": None, "on": "compiled"}),
+    compile=({}, {"on": "compiled"}),
     share_prefix=({}, {"off": None}),
     static_cache=({}, {"on": None, "off": None}),
     shard=({}, {"on": None}))

@@ -1,6 +1,6 @@
 """What this code does on a GPU, in one command:
 
-    python experiments/cost/gpu.py                              # on a GPU: not yet tried
+    python experiments/cost/gpu.py                              # on a GPU
     python experiments/cost/gpu.py warm main compiled           # some of the parts
     python experiments/cost/gpu.py --device cpu --tiny          # a dry run on the CPU: two minutes
     python experiments/cost/gpu.py --device pretend --tiny      # another, on the CUDA device of tests/pretend.py
@@ -48,7 +48,7 @@ from experiments.cost import probe, speed  # noqa: E402
 from grpo import Config  # noqa: E402
 from run import checkpoint  # noqa: E402
 
-LIMIT, PATIENCE = 60, 5         # of these seconds, in the last ones a process is asked to stop: a run ends its step
+LIMIT, PATIENCE = 240, 5        # of these seconds, in the last ones a process is asked to stop: a run ends its step
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_batch 8 --max_new 16 --prompts 4 "
         "--group 4 --held_out 4 --samples 1 --fit_prompts 40")
 PROBE = "experiments/cost/probe.py"

@@ -31,7 +31,7 @@ OURS = dict(
     seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, truncated_reward=0.0, target_kl=0.0,
     micro_tokens=2048, recompute="off", half_life=0, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, choices=4, labels="rule", device="auto",
-    dtype="auto", compile="auto", share_prefix="on", static_cache="auto", shard="off")
+    dtype="auto", compile="off", share_prefix="on", static_cache="auto", shard="off")
 
 WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
 ROWS = {                                        # what differs from GRPO

@@ -96,9 +96,8 @@ def labels(found):
                 points[part, name] = [statistics.median(x) for x in zip(*dots)]
         left.plot(*zip(*points.values()), "o-", color=colour, label=f"labels of {part.split(',')[0]}", linewidth=1)
         for (_, name), at in points.items():
-            last = name == "64,000"
-            left.annotate(name, at, (6 if last else -4, -3 if last else 5 if colour == BLUE else -12), textcoords="offset points",
-                          ha="left" if last else "right", color=colour)
+            beside = dict(xytext=(6, -3), ha="left") if name == "64,000" else dict(xytext=(-4, 5 if colour == BLUE else -12), ha="right")
+            left.annotate(name, at, textcoords="offset points", color=colour, **beside)
     left.set(xlabel="AUC of the reward model on the initial policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.13), xticks=[0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     left.legend(frameon=False, loc="upper left")
     for name, beta, colour in (("0.2", "beta 0.2", BLUE), ("0.04", "beta 0.04", RED), ("no KL", "no KL", PINK)):

@@ -277,15 +277,16 @@ def rendered(name):
 
 
 def told_apart(study, of="greedy"):
-    """{row: mean difference} of the rows whose difference holds after correction."""
-    return {name: x[0] for (_, name), x in studies.compared(study, kept(study), of).items() if x[3] < 0.05}
+    """{(part, row): mean difference} of the rows whose difference holds after correction."""
+    return {row: x[0] for row, x in studies.compared(study, kept(study), of).items() if x[3] < 0.05}
 
 
 def verdict(study):
-    """How many variants could be told from GRPO, and which, as a sentence."""
+    """For how many variants a difference from GRPO could be shown, and for which, as a sentence."""
     n, found = sum(len(rows) - 1 for rows in studies.STUDIES[study].values()), told_apart(study)
-    which = ", ".join(f"{name} ({x:+.1f} points)" for name, x in sorted(found.items(), key=lambda row: -row[1])).replace("-", "−")
-    return f"Of {n} rows, {len(found)} could be told from GRPO: {which}." if found else f"None of {n} rows could be told from GRPO."
+    which = "; ".join(f"{name}, {part} ({x:+.1f} points)" for (part, name), x in sorted(found.items(), key=lambda row: -row[1])).replace("-", "−")
+    shown = f"{len(found)} of {n}" if found else f"none of {n}"
+    return f"A difference from GRPO could be shown for {shown} rows{': ' * bool(found)}{which}."
 
 
 def detectable(study, of="greedy"):

@@ -82,7 +82,26 @@ def variants(settings, names, more):
 
 REGIMES = {"one update per rollout": variants(SET_ONCE, ONCE, "--steps 200"), "16 updates per rollout": variants(SET_OFTEN, OFTEN, SIXTEEN)}
 RATES = ("1e-4", "3e-5", "3e-4")
-BEST = {}       # the best rate of a variant on the development map where it is not the first, {(regime, row): rate}
+
+
+def answers(study):
+    """The file with the results of a study."""
+    return HERE / "answers" / f"{study}.json"
+
+
+def load(study):
+    """The results of a study so far: {flags: {seed: summary}}, and of which machine and versions."""
+    return json.loads(answers(study).read_text()) if answers(study).exists() else {
+        "command": f"python experiments/studies/studies.py {study}", "setting": " ".join(SETTING), "runs": {}}
+
+
+def best_rate(row, runs):
+    """The learning rate with which a variant ended best on the development map, in greedy accuracy; RATES[0] until all are known."""
+    greedy = {lr: runs[f"{row} --lr {lr}"]["101"]["greedy"] for lr in RATES if f"{row} --lr {lr}" in runs}
+    return max(greedy, key=greedy.get) if len(greedy) == len(RATES) else RATES[0]
+
+
+TUNED = load("variants_tuning")["runs"]
 FAMILIES = {"group": "", "none": "--baseline none", "2 of 128": "--group 2 --prompts 128", "4 of 64": "--group 4 --prompts 64",
             "64 of 4": "--group 64 --prompts 4", "own critic": OWN, "fitted critic": FITTED,
             "fitted critic, 2 of 128": f"{FITTED} --group 2 --prompts 128"}
@@ -142,7 +161,7 @@ STUDIES = {
         "slips and guesses": dict(forms(SLIPS, (0.1, 0.3, 1.0))), "slips": dict(forms(CAREFUL, (0.1, 0.3, 1.0))),
         "mines": dict(forms("", (0.1, 0.3), FORMS[:4])),
     },
-    "variants": {regime: {name: f"{row} --lr {BEST.get((regime, name), RATES[0])}" for name, row in rows.items()} for regime, rows in REGIMES.items()},
+    "variants": {regime: {name: f"{row} --lr {best_rate(row, TUNED)}" for name, row in rows.items()} for regime, rows in REGIMES.items()},
     "variants_tuning": {regime: {f"{name}, {lr}": f"{row} --lr {lr}" for name, row in rows.items() for lr in RATES}
                         for regime, rows in REGIMES.items()},
     "paper": {
@@ -160,11 +179,6 @@ STUDIES = {
 
 # ---------------------------------------------------------------------------------------- the runs
 
-def answers(study):
-    """The file with the results of a study."""
-    return HERE / "answers" / f"{study}.json"
-
-
 def flags_of(row):
     """All flags of a row."""
     return [*(SETTING[:-len(PLAIN)] if "--algo" in row else SETTING), *row.split()]
@@ -173,12 +187,6 @@ def flags_of(row):
 def rows_of(study, parts=None):
     """{flags: where it stands}, of all parts or some: each set of flags once, although it may be a row of several parts."""
     return {row: f"{part}: {name}" for part in parts or STUDIES[study] for name, row in STUDIES[study][part].items()}
-
-
-def load(study):
-    """The results of a study so far: {flags: {seed: summary}}, and of which machine and versions."""
-    return json.loads(answers(study).read_text()) if answers(study).exists() else {
-        "command": f"python experiments/studies/studies.py {study}", "setting": " ".join(SETTING), "runs": {}}
 
 
 def write(study, found):

@@ -1,5 +1,4 @@
 """The section of docs/variants.md on what was measured. The names in braces are those of page.py, which writes it."""
-ONCE, OFTEN = studies.REGIMES
 PAGE = rf"""## Measured
 
 **{verdict("variants")}** The task is [a walk among hidden mines](questions.md#the-setting), the

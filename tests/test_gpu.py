@@ -1,5 +1,5 @@
-"""What only a GPU can tell, in a minute or two: `python -m pytest tests/test_gpu.py --gpu`. The rest of the tests never
-see one; for most of what can go wrong there they pretend, in test_device.py."""
+"""What only a GPU can tell: `python -m pytest tests/test_gpu.py --gpu`, which takes minutes, as it compiles. The rest of the
+tests never see one; for most of what can go wrong there they pretend, in test_device.py."""
 import math
 
 import pytest
@@ -15,11 +15,12 @@ def top(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("gpu"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["grpo", "ppo, critic of its own"])
-def test_a_compiled_step(top, tmp_path, name, dtype):
+@pytest.mark.parametrize("name, dtype, compiled", [
+    ("grpo", "float32", "off"), ("ppo, critic of its own", "bfloat16", "off"), ("grpo", "bfloat16", "on"),
+    ("ppo, critic of its own", "float32", "on")])
+def test_two_steps(top, tmp_path, name, dtype, compiled):
     """Sampler and trainer agree, and the policy learns."""
-    agent = run(top, name, device="cuda", dtype=dtype, compile="on", steps=2, out=str(tmp_path / "run"))
+    agent = run(top, name, device="cuda", dtype=dtype, compile=compiled, steps=2, out=str(tmp_path / "run"))
     assert all(p.device == DEVICE and p.dtype == torch.float32 and p.isfinite().all() for p in agent.policy.parameters())
     for m in metrics(tmp_path / "run")[1:]:
         assert m["mismatch"] < (1e-4 if dtype == "float32" else 0.2) and 0 < m["grad_norm"] < math.inf

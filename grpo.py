@@ -116,9 +116,9 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
-    compile: Literal["off", "on"] = "off"       # torch.compile, which takes minutes at first
+    compile: Literal["off", "on"] = "off"       # torch.compile; over a minute at first
     share_prefix: Literal["on", "off"] = "on"   # shared computation of common prefixes
-    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV; auto: compiled on cuda
+    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV; auto: cuda + compile
     shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):

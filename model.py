@@ -94,8 +94,8 @@ class Rows:
         cache[0][row, :, self.pos] = k.to(cache[0].dtype)
         cache[1][row, :, self.pos] = v.to(cache[1].dtype)
         q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)              # (B, K, T, H/K, D)
-        mask = self.attn_mask.to(q.dtype).repeat_interleave(q.size(3), 2)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask)
+        mask = self.attn_mask.to(q.dtype)[..., None, :].expand(-1, -1, -1, q.size(3), -1)
+        y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask.flatten(2, 3))
         return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
     def in_rows(self, x):

@@ -56,7 +56,7 @@ def pytest_runtestloop(session):
     """Runs the tests in several processes, forked after the collection: each takes the next part when it has
     finished one, and sends its reports to this process, which shows them."""
     config, option, parts = session.config, session.config.option, parts_of(session.items)
-    if option.collectonly or option.gpu:    # a forked process cannot use a GPU
+    if option.collectonly or option.gpu:    # CUDA cannot be used in a process forked after its start
         return None
     if len(parts) > 1 or any("forked" in item.fixturenames for item in session.items):
         importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer

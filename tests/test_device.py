@@ -263,6 +263,7 @@ RUNS = {
     "ppo": dict(algo="ppo"),
     "rloo, gpt2": dict(algo="rloo", family="gpt2"),
     "dr_grpo, minibatches": dict(algo="dr_grpo", minibatches=2, epochs=2),
+    "grpo, static cache": dict(static_cache="on"),
     "dapo, nothing shared": dict(algo="dapo", share_prefix="off"),
     "gspo, recompute": dict(algo="gspo", recompute="on"),
     "ppo, critic of its own": dict(algo="ppo", critic="separate", baseline="group+value"),

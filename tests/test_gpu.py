@@ -1,5 +1,5 @@
-"""What only a GPU can tell: `python -m pytest tests/test_gpu.py --gpu`, which takes minutes, as it compiles. The rest of the
-tests never see one; for most of what can go wrong there they pretend, in test_device.py."""
+"""What only a GPU can show: `python -m pytest tests/test_gpu.py --gpu`. It takes minutes, since it compiles. The other tests
+never use a GPU; test_device.py simulates one."""
 import math
 
 import pytest
@@ -19,7 +19,7 @@ def top(tmp_path_factory):
     ("grpo", "float32", "off"), ("ppo, critic of its own", "bfloat16", "off"), ("grpo", "bfloat16", "on"),
     ("ppo, critic of its own", "float32", "on")])
 def test_two_steps(top, tmp_path, name, dtype, compiled):
-    """Sampler and trainer agree, and the policy learns."""
+    """Sampler and trainer agree, and each step has a finite gradient."""
     agent = run(top, name, device="cuda", dtype=dtype, compile=compiled, steps=2, out=str(tmp_path / "run"))
     assert all(p.device == DEVICE and p.dtype == torch.float32 and p.isfinite().all() for p in agent.policy.parameters())
     for m in metrics(tmp_path / "run")[1:]:

@@ -378,7 +378,7 @@ def test_each_run_has_its_share_of_the_bytes(made, tmp_path, monkeypatch):
     (None, "no run in"), ("[1]\n", "must hold a JSON object"), ("{\n", "is not JSON"), ('{"x": 1}\n', "without a step"),
     ('{"step": 1, "x": ' + "[" * 10 ** 5 + "]" * 10 ** 5 + "}\n", "is not JSON"),
     pytest.param('{"step": 1, "x": ' + "[" * 900 + "NaN" + "]" * 900 + "}\n", "nested too deeply", marks=pytest.mark.skipif(
-        sys.version_info >= (3, 12), reason="read and written"))])
+        sys.version_info >= (3, 12), reason="Python 3.12 reads and writes it"))])
 def test_a_folder_that_is_no_runs_is_one_line(damage, says, tmp_path, capsys):
     if damage:
         (tmp_path / "metrics.jsonl").write_text(damage)

@@ -276,17 +276,16 @@ def rendered(name):
     return runpy.run_path(str(HERE / "pages" / f"{name}.py"), init_globals=globals())["PAGE"]
 
 
-def told_apart(study, of="greedy"):
+def shown_to_differ(study, of="greedy"):
     """{(part, row): mean difference} of the rows whose difference holds after correction."""
     return {row: x[0] for row, x in studies.compared(study, kept(study), of).items() if x[3] < 0.05}
 
 
 def verdict(study):
-    """For how many variants a difference from GRPO could be shown, and for which, as a sentence."""
-    n, found = sum(len(rows) - 1 for rows in studies.STUDIES[study].values()), told_apart(study)
+    """How many variants could be shown to differ from GRPO, and which, as a sentence."""
+    n, found = sum(len(rows) - 1 for rows in studies.STUDIES[study].values()), shown_to_differ(study)
     which = "; ".join(f"{name}, {part} ({x:+.1f} points)" for (part, name), x in sorted(found.items(), key=lambda row: -row[1])).replace("-", "−")
-    shown = f"{len(found)} of {n}" if found else f"none of {n}"
-    return f"A difference from GRPO could be shown for {shown} rows{': ' * bool(found)}{which}."
+    return f"{len(found) or 'None'} of {n} rows could be shown to differ from GRPO{': ' * bool(found)}{which}."
 
 
 def detectable(study, of="greedy"):

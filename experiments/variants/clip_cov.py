@@ -1,6 +1,6 @@
 """Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance of advantage and
 log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch. The
-clip at 0 and 2 and the mean over tokens are those of the authors' scripts.
+clip at 0 and 2, and the mean over tokens, are from the authors' scripts.
 """
 import torch
 

@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): other prompts are rolled out, up to TRIES rollouts in all, until a
-step's worth of groups is live, neither all right nor all wrong; dead ones fill what is missing, where the authors' code
-stops after ten. Single process.
+step's worth of groups is live, neither all right nor all wrong; where too few are found, dead ones fill the step (the
+authors' code tries ten rollouts, then stops). Single process.
 """
 import torch
 

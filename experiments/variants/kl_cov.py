@@ -1,5 +1,6 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
-penalized by |log ratio|, as in the authors' code; there is no clip. Means are over a micro-batch, the loss is over tokens.
+penalized by |log ratio|, as in the authors' code; there is no clip. The covariance's means are over a micro-batch; the loss
+is a mean over tokens.
 """
 import torch
 

@@ -1,4 +1,6 @@
-"""LUSPO (arXiv 2602.05261): GSPO with each completion weighted by its length: a long one counts no less per token."""
+"""LUSPO (arXiv 2602.05261): GSPO, with each completion weighted by its length, so that tokens of long completions count no
+less.
+"""
 SETTINGS = dict(kl="none", ratio="sequence", clip_low=2e-3, clip_high=2.5e-3)
 
 

@@ -1,5 +1,6 @@
 """Masked importance sampling of completions (yingru.notion.site, 2025; verl's rollout correction): a completion is weighted
-by its pi_trainer / pi_sampler, and left out where that is more than C. verl also leaves those below 0.5 out.
+by its pi_trainer / pi_sampler, and left out where that is more than C. verl also leaves out completions whose weight is
+below 0.5.
 """
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""A reference that follows the policy, as an exponential moving average (WARP, arXiv 2406.16768; TR-DPO, 2404.09656)."""
+"""A reference that follows the policy, as an exponential moving average (WARP, arXiv 2406.16768; TR-DPO, 2404.09656). Under
+autocast it becomes float32, since in bfloat16 its steps would round away; a resume rounds it once.
+"""
 import torch
 
 from grpo import train_step as one_step
@@ -10,9 +12,9 @@ RATE = 0.01
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
     if agent.ref:
-        agent.ref.to(agent.policy.norm.weight.dtype)            # in bfloat16 an average would stand still
+        agent.ref.to(agent.policy.norm.weight.dtype)
         new = dict(agent.policy.named_parameters())
         with torch.no_grad():
-            for name, p in agent.ref.named_parameters():        # its head is a matrix of its own
-                p.lerp_(new["embed_tokens.weight" if name not in new else name], RATE)
+            for name, p in agent.ref.named_parameters():
+                p.lerp_(new.get(name, new["embed_tokens.weight"]), RATE)        # the policy's head may be tied
     return found

@@ -1,5 +1,5 @@
 """The mask of DeepSeek-V3.2 (arXiv 2512.02556, eq. 9): a completion with a negative advantage is left out once the policy
-has moved away from it by more than DELTA nats a token; the paper is silent on DELTA, and this is TRL's. Its unbiased KL is
+has moved away from it by more than DELTA nats a token. The paper gives no DELTA; this one is TRL's. Its unbiased KL is
 --estimator 'ratio*k3'.
 """
 from grpo import surrogate as of_all

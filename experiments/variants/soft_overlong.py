@@ -1,5 +1,6 @@
 """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): in the last BUFFER of the tokens that a completion may have,
-its reward falls linearly, by FACTOR at most: half of what separates right from wrong, in the paper -1 and 1, here 0 and 1.
+its reward falls linearly, by at most FACTOR: half the difference between right and wrong, as in the paper, where rewards
+are -1 and 1 and it falls by 1.
 """
 from grpo import advantages as unpunished
 from run.batches import last_tokens

@@ -34,8 +34,8 @@ def test_the_ladders_table_is_in_the_derivation():
     text = (ROOT / "docs" / "derivation.md").read_text()
     assert page.with_ladder(text) == text and text.count("<details>") == 1
     gaps = [statistics.mean(x) for x in studies.of_part("paper", page.kept("paper"), "the ladder", "greedy").values()]
-    told_apart = [p < 0.05 for (part, _), (*_, p) in studies.compared("paper", page.kept("paper"), "greedy").items() if part == "the ladder"]
-    assert len(gaps) == 7 and max(map(abs, gaps)) < 6 and not any(told_apart)
+    apart = [p < 0.05 for (part, _), (*_, p) in studies.compared("paper", page.kept("paper"), "greedy").items() if part == "the ladder"]
+    assert len(gaps) == 7 and max(map(abs, gaps)) < 6 and not any(apart)
     assert "all rungs end close together, and no order among them could be shown" in " ".join(text.split())
 
 
@@ -105,10 +105,10 @@ def test_what_holds_of_a_row(toy):
 
 
 def test_which_rows_differ_from_the_first(toy):
-    assert page.told_apart("toy") == {("one", "other: k1"): pytest.approx(6)}
-    assert page.verdict("toy") == "A difference from GRPO could be shown for 1 of 2 rows: other: k1, one (+6.0 points)."
+    assert page.shown_to_differ("toy") == {("one", "other: k1"): pytest.approx(6)}
+    assert page.verdict("toy") == "1 of 2 rows could be shown to differ from GRPO: other: k1, one (+6.0 points)."
     toy["runs"]["--lr 1"]["1"]["greedy"] = 0.1                              # -10 points, then 7 and 6
-    assert page.told_apart("toy") == {} and page.verdict("toy") == "A difference from GRPO could be shown for none of 2 rows."
+    assert page.shown_to_differ("toy") == {} and page.verdict("toy") == "None of 2 rows could be shown to differ from GRPO."
 
 
 @pytest.mark.parametrize("n", page.POWER)
@@ -142,7 +142,7 @@ def test_the_section_on_variants(monkeypatch):
                     "before": {"greedy": 0.3, "pass@1": 0.2}, "about": about}
     monkeypatch.setattr(page, "kept", lambda name: found)
     text = page.rendered("variants")
-    assert "could be shown for 2 of 43 rows: dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in text
+    assert "2 of 43 rows could be shown to differ from GRPO: dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in text
     assert f"With 3 seeds and the median spread of differences, a test without that correction finds a difference of {page.detectable('variants')} " in " ".join(text.split())
     assert text.count("\n| dapo | 3 |") == 2
 

@@ -12,7 +12,7 @@ parameters and {min(seeds(study) for study in ("critic", "labels", "kl"))} seeds
 | [Is a baseline needed?](#is-a-critic-worth-it) | Not with rewards of 0 and 1. With -1 and 1, and few correct completions, training collapses without one. | 0 and 1: {effect("critic", NONE)}; -1 and 1, weak start: {effect("critic", SIGNED_WEAK)} | collapse: {sure("critic", SIGNED_WEAK)} | other rewards |
 | [How many labels?](#labels-and-reward-hacking) | 4,000 labelled completions did as well as 64,000. Learned rewards per line ended below the true ones. | 4,000 for lines: {effect("labels", LINES_4000)}; for outcomes: {effect("labels", OUTCOMES_4000)}, against the true reward | lines: {sure("labels", LINES_4000)} | human labels |
 | [What prevents reward hacking?](#labels-and-reward-hacking) | The KL more than the reward model: without a KL the policy ends at 0% even if the AUC was {median("labels", BEST_NO_KL, "auc")}. | no KL: {effect("labels", NO_KL)}; beta 0.04: {effect("labels", SMALL_BETA)}, against beta 0.2 | no KL: {sure("labels", NO_KL)} | larger reward models, refitted often |
-| [Which form of the KL?](#the-form-of-the-kl) | Between k2 or ratio\*k3 in the loss and k1 in the reward no difference could be shown; at equal beta k3 in the loss costs pass@1. | pass@1 with beta 0.1, k3: {effect("kl", K3, K1_REWARD, "pass@1")}; k2: {effect("kl", K2, K1_REWARD, "pass@1")}, against k1 in the reward | k3: {agree(apart("kl", K3, K1_REWARD, "pass@1"))} | larger models; many updates per rollout |
+| [Which form of the KL?](#the-form-of-the-kl) | Neither k2 nor ratio\*k3 in the loss could be shown to differ from k1 in the reward; at equal beta k3 in the loss costs pass@1. | pass@1 with beta 0.1, k3: {effect("kl", K3, K1_REWARD, "pass@1")}; k2: {effect("kl", K2, K1_REWARD, "pass@1")}, against k1 in the reward | k3: {agree(apart("kl", K3, K1_REWARD, "pass@1"))} | larger models; many updates per rollout |
 
 ## The setting
 
@@ -42,8 +42,8 @@ a model of this size, while a mine is known from one line. Both need quality tha
 
 ## Is a critic worth it
 
-**With one reward at the end, no critic was found to beat the mean of a group. With lambda 1, no difference
-between it and a critic fitted before RL could be shown at 6, 12 and 24 lines, at {ratio("critic", FITTED_1, GROUP)} times the
+**With one reward at the end, no critic was found to beat the mean of a group. With lambda 1, a critic fitted
+before RL could not be shown to differ from it at 6, 12 and 24 lines, and took {ratio("critic", FITTED_1, GROUP)} times the
 wall time; with lambda 0.95 some runs at 24 lines end far behind.**
 {holds(*(near("critic", row, within=4) for row in (FITTED_1_SHORT, FITTED_1, FITTED_1_LONG)), min(apart("critic", FITTED_LONG)) < -10, not any(up("critic", row) for row in (OWN, OWN_1, FITTED, FITTED_1, PUBLISHED, SHARED)))}
 
@@ -120,8 +120,8 @@ sample, not the held-out AUC; tune the KL before buying labels.
 
 **k3 in the loss, GRPO's form, costs {lost("kl", K3, K1_REWARD, "pass@1")} points of pass@1 with a beta of 0.1 and
 {lost("kl", "slips and guesses: loss, k3, 0.3", "slips and guesses: reward, k1, 0.3", "pass@1")} with 0.3, but no greedy
-accuracy, where the reference guesses. Between k2 or ratio\*k3 in the loss and k1 in the reward no difference
-could be shown; k2 and k3 in the reward hardly restrain the policy.**
+accuracy, where the reference guesses. Neither k2 nor ratio\*k3 in the loss could be shown to differ from k1 in the reward;
+k2 and k3 in the reward hardly restrain the policy.**
 {holds(down("kl", K3, K1_REWARD, "pass@1"), not down("kl", K3, K1_REWARD), *(abs(statistics.mean(at_equal_kl("slips and guesses", f"loss, {form}, {beta}"))) < 3 for form in ("k2", "ratio*k3") for beta in (0.1, 0.3, 1.0)), *(middle("kl", f"slips and guesses: reward, {form}, 1.0", "kl") > 0.9 * middle("kl", "slips and guesses: no KL", "kl") for form in ("k2", "k3")))}
 
 With r = reference / policy, the probabilities of a token, k1 is -log r, k2 is (log r)² / 2, and k3 is r - 1 - log r;

@@ -16,7 +16,7 @@ from conftest import ROOT, tiny_model
 
 import grpo
 from data import UserError
-from run import checkpoint, models, variants
+from run import checkpoint, machine, models, variants
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -117,13 +117,15 @@ def test_gmpo():
     assert same("gmpo", lambda *given: [terms(*given)[0]] * len(given[0])) == 4
 
 
-def test_gpg():
+def test_gpg(monkeypatch):
     same("gpg", lambda new, old, a: [a * n for n in new], mean="token")
     cfg = grpo.make_config(algo="gpg", group=2)
     reward = torch.tensor([[0.0, 1], [0, 0], [0, 1], [0, 1], [0, 0], [0, 0]])
     ends, mask = torch.tensor([[False, True]] * 6), torch.ones(6, 2, dtype=torch.bool)
     adv, _, dead = module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)
     assert dead.tolist() == [False, True, True] and adv[:, 0].tolist() == [1.5, -1.5, 0, 0, 0, 0]       # one of three is live
+    monkeypatch.setattr(machine, "all_reduce", lambda counts: counts + torch.tensor([1, 1]))        # another rank: one, live
+    assert module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)[0][0, 0].item() == 0.5 * 4 / 2
 
 
 def test_luspo():
@@ -373,7 +375,8 @@ def test_the_tokens_with_the_highest_entropy(monkeypatch):
 
 
 def test_remax(monkeypatch):
-    """The greedy completion of each prompt is its baseline."""
+    """The greedy completion of each prompt is its baseline; there is no clip, and a mean over tokens."""
+    same("remax", lambda new, old, a: [a * r for r in ratios(new, old)], mean="token")
     module, asked = module_of("remax"), []
     batch = rolled([1.0, 0.25, 0.5, 1.0], [1.0, 0.25, 0.4, 1.0])        # the third has a KL of 0.1 in its reward
 

@@ -1,5 +1,5 @@
-"""VESPO (arXiv 2602.10693): log pi is weighted by a smooth function of the ratio of whole completions, w ** k * exp(c * (1
-- w)), which is 1 at w = 1 and largest at w = k / c; held constant.
+"""VESPO (arXiv 2602.10693): log pi is weighted by a smooth function of the ratio w of whole completions, held constant:
+w ** k * exp(c * (1 - w)), which is 1 at w = 1 and largest at w = k / c.
 """
 SETTINGS = dict(kl="none", loss_mean="token")
 POSITIVE, NEGATIVE = (2.0, 3.0), (3.0, 2.0)         # k and c, by the sign of the advantage

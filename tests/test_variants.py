@@ -160,10 +160,9 @@ def test_dppo(name, delta):
     def terms(new, old, a):
         return [0.0 * n if blocked(n, o, a) else (n - o).exp() * a for n, o in zip(new, old)]
     assert 0 < same(name, terms) < sum(LENGTHS)
-    ratio = torch.tensor([[1e-5, 1e-8]])                    # of rare tokens that became rarer: 1e-3 to 1e-8, 0.5 to 5e-9
-    old = torch.tensor([[1e-3, 0.5]])
-    _, far = module_of(name).surrogate(ratio, torch.tensor([[-1.0, -1.0]]), (ratio * old).log(), torch.ones(1, 2).bool(), None)
-    assert far.tolist() == [[False, True]]
+    old, new = torch.tensor([[1e-3, 0.5, 6e-3]]), torch.tensor([[1e-8, 5e-9, 1e-8]])         # of rare tokens that became rarer
+    _, far = module_of(name).surrogate(new / old, torch.tensor([[-1.0] * 3]), new.log(), torch.ones(1, 3).bool(), None)
+    assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
 
 
 def covariances():

@@ -186,10 +186,10 @@ def ladder(found):
 
 
 def variants(found):
-    """All variants of GRPO in two regimes: differences to it in pass@1."""
+    """All variants of GRPO in two regimes: differences to it in greedy accuracy."""
     figure, axes = panels(2, 9)
     for axis, part in zip(axes, studies.STUDIES["variants"]):
-        forest(axis, studies.of_part("variants", found, part, "pass@1"), "pass@1 minus GRPO's, points")
+        forest(axis, studies.of_part("variants", found, part, "greedy"), "greedy accuracy minus GRPO's, points")
         axis.set_title(part)
     save(figure, "variants")
 

@@ -295,6 +295,23 @@ def detectable(study, of="greedy"):
     return f"{(runs.STUDENT[n] + POWER[n]) * spread / n ** 0.5:.1f}"
 
 
+def at_rate(part, rate):
+    """{row: greedy accuracy} of a part of the variants with a learning rate, on the development map."""
+    found = kept("variants_tuning")["runs"]
+    return {name: found[f"{row} --lr {rate}"]["101"]["greedy"] for name, row in studies.REGIMES[part].items()}
+
+
+def span(part, rate):
+    """Their lowest and highest, as text."""
+    known = at_rate(part, rate).values()
+    return f"{shown(min(known), 'greedy')} and {shown(max(known), 'greedy')}"
+
+
+def listed(rows):
+    """Rows with their greedy accuracy, the highest first, as text."""
+    return ", ".join(f"{name} {shown(x, 'greedy')}" for name, x in sorted(rows.items(), key=lambda row: -row[1]))
+
+
 def with_measured(text):
     """The text of docs/variants.md, with the section on what was measured as it is now."""
     return re.sub(r"## Measured\n.*?(?=\n## )", lambda _: rendered("variants"), text, flags=re.S)

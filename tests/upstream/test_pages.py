@@ -20,7 +20,7 @@ DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
 RESULTS = sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json"))
 # Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
 SETTINGS = {"questions": "0 0.04 0.1 0.2 0.3 0.7 0.95 0.99 1 1.0 2 3 4 6 7 8 12 16 24 30 64 80 95 100 256 300 400 800 4,000 64,000",
-            "figures": "1 5 6 7 8 64 4,000", "variants": "1 4 16 100 200"}
+            "figures": "1 5 6 7 8 64 4,000", "variants": "0 0.8 1 1.2 3 4 5 16 100 200"}
 
 
 @pytest.mark.parametrize("name", page.PAGES)
@@ -140,11 +140,22 @@ def test_the_section_on_variants(monkeypatch):
                 better = 0.2 * (name == "dapo") * (1 if part.startswith("one") else -1)
                 found["runs"].setdefault(flags, {})[seed] = {of: 0.5 + better + noise * (name != "GRPO") for of in ("greedy", "pass@1")} | {
                     "before": {"greedy": 0.3, "pass@1": 0.2}, "about": about}
-    monkeypatch.setattr(page, "kept", lambda name: found)
+    tuned = {"runs": {f"{row} --lr {lr}": {"101": {"greedy": 0.0 if lr == "3e-4" else 0.4 if name == "tis" else 0.6}}
+                      for rows in studies.REGIMES.values() for name, row in rows.items() for lr in studies.RATES}}
+    often = studies.REGIMES["16 updates per rollout"]
+    for name, x in (("gspo", 0.7), ("GRPO, KL", 0.8), ("dapo", 0.5)):
+        tuned["runs"][f"{often[name]} --lr 3e-4"]["101"]["greedy"] = x
+    monkeypatch.setattr(page, "kept", lambda name: tuned if name == "variants_tuning" else found)
     text = page.rendered("variants")
+    said = " ".join(text.split())
+    assert "below half end tis 40%." in said and "19 of 22 rows end at 0%, GRPO among them. Above half end GRPO, KL 80%, gspo 70%: all have" in said
+    assert "the rows end between 40% and 60% at 3e-5" not in said and "the rows end between 60% and 60% at 3e-5" in said
     assert "2 of 43 rows could be shown to differ from GRPO: dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in text
-    assert f"With 3 seeds and the median spread of differences, a test without that correction finds a difference of {page.detectable('variants')} " in " ".join(text.split())
+    assert f"With 3 seeds and the median spread of differences, a test without that correction finds a difference of {page.detectable('variants')} " in said
     assert text.count("\n| dapo | 3 |") == 2
+    tuned["runs"][f"{often['cispo']} --lr 3e-4"]["101"]["greedy"] = 0.6
+    with pytest.raises(AssertionError):         # it has neither a KL nor the ratio of a completion
+        page.rendered("variants")
 
 
 def test_what_is_reached_at_equal_cost(toy):

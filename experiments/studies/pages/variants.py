@@ -1,4 +1,8 @@
 """The section of docs/variants.md on what was measured. The names in braces are those of page.py, which writes it."""
+once, often = studies.REGIMES
+highest = at_rate(often, "3e-4")
+collapsed = [name for name, x in highest.items() if x < 0.01]
+lasting = {name: x for name, x in highest.items() if x > 0.5}
 PAGE = rf"""## Measured
 
 **{verdict("variants")}** The task is [a walk among hidden mines](questions.md#the-setting), the
@@ -13,6 +17,17 @@ masks and importance weights act; *no clip* is GRPO without its own. All rows tr
 the best of three on a development map ([variants_tuning.json](../experiments/studies/answers/variants_tuning.json)).
 Differences are paired by seed; p-values are corrected over all rows (Holm). With {seeds("variants")} seeds and the median spread of differences, a test without
 that correction finds a difference of {detectable("variants")} points in four of five such studies, so smaller ones may exist.
+
+**With many updates per rollout, a KL or the ratio of a whole completion withstood a learning rate at which PPO's clip alone did
+not.** On the development map, with one seed:
+
+- *One update per rollout*: the rows end between {span(once, "3e-5")} at 3e-5,
+  and between {span(once, "1e-4")} at 1e-4.
+- *16 updates, 1e-4*: below half end {listed({name: x for name, x in at_rate(often, "1e-4").items() if x < 0.5})}. None of them
+  clips the ratio at 0.8 and 1.2, as PPO does.
+- *16 updates, 3e-4*: {len(collapsed)} of {len(highest)} rows end at 0%, GRPO among them. Above half end
+  {listed(lasting)}: all have a KL to the reference or the ratio of a
+  whole completion.{holds("GRPO" in collapsed, {*lasting} <= {"GRPO, KL", "unbiased KL", "two_sided", "gspo", "gspo_token", "luspo"})}
 
 {everything("variants")}
 """

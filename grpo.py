@@ -87,12 +87,12 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # place of the KL; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
     loss_mean: Literal["sequence", "token",
-        "constant"] = "sequence"  # mean over completions (GRPO), tokens (DAPO), constant (Dr. GRPO)
+        "constant"] = "sequence"  # divide by own length (GRPO), tokens (DAPO), constant (Dr. GRPO)
     # update
     iterations: int = 1         # outer iterations: new reference and refitted reward model in each
     epochs: int = 1             # passes over a rollout (the paper's mu)
@@ -200,7 +200,7 @@ def sample_token(logits, temperature, u, is_greedy):
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
     """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
     ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
-    completion. u (B, N): random numbers for `sample_token`. Returns a Batch, `ids` to `start`."""
+    completion. u (B, N): random numbers for `sample_token`. Returns a Batch: `ids` to `start`."""
     device, longest = policy.device, max(map(len, prompts))
     ids, start, most = batches.pad_prompts(prompts, group, max_new, policy.cfg.block_size, device)
     mask = torch.zeros_like(ids, dtype=torch.bool)

@@ -235,7 +235,7 @@ CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. The shift by one happens only here."""
+    critic), both (B, T), 0 where mask is False. In training the shift by one is only here."""
     ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
     h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token

@@ -13,8 +13,8 @@ A task is one file without torch. It defines DEFAULTS, `problems`, `reward` and 
 start also `demonstration`; for process supervision also `steps`. `steps(problem, completion)`
 returns a list of (end, truth), one for each reasoning step: `end` is the number of characters up to
 the end of the step, `truth` True or False. A true step earns 1. The last step always ends at the
-completion's last token, and earns 1 only if `correct` is 1 too. Under process supervision the other
-components of `reward` are only logged.
+completion's last token, and earns 1 only if `correct` is above 0 too. Under process supervision the
+other components of `reward` are only logged.
 """
 import math
 import random

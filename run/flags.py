@@ -72,8 +72,8 @@ def read(config, algos, about, argv):
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
-    add(parser, "algo", str, (), "grpo", f"algorithm: {', '.join(algos)}, or the path of a .py "
-        "file; settings that other flags can override, and functions")
+    add(parser, "algo", str, (), "grpo", f"algorithm: {', '.join(algos)}, or a .py file: "
+        "settings, which other flags override, and functions")
     fields = {f.name: f for f in dataclasses.fields(config)}
     for title, helps in HELP[config]:
         group = parser.add_argument_group(title)

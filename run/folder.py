@@ -5,7 +5,7 @@
     checkpoint.safetensors            everything a resumed run needs, one file, JSON in its header
     run.json                          the settings, the versions, the command
     metrics.jsonl                     a line per step
-    samples.jsonl                     two groups in full, at the first step and at each checkpoint
+    samples.jsonl                     two groups in full, of some steps, the first and last included
     report.html                       metrics and samples as a page
     best/                             under --eval_every, the policy with the highest pass@1 so far
     warm_start/, previous/            the kept warm start; the finished run that was here before

@@ -39,8 +39,8 @@ def double(device):
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules that are not None, if cfg says so, and for a static cache
-    all that a sampled token takes, as one CUDA graph. All layers of all modules share their graphs:
+    """Compiles each layer of the modules that are not None, if cfg says so; with a static cache
+    also a whole decoding step, as one CUDA graph. All layers of all modules share their graphs:
     for prompts, for one token, for training, for a batch of one row. The graphs count against one
     recompile limit, 8 by default."""
     if resolve(cfg)[2]:
@@ -115,7 +115,7 @@ def means(stats):
     return dict(zip(stats, (all_reduce(parts) / world()[1]).tolist()))
 
 def wait_for_all():
-    """A barrier: no rank still reads what another one writes next."""
+    """A barrier: no rank writes before all have finished reading."""
     if dist.is_initialized():       # nccl needs to know the device
         nccl = common_device().type == "cuda"
         dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)

@@ -7,8 +7,8 @@ from data import UserError
 from run import machine, shard, show
 
 def new_optimizer(modules, lr, eps=1e-8):
-    """AdamW for the modules that are not None. No weight decay: the KL to the reference keeps the
-    weights from drifting."""
+    """AdamW for the modules that are not None. No weight decay: it would pull weights to 0,
+    away from the pretrained ones."""
     params = [p for module in filter(None, modules) for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 

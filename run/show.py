@@ -118,7 +118,7 @@ def step_line(step, total, done):
                 [s["finished"] < 0.5 for s in done]}
     for text, held in warnings.items():
         if held[-3:] == [True] * 3 and held[-4:] != [True] * 4:
-            print0(f"warning: in 3 steps {text}")
+            print0(f"warning: for 3 steps in a row {text}")
 
 def reward_model_quality(measures):
     """Prints the quality of a fitted reward model on held-out problems."""

@@ -37,8 +37,8 @@ def settings(name, algos, known):
 
 def loaded(name, names):
     """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
-    has no dict SETTINGS, or if it has a function that grpo.py has not, or one with other arguments,
-    or another object by a name of grpo.py's, which would replace nothing; helpers begin with _."""
+    has no dict SETTINGS, or if it has a function that grpo.py lacks, or one whose arguments differ,
+    or a name of grpo.py that is no function, which would replace nothing; helpers begin with _."""
     path = file_of(name)
     if not path.is_file():
         raise UserError(f"no file {name}")

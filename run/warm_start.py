@@ -1,8 +1,8 @@
 """The warm start: supervised fine-tuning on demonstrations. It is kept in the run's folder for
 reuse; `data/warm_start` holds that of the default run, so that nobody has to wait for it.
 
-A kept warm start is used if the same settings would make it, from the same demonstrations, and if
-today's model.py gives its weights the log-probabilities that are noted beside them.
+A kept warm start is used if the same settings and code would make it, from the same demonstrations,
+and if today's model.py gives its weights the log-probabilities that are noted beside them.
 """
 import hashlib
 import json
@@ -21,8 +21,8 @@ from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
 
-# Settings on which a kept warm start does not depend: those that only RL, evaluation, logging or
-# the machine uses. It depends on every setting that is not listed here.
+# Settings on which a kept warm start does not depend: those that only RL, evaluation or logging
+# uses, and those of the machine, see `made_with`. It depends on every setting not listed here.
 RL_ONLY = frozenset(
     "functions train test out steps iterations eval_every held_out samples save_every prompts "
     "group temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
@@ -101,7 +101,7 @@ def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
         return str(e)
     was = note["log-probabilities"]
     if len(was) != len(now) or max(abs(x - y) for x, y in zip(was, now)) > 1e-3:
-        return "its weights give other log-probabilities, as model.py changed"
+        return "model.py changed: its weights give different log-probabilities"
     return None
 
 # ------------------------------------------------------------------------------------ making one

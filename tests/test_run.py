@@ -110,7 +110,7 @@ def test_learns_to_stop(tmp_path):
 def test_a_reward_that_never_varies_is_said(tmp_path, capsys):
     m = trained(tmp_path, lambda p, text: {"correct": 0.0}, steps=4, warm_steps=5)
     assert m[-1]["dead_groups"] == 1
-    assert capsys.readouterr().out.count("warning: in 3 steps all rewards") == 1
+    assert capsys.readouterr().out.count("warning: for 3 steps in a row all rewards") == 1
 
 
 # --------------------------------------------------------------- the same run, whatever happens

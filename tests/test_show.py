@@ -28,8 +28,8 @@ def test_tokens_are_coloured_by_the_sign_of_their_advantage(terminal):
 
 
 GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))
-EQUAL = "warning: in 3 steps all rewards of every group were equal"
-OVER = "warning: in 3 steps most completions were cut off at --max_new, and earned at most --truncated_reward"
+EQUAL = "warning: for 3 steps in a row all rewards of every group were equal"
+OVER = "warning: for 3 steps in a row most completions were cut off at --max_new, and earned at most --truncated_reward"
 
 
 @pytest.mark.parametrize("steps, warned", [

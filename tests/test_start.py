@@ -292,7 +292,7 @@ def test_a_kept_warm_start_depends_on_what_the_model_computes(tmp_path, monkeypa
     monkeypatch.setattr(GPT, "forward", forward_with(1e-6))
     assert why(cfg) is None
     monkeypatch.setattr(GPT, "forward", forward_with(torch.arange(32) / 100))
-    assert why(cfg) == "its weights give other log-probabilities, as model.py changed"
+    assert why(cfg) == "model.py changed: its weights give different log-probabilities"
     monkeypatch.undo()
     hf = json.loads((where / "config.json").read_text())
     (where / "config.json").write_text(json.dumps(hf | {"hidden_act": "relu"}))
@@ -367,7 +367,7 @@ def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, m
     monkeypatch.setattr(GPT, "forward", lambda self, *given, **named: real(self, *given, **named) + torch.arange(32) / 100)
     own = dataclasses.replace(cfg, init="", warm_steps=1500)
     assert warm_start.checked(cfg, arithmetic, problems) == own
-    assert capsys.readouterr().out == f"note: {shipped} is not used: its weights give other log-probabilities, as model.py changed\n"
+    assert capsys.readouterr().out == f"note: {shipped} is not used: model.py changed: its weights give different log-probabilities\n"
     monkeypatch.undo()
     other = dataclasses.replace(cfg, init="elsewhere")
     assert warm_start.checked(other, arithmetic, problems[1:]) == other and capsys.readouterr().out == ""

@@ -179,7 +179,7 @@ def rows(result):
         after = [cell([run["after"][name] for run in found], ".1%") for found in (runs, trl)]
         yield f"| {name} | {before} | {after[0]} | {after[1]} |"
     lengths = [cell([run["curve"]["length"][i] for run in found], ".1f") for found, i in ((runs, 0), (runs, -1), (trl, -1))]
-    yield f"| tokens of a completion, in training | {' | '.join(lengths)} |"
+    yield f"| tokens per completion, in training | {' | '.join(lengths)} |"
     for title, form, name, unit in (("minutes", ".1f", "seconds", 60), ("peak memory, GiB", ".1f", "peak", 2 ** 30)):
         costs = [cell([run[name] / unit for run in found], form) for found in (runs, trl)]
         yield f"| {title} | | {costs[0]} | {costs[1]} |"

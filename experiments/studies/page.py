@@ -34,7 +34,7 @@ TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explaine
 GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, PUBLISHED = (f"critics: {name}" for name in (
     "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "PPO as published"))
 FITTED_1_SHORT, FITTED_LONG, FITTED_1_LONG = "6 lines: fitted critic, lambda 1", "24 lines: fitted critic", "24 lines: fitted critic, lambda 1"
-GROUP_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "4 continuations"))
+GROUP_100, FITTED_1_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "fitted critic, lambda 1", "4 continuations"))
 TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
 NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
 GROUP_WEAK, NONE_WEAK, SIGNED_WEAK = (f"a weak start: {name}" for name in ("group", "none", "none, rewards of -1 and 1"))
@@ -113,6 +113,12 @@ def apart(study, row, base=None, of="greedy"):
 def points(study, row, base=None, of="greedy"):
     """The mean difference, as text."""
     return f"{statistics.mean(apart(study, row, base, of)):+.1f}".replace("-", "−")
+
+
+def beside(study, row, base=None, of="greedy"):
+    """Where a row ends relative to another, as text: `9.8 points below`."""
+    x = statistics.mean(apart(study, row, base, of))
+    return f"{abs(x):.1f} points {'from' if abs(x) < 0.05 else 'above' if x > 0 else 'below'}"
 
 
 def lost(study, row, base=None, of="greedy"):

@@ -36,7 +36,7 @@ def rows(table):
         return "{0:{3}} ({1:{3}} to {2:{3}})".format(x["median"], x["least"], x["most"], form)
     for name in (*NAMES, "length"):
         form = ".1f" if name == "length" else ".1%"
-        label = "tokens of a completion, in training" if name == "length" else name
+        label = "tokens per completion, in training" if name == "length" else name
         before, after = (cell(table[name][when], form) for when in ("before", "after"))
         yield f"| {label} | {before} | {after} |"
 

@@ -49,7 +49,7 @@ def test_the_versions_of_the_packages():
 
 def test_the_steps_of_the_main_job():
     steps, group, prompts = (arithmetic.DEFAULTS[name] for name in ("steps", "group", "prompts"))
-    said = f"makes {steps} steps: each samples {group} completions for each of {prompts} problems"
+    said = f"runs {steps} steps: each samples {group} completions for each of {prompts} problems"
     assert said in " ".join(README.split()) and f"# after {steps} steps" in README
 
 

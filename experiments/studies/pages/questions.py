@@ -8,7 +8,7 @@ parameters and {min(seeds(study) for study in ("critic", "labels", "kl"))} seeds
 | question | answer | effect on greedy accuracy, points | evidence | where it may fail |
 |---|---|---|---|---|
 | [Is a critic worth it?](#is-a-critic-worth-it) | None was found that beats the mean of a group. With a GAE lambda of 0.95 some runs on the longest task end far behind. | 24 lines, lambda 1: {effect("critic", FITTED_1_LONG)}; lambda 0.95: {effect("critic", FITTED_LONG)} | lambda 0.95: {sure("critic", FITTED_LONG)} | intermediate rewards; long completions |
-| [How large should groups be?](#is-a-critic-worth-it) | At equal completions, no difference was found from 2 to 16; 64 ended lower. | groups of 2: {effect("critic", TWO)}; of 64: {effect("critic", SIXTY_FOUR)}, against 16 | of 64: {sure("critic", SIXTY_FOUR)} | problems that are rarely solved |
+| [How large should groups be?](#is-a-critic-worth-it) | At equal completions, no difference could be shown. | groups of 2: {effect("critic", TWO)}; of 64: {effect("critic", SIXTY_FOUR)}, against 16 | of 64: {sure("critic", SIXTY_FOUR)} | problems that are rarely solved |
 | [Is a baseline needed?](#is-a-critic-worth-it) | Not with rewards of 0 and 1. With -1 and 1, and few correct completions, training collapses without one. | 0 and 1: {effect("critic", NONE)}; -1 and 1, weak start: {effect("critic", SIGNED_WEAK)} | collapse: {sure("critic", SIGNED_WEAK)} | other rewards |
 | [How many labels?](#labels-and-reward-hacking) | 4,000 labelled completions did as well as 64,000. Learned rewards per line ended below the true ones. | 4,000 for lines: {effect("labels", LINES_4000)}; for outcomes: {effect("labels", OUTCOMES_4000)}, against the true reward | lines: {sure("labels", LINES_4000)} | human labels |
 | [What prevents reward hacking?](#labels-and-reward-hacking) | The KL more than the reward model: without a KL the policy ends at 0% even if the AUC was {median("labels", BEST_NO_KL, "auc")}. | no KL: {effect("labels", NO_KL)}; beta 0.04: {effect("labels", SMALL_BETA)}, against beta 0.2 | no KL: {sure("labels", NO_KL)} | larger reward models, refitted often |
@@ -38,7 +38,7 @@ development map ([tuning.json](../experiments/studies/answers/tuning.json)). On 
 {f"{gate('true values, 800 steps'):.2f}"}, and a reward model separates good lines from bad with an AUC of
 {f"{gate('AUC, 800 steps'):.3f}"}.{holds(gate("critic, 800 steps") >= 0.8 * gate("true values, 800 steps"), gate("AUC, 800 steps") >= 0.95)}
 On arithmetic both fell short: checking a line means comparing its digits with those of other lines, which is too hard for
-a model of this size, while a mine is known from one line. Both need quality that is visible from what is written.
+a model of this size, while a mine is known from one line. Both can judge only what is visible in the text.
 
 ## Is a critic worth it
 
@@ -54,25 +54,25 @@ wall time; with lambda 0.95 some runs at 24 lines end far behind.**
 *Own*: a separate copy of the policy with a head; *fitted*: own, trained for 400 steps before RL; *shared*: a head on the
 policy. Lambda is 0.95 unless given; *as published* whitens advantages.
 
-- **No gain from a better critic could be shown.** In the last quarter of the run the fitted critic explains
-  {median("critic", FITTED_1, "explained_variance")} of the variance of returns. Monte Carlo values of each line, from 4
-  continuations (VinePPO, arXiv 2410.01679), explain {median("critic", VINE, "explained_variance")}, at
-  {ratio("critic", VINE, GROUP_100, "tokens")} times the tokens, and after 100 steps are {effect("critic", VINE)} points
-  from the group.
+- **No gain from a better critic could be shown.** Over the last quarter of 100 steps the fitted critic, with lambda 1,
+  explains {median("critic", FITTED_1_100, "explained_variance")} of the variance of returns. Monte Carlo values of each line,
+  from 4 continuations (VinePPO, arXiv 2410.01679), explain {median("critic", VINE, "explained_variance")}, at
+  {ratio("critic", VINE, GROUP_100, "tokens")} times the group's tokens, {ratio("critic", VINE, FITTED_1_100, "tokens")} times that
+  critic's. The differences to the group are {effect("critic", FITTED_1_100)} and {effect("critic", VINE)} points.
 - **Cost**: the group reaches {reached("critic", GROUP, GROUP, "tokens")}; with as many tokens, the fitted critic and
   lambda 1 reach {reached("critic", FITTED_1, GROUP, "tokens")}, in as much time {reached("critic", FITTED_1, GROUP, "seconds")},
   as the fit takes nearly all of it.
 - **Lambda**: with 24 lines at most, a walk has {f"{middle('critic', GROUP_LONG, 'length'):.0f}"} tokens, and lambda 0.95 leaves
-  {f"{100 * 0.95 ** middle('critic', GROUP_LONG, 'length'):.0f}%"} of the reward to its first token; the critic has to say the
+  {f"{100 * 0.95 ** middle('critic', GROUP_LONG, 'length'):.0f}%"} of the reward to its first token; the critic has to supply the
   rest. By seed the differences are {each("critic", FITTED_LONG)} points, though that critic explains
   {median("critic", FITTED_LONG, "explained_variance")}.
-- **A shared critic** ends {points("critic", SHARED)} points from the group, PPO as published {points("critic", PUBLISHED)}. A
+- **A shared critic** ends {beside("critic", SHARED)} the group, PPO as published {beside("critic", PUBLISHED)}. A
   likely reason: the value loss also updates the policy's layers.{holds(down("critic", PUBLISHED), down("critic", SHARED))}
 - **Small groups cost GRPO nothing that could be shown.** Of 256 completions per step, groups of 2 and 4 differ by
   {points("critic", TWO)} and {points("critic", FOUR)} points from groups of 16; groups of 64, the paper's size, with 4
   problems per step, by {points("critic", SIXTY_FOUR)}.{holds(down("critic", SIXTY_FOUR), near("critic", TWO, within=4), near("critic", FOUR, within=4))}
 - **No baseline**: {points("critic", NONE)} points with rewards of 0 and 1, {points("critic", SIGNED)} with -1 and 1. From a
-  weak start ({f"{100 * before('critic', GROUP_WEAK, 'pass@1'):.0f}%"} correct) 0 and 1 reach
+  weak start ({f"{100 * before('critic', GROUP_WEAK, 'greedy'):.0f}%"}, also greedy) 0 and 1 reach
   {median("critic", NONE_WEAK)}, the group {median("critic", GROUP_WEAK)}, and -1 and 1
   {median("critic", SIGNED_WEAK)}: nearly every completion is only made less likely.{holds(middle("critic", SIGNED_WEAK) == 0)}
 
@@ -85,7 +85,7 @@ and set lambda to 1.
 ## Labels and reward hacking
 
 **4,000 labelled completions did as well as 64,000, for rewards per line and for outcomes. More labels raise the AUC on the
-initial policy to 0.99; on the trained policy it falls to about 0.7 with a KL of beta 0.2, and hardly with 1.0.**
+initial policy to 0.99; on the trained policy it falls to about 0.7 with a KL of beta 0.2, and barely falls with 1.0.**
 {holds(*(down("labels", row) for row in (LINES_4000, LINES_16000, LINES_64000)), near("labels", LINES_64000, LINES_4000), near("labels", OUTCOMES_64000, OUTCOMES_4000), f"{middle('labels', LINES_64000, 'auc'):.2f}" == "0.99", *(0.6 < middle("labels", row, "auc end") < 0.8 for row in (LINES_4000, LINES_16000, LINES_64000)), *(middle("labels", row, "auc end") > middle("labels", row, "auc") - 0.04 for row in (OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000)))}
 
 ![final greedy accuracy against the AUC of the reward model; true and learned rewards over the steps](../experiments/studies/answers/labels.png)
@@ -135,7 +135,7 @@ The task is two-digit multiplication. Demonstrations get 3% of their numbers wro
 
 {kl_table("slips and guesses", ("no KL", "loss, k2, 0.1", "loss, k3, 0.1", "loss, ratio*k3, 0.1", "reward, k1, 0.1", "reward, k3, 1.0"))}
 
-With a beta of 0.1 k3 in the loss is behind although its KL is no smaller; shorter completions say that it keeps guessing. With 0.3 its KL is smaller, and at equal KL, interpolated between the betas of k1 in the
+With a beta of 0.1 k3 in the loss is behind although its KL is no smaller; shorter completions suggest that it keeps guessing. With 0.3 its KL is smaller, and at equal KL, interpolated between the betas of k1 in the
 reward, the difference is {frontier("slips and guesses", "loss, k3, 0.3")}.
 {holds(middle("kl", K3, "kl") > middle("kl", K1_REWARD, "kl"), middle("kl", K3, "length") < middle("kl", K1_REWARD, "length"))}
 
@@ -162,9 +162,9 @@ Where the reference does not guess, k3 in the loss with a beta of 0.1 differs fr
 
 On arithmetic, where critics and reward models learned little, an earlier version of this page found that PPO ends below GRPO,
 that training without a baseline reaches the highest pass@1, that rollouts are as good as true labels, and that learned
-rewards per line last longer than learned outcomes. Here a fitted critic with lambda 1 ends {points("critic", FITTED_1)} points from the group;
-training without a baseline ends {points("critic", NONE, of="pass@1")} points of pass@1 from it; labels from one rollout end
-{points("labels", ONE_ROLLOUT)} points from true ones; and 4,000 labelled outcomes, whose beta is now tuned too, end {points("labels", OUTCOMES_4000)} points from
-the rule. What k3 in the loss costs, and that groups of two suffice, was found again.
+rewards per line last longer than learned outcomes. Here a fitted critic with lambda 1 ends {beside("critic", FITTED_1)} the group;
+training without a baseline ends {beside("critic", NONE, of="pass@1")} it in pass@1; labels from one rollout end
+{beside("labels", ONE_ROLLOUT)} true ones; and 4,000 labelled outcomes, whose beta is now tuned too, end {beside("labels", OUTCOMES_4000)}
+the rule. The cost of k3 in the loss, and that groups of two suffice, were confirmed.
 {holds(near("critic", FITTED_1), down("critic", NONE, of="pass@1"), down("labels", ONE_ROLLOUT), near("labels", OUTCOMES_4000), near("critic", TWO, within=4))}
 """

@@ -584,7 +584,7 @@ def read_command(argv):
     given, mode = flags.read(Config, variants.names(ALGOS), __doc__, argv)
     where = make_config(**given).folder
     if mode["resume"]:
-        row = variants.settings(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
+        row = variants.of_resume(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given)
@@ -601,7 +601,7 @@ def main(argv=None):
         elif mode["ask"] is not None or mode["eval_only"]:
             agent = agents.Agent(cfg, data.load_task(cfg.task), *models.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
-                        if mode["eval_only"] else ask(agent, mode["ask"]))
+                        if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))
         else:
             with machine.stoppable(show.resume_command(cfg)), folder.unlocked():
                 train(cfg, saved=saved)

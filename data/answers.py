@@ -99,7 +99,8 @@ def one_number(text):
 def steps(problem, completion):
     """The reasoning steps of free text as (end, truth), `end` in characters: each line with a
     checkable equation `expression = number`, true if all its equations are; and the last line in
-    any case. Decimals may be rounded. A true line that repeats an earlier one is not a step."""
+    any case; none if there is no text. Decimals may be rounded. A true line that repeats an earlier
+    one is not a step."""
     text, closed, end, seen = completion.rstrip(), [], 0, set()
     plain = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", text.translate(SIGNS))
     plain = "=".join(plain.split("=")[:EQUATIONS + 1])
@@ -114,7 +115,7 @@ def steps(problem, completion):
             seen.add(words)
     if not closed or closed[-1][0] < len(text):
         closed.append((end, True))
-    return closed[:-1] + [(len(completion), closed[-1][1])]
+    return closed[:-1] + [(len(completion), closed[-1][1])] if completion else []
 
 
 def equal(left, right):

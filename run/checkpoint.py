@@ -239,7 +239,7 @@ def open_run(cfg, checkpoint=None):
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
         if file := variants.file_of(cfg.functions):
-            files.write_whole(cfg.folder / "functions.py", file.read_text())
+            files.write_whole(cfg.folder / "functions.py", file.read_bytes())
         for name in LOGS:
             with open(regular(cfg.folder / name), "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)

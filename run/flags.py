@@ -34,7 +34,8 @@ ALIASES = dict(
     save_freq="save_every", test_freq="eval_every", default_local_dir="out",
     ppo_max_token_len_per_gpu="micro_tokens", ppo_micro_batch_size_per_gpu="micro_tokens")
 NOTES = dict(gradient_accumulation_steps="a lower --micro_tokens accumulates more",
-             ppo_mini_batch_size="--minibatches is their number in a rollout")
+             ppo_mini_batch_size="--minibatches is their number in a rollout",
+             functions="--algo FILE sets it")
 HELP = {}           # for each dataclass a list of (title, {field: text})
 
 def read_help(config):
@@ -64,7 +65,8 @@ def read_help(config):
 
 def read(config, algos, about, argv):
     """Parses a command line into two dicts: the flags that were given, and all of MODES, of which
-    at most one is set. The flags are the fields of the dataclass `config`, and --algo."""
+    at most one is set. The flags are --algo and the fields of the dataclass `config`,
+    except `functions`, which --algo sets."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,
@@ -74,13 +76,13 @@ def read(config, algos, about, argv):
         modes.add_argument(f"--{name}", **options)
     add(parser, "algo", str, (), "grpo", f"algorithm: {', '.join(algos)}, or a .py file: "
         "settings, which other flags override, and functions")
-    fields = {f.name: f for f in dataclasses.fields(config)}
+    fields = {f.name: f for f in dataclasses.fields(config) if f.name != "functions"}
     for title, helps in HELP[config]:
         group = parser.add_argument_group(title)
-        for name, text in helps.items():
+        for name in [name for name in helps if name in fields]:
             choices = get_args(fields[name].type)
             kind = str if choices else fields[name].type
-            add(group, name, kind, choices, fields[name].default, text)
+            add(group, name, kind, choices, fields[name].default, helps[name])
 
     def error(message):
         """Replaces argparse's own, which exits."""

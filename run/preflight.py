@@ -40,8 +40,9 @@ def check_run(cfg, task, problems, held_out):
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or start from a model with "
                                        "--init FOLDER")
-    if cfg.init and Path(cfg.init).resolve() == cfg.folder.resolve():
-        raise UserError(f"--out is --init: the model in {cfg.init} would be overwritten")
+    out = cfg.folder.resolve()
+    if cfg.init and Path(cfg.init).resolve() in (out, out / "best", out / "previous"):
+        raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
     if cfg.minibatches > cfg.prompts * cfg.group:
         raise UserError(f"--minibatches {cfg.minibatches}: a rollout has only "
                         f"{cfg.prompts * cfg.group} rows")

@@ -21,9 +21,12 @@ TOKENS, CHARACTERS = 4096, 2 ** 18      # most of a completion, and of any text,
 PER_TOKEN = ("advantages", "logp", "new_logp", "ref_logp", "entropy")
 
 def refresh(folder):
-    """Rewrites the report of a run, on the first rank."""
+    """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
     if machine.world()[0] == 0:
-        write([folder])
+        try:
+            write([folder])
+        except UserError as e:
+            show.print0(f"note: no report: {e}")
 
 def write(folders, out=""):
     """Writes report.html on a run, or comparison.html on several, into the first of `folders` or

@@ -91,14 +91,14 @@ def farewell(cfg, question):
     """Prints where the report and the model are, and how to ask the model a question."""
     print0(f"curves, and completions token by token: {cfg.folder / 'report.html'}")
     question = shlex.quote(question) if len(question) <= 60 and "\n" not in question else "QUESTION"
-    print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {cfg.task} "
-           f"--init {cfg.folder} --ask {question}")
+    print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {shlex.quote(cfg.task)} "
+           f"--init {shlex.quote(str(cfg.folder))} --ask {question}")
 
 def resume_command(cfg):
     """The command that continues a run. It must name files with code, as they are executed."""
     named = {"task": cfg.task, "algo": cfg.functions}.items()
-    files = "".join(f" --{name} {file}" for name, file in named if file.endswith(".py"))
-    return f"python grpo.py --resume --out {cfg.folder}{files}"
+    files = [f"--{name} {shlex.quote(file)}" for name, file in named if file.endswith(".py")]
+    return " ".join(["python grpo.py --resume --out", shlex.quote(str(cfg.folder)), *files])
 
 def step_line(step, total, done):
     """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
@@ -125,9 +125,15 @@ def reward_model_quality(measures):
     print0("reward model  held out: accuracy {rm_accuracy:.1%}  calibration error {rm_error:.3f}"
            .format(**measures))
 
+CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+
+def printable(text):
+    """A model's text with visible control characters, as they could change a terminal."""
+    return text.translate(CONTROLS)
+
 def on_one_line(text):
-    """A text with visible line breaks."""
-    return text.replace("\n", " ⏎ ")
+    """A text with visible line breaks and control characters."""
+    return printable(text).replace("\n", " ⏎ ")
 
 def coloured(pieces, adv):
     """The texts of tokens on one line. In a terminal, green tokens have a positive advantage, red

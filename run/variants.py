@@ -35,6 +35,12 @@ def settings(name, algos, known):
     raise UserError(f"--algo must be one of {', '.join(names(algos))}, or the path of a .py file, "
                     f"got {name!r}")
 
+def of_resume(name, algos, known):
+    """The settings with which a resumed run must agree: those of a row, or only the file's name, as
+    flags may have overridden a file's settings."""
+    found = settings(name, algos, known)
+    return {"functions": found["functions"]} if found["functions"] else found
+
 def loaded(name, names):
     """The module of an algorithm's file, executed once. Raises UserError if there is none, if it
     has no dict SETTINGS, or if it has a function that grpo.py lacks, or one whose arguments differ,

@@ -451,7 +451,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     monkey.undo()
     with pytest.raises(SystemExit):
         grpo.main([*flags, "--out", str(tmp_path / "model")])
-    assert "--out is --init" in capsys.readouterr().err
+    assert "--init is in --out" in capsys.readouterr().err
     ours = pretrained.load(out)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     ids = torch.randint(0, size, (1, 30))

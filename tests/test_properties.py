@@ -121,7 +121,7 @@ def test_steps_end_where_lines_do(text):
         assert ends == sorted(set(ends)) and all(text[end - 1] == "\n" for end in ends[:-1])
         assert all(0 < end <= len(text) for end in ends) or not text
         assert {type(truth) for _, truth in found} <= {bool}
-    assert steps(None, text)[-1][0] == len(text)
+    assert [end for end, _ in steps(None, text)[-1:]] == [len(text)] * bool(text)
 
 
 @given(LINES)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import grpo
 import reward
 from data import UserError
-from run import agents, batches, checkpoint, machine, models, optimizer, preflight, shard, show, warm_start
+from run import agents, batches, checkpoint, machine, models, optimizer, preflight, shard, show, variants, warm_start
 from run import tensors as tensors_of
 from run.tensors import sha256_of, training_state
 
@@ -97,12 +97,18 @@ def cache():
     return preflight.memory(tiny_model(), grpo.Config(group=512), 8)["cache"]
 
 
+def over_a_beta(*rewards):
+    """The advantages of a variant that compares the groups of all ranks."""
+    return variants.loaded("beta_norm", vars(grpo)).outcome_scores(torch.tensor(rewards), 4)[0].tolist()
+
+
 def sums(rank):
     """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
     own = torch.tensor(rank + 1.0)
     found = {"sum": machine.all_reduce(own).item(), "own": own.item(),
              "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
              "spread": [x.item() for x in machine.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
+             "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
              "parts": [machine.local_share(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
@@ -456,6 +462,7 @@ def test_sums_are_of_both_ranks(both):
     assert [f["parts"] for f in found] == [["ac", "d"], ["b"]]
     for f, own in zip(found, (1, 2)):
         assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
+        assert f["beta"] == pytest.approx(over_a_beta(1.0, 0, 0, 0, 1, 1, 1, 0)[4 * own - 4:4 * own])
         assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5]) and f["cache"] == cache() / 2
 
 

@@ -339,6 +339,14 @@ def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path):
         report.write([made.folder], tmp_path / "file" / "x")
 
 
+def test_a_run_goes_on_without_its_page(tmp_path, capsys):
+    """Above all if someone else writes it just then."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "report.html").mkdir()
+    report.refresh(tmp_path)
+    assert capsys.readouterr().out.startswith(f"note: no report: cannot write {tmp_path / 'report.html'}: ")
+
+
 @pytest.mark.parametrize("tokens, shown, partly", [
     ([["a"] * 4, ["b"]], None, None), ([["a"] * 5, ["b"]], [["a"] * 4, ["b"]], [True, False]),
     ([["x" * 10, "y"], []], None, None), ([["x" * 11, "y"], []], [["x" * 10, "y"], []], [True, False]),

@@ -85,6 +85,16 @@ def test_steps_of_another_form_are_refused(found, fault):
     assert str(e.value) == f"the steps of the prompt '47*58=' {fault}"
 
 
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "sums", "gsm8k"])
+def test_a_completion_without_text_is_one_false_step(name):
+    """It ended at once: a run once ended there."""
+    of, batch = grpo.data.load_task(name), batch_of([""])
+    steps = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=of.steps)
+    reward.score(steps, byte_encoding(), [task.Problem("47*58=", "2726")], batch)
+    r, ends = reward.of_steps(steps, batch, Config(supervision="process"), byte_encoding())
+    assert ends.sum() == 1 and batch.ids[ends].tolist() == [256] and r.sum() == 0
+
+
 @pytest.mark.parametrize("true", [True, 1, 1.0, Odd()])
 def test_steps_may_be_any_truth_and_integer(true):
     """Such as numpy's; two steps may end at one character, and an empty list is one false step."""

@@ -27,6 +27,14 @@ def test_tokens_are_coloured_by_the_sign_of_their_advantage(terminal):
         assert show.coloured(pieces, adv) == "ab ⏎ cd"
 
 
+def test_a_model_cannot_change_the_terminal(terminal):
+    """By the codes of its title, its colours, its cursor; a tab and a line break are text."""
+    text = "a\x1b]0;b\x07\r\x9bc\td\x7f\u00e9"
+    assert show.printable(text + "\n") == "a\\x1b]0;b\\x07\\x0d\\x9bc\td\\x7f\u00e9\n"
+    terminal(False)
+    assert show.coloured(["\x1b[2J", "\n"], [1.0, 1.0]) == "\\x1b[2J ⏎ "
+
+
 GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))
 EQUAL = "warning: for 3 steps in a row all rewards of every group were equal"
 OVER = "warning: for 3 steps in a row most completions were cut off at --max_new, and earned at most --truncated_reward"

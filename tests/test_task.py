@@ -390,6 +390,7 @@ def test_lines_with_equations_are_steps():
     found = steps(None, "\n".join(true + false))
     assert [truth for _, truth in found] == [True] * len(true) + [False] * len(false)
     assert steps(None, "1+1=2\nb\n2+2=4\nd") == [(6, True), (14, True), (15, True)]
+    assert steps(None, "") == []
     assert steps(None, "a") == [(1, True)] and steps(None, "1+1=3\n\n") == [(7, False)]
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from conftest import ROOT, tiny_model
 
 import grpo
 from data import UserError
-from run import checkpoint, machine, models, variants
+from run import checkpoint, machine, models, show, variants
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -411,9 +412,11 @@ def test_what_is_rounding_holds_nothing_back():
 
 # ---------------------------------------------------------------------------- sampling and references
 
-@pytest.mark.parametrize("live, rolls", [([[1, 1]], 1), ([[1, 0], [0, 1]], 2), ([[0, 0], [1, 0], [0, 0]], 3), ([[0, 0]] * 3, 3)])
-def test_dynamic_sampling(live, rolls, monkeypatch):
-    """Until two groups are live, three times at most; live ones first, in their order. Rollouts have rows of their own length."""
+@pytest.mark.parametrize("live, rolls, ranks", [([[1, 1]], 1, 1), ([[1, 0], [0, 1]], 2, 1), ([[0, 0], [1, 0], [0, 0]], 3, 1), ([[0, 0]] * 3, 3, 1),
+                                                ([[1, 1], [0, 1]], 2, 2), ([[0, 0]] * 3, 3, 2)])
+def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
+    """Until two groups are live, three times at most; live ones first, in their order. Rollouts have rows of their own length.
+    Of two ranks each has its own two groups; the other one needs two rollouts."""
     module, made, plan = module_of("dynamic_sampling"), [], iter(live)
 
     def one_rollout(agent, problems, rng):
@@ -427,10 +430,12 @@ def test_dynamic_sampling(live, rolls, monkeypatch):
         made.append(problems)
         return batch, {"reward": float(n)}
     monkeypatch.setattr(module, "one_rollout", one_rollout)
-    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"], random.Random(0)))
+    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"] * ranks, random.Random(0)))
+    monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+    monkeypatch.setattr(machine, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
     agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
-    batch, stats = module.train_step(agent, ["r", "s", "t"], 1)
-    assert len(made) == rolls and made[0] == ["p", "q"] and all({*x} <= {"r", "s", "t"} and len(x) == 2 for x in made[1:])
+    batch, stats = module.train_step(agent, [*"rstu"], 1)
+    assert len(made) == rolls and made[0] == ["p", "q"] * ranks and all({*x} <= {*"rstu"} and len(x) == 2 * ranks for x in made[1:])
     groups = [(n, g) for n, of in enumerate(live) for g in range(2)]
     first = sorted(groups, key=lambda x: not live[x[0]][x[1]])[:2]
     assert batch.texts == [f"{n}{2 * g + i}" for n, g in first for i in range(2)]
@@ -519,6 +524,7 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
     grpo.main([part for name, x in (tiny | dict(algo=path, out=out)).items() for part in (f"--{name}", str(x))])
     cfg = checkpoint.load(out, grpo.Config)[0]
     assert (cfg.functions, cfg.lr, cfg.kl) == (str(path), 2e-3, "none")
+    grpo.main(["--resume", "--out", str(out), "--algo", str(path), "--kl", "none"])         # nothing to do
     for args, said in (((), f"the run in {out} has its functions in the file {path}"), (("--algo", "grpo"), f"to allow it, add --algo {path}")):
         with pytest.raises(SystemExit):
             grpo.main(["--resume", "--out", str(out), "--steps", "3", *args])
@@ -533,6 +539,30 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
     assert checkpoint.load(out, grpo.Config)[1].step == 3
     path.unlink()                       # it is not needed for what follows
     grpo.main(["--eval_only", "--init", str(out), "--held_out", "4", "--samples", "1"])
+
+
+def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
+    """Flags had another value than the file's settings: these are the run's own then, and no change."""
+    path, out = tmp_path / "my algorithm.py", tmp_path / "a run"
+    path.write_text("SETTINGS = dict(kl='none', steps=4, save_every=3)\n")
+    given = TINY | dict(algo=path, init=start, warm_steps=0, kl="loss", out=out)
+    grpo.main([part for name, x in given.items() for part in (f"--{name}", str(x))])
+    cfg = checkpoint.load(out, grpo.Config)[0]
+    assert (cfg.kl, cfg.steps) == ("loss", 2)
+    program, name, *args = shlex.split(show.resume_command(cfg))
+    assert (program, name) == ("python", "grpo.py") and grpo.read_command(args)[1] == cfg
+    assert grpo.read_command([*args, "--steps", "3"])[1].steps == 3
+    asked = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("ask it: ")[2])
+    assert asked[asked.index("--init") + 1] == str(out)
+
+
+def test_settings_that_a_variant_would_ignore(start, tmp_path):
+    tiny = TINY | dict(init=start, warm_steps=0, out=str(tmp_path / "run"))
+    for given in (dict(supervision="process"), dict(kl="reward"), dict(reward="model", adv_scale="group", fit_prompts=10)):
+        with pytest.raises(UserError, match="--algo gdpo has no --supervision process, --reward model or --kl reward"):
+            grpo.train(grpo.make_config(**tiny | given, algo="gdpo"))
+    with pytest.raises(UserError, match="--algo opo has a baseline of its own"):
+        grpo.train(grpo.make_config(**tiny, algo="opo", baseline="group+value"))
 
 
 @pytest.mark.parametrize("text, says", [

@@ -311,7 +311,7 @@ def points_of(metrics, spent):
 def sources():
     """A hash of the code that makes a run."""
     files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")), *sorted((ROOT / "data").glob("*.py")),
-             *sorted((ROOT / "run").glob("*.py")), HERE / "slips.py", HERE / "careful.py", HERE / "mines.py",
+             *sorted((ROOT / "run").glob("*.py")), *sorted((ROOT / "experiments" / "variants").glob("*.py")), HERE / "slips.py", HERE / "careful.py", HERE / "mines.py",
              HERE / "critics.py", Path(__file__)]
     return name_of([path.read_text() for path in files])
 

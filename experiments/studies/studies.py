@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import runs
+from run import files
 
 HERE = Path(__file__).parent
 SEEDS = {"tuning": (101,), "variants_tuning": (101,)}                      # development maps; all other studies: 1 to 5
@@ -197,7 +198,7 @@ def write(study, found):
         each = ",\n   ".join(f"{json.dumps(seed)}: {json.dumps(run)}" for seed, run in sorted(of_seeds.items()))
         parts.append(f"  {json.dumps(flags)}: {{\n   {each}\n  }}")
     text = head[:-2] + ',\n "runs": {\n' + ",\n".join(parts) + "\n }\n}\n"
-    answers(study).write_text(text)
+    files.write_whole(answers(study), text)
 
 
 def commit():
@@ -220,6 +221,7 @@ def make(study, seeds, out, parts=None):
             if job.exception():
                 print(f"{row}, seed {seed}: {job.exception()}", flush=True)
                 continue
+            found = load(study)                         # another command may have written to it
             found["runs"].setdefault(row, {})[str(seed)] = summary(job.result()) | {"about": about}
             write(study, found)
             print(f"{n + 1} of {len(jobs)}: {rows_of(study)[row]}, seed {seed}", flush=True)

@@ -4,13 +4,16 @@ variance.
 """
 import torch
 
+from run import machine
+
 SETTINGS = dict(kl="none")
 
 
 def outcome_scores(reward, group):
-    r = reward.view(-1, group).double()
+    r = reward.view(-1, group).to(machine.double(reward.device))
     p = r.mean(1, keepdim=True)                                                         # (P, 1)
-    mean, var = p.mean().clamp(1e-3, 1 - 1e-3), p.var(correction=0).clamp(min=1e-4)
+    mean, std = machine.mean_and_std(p.flatten())
+    mean, var = mean.clamp(1e-3, 1 - 1e-3), std.square().clamp(min=1e-4)
     size = (mean * (1 - mean) / var - 1).clamp(min=1e-3)                                # a + b
     beta = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3)
     density = beta.log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()

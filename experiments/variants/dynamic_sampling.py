@@ -1,12 +1,13 @@
 """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): other prompts are rolled out, up to TRIES rollouts in all, until a
 step's worth of groups is live, neither all right nor all wrong; where too few are found, dead ones fill the step (the
-authors' code tries ten rollouts, then stops). Single process.
+authors' code tries ten rollouts, then stops). With several processes each fills its own share.
 """
 import torch
 
 from grpo import Batch
 from grpo import rollout as one_rollout
 from grpo import train_step as one_step
+from run import machine
 
 SETTINGS = dict(kl="none")
 TRIES = 3
@@ -18,13 +19,13 @@ def train_step(agent, problems, step):
 
 
 def rollout(agent, problems, rng):
-    found, live = [], torch.zeros(0, dtype=torch.bool)
-    while len(found) < TRIES and live.sum() < len(problems):
+    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // machine.world()[1]
+    while len(found) < TRIES and machine.all_reduce((live.sum() < own).int()).item():
         found.append(one_rollout(agent, problems, rng))
-        right = found[-1][0].components["correct"].view(len(problems), -1).cpu()
+        right = found[-1][0].components["correct"].view(own, -1).cpu()
         live = torch.cat((live, right.amin(1) < right.amax(1)))
         problems = rng.sample(agent.others, len(problems))
-    order = (~live).int().sort(stable=True).indices[:len(problems)]
+    order = (~live).int().sort(stable=True).indices[:own]
     rows = (order[:, None] * agent.cfg.group + torch.arange(agent.cfg.group)).flatten()
     stats = {name: sum(s[name] for _, s in found) / len(found) for name in found[0][1]}
     return _joined([batch for batch, _ in found], rows), stats

@@ -1,6 +1,6 @@
-"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of a rollout's tokens, those at which the policy was
-the least sure, has an advantage. (The authors' code chooses a share of each micro-batch.) It computes the logits of a whole
-rollout at once.
+"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of a rollout's tokens (with several processes, of
+each one's), those at which the policy was the least sure, has an advantage. (The authors' code chooses a share of each
+micro-batch.) It computes the logits of a whole rollout at once.
 """
 import torch
 

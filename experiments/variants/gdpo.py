@@ -3,6 +3,7 @@ up, so that combinations with the same sum stay apart; the sum is whitened over 
 authors' code for verl. For rewards by the task's rule.
 """
 import grpo
+from data import UserError
 from grpo import rollout as of_the_sum
 from run.batches import whiten
 
@@ -10,7 +11,10 @@ SETTINGS = dict(kl="none")
 
 
 def rollout(agent, problems, rng):
+    cfg = agent.cfg
+    if cfg.supervision == "process" or cfg.reward == "model" or cfg.kl == "reward":
+        raise UserError("--algo gdpo has no --supervision process, --reward model or --kl reward")
     batch, stats = of_the_sum(agent, problems, rng)
-    parts = [grpo.outcome_scores(x, agent.cfg.group)[0] for name, x in batch.components.items() if name != "rule_reward"]
+    parts = [grpo.outcome_scores(x, cfg.group)[0] for name, x in batch.components.items() if name != "rule_reward"]
     batch.adv = whiten(sum(parts)[:, None] * batch.mask, batch.mask)
     return batch, stats

@@ -290,6 +290,16 @@ def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
     made.clear()
     studies.make("toy", [4], tmp_path, ["two"])
     assert made == [([], 4)]
+
+    def beside(flags, seed, out):
+        """Another command writes what it has made, while this one runs."""
+        other = studies.load("toy")
+        other["runs"].setdefault("--lr 1", {})["6"] = run_of(0.6)
+        studies.write("toy", other)
+        return run_of(0.5)
+    monkeypatch.setattr(runs, "run", beside)
+    studies.make("toy", [5], tmp_path, ["two"])
+    assert {"5", "4"} < studies.load("toy")["runs"][""].keys() and "6" in studies.load("toy")["runs"]["--lr 1"]
     monkeypatch.setattr(studies, "SETTING", ["--lr", "9"])
     with pytest.raises(SystemExit, match="another setting"):
         studies.make("toy", [1], tmp_path)

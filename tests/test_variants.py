@@ -544,16 +544,18 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
 def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     """Flags had another value than the file's settings: these are the run's own then, and no change."""
     path, out = tmp_path / "my algorithm.py", tmp_path / "a run"
-    path.write_text("SETTINGS = dict(kl='none', steps=4, save_every=3)\n")
+    path.write_bytes(b"# -*- coding: latin-1 -*-  \xe9\nSETTINGS = dict(kl='none', steps=4, save_every=3)\n")
     given = TINY | dict(algo=path, init=start, warm_steps=0, kl="loss", out=out)
     grpo.main([part for name, x in given.items() for part in (f"--{name}", str(x))])
     cfg = checkpoint.load(out, grpo.Config)[0]
-    assert (cfg.kl, cfg.steps) == ("loss", 2)
+    assert (cfg.kl, cfg.steps) == ("loss", 2) and (out / "functions.py").read_bytes() == path.read_bytes()
     program, name, *args = shlex.split(show.resume_command(cfg))
     assert (program, name) == ("python", "grpo.py") and grpo.read_command(args)[1] == cfg
     assert grpo.read_command([*args, "--steps", "3"])[1].steps == 3
     asked = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("ask it: ")[2])
     assert asked[asked.index("--init") + 1] == str(out)
+    grpo.main(["--ask", "1*\x07", "--init", str(out)])
+    assert capsys.readouterr().out.startswith("1*\\x07")
 
 
 def test_settings_that_a_variant_would_ignore(start, tmp_path):

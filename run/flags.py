@@ -64,9 +64,8 @@ def read_help(config):
     HELP[config] = groups
 
 def read(config, algos, about, argv):
-    """Parses a command line into two dicts: the flags that were given, and all of MODES, of which
-    at most one is set. The flags are --algo and the fields of the dataclass `config`,
-    except `functions`, which --algo sets."""
+    """Parses a command line into two dicts: the flags that were given (--algo, or a field of the
+    dataclass `config`, but not `functions`), and all of MODES, of which at most one is set."""
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--flag value ...]", description=about, allow_abbrev=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100,

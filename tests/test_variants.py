@@ -141,6 +141,9 @@ def test_gspo_token():
         s = math.exp(sum(n.item() - o for n, o in zip(new, old)) / len(new))
         return [ppo(s * (n - n.item()).exp(), a, 3e-4, 4e-4) for n in new]
     assert same("gspo_token", terms, GENTLE) > 0
+    (value, grad, clipped), whole = of_code("gspo_token", GENTLE), of_code("gspo", GENTLE)      # with one advantage per row
+    assert value == pytest.approx(whole[0]) and clipped == whole[2]
+    assert all(row == pytest.approx(wanted, abs=1e-15) for row, wanted in zip(grad, whole[1]))
 
 
 @pytest.mark.parametrize("name, bound", [("dual_clip", 3.0), ("two_sided", 4.0)])

@@ -17,6 +17,8 @@ masks and importance weights act; *no clip* is GRPO without its own. All rows tr
 the best of three on a development map ([variants_tuning.json](../experiments/studies/answers/variants_tuning.json)).
 Differences are paired by seed; p-values are corrected over all rows (Holm). With {seeds("variants")} seeds and the median spread of differences, a test without
 that correction finds a difference of {detectable("variants")} points in four of five such studies, so smaller ones may exist.
+`gspo` and `gspo_token` have the same gradient as long as all tokens of a completion have one advantage, so the difference
+between them, by seed {each("variants", f"{often}: gspo_token", f"{often}: gspo")} points, is what rounding alone can do in such a run.
 
 **With many updates per rollout, a KL or the ratio of a whole completion withstood a learning rate at which PPO's clip alone did
 not.** On the development map, with one seed:

@@ -140,6 +140,7 @@ def test_the_section_on_variants(monkeypatch):
             for seed, noise in zip("123", (0, 0.01, -0.01)):
                 better = 0.2 * (name == "dapo") * (1 if part.startswith("one") else -1)
                 found["runs"].setdefault(flags, {})[seed] = {of: 0.5 + better + noise * (name != "GRPO") for of in ("greedy", "pass@1")} | {
+                    "length": 20.0 + part.startswith("16") + 5 * (name == "luspo") + (name == "dr_grpo"),
                     "before": {"greedy": 0.3, "pass@1": 0.2}, "about": about}
     tuned = {"runs": {f"{row} --lr {lr}": {"101": {"greedy": 0.0 if lr == "3e-4" else 0.4 if name == "tis" else 0.6}}
                       for rows in studies.REGIMES.values() for name, row in rows.items() for lr in studies.RATES}}
@@ -150,6 +151,8 @@ def test_the_section_on_variants(monkeypatch):
     text = page.rendered("variants")
     said = " ".join(text.split())
     assert "below half end tis 40%." in said and "19 of 22 rows end at 0%, GRPO among them. Above half end GRPO, KL 80%, gspo 70%: all have" in said
+    assert "with one update and with 16: 20.0 and 21.0 with a mean over each completion, 25.0 and 26.0 without its 1/|o|" in said
+    assert "20.0 with `--loss_mean token` and 21.0 with a constant (Dr. GRPO)" in said
     assert "the rows end between 40% and 60% at 3e-5" not in said and "the rows end between 60% and 60% at 3e-5" in said
     assert "2 of 43 rows could be shown to differ from GRPO: dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in text
     assert f"With 3 seeds and the median spread of differences, a test without that correction finds a difference of {page.detectable('variants')} " in said

@@ -3,6 +3,13 @@ once, often = studies.REGIMES
 highest = at_rate(often, "3e-4")
 collapsed = [name for name, x in highest.items() if x < 0.01]
 lasting = {name: x for name, x in highest.items() if x > 0.5}
+
+
+def lengths(name):
+    """Of a row of both regimes, as text."""
+    return " and ".join(median("variants", f"{part}: {name}", "length") for part in (once, often))
+
+
 PAGE = rf"""## Measured
 
 **{verdict("variants")}** The task is [a walk among hidden mines](questions.md#the-setting), the
@@ -14,7 +21,8 @@ A variant is measured where it acts. *One update per rollout*: 200 steps of 16 p
 is 1. *16 updates per rollout*: 100 such steps, each with 4 epochs of 4 minibatches and a sampler in bfloat16, so that clips,
 masks and importance weights act; *no clip* is GRPO without its own. All rows train on the same number of completions, but
 `dynamic_sampling` and `dapo` sample up to three times as many, and ReMax one more per prompt. The learning rate of each row is
-the best of three on a development map ([variants_tuning.json](../experiments/studies/answers/variants_tuning.json)).
+the best of three on a development map ([variants_tuning.json](../experiments/studies/answers/variants_tuning.json)), by one
+run each, so the choice itself is noisy.
 Differences are paired by seed; p-values are corrected over all rows (Holm). With {seeds("variants")} seeds and the median spread of differences, a test without
 that correction finds a difference of {detectable("variants")} points in four of five such studies, so smaller ones may exist.
 `gspo` and `gspo_token` have the same gradient as long as all tokens of a completion have one advantage, so the difference
@@ -30,6 +38,10 @@ not.** On the development map, with one seed:
 - *16 updates, 3e-4*: {len(collapsed)} of {len(highest)} rows end at 0%, GRPO among them. Above half end
   {listed(lasting)}: all have a KL to the reference or the ratio of a
   whole completion.{holds("GRPO" in collapsed, {*lasting} <= {"GRPO, KL", "unbiased KL", "two_sided", "gspo", "gspo_token", "luspo"})}
+
+**Lengths** in the last quarter of the steps, in tokens, with one update and with 16: {lengths("GRPO")} with a mean over each
+completion, {lengths("luspo")} without its 1/|o| (LUSPO); with one update {median("variants", f"{once}: tokens alike", "length")}
+with `--loss_mean token` and {median("variants", f"{once}: dr_grpo", "length")} with a constant (Dr. GRPO).
 
 {everything("variants")}
 """

@@ -41,7 +41,8 @@ def check_run(cfg, task, problems, held_out):
         require(task, "demonstration", "the warm start imitates it; or start from a model with "
                                        "--init FOLDER")
     out = cfg.folder.resolve()
-    if cfg.init and Path(cfg.init).resolve() in (out, out / "best", out / "previous"):
+    moved = (out, out / "best", out / "previous", out / "previous" / "best")
+    if cfg.init and Path(cfg.init).resolve() in moved:
         raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
     if cfg.minibatches > cfg.prompts * cfg.group:
         raise UserError(f"--minibatches {cfg.minibatches}: a rollout has only "

@@ -48,7 +48,7 @@ def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HE
     (dict(prompts=6, warm_batch=6), 6, ""),
     (dict(prompts=7, warm_batch=6), 7, "--warm_batch 6 is less than one row for each of 7 ranks"),
     (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),
-    *((dict(init=f"a/{x}", out="a"), 1, f"--init is in --out: the model in a/{x} would be overwritten") for x in ("best", "previous", "./best/")),
+    *((dict(init=f"a/{x}", out="a"), 1, f"--init is in --out: the model in a/{x} would be overwritten") for x in ("best", "previous", "./best/", "previous/best")),
     (dict(init="a/warm_start", out="a"), 1, ""), (dict(init="best", out="a"), 1, ""),
     (dict(init="a", out="b"), 1, ""),
     (dict(init="", out="."), 1, "")])

@@ -305,6 +305,15 @@ def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
         studies.make("toy", [1], tmp_path)
 
 
+def test_a_result_is_of_the_code_that_makes_it(monkeypatch):
+    """That of a variant, too: a result made by other code is not taken."""
+    read, real = set(), runs.Path.read_text
+    monkeypatch.setattr(runs.Path, "read_text", lambda path: read.add(path) or real(path))
+    runs.sources()
+    assert {ROOT / name for name in ("grpo.py", "model.py", "run/caches.py", "data/answers.py", "experiments/variants/cispo.py",
+                                     "experiments/variants/dapo.py", "experiments/studies/mines.py", "experiments/studies/runs.py")} <= read
+
+
 def test_an_unknown_part_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(studies, "make", lambda *given: pytest.fail("a run was begun"))
     monkeypatch.setattr(sys, "argv", "studies.py critic --parts critics baseline".split())

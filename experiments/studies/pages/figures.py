@@ -14,7 +14,7 @@ In the paper: GRPO with process supervision (a reward per line) > GRPO with outc
 **RFT, which draws completions from the initial policy only, ends {beside("paper", "figure 5: RFT", of="pass@1")}
 GRPO in pass@1, and below it in every seed. With {seeds("paper")} seeds no difference holds after correction.**
 Online RFT is REINFORCE on correct completions alone, each weighted by 1/|o| as in the paper.
-{holds(down("paper", "figure 5: RFT", of="pass@1"), not shown_to_differ("paper"), not shown_to_differ("paper", "pass@1"))}
+{holds(down("paper", "figure 5: RFT", of="pass@1"), not shown_to_differ("paper"), not shown_to_differ("paper", "pass@1"), near("paper", "figure 5: GRPO, process", within=4), near("paper", "figure 5: Online RFT", within=5))}
 
 {table("paper", ["figure 5: " + row for row in studies.STUDIES["paper"]["figure 5"]], "pass@1", "pass@8", "entropy", "seconds")}
 

@@ -21,7 +21,8 @@ import runs  # noqa: E402
 import slips  # noqa: E402
 import studies  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
-from run import agents, batches, machine  # noqa: E402
+from experiments.models import filters  # noqa: E402
+from run import agents, batches, machine, variants  # noqa: E402
 
 SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
@@ -364,3 +365,30 @@ def test_a_result_says_how_it_was_made(study):
     for of_seeds in found["runs"].values():
         for run in of_seeds.values():
             assert run["about"].keys() == {"date", "torch", "python", "cores", "machine", "commit"}
+
+
+def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
+    """All its rollouts, and not what an evaluation samples."""
+    monkeypatch.setattr(variants, "LOADED", {})         # the file of an algorithm takes the functions that count
+    filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8
+    first, second, third = filters.of_run(tmp_path)["points"]
+    assert (first["completions"], first["seconds"], first["greedy"]) == (0, 0, metrics[0]["greedy"])
+    assert third["completions"] == metrics[1]["completions"] + metrics[2]["completions"]
+    assert second["tokens"] == metrics[1]["tokens"] == pytest.approx(metrics[1]["length"] * metrics[1]["completions"])
+    assert third["seconds"] == pytest.approx(metrics[1]["seconds"] + metrics[2]["seconds"], abs=0.1)
+
+
+def test_filters_are_compared_at_equal_cost():
+    """Where a run has spent what the other spent in all; the last result of one that spent less."""
+    def run(*points):
+        names = ("completions", "seconds", "pass@1", "greedy")
+        return {"points": [dict(zip(names, x)) for x in points], "curves": {"dead_groups": [0.5] * 20 + [0.25] * 10}}
+    base = {1: run((0, 0, 0.1, 0.2), (100, 60, 0.5, 0.6)), 2: run((0, 0, 0.1, 0.2), (100, 60, 0.7, 0.6))}
+    other = {1: run((0, 0, 0.1, 0.2), (50, 10, 0.3, 0.5), (150, 40, 0.7, 0.8)), 2: run((0, 0, 0.1, 0.2), (300, 120, 0.7, 0.8))}
+    assert filters.at_equal(other, base, "completions", "pass@1") == pytest.approx([0.5, 0.3])
+    assert filters.at_equal(other, base, "seconds", "pass@1") == pytest.approx([0.7, 0.4])
+    *_, row = filters.lines({"GRPO": base, "other": other})
+    assert row == ("| other | 80.0% (80.0% to 80.0%) | 70.0% (70.0% to 70.0%) | 40.0% (30.0% to 50.0%) | 55.0% (40.0% to 70.0%) "
+                   "| 25% (25% to 25%) | 225 (150 to 300) | 1.3 (0.7 to 2.0) |")

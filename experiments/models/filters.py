@@ -1,0 +1,129 @@
+"""What DAPO's dynamic sampling and its overlong filter do for SmolLM2 on sums, where soon most groups are all right or all
+wrong, and at first most completions are cut off:
+
+    pip install -r tests/requirements-peers.txt
+    python experiments/models/smollm2.py                # the model, into out/smollm2
+    python experiments/models/filters.py 1 2 3          # a run of each row for each seed, on one thread each
+    python experiments/models/filters.py --readme       # filters.json from all runs, and the table of docs/variants.md
+
+The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equal completions` and `at equal seconds` are
+read from the curve of held-out results, where a run has sampled, or trained, as much as GRPO's of the same seed in all.
+"""
+import argparse
+import concurrent.futures
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402
+
+ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
+SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
+MEASURED = ("greedy", "pass@1", "pass@8")
+SPENT = ("completions", "tokens", "seconds")
+CURVES = ("accuracy", "dead_groups", "length", "finished", "completions")
+
+
+def child(flags):
+    """One run of grpo.py, whose metrics also have the completions and tokens that each step has sampled."""
+    rollout, train_step, sampled = grpo.rollout, grpo.train_step, []
+
+    @functools.wraps(rollout)
+    def counted_rollout(*given):
+        batch, stats = rollout(*given)
+        sampled.append(batch.mask)
+        return batch, stats
+
+    @functools.wraps(train_step)
+    def counted_step(*given):
+        sampled.clear()
+        batch, stats = train_step(*given)
+        return batch, stats | {"completions": sum(map(len, sampled)), "tokens": sum(int(mask.sum()) for mask in sampled)}
+    grpo.rollout, grpo.train_step = counted_rollout, counted_step       # before an algorithm's file takes them
+    grpo.main(flags)
+
+
+def folder(row, seed):
+    """Of a run."""
+    return ROOT / "out" / "filters" / f"{row}{seed}"
+
+
+def run(row, seed):
+    """A run as a child process on one thread, with its output in the folder's log."""
+    out = folder(row, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    code = "import sys\nfrom experiments.models import filters\nfilters.child(sys.argv[1:])"
+    flags = [*SETTING, *ROWS[row], "--init", str(ROOT / "out" / "smollm2"), "--seed", str(seed), "--out", str(out)]
+    with open(out / "log", "w") as log:
+        subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                       stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def of_run(where):
+    """A run's held-out results, with what it had spent before each, and its curves."""
+    metrics = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    points, spent = [], dict.fromkeys(SPENT, 0)
+    for m in metrics:
+        spent = {name: round(x + m.get(name, 0), 1) for name, x in spent.items()}
+        if "greedy" in m:
+            points.append({"step": m["step"]} | spent | {name: m[name] for name in MEASURED})
+    return {"points": points, "curves": {name: [round(m[name], 3) for m in metrics[1:]] for name in CURVES}}
+
+
+def at_equal(runs, base, spent, of):
+    """For each seed, a measure of a row where it has spent as much as the other row in all; the other's seeds alone."""
+    found = []
+    for seed, one in runs.items():
+        x, y = ([p[name] for p in one["points"]] for name in (spent, of))
+        found.append(float(np.interp(base[seed]["points"][-1][spent], x, y)))
+    return found
+
+
+def cell(numbers, form=".1%"):
+    """The median, with the range in brackets."""
+    x = sorted(numbers)
+    return f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
+
+
+def lines(found):
+    """The table."""
+    yield "| | greedy | pass@1 | at equal completions | at equal seconds | dead groups | completions | minutes |"
+    yield "|---" * 8 + "|"
+    base = found["GRPO"]
+    yield "| before RL | " + " | ".join(cell([r["points"][0][name] for r in base.values()]) for name in MEASURED[:2]) + " | |" * 5
+    for row, runs in found.items():
+        last = [r["points"][-1] for r in runs.values()]
+        cells = [cell([p[name] for p in last]) for name in MEASURED[:2]]
+        cells += [cell(at_equal(runs, base, spent, "pass@1")) for spent in ("completions", "seconds")]
+        cells.append(cell([statistics.mean(r["curves"]["dead_groups"][-10:]) for r in runs.values()], ".0%"))
+        cells += [cell([p["completions"] for p in last], ",.0f"), cell([p["seconds"] / 60 for p in last], ".1f")]
+        yield f"| {row} | {' | '.join(cells)} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="*", type=int)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    parser.add_argument("--readme", action="store_true")
+    args = parser.parse_args()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(run, *zip(*((row, seed) for seed in args.seeds for row in args.rows))) if args.seeds else ():
+            pass
+    if args.readme:
+        made = {row: {seed: of_run(folder(row, seed)) for seed in range(1, 100) if (folder(row, seed) / "metrics.jsonl").exists()}
+                for row in ROWS}
+        (HERE / "filters.json").write_text(json.dumps(made, indent=1) + "\n")
+        print("\n".join(lines(made)))
+
+
+if __name__ == "__main__":
+    main()

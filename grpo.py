@@ -206,11 +206,11 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
-    rows = torch.arange(len(ids), device=device)    # (r,), the rows that are still computed
-    active = torch.ones_like(finished)              # (r,), of these, the rows that still sample
+    rows = torch.arange(len(ids), device=device)    # (r,), the rows in the cache
+    active = torch.ones_like(finished)              # (r,), those of them that have not ended
     is_greedy = rows % group < n_greedy                                                       # (B,)
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
-    ends = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
+    is_stop = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
 
     cache = (policy.cache_class or caches.KVCache)(policy, ids.size(1))
     logits = cache.read(ids[::group, :longest], start[::group], group)                      # (B, V)
@@ -220,7 +220,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
         ids[rows, column] = torch.where(active, token, ids[rows, column])
         logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
         mask[rows, column] |= active
-        finished[rows] |= active & ends[token]
+        finished[rows] |= active & is_stop[token]
         active = ~finished[rows] & (n + 1 < most[rows])
         if (n + 1) % cache.every == 0 or n + 1 == u.size(1):     # the host waits
             kept = cache.keep(active)
@@ -255,8 +255,7 @@ def outcome_scores(reward, group):
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
-    score = torch.where(dead, 0, (r - mean) / std)
-    return score.flatten().float(), dead.flatten()
+    return torch.where(dead, 0, (r - mean) / std).flatten().float(), dead.flatten()
 
 def step_scores(reward, ends, group, baseline="group", scale="group"):
     """The general form, for process supervision (4.1.3) and for other baselines and scales: the
@@ -427,11 +426,11 @@ def update(agent, batch, rng):
     learns = has_gradient(agent, batch)
     ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
     agents.train_mode(agent, True)                      # in case you add dropout
-    for rows, size in batches.minibatches(cfg, rng):
+    for rows, size in batches.minibatches(cfg, rng, len(ids)):
         tokens = max(1, machine.all_reduce(mask[rows].sum()).item())
-        rows, gaps = rows[learns[rows]], [batch.logp.new_zeros(0)]
-        for micro, T in batches.micro_batches(ids[rows], mask[rows], cfg.micro_tokens):
-            part = batch.select(rows[micro], T)
+        live, gaps = rows[learns[rows]], [batch.logp.new_zeros(0)]
+        for micro, T in batches.micro_batches(ids[live], mask[live], cfg.micro_tokens):
+            part = batch.select(live[micro], T)
             weight = token_weights(part.mask, cfg.loss_mean, size, tokens, cfg.max_new)
             loss, stats, logp = total_loss(agent, part, weight, tokens)
             loss.backward()
@@ -439,7 +438,7 @@ def update(agent, batch, rng):
                 total[name] = total.get(name, 0.0) + x
             gaps.append((logp - part.logp).abs().flatten())
         if mismatch is None:
-            mismatch = batches.checked_gap(torch.cat(gaps), mask[rows].sum(), agent.policy.amp)
+            mismatch = batches.checked_gap(torch.cat(gaps), mask[live].sum(), agent.policy.amp)
         norm += optimizer.optimizer_step(agent.opt, cfg.grad_clip)
     agents.train_mode(agent, False)
     shard.refresh(agent)
@@ -504,8 +503,8 @@ def evaluate(agent, problems):
         said = [agent.task.answer(text) if ended else ""
                 for text, ended in zip(batch.texts, batch.finished.tolist())]
         for i, (greedy, *right) in enumerate(batch.components["correct"].view(-1, 1 + n).tolist()):
-            own = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
-            found = [1, greedy, *answers.shares(right, own).values()]
+            votes = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
+            found = [1, greedy, *answers.shares(right, votes).values()]
             total = [x + y for x, y in zip(total, found)]
     count, *solved = machine.all_reduce(torch.tensor(total)).tolist()
     return dict(zip(names, (x / count for x in solved)))
@@ -523,9 +522,9 @@ def train_step(agent, problems, step):
     stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
-    if cfg.target_kl:       # Ziegler et al. 2019, 2.2: a tenth of the relative error, bounded
+    if cfg.target_kl and "kl" in stats:     # Ziegler et al. 2019, 2.2
         error = min(max(stats["kl"] / cfg.target_kl - 1, -0.2), 0.2)
-        agent.beta *= 1 + 0.1 * error
+        agent.beta *= 1 + 0.1 * error       # a tenth of the relative error, bounded
     return batch, stats
 
 def train(cfg, task=None, saved=None):
@@ -599,6 +598,7 @@ def main(argv=None):
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
         elif mode["ask"] is not None or mode["eval_only"]:
+            variants.install(cfg.functions, globals())
             agent = agents.Agent(cfg, data.load_task(cfg.task), *models.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
                         if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))

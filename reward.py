@@ -14,11 +14,11 @@ LABEL_NOISE = 0.0       # fraction of wrong labels, to study imperfect annotator
 
 def score(task, encoding, problems, batch):
     """Fills in each row's problem, its decoded text, and the components of its rule reward."""
-    group, lengths = len(batch.ids) // len(problems), batches.row_lengths(batch.mask).tolist()
+    group, rows = len(batch.ids) // len(problems), batch.ids.tolist()
+    starts, stops = batch.start.tolist(), batches.row_lengths(batch.mask).tolist()
     batch.problems = [p for p in problems for _ in range(group)]
-    batch.texts = [decode(encoding, row[start:end]) for row, start, end
-                   in zip(batch.ids.tolist(), batch.start.tolist(), lengths)]
-    tokens = [end - start for start, end in zip(batch.start.tolist(), lengths)]
+    batch.texts = [decode(encoding, row[a:b]) for row, a, b in zip(rows, starts, stops)]
+    tokens = [b - a for a, b in zip(starts, stops)]
     batch.components = rule_components(task, batch, tokens)
     return batch
 
@@ -52,7 +52,8 @@ def of_steps(task, batch, cfg, encoding):
         tokens = step_tokens(encoding, ids, [end for end, _ in found])
         at = [columns[j] for j in tokens[:-1]] + columns[-1:]
         good = [truth for _, truth in found[:-1]] + [found[-1][1] and correct[i] > 0]
-        ends[i, at], reward[i, at] = True, 1.0      # of steps with the same last token: 0 if any is
+        ends[i, at], reward[i, at] = True, 1.0
+        # Steps may end at the same token, which then earns 0 if any of them is false.
         reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0
     return send(reward, device), send(ends, device)
 
@@ -139,18 +140,18 @@ def refit(reward_model, rows, history, cfg, rng):
     K = cfg.choices if cfg.supervision == "outcome" else 1
     rows = noisy_labels(batches.of_all_ranks(rows, cfg.choices), K, LABEL_NOISE, rng)
     apart = cfg.fit_prompts // 10 * cfg.choices
-    data, test = ({name: x[part] for name, x in rows.items()}
-                  for part in (slice(apart, None), slice(apart)))
-    rows = data
+    train, test = ({name: x[part] for name, x in rows.items()}
+                   for part in (slice(apart, None), slice(apart)))
+    data = train
     if history:
-        data = batches.concatenate(data, replay(history, len(data["ids"]) // 10, K, rng))
+        data = batches.concatenate(train, replay(history, len(train["ids"]) // 10, K, rng))
     fit(reward_model, data, K, cfg, rng)
 
     score = scores(reward_model, test["ids"], test["mask"], cfg)[test["ends"]]
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     accuracy, error = quality(score, test["label"][test["ends"]], K)
-    history = batches.concatenate(history, rows) if history else rows
+    history = batches.concatenate(history, train) if history else train
     if K > 1:       # mean 0, std 1 over the whole history: the latest rows alone vary too little
         score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
         if not score.std() > 1e-6 * score.mean().abs():
@@ -162,7 +163,7 @@ def refit(reward_model, rows, history, cfg, rng):
 def fit(reward_model, data, K, cfg, rng):
     """One pass over labelled rows in sets of K, 64 rows a step. Every rank has all rows."""
     n = len(data["ids"]) // K
-    steps, order = max(1, n * K // 64), torch.tensor(rng.sample(range(n), n))
+    steps, order = min(n, max(1, n * K // 64)), torch.tensor(rng.sample(range(n), n))
     whole = {name: data[name].unflatten(0, (n, K)) for name in ("ids", "mask")}     # (n, K, T)
     device = reward_model.head.weight.device
 

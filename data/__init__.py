@@ -60,15 +60,15 @@ def load_task(name):
     elif not name.isidentifier() or not path.is_file():     # `../x` is no name and no .py path
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
-    if path.parent == here:
-        task = importlib.import_module(f"data.{path.stem}")
-    else:
-        spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
-        task = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
+    try:
+        if path.parent == here:
+            task = importlib.import_module(f"data.{path.stem}")
+        else:
+            spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
+            task = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(task)
-        except SyntaxError as e:
-            raise UserError(f"{path}, line {e.lineno}: {e.msg}") from e
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
     for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):

@@ -153,7 +153,7 @@ def majority_at(k, right, answers):
     equally frequent answers the first wins; "" is not counted."""
     sets, solved = range(0, len(right) - k + 1, k), 0.0
     for i in sets:
-        own = answers[i:i + k]
-        votes = Counter(answer for answer in own if answer).most_common(1)
-        solved += right[i + own.index(votes[0][0])] if votes else 0.0
+        votes = answers[i:i + k]
+        most = Counter(answer for answer in votes if answer).most_common(1)
+        solved += right[i + votes.index(most[0][0])] if most else 0.0
     return solved / len(sets)

@@ -40,12 +40,14 @@ def last_tokens(mask):
     """A mask of each row's last sampled token, (B, T)."""
     return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
-def minibatches(cfg, rng):
+def minibatches(cfg, rng, n):
     """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
     rows on this rank, as indices (on the host) into this rank's batch, and its number of rows on
-    all ranks."""
+    all ranks. Raises UserError unless the batch has this rank's share of rows; n: how many."""
     rows = cfg.prompts * cfg.group
     local = machine.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
+    if n != len(local):
+        raise UserError(f"a rollout must have --prompts x --group rows, here {len(local)}, not {n}")
     for _ in range(cfg.epochs):
         permutation = torch.tensor(rng.sample(range(rows), rows))
         for part in permutation.tensor_split(cfg.minibatches):

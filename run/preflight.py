@@ -11,12 +11,15 @@ from run import machine, shard, show, variants
 from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems; raises UserError if it returns anything else."""
+    """A task's training and held-out problems; raises UserError if it returns anything else, or
+    none to evaluate on."""
     found = task.problems(cfg)
-    if not isinstance(found, tuple) or len(found) != 2 or not all(map(have_prompts, found)):
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(are_problems, found)):
         raise UserError("the task's problems(cfg) must return two lists, training and held-out, of "
                         "objects with a string `prompt`")
     train, held_out = found
+    if not held_out:
+        raise UserError("the task has no held-out problems to evaluate on")
     return train, held_out[:cfg.held_out or None]
 
 def held_out_of(agent):
@@ -27,9 +30,10 @@ def held_out_of(agent):
     check_context(agent.policy, agent.cfg, longest)
     return held_out
 
-def have_prompts(problems):
-    """Whether every problem has a string `prompt`."""
-    return all(isinstance(getattr(p, "prompt", None), str) for p in problems)
+def are_problems(found):
+    """Whether `found` is a list of objects with a string `prompt`."""
+    return isinstance(found, (list, tuple)) and all(
+        isinstance(getattr(p, "prompt", None), str) for p in found)
 
 def check_run(cfg, task, problems, held_out):
     """Raises UserError if the task lacks a function that the run needs, or if a step needs more
@@ -47,8 +51,6 @@ def check_run(cfg, task, problems, held_out):
     if cfg.minibatches > cfg.prompts * cfg.group:
         raise UserError(f"--minibatches {cfg.minibatches}: a rollout has only "
                         f"{cfg.prompts * cfg.group} rows")
-    if not held_out:
-        raise UserError("the task has no held-out problems to evaluate on")
     for problem in problems[:1]:            # fail before the warm start
         check_rule(cfg, task, problem)
     ranks = machine.world()[1]
@@ -72,9 +74,11 @@ def check_run(cfg, task, problems, held_out):
                     f"result by {1 / len(held_out):.0%}")
 
 def check_rule(cfg, task, problem):
-    """Raises UserError if the reward or the steps of a problem are not what they should be; notes
-    components of the reward that process supervision does not use."""
+    """Raises UserError if the reward, the answer or the steps of a problem are not what they should
+    be; notes components of the reward that process supervision does not use."""
     parts, = rewards_of(task, [problem], [""], [1])
+    if not isinstance(task.answer(""), str):
+        raise UserError(f"answer must return a string, '' for none, not {task.answer('')!r}")
     if cfg.supervision == "process":
         text = task.demonstration(problem, random.Random(0)) if cfg.warm_steps else "12"
         check_steps(problem, text, task.steps(problem, text))

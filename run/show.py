@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from data import UserError, task_file, tokenizer
+import data
+from data import UserError, tokenizer
 from run import machine
 
 def print0(text):
@@ -82,7 +83,7 @@ def header(agent, problems, held_out):
                f"std; --adv_scale none leaves that out")
     if compiled:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
-    if cfg.init and Path(cfg.init).parent != task_file(cfg.task).parent:
+    if cfg.init and Path(cfg.init) != Path(data.__file__).parent / "warm_start":
         frame = agent.encoding.frame
         why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")

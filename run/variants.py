@@ -10,6 +10,7 @@ from data import UserError, regular
 HERE = Path(__file__).parent.parent / "experiments" / "variants"
 LOADED = {}             # modules, by path and content
 REPLACED = {}           # functions of grpo.py that were replaced, by name
+TOO_EARLY = {"make_config", "read_command", "main", "train"}     # cannot be replaced
 
 def file_of(name):
     """The file of an algorithm, or None: experiments/variants/<name>.py, or `name` itself if it is
@@ -53,6 +54,7 @@ def loaded(name, names):
         sys.modules.setdefault("grpo", sys.modules[names["__name__"]])      # if it is __main__
         spec = importlib.util.spec_from_file_location(f"algo_{path.stem}", path)
         module, installed = importlib.util.module_from_spec(spec), {n: names[n] for n in REPLACED}
+        sys.modules[spec.name] = module         # dataclasses look it up
         names.update(REPLACED)          # a file imports grpo.py's own functions
         try:
             spec.loader.exec_module(module)
@@ -71,6 +73,8 @@ def check_names(path, names, before):
     """Raises UserError if a global of an algorithm's file replaces nothing, or cannot: `names` are
     the file's, `before` grpo.py's own."""
     known, own = own_functions(before), own_functions(names)
+    for name in own.keys() & TOO_EARLY:
+        raise UserError(f"{path}: {name} runs before a file's functions are installed")
     for unknown in own.keys() - known.keys():
         raise UserError(f"{path}: grpo.py has no function {unknown} to replace; it has "
                         f"{', '.join(known)}")

@@ -422,7 +422,12 @@ def test_a_gap_in_any_micro_batch_is_found(row):
     b.logp[row, first] += 1
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
-    rows = next(batches.minibatches(dataclasses.replace(cfg, minibatches=2), random.Random(0)))[0].tolist()
+    for n in (7, 9):
+        with pytest.raises(UserError, match=f"^a rollout must have --prompts x --group rows, here 8, not {n}$"):
+            next(batches.minibatches(cfg, random.Random(0), n))
+    with pytest.raises(UserError, match="here 8, not 7$"):
+        update(model, torch.optim.SGD(model.parameters(), 1e-9), b.select(torch.arange(7), b.ids.size(1)), cfg, random.Random(0))
+    rows = next(batches.minibatches(dataclasses.replace(cfg, minibatches=2), random.Random(0), 8))[0].tolist()
     two, opt = dataclasses.replace(cfg, minibatches=2), torch.optim.SGD(model.parameters(), 1e-9)
     if row in rows:
         with pytest.raises(UserError):

@@ -309,6 +309,16 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
 
+def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
+    """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
+    batch, _ = labelled(3, 100, 0)
+    seen = []
+    monkeypatch.setattr(optimizer, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
+        sum(loss.item() for loss in losses(step)) for step in range(n)))
+    reward.fit(scorer_of(), rows_of(batch) | {"label": batch.ends.float() / 100}, 100, Config(), random.Random(0))
+    assert len(seen) == 3 and min(seen) > 0
+
+
 def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     cfg, seen = Config(choices=4, fit_prompts=100), []
     def fit(name, module, losses, steps, lr, clip):

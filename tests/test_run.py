@@ -508,6 +508,13 @@ def test_an_evaluation_that_does_not_fit(n, unbroken, tmp_path, capsys):
     assert f"and --max_new {n} do not fit" in fault(capsys, "--eval_only", "--init", tmp_path / "run")
 
 
+def test_an_evaluation_of_nothing(unbroken, tmp_path, capsys):
+    path = tmp_path / "none.py"
+    path.write_text(Path(arithmetic.__file__).read_text() + "\n_all = problems\ndef problems(cfg):\n    return _all(cfg)[0], []\n")
+    said = fault(capsys, "--eval_only", "--init", unbroken, "--task", path)
+    assert "the task has no held-out problems to evaluate on" in said
+
+
 def test_sizes_have_bounds(capsys, tmp_path):
     """Past them pass@k overflows, or ten minutes of labelling come before an error."""
     assert "--samples must be at most 1024, got 1025" in fault(capsys, "--samples", 1025)
@@ -746,6 +753,9 @@ def test_what_a_task_need_not_have(tmp_path):
 @pytest.mark.parametrize("wrong, why", [
     (dict(problems=lambda cfg: [1, 2]), "must return two lists"),
     (dict(problems=lambda cfg: (["a"], ["b"])), "objects with a string .prompt."),
+    (dict(problems=lambda cfg: (None, None)), "must return two lists"),
+    (dict(problems=lambda cfg: (iter([]), iter([]))), "must return two lists"),
+    (dict(answer=lambda text: 0), "^answer must return a string, '' for none, not 0$"),
     (dict(reward=lambda p, text: 1.0), "must be a dict with 'correct'"),
     (dict(reward=lambda p, text: {"right": 1.0}), "must be a dict with 'correct'")])
 def test_a_wrong_task_is_found_before_the_warm_start(tmp_path, wrong, why, capsys):

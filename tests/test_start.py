@@ -24,7 +24,7 @@ CFG = Config(prompts=2, group=4, max_new=8, warm_batch=6, warm_steps=3, micro_to
 def toy(**parts):
     """A task of PROBLEMS, with all that a task can have."""
     return SimpleNamespace(**dict(problems=lambda cfg: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
-                                  steps=lambda p, text: [], demonstration=lambda p, source: "abc") | parts)
+                                  steps=lambda p, text: [], demonstration=lambda p, source: "abc", answer=lambda text: text) | parts)
 
 
 # ------------------------------------------------------------------------------ whether it can run
@@ -84,9 +84,9 @@ def test_fewer_held_out_problems_than_asked_for_are_told(asked, note, monkeypatc
     assert capsys.readouterr().out == note
 
 
-def test_none_held_out_is_a_fault(monkeypatch):
+def test_none_held_out_is_a_fault():
     with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
-        check({}, 1, monkeypatch, held_out=[])
+        preflight.problems_of(CFG, toy(problems=lambda cfg: (PROBLEMS, [])))
 
 
 def test_the_reward_is_tried_once(monkeypatch):

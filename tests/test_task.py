@@ -798,6 +798,29 @@ def test_a_new_model_has_no_chat_template(tmp_path, capsys):
     assert not (tmp_path / "y" / "chat_frame.json").exists()
 
 
+def test_how_prompts_are_sent_is_told_wherever_the_model_lies(tmp_path, capsys, monkeypatch):
+    """Beside the task's file too; not of the warm start that comes with the code."""
+    chat_folder(tmp_path / "m")
+    (tmp_path / "mine.py").write_text(Path(task.__file__).read_text())
+    monkeypatch.chdir(tmp_path)
+    grpo.main([*RUN, "--steps", "0", "--task", "./mine.py", "--init", "./m", "--out", "x"])
+    assert "(its chat template)\n" in capsys.readouterr().out
+    grpo.main(["--steps", "0", "--held_out", "1", "--samples", "1", "--out", "y"])
+    assert "prompts are sent as" not in capsys.readouterr().out
+
+
+def test_an_error_of_syntax_is_told_by_its_place(tmp_path, monkeypatch):
+    """In data/ too, and in what a task imports."""
+    (tmp_path / "broken.py").write_text("x = (\n")
+    (tmp_path / "whole.py").write_text("import broken\n")
+    monkeypatch.setattr(grpo.data, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(grpo.data, "__path__", [str(tmp_path)])
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("broken", str(tmp_path / "broken.py"), "whole"):
+        with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path))}/broken.py, line 1: '\\(' was never closed$"):
+            load_task(name)
+
+
 def test_a_run_keeps_whether_its_model_thinks(tmp_path):
     """As long as nothing else is asked for; a run without a template may get one."""
     grpo.main([*RUN, "--steps", "0", "--init", str(chat_folder(tmp_path / "m")), "--chat", "think", "--out", str(tmp_path / "x")])

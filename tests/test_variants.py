@@ -9,6 +9,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -402,6 +403,43 @@ def test_without_a_reference_there_is_none_to_move(name, monkeypatch):
     assert module_of(name).train_step(SimpleNamespace(policy=tiny_model(1), ref=None), [], 25) == "found"
 
 
+@pytest.mark.parametrize("name", ["moving_reference", "periodic_reference", "off_policy_mask"])
+def test_variants_of_the_kl_have_one_on_every_task(name):
+    assert grpo.make_config(algo=name, task="sums").needs_reference and not grpo.make_config(task="sums").needs_reference
+
+
+def test_rewards_for_which_a_variant_is_not_meant():
+    for name, rewards, says in (("beta_norm", [1.0, 2.0], "a reward is 2, and must be from 0 to 1"),
+                                ("beta_norm", [-0.5, 1.0], "a reward is -0.5, and must be from 0 to 1"),
+                                ("maxrl", [-1.0, 1.0], "a reward is -1, and must not be negative")):
+        with pytest.raises(UserError, match=f"^--algo {name}: {says}$"):
+            module_of(name).outcome_scores(torch.tensor(rewards), 2)
+
+
+def test_a_little_for_a_wrong_completion_makes_it_not_right():
+    """Sums, gsm8k and countdown pay some."""
+    found = [module_of("pass_at_k").outcome_scores(torch.tensor(rewards), 8) for rewards in (
+        [0.1] * 5 + [1.1, 1.0, 0.1], [0.0] * 5 + [1.0, 1.0, 0.0])]
+    assert torch.equal(found[0][0], found[1][0]) and not found[0][1].any()
+
+
+def test_padding_is_not_clipped():
+    ratio = torch.full((1, 3), 9.0)
+    assert module_of("cispo").surrogate(ratio, 1.0, ratio, torch.tensor([[True, True, False]]), grpo.make_config(algo="cispo"))[1].tolist() == [
+        [True, True, False]]
+
+
+def test_a_step_without_a_gradient_has_no_kl(start, tmp_path, monkeypatch):
+    """If all completions were cut off, so beta stays as it is."""
+    def cut_off(*given, own=grpo.generate):
+        batch = own(*given)
+        return replace(batch, finished=torch.zeros_like(batch.finished))
+    monkeypatch.setattr(grpo, "generate", cut_off)
+    cfg = grpo.make_config(**TINY | dict(algo="overlong_filter", kl="loss", target_kl=0.01, init=start, warm_steps=0, steps=1, out=str(tmp_path)))
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
+    assert grpo.train(cfg).beta == cfg.beta
+
+
 def test_a_group_is_larger_than_k():
     with pytest.raises(UserError, match="pass_at_k: --group 4 must be more than K, 4"):
         module_of("pass_at_k").outcome_scores(torch.ones(4), 4)
@@ -499,10 +537,11 @@ def start(tmp_path_factory):
 def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     """With rewards that differ within groups, and two updates of a rollout; in bfloat16, the default on a GPU. Some completions
     are cut off."""
-    monkeypatch.setattr(grpo.data.load_task("arithmetic"), "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2), "size": -len(text) / 50})
+    monkeypatch.setattr(grpo.data.load_task("arithmetic"), "reward", lambda problem, text: {
+        "correct": float(sum(map(ord, text)) % 2), "size": 0.0 if name == "beta_norm" else len(text) / 50})
     monkeypatch.setattr(module_of("pass_at_k"), "K", 2)         # of 4
     before = vars(grpo).copy()
-    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, truncated_reward=9.0, epochs=2, minibatches=2,
+    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, epochs=2, minibatches=2,
                                     max_new=9, dtype="bfloat16", out=str(tmp_path)))
     grpo.train(cfg)
     assert cfg.functions == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
@@ -563,9 +602,12 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
 
 def test_settings_that_a_variant_would_ignore(start, tmp_path):
     tiny = TINY | dict(init=start, warm_steps=0, out=str(tmp_path / "run"))
-    for given in (dict(supervision="process"), dict(kl="reward"), dict(reward="model", adv_scale="group", fit_prompts=10)):
-        with pytest.raises(UserError, match="--algo gdpo has no --supervision process, --reward model or --kl reward"):
+    learned = dict(reward="model", adv_scale="group", fit_prompts=10)
+    for given in (dict(supervision="process"), dict(kl="reward"), dict(truncated_reward=-1), learned):
+        with pytest.raises(UserError, match="--algo gdpo has no --supervision process, --reward model, --kl reward or --truncated_reward"):
             grpo.train(grpo.make_config(**tiny | given, algo="gdpo"))
+    with pytest.raises(UserError, match="--algo remax has no --reward model"):
+        grpo.train(grpo.make_config(**tiny | learned | dict(adv_scale="none"), algo="remax"))
     with pytest.raises(UserError, match="--algo opo has a baseline of its own"):
         grpo.train(grpo.make_config(**tiny, algo="opo", baseline="group+value"))
 
@@ -575,6 +617,8 @@ def test_settings_that_a_variant_would_ignore(start, tmp_path):
     ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, sample_token, "),
     ("SETTINGS = {}\ndef surrogate(ratio, logp, adv, mask, cfg): pass",
      r"the arguments of surrogate are ratio, adv, logp, mask, cfg, in this order, not ratio, logp, adv, mask, cfg"),
+    *((f"SETTINGS = {{}}\ndef {name}(*given): pass", f"bad.py: {name} runs before a file's functions are installed$")
+      for name in ("train", "main", "make_config", "read_command")),
     ("SETTINGS = {}\ndef surrogate(): pass", "in this order, not $"), ("SETTINGS = {}\ndef surrogate(ratio, *more): pass", r"not ratio, \*more$"),
     ("SETTINGS = dict(kll='none')", "there is no setting 'kll'"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
     *((f"{line}\nSETTINGS = {{}}", f"bad.py: {name} would not take the place of grpo.py's, as only functions that the file defines do") for line, name in
@@ -597,6 +641,16 @@ def test_scores_of_outcomes_that_would_not_be_called(given, start, tmp_path):
                                       "def outcome_scores(*given):\n    return scores(*given)\n"
                                       "def advantages(*given):\n    return own(*given)\n")
     grpo.train(grpo.make_config(**tiny, algo=str(tmp_path / "mine.py")))
+
+
+def test_an_evaluation_has_the_functions_of_its_algorithm(start, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("from dataclasses import dataclass\nSETTINGS = {}\n"
+                                      "def evaluate(agent, problems):\n    return {'greedy': _Share(0.125).x}\n"
+                                      "def ask(agent, question):\n    return 'mine'\n"
+                                      "@dataclass\nclass _Share:\n    x: 'float'\n")
+    for mode, said in ((["--eval_only"], "greedy 12.5%\n"), (["--ask", "1*1="], "mine\n")):
+        grpo.main([*mode, "--max_new", "4", "--init", start, "--algo", str(tmp_path / "mine.py")])
+        assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("name, says", [

@@ -26,10 +26,10 @@ BUGS = [
     # masks, tokens, alignment
     ('the mask excludes the end token', 'grpo.py',
      'mask[rows, column] |= active',
-     'mask[rows, column] |= active & ~ends[token]', 'sampling'),
+     'mask[rows, column] |= active & ~is_stop[token]', 'sampling'),
     ('a truncated row counts as finished', 'grpo.py',
-     'finished[rows] |= active & ends[token]',
-     'finished[rows] |= active & (ends[token] | (n + 1 == max_new))', 'sampling'),
+     'finished[rows] |= active & is_stop[token]',
+     'finished[rows] |= active & (is_stop[token] | (n + 1 == max_new))', 'sampling'),
     ('finished rows continue', 'grpo.py',
      'active = ~finished[rows] & (n',
      'active = (n', 'sampling'),

@@ -6,4 +6,4 @@ SETTINGS = dict(kl="none", loss_mean="token", clip_low=1, clip_high=4)
 
 def surrogate(ratio, adv, logp, mask, cfg):
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
-    return ratio.clamp(low, high).detach() * adv * logp, (ratio < low) | (ratio > high)
+    return ratio.clamp(low, high).detach() * adv * logp, ((ratio < low) | (ratio > high)) & mask

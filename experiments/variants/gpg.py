@@ -17,4 +17,4 @@ def advantages(reward, ends, mask, penalty, value, cfg):
 
 
 def surrogate(ratio, adv, logp, mask, cfg):
-    return adv * logp, ratio != ratio
+    return adv * logp, torch.zeros_like(mask)

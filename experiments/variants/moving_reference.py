@@ -5,7 +5,7 @@ import torch
 
 from grpo import train_step as one_step
 
-SETTINGS = {}
+SETTINGS = dict(kl="loss")
 RATE = 0.01
 
 

@@ -4,7 +4,7 @@ has moved away from it by more than DELTA nats a token. The paper gives no DELTA
 """
 from grpo import surrogate as of_all
 
-SETTINGS = dict(estimator="ratio*k3")
+SETTINGS = dict(kl="loss", estimator="ratio*k3")
 DELTA = 0.5
 
 

@@ -1,5 +1,5 @@
 """Pass@k training (arXiv 2508.10751, eq. 10 to 15): the z-score of pass@K over all subsets of K of the group's completions,
-in closed form. Completions are right (reward above 0) or wrong; once fewer than K are wrong, the group is dead.
+in closed form. Completions are right (reward of at least 1) or wrong; once fewer than K are wrong, the group is dead.
 """
 from math import comb
 
@@ -14,7 +14,7 @@ K = 4
 def outcome_scores(reward, group):
     if group <= K:
         raise UserError(f"pass_at_k: --group {group} must be more than K, {K}")
-    right = reward.view(-1, group) > 0                                                  # (P, G)
+    right = reward.view(-1, group) >= 1                                                 # (P, G)
     fails = [comb(group - n, K) / comb(group, K) for n in right.sum(1).tolist()]
     alone = [comb(max(0, group - n - 1), K - 1) / comb(group - 1, K - 1) for n in right.sum(1).tolist()]
     fail, alone = (torch.tensor(x)[:, None].to(reward) for x in (fails, alone))

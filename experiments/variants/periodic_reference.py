@@ -2,7 +2,7 @@
 from grpo import train_step as one_step
 from run import shard
 
-SETTINGS = {}
+SETTINGS = dict(kl="loss")
 EVERY = 25
 
 

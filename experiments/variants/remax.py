@@ -4,12 +4,15 @@ one more completion. One sample a prompt is enough there; here a group has sever
 import torch
 
 import grpo
+from data import UserError
 from grpo import rollout as of_samples
 
 SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
 
 
 def rollout(agent, problems, rng):
+    if agent.cfg.reward == "model":
+        raise UserError("--algo remax has no --reward model")
     batch, stats = of_samples(agent, problems, rng)
     greedy = grpo.generate(agent, problems, torch.zeros(len(problems), 1, agent.cfg.max_new), n_greedy=1)
     greedy.reward, _ = grpo.reward.of_steps(agent.task, greedy, agent.cfg, agent.encoding)

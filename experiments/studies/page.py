@@ -25,14 +25,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGES = ("questions", "figures")
 SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures that are shares of problems
-FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f"}
+FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f",
+         "calibration": ".2f", "calibration end": ".2f"}
 UNITS = {"tokens": 1e6}
 POWER = {3: 1.061, 4: 0.978, 5: 0.941}                            # 80 % quantiles of Student's t for n numbers
 TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
           "auc": "AUC, initial policy", "auc end": "AUC, trained policy"}
 
 GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, PUBLISHED = (f"critics: {name}" for name in (
-    "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "PPO as published"))
+    "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "shared critic, whitened"))
 FITTED_1_SHORT, FITTED_LONG, FITTED_1_LONG = "6 lines: fitted critic, lambda 1", "24 lines: fitted critic", "24 lines: fitted critic, lambda 1"
 GROUP_100, FITTED_1_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "fitted critic, lambda 1", "4 continuations"))
 TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
@@ -44,8 +45,8 @@ OUTCOMES_RULE, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labe
     "the rule", "4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
-SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_SMALL_BETA, BEST_NO_KL = (f"the KL's beta: {name}" for name in (
-    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, 0.04", "64,000 completions, no KL"))
+SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_NO_KL, LOW_OUTCOMES = (f"the KL's beta: {name}" for name in (
+    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, no KL", "4,000 outcomes, 0.2"))
 TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 
@@ -70,9 +71,11 @@ def runs_of(study, row):
 
 
 def value(run, of):
-    """A measure of a run, also the AUC of its reward model; None if it has none."""
-    if of in ("auc", "auc end"):
-        return run["quality"]["start" if of == "auc" else "end"]["auc"] if run["quality"] else None
+    """A measure of a run, also the AUC or calibration error of its reward model, by completions of the first policy, or of the last with
+    `end`; None if it has none."""
+    name, _, end = of.partition(" ")
+    if name in ("auc", "calibration"):
+        return run["quality"]["end" if end else "start"][name] if run["quality"] else None
     return run.get(of)
 
 
@@ -177,6 +180,29 @@ def near(study, row, base=None, of="greedy", within=3):
 def ratio(study, row, base, of="seconds"):
     """How many times as much a row takes as another, as text."""
     return f"{middle(study, row, of) / middle(study, base, of):.1f}"
+
+
+def times(study, row, base, of="seconds"):
+    """The same for each seed, the lowest and highest, as text."""
+    known = [run[of] / runs_of(study, base)[seed][of] for seed, run in runs_of(study, row).items()]
+    return f"{min(known):.1f} to {max(known):.1f}"
+
+
+def each_end(study, row, of="greedy"):
+    """What each seed reaches, as text."""
+    *most, last = (shown(run[of], of) for _, run in sorted(runs_of(study, row).items()))
+    return f"{', '.join(most)} and {last}"
+
+
+def learned_rows():
+    """The rows of the labels' study with a learned reward."""
+    return [f"{part}: {name}" for part, rows in studies.STUDIES["labels"].items() for name, row in rows.items() if "--reward model" in row]
+
+
+def best_rate(family):
+    """The learning rate with which a family of rows ended best on the development map."""
+    found = {rate: runs_of("tuning", f"{family}: {family}, {rate}")["101"]["greedy"] for rate in studies.RATES}
+    return max(found, key=found.get)
 
 
 def reached(study, row, base, spent):

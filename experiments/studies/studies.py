@@ -123,7 +123,7 @@ STUDIES = {
             "group": "", "shared critic": "--baseline value", "own critic": OWN, "own critic, lambda 1": f"{OWN} --lam 1",
             "own critic, 3 times the rate": f"{OWN} --patch critic_lr=3", "fitted critic": FITTED,
             "fitted critic, lambda 1": f"{FITTED} --lam 1", "group and fitted critic": f"{FITTED} --baseline group+value",
-            "PPO as published": "--algo ppo --kl none --adv_scale batch"},
+            "shared critic, whitened": "--algo ppo --kl none --adv_scale batch"},
         "values of lines, 100 steps": {
             "group": "--steps 100", "fitted critic, lambda 1": f"{FITTED} --lam 1 --steps 100", "4 continuations": "--baseline none --patch vine=4 --steps 100"},
         "sizes of groups": {

@@ -191,7 +191,7 @@ def test_what_the_readme_says():
     readme = " ".join((ROOT / "README.md").read_text().split())
     seeds = min(page.seeds(study) for study in ("critic", "labels", "kl"))
     assert f"{seeds} seeds or more, hypotheses for larger models" in readme
-    for text in (f"ends at {page.median('labels', page.NO_KL)} without a KL, even at AUC {page.median('labels', page.BEST_NO_KL, 'auc')}",
+    for text in (f"learned rewards per line end at {page.median('labels', page.NO_KL)} without a KL, even at AUC {page.median('labels', page.BEST_NO_KL, 'auc')}",
                  f"(explained variance {page.median('critic', page.FITTED_1, 'explained_variance')}) ends {page.beside('critic', page.FITTED_1)} a group's mean",
                  f"groups of 2 end {page.beside('critic', page.TWO)} 16"):
         assert text.replace("−", "-") in readme, text

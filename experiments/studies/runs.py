@@ -285,10 +285,12 @@ def child(flags):
     held_out = preflight.problems_of(agent.cfg, agent.task)[1]
     before = models.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
     cool = dataclasses.replace(agent, cfg=dataclasses.replace(agent.cfg, temperature=0.5))
-    start = dataclasses.replace(agent, policy=before, sampler=None)
-    cool_start = dataclasses.replace(start, cfg=cool.cfg)
-    result |= {"final": grpo.evaluate(agent, held_out), "final at 0.5": grpo.evaluate(cool, held_out),
-               "start": grpo.evaluate(start, held_out), "start at 0.5": grpo.evaluate(cool_start, held_out), **kl_to(agent, before, held_out)}
+    result |= {"final": grpo.evaluate(agent, held_out), "final at 0.5": grpo.evaluate(cool, held_out), **kl_to(agent, before, held_out)}
+    if (cfg.folder / "start.json").exists():
+        result |= json.loads((cfg.folder / "start.json").read_text())
+    else:
+        start, cool_start = (dataclasses.replace(x, policy=before, sampler=None) for x in (agent, cool))
+        result |= {"start": grpo.evaluate(start, held_out), "start at 0.5": grpo.evaluate(cool_start, held_out)}
     if agent.reward_model is not None:
         result["quality"] = {when: quality(agent, gpt, held_out) for when, gpt in (("start", before), ("end", agent.policy))}
     (cfg.folder / "result.json").write_text(json.dumps(result))
@@ -363,6 +365,8 @@ def run(flags, seed, out):
             warm = warm_folder(read(flags)[0], flags, out)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(warm / "warm_start", folder / "warm_start")
+            first = {name: x for name, x in made(warm).items() if name.startswith("start")}
+            (folder / "start.json").write_text(json.dumps(first))       # measured once
             start_child(flags, folder)
         return made(folder)
 

@@ -42,11 +42,12 @@ def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkey
         """Writes what `run` waits for."""
         made.append(folder.name)
         (folder / "warm_start").mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").write_text(json.dumps({"made": made, "sources": runs.sources()}))
+        (folder / "result.json").write_text(json.dumps({"made": made, "sources": runs.sources(), "start": 1, "start at 0.5": 2}))
     monkeypatch.setattr(runs, "start_child", child)
     for flags in (["--beta", "0.04"], ["--algo", "grpo"], ["--beta", "0.1"], ["--beta", "0.04", "--patch", "tries=2"]):
         runs.run([*TINY, *flags], 1, tmp_path)
     assert len(made) == 4 and made[0].startswith("warm-")           # one warm start, three runs
+    assert json.loads((tmp_path / made[1] / "start.json").read_text()) == {"start": 1, "start at 0.5": 2}       # measured with the warm start
     runs.run(TINY, 2, tmp_path)
     assert len(made) == 6
     monkeypatch.setattr(runs, "start_child", lambda *_: pytest.fail("it is there"))
@@ -66,7 +67,7 @@ def test_what_a_run_measures(tmp_path):
     assert tokens[:2] == [0, found["label tokens"]] and tokens[3] == pytest.approx(tokens[1] + 8 * sum(found["steps"]["length"]))
     assert 0 == seconds[0] < seconds[1] < seconds[2] < seconds[3]
     assert found["label tokens"] > 0 and "--patch" in found["flags"]
-    assert {"greedy", "pass@1", "pass@8", "maj@8"} < {*found["final"]} and found["quality"].keys() == {"start", "end"}
+    assert {"greedy", "pass@1", "pass@8", "maj@8"} < {*found["final"]} and {"start", "start at 0.5"} < {*found} and found["quality"].keys() == {"start", "end"}
     assert abs(found["kl"]) < 1 and not (tmp_path / "checkpoint.safetensors").exists()
     row = studies.summary(found)
     assert row["quality"] == found["quality"] and row["points"] == found["points"] and row["length"] == pytest.approx(found["steps"]["length"][1], rel=1e-3)
@@ -76,8 +77,10 @@ def test_what_a_run_measures(tmp_path):
     ("--reward model --fit_prompts 10 --iterations 2 --patch history=0.5 --patch reference=kept", 3 + 2),
     ("--algo ppo --critic separate --patch critic_lr=10", 3)))
 def test_a_run_with_patches_goes_through(row, kept, tmp_path):
+    (tmp_path / "start.json").write_text('{"start": {"greedy": 2.0}}')
     runs.child([*TINY, *row.split(), "--steps", "1" if "iterations" in row else "2", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "result.json").read_text())
+    assert found["start"] == {"greedy": 2.0} and "start at 0.5" not in found
     assert len(found["points"]) == kept and ("explained_variance" in found["steps"]) == ("ppo" in row)
     assert ("quality" in found) == ("model" in row)
 

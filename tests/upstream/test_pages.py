@@ -132,15 +132,21 @@ def test_the_measured_section_is_replaced_alone(monkeypatch):
     assert page.with_measured("# A\n\n## B\n") == "# A\n\n## B\n"
 
 
+def test_what_was_measured_is_in_the_page_of_variants():
+    text = (ROOT / "docs" / "variants.md").read_text()
+    assert page.with_measured(text) == text and text.count("\n## Measured\n") == 1, "run python experiments/studies/page.py"
+
+
 def test_the_section_on_variants(monkeypatch):
-    """As it will be: rows of the same name in two regimes are told apart."""
+    """On made-up results: rows of the same name in two regimes are told apart."""
     about = dict(date="2026-01-01", machine="a", cores=2, torch="9")
     found = {"command": "c", "setting": "s", "runs": {}}
     for part, rows in studies.STUDIES["variants"].items():
         for name, flags in rows.items():
             for seed, noise in zip("123", (0, 0.01, -0.01)):
-                better = 0.2 * (name == "dapo") * (1 if part.startswith("one") else -1)
+                better, tokens = 0.2 * (name == "dynamic_sampling"), 2e6 if name == "dynamic_sampling" else 1e6
                 found["runs"].setdefault(flags, {})[seed] = {of: 0.5 + better + noise * (name != "GRPO") for of in ("greedy", "pass@1")} | {
+                    "tokens": tokens, "points": [{"tokens": 0, "seconds": 0, "greedy": 0.3}, {"tokens": tokens, "seconds": 9, "greedy": 0.5 + better}],
                     "length": 20.0 + part.startswith("16") + 5 * (name == "luspo") + (name == "dr_grpo"),
                     "before": {"greedy": 0.3, "pass@1": 0.2}, "about": about}
     tuned = {"runs": {f"{row} --lr {lr}": {"101": {"greedy": 0.0 if lr == "3e-4" else 0.4 if name == "tis" else 0.6}}
@@ -155,9 +161,20 @@ def test_the_section_on_variants(monkeypatch):
     assert "with one update and with 16: 20.0 and 21.0 with a mean over each completion, 25.0 and 26.0 without its 1/|o|" in said
     assert "20.0 with `--loss_mean token` and 21.0 with a constant (Dr. GRPO)" in said
     assert "the rows end between 40% and 60% at 3e-5" not in said and "the rows end between 60% and 60% at 3e-5" in said
-    assert "2 of 43 rows could be shown to differ from GRPO: dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in text
+    assert "1 of 43 rows could be shown to differ from GRPO: dynamic_sampling, one update per rollout (+20.0 points).** It samples 2.0 times" in text
+    assert "GRPO's tokens: after as many as GRPO in all it is at 50%, after as many seconds at 70%, and GRPO at 50%." in said
     assert f"With 3 seeds and the median spread of differences, a test without that correction finds a difference of {page.detectable('variants')} " in said
     assert text.count("\n| dapo | 3 |") == 2
+    for part, rows in studies.STUDIES["variants"].items():
+        for run in found["runs"][rows["dapo"]].values():
+            run["greedy"] += 0.2 if part.startswith("one") else -0.2
+    assert "dapo, one update per rollout (+20.0 points); dapo, 16 updates per rollout (−20.0 points)." in page.verdict("variants")
+    with pytest.raises(AssertionError):         # the text speaks of one row
+        page.rendered("variants")
+    for part, rows in studies.STUDIES["variants"].items():
+        for run in found["runs"][rows["dapo"]].values():
+            run["greedy"] -= 0.2 if part.startswith("one") else -0.2
+    page.rendered("variants")
     tuned["runs"][f"{often['cispo']} --lr 3e-4"]["101"]["greedy"] = 0.6
     with pytest.raises(AssertionError):         # it has neither a KL nor the ratio of a completion
         page.rendered("variants")

@@ -1,5 +1,6 @@
 """The section of docs/variants.md on what was measured. The names in braces are those of page.py, which writes it."""
 once, often = studies.REGIMES
+GRPO_ONCE, DYNAMIC = f"{once}: GRPO", f"{once}: dynamic_sampling"
 highest = at_rate(often, "3e-4")
 collapsed = [name for name, x in highest.items() if x < 0.01]
 lasting = {name: x for name, x in highest.items() if x > 0.5}
@@ -12,8 +13,11 @@ def lengths(name):
 
 PAGE = rf"""## Measured
 
-**{verdict("variants")}** The task is [a walk among hidden mines](questions.md#the-setting), the
-measure greedy accuracy after equal completions:
+**{verdict("variants")}** It samples {ratio("variants", DYNAMIC, GRPO_ONCE, "tokens")} times
+GRPO's tokens: after as many as GRPO in all it is at {reached("variants", DYNAMIC, GRPO_ONCE, "tokens")}, after as many seconds at
+{reached("variants", DYNAMIC, GRPO_ONCE, "seconds")}, and GRPO at {reached("variants", GRPO_ONCE, GRPO_ONCE, "tokens")}. The task is
+[a walk among hidden mines](questions.md#the-setting), the measure greedy accuracy after training on as many completions:
+{holds({*shown_to_differ("variants")} == {(once, "dynamic_sampling")})}
 
 ![each variant's difference to GRPO in greedy accuracy, with its interval, in two regimes](../experiments/studies/answers/variants.png)
 

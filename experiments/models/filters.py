@@ -4,7 +4,7 @@ wrong, and at first most completions are cut off:
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                # the model, into out/smollm2
     python experiments/models/filters.py 1 2 3          # a run of each row for each seed, on one thread each
-    python experiments/models/filters.py --readme       # filters.json from all runs, and the table of docs/variants.md
+    python experiments/models/filters.py --readme       # filters.json from all runs, and a table
 
 The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equal completions` and `at equal seconds` are
 read from the curve of held-out results, where a run has sampled, or trained, as much as GRPO's of the same seed in all.
@@ -23,8 +23,9 @@ import numpy as np
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
+from runs import spread  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
 SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
@@ -80,7 +81,7 @@ def of_run(where):
 
 
 def at_equal(runs, base, spent, of):
-    """For each seed, a measure of a row where it has spent as much as the other row in all; the other's seeds alone."""
+    """For each seed, a measure of a row where it has spent as much as the other row in all."""
     found = []
     for seed, one in runs.items():
         x, y = ([p[name] for p in one["points"]] for name in (spent, of))
@@ -88,24 +89,18 @@ def at_equal(runs, base, spent, of):
     return found
 
 
-def cell(numbers, form=".1%"):
-    """The median, with the range in brackets."""
-    x = sorted(numbers)
-    return f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
-
-
 def lines(found):
     """The table."""
     yield "| | greedy | pass@1 | at equal completions | at equal seconds | dead groups | completions | minutes |"
     yield "|---" * 8 + "|"
     base = found["GRPO"]
-    yield "| before RL | " + " | ".join(cell([r["points"][0][name] for r in base.values()]) for name in MEASURED[:2]) + " | |" * 5
+    yield "| before RL | " + " | ".join(spread([r["points"][0][name] for r in base.values()]) for name in MEASURED[:2]) + " |" * 6
     for row, runs in found.items():
         last = [r["points"][-1] for r in runs.values()]
-        cells = [cell([p[name] for p in last]) for name in MEASURED[:2]]
-        cells += [cell(at_equal(runs, base, spent, "pass@1")) for spent in ("completions", "seconds")]
-        cells.append(cell([statistics.mean(r["curves"]["dead_groups"][-10:]) for r in runs.values()], ".0%"))
-        cells += [cell([p["completions"] for p in last], ",.0f"), cell([p["seconds"] / 60 for p in last], ".1f")]
+        cells = [spread([p[name] for p in last]) for name in MEASURED[:2]]
+        cells += [spread(at_equal(runs, base, spent, "pass@1")) for spent in ("completions", "seconds")]
+        cells.append(spread([statistics.mean(r["curves"]["dead_groups"][-10:]) for r in runs.values()], ".0%"))
+        cells += [spread([p["completions"] for p in last], ",.0f"), spread([p["seconds"] / 60 for p in last], ".1f")]
         yield f"| {row} | {' | '.join(cells)} |"
 
 

@@ -72,7 +72,7 @@ def toy(monkeypatch):
     """A study of two parts whose numbers can be checked by hand."""
     def run(greedy, seconds, auc=None):
         return {"greedy": greedy, "pass@1": greedy / 2, "seconds": seconds, "tokens": 2e6, "before": {"greedy": 0.1},
-                "quality": auc and {"start": {"auc": auc}, "end": {"auc": 0.6}}}
+                "quality": auc and {"start": {"auc": auc, "calibration": 0.1}, "end": {"auc": 0.6, "calibration": 0.3}}}
     monkeypatch.setitem(studies.STUDIES, "toy", {"one": {"base": "", "other: k1": "--lr 1"}, "two": {"base": "", "third": "--lr 2"}})
     found = {"runs": {"": {"1": run(0.2, 10), "2": run(0.4, 20), "3": run(0.3, 30)},
                       "--lr 1": {"1": run(0.25, 40, 0.7), "2": run(0.47, 60, 0.9), "3": run(0.36, 50, 0.8)},
@@ -84,6 +84,8 @@ def toy(monkeypatch):
 def test_numbers_of_a_row(toy):
     row, third = "one: other: k1", "two: third"
     assert page.median("toy", row) == "36%" and page.median("toy", row, "auc") == "0.80" and page.median("toy", row, "auc end") == "0.60"
+    assert page.median("toy", row, "calibration") == "0.10" and page.median("toy", row, "calibration end") == "0.30"
+    assert page.times("toy", row, "one: base") == "1.7 to 4.0" and page.each_end("toy", row) == "25%, 47% and 36%"
     assert page.median("toy", "one: base", "auc") == "" and page.median("toy", row, "tokens") == "2.0"
     assert page.points("toy", row) == "+6.0" and page.points("toy", row, third) == "+3.5" and page.points("toy", third, row) == "−3.5"
     assert page.beside("toy", row) == "6.0 points above" and page.beside("toy", third, row) == "3.5 points below"
@@ -130,6 +132,12 @@ def test_the_measured_section_is_replaced_alone(monkeypatch):
     monkeypatch.setattr(page, "rendered", lambda name: f"## Measured\n\nnew {name}\n")
     assert page.with_measured("# A\n\n## Measured\n\nold\n\nold\n\n## B\n\nx\n") == "# A\n\n## Measured\n\nnew variants\n\n## B\n\nx\n"
     assert page.with_measured("# A\n\n## B\n") == "# A\n\n## B\n"
+
+
+def test_rows_with_a_learned_reward():
+    found = page.learned_rows()
+    assert page.LINES_4000 in found and page.OUTCOMES_64000 in found and page.CHANCE in found
+    assert not {page.LINES_RULE, page.OUTCOMES_RULE, page.RULE_NO_KL, page.FORM} & {*found}
 
 
 def test_what_was_measured_is_in_the_page_of_variants():

@@ -389,6 +389,7 @@ def test_filters_are_compared_at_equal_cost():
     other = {1: run((0, 0, 0.1, 0.2), (50, 10, 0.3, 0.5), (150, 40, 0.7, 0.8)), 2: run((0, 0, 0.1, 0.2), (300, 120, 0.7, 0.8))}
     assert filters.at_equal(other, base, "completions", "pass@1") == pytest.approx([0.5, 0.3])
     assert filters.at_equal(other, base, "seconds", "pass@1") == pytest.approx([0.7, 0.4])
-    *_, row = filters.lines({"GRPO": base, "other": other})
+    *head, row = filters.lines({"GRPO": base, "other": other})
+    assert {line.count("|") for line in (*head, row)} == {9} and head[2].startswith("| before RL | 20.0% (20.0% to 20.0%) | 10.0% (")
     assert row == ("| other | 80.0% (80.0% to 80.0%) | 70.0% (70.0% to 70.0%) | 40.0% (30.0% to 50.0%) | 55.0% (40.0% to 70.0%) "
                    "| 25% (25% to 25%) | 225 (150 to 300) | 1.3 (0.7 to 2.0) |")

@@ -20,12 +20,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
-from runs import spread  # noqa: E402
+from runs import about, spread  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
 SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
@@ -35,7 +36,8 @@ CURVES = ("accuracy", "dead_groups", "length", "finished", "completions")
 
 
 def child(flags):
-    """One run of grpo.py, whose metrics also have the completions and tokens that each step has sampled."""
+    """One run of grpo.py, whose metrics also have the completions and tokens that each step has sampled; in its folder,
+    about.json has the versions and the machine."""
     rollout, train_step, sampled = grpo.rollout, grpo.train_step, []
 
     @functools.wraps(rollout)
@@ -51,6 +53,8 @@ def child(flags):
         return batch, stats | {"completions": sum(map(len, sampled)), "tokens": sum(int(mask.sum()) for mask in sampled)}
     grpo.rollout, grpo.train_step = counted_rollout, counted_step       # before an algorithm's file takes them
     grpo.main(flags)
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    (grpo.read_command(flags)[1].folder / "about.json").write_text(json.dumps(about() | gpu) + "\n")
 
 
 def folder(row, seed):
@@ -114,10 +118,13 @@ def main():
         for _ in pool.map(run, *zip(*((row, seed) for seed in args.seeds for row in args.rows))) if args.seeds else ():
             pass
     if args.readme:
-        made = {row: {seed: of_run(folder(row, seed)) for seed in range(1, 100) if (folder(row, seed) / "metrics.jsonl").exists()}
-                for row in ROWS}
-        (HERE / "filters.json").write_text(json.dumps(made, indent=1) + "\n")
-        print("\n".join(lines(made)))
+        done = {row: [seed for seed in range(1, 100) if (folder(row, seed) / "about.json").exists()] for row in ROWS}
+        found = {row: {seed: of_run(folder(row, seed)) for seed in seeds} for row, seeds in done.items()}
+        first = json.loads((folder("GRPO", done["GRPO"][0]) / "about.json").read_text())
+        result = {**first, "command": f"python experiments/models/filters.py {' '.join(map(str, done['GRPO']))}",
+                  "flags": " ".join(SETTING), "rows": found}
+        (HERE / "filters.json").write_text(json.dumps(result, indent=1) + "\n")
+        print("\n".join(lines(found)))
 
 
 if __name__ == "__main__":

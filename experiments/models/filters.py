@@ -6,8 +6,9 @@ wrong, and at first most completions are cut off:
     python experiments/models/filters.py 1 2 3          # a run of each row for each seed, on one thread each
     python experiments/models/filters.py --readme       # filters.json from all runs, and a table
 
-The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equal completions` and `at equal seconds` are
-read from the curve of held-out results, where a run has sampled, or trained, as much as GRPO's of the same seed in all.
+The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equal completions` is read from the curve of
+held-out results, where a run has sampled as many as GRPO's of the same seed in all. As many runs go at once as there are
+processors, so `minutes` are those of a busy machine.
 """
 import argparse
 import concurrent.futures
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
-from runs import about, spread  # noqa: E402
+from runs import about, interval, spread  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
 SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
@@ -84,26 +85,31 @@ def of_run(where):
     return {"points": points, "curves": {name: [round(m[name], 3) for m in metrics[1:]] for name in CURVES}}
 
 
-def at_equal(runs, base, spent, of):
-    """For each seed, a measure of a row where it has spent as much as the other row in all."""
-    found = []
-    for seed, one in runs.items():
-        x, y = ([p[name] for p in one["points"]] for name in (spent, of))
-        found.append(float(np.interp(base[seed]["points"][-1][spent], x, y)))
-    return found
+def apart(found, row, of="pass@1", spent=None):
+    """The differences of a row to GRPO in points, paired by seed: at the end of both runs, or where the row has spent as
+    much as GRPO's run in all; at its own end if it has spent less."""
+    differences = []
+    for seed, run in found[row].items():
+        points, base = run["points"], found["GRPO"][seed]["points"][-1]
+        reached = np.interp(base[spent], [p[spent] for p in points], [p[of] for p in points]) if spent else points[-1][of]
+        differences.append(100 * (float(reached) - base[of]))
+    return differences
 
 
 def lines(found):
-    """The table."""
-    yield "| | greedy | pass@1 | at equal completions | at equal seconds | dead groups | completions | minutes |"
+    """The table: medians with the lowest and highest seed, and mean differences in pass@1 with 95 % intervals."""
+    yield "| | greedy | pass@1 | difference | at equal completions | dead groups | completions | minutes |"
     yield "|---" * 8 + "|"
-    base = found["GRPO"]
-    yield "| before RL | " + " | ".join(spread([r["points"][0][name] for r in base.values()]) for name in MEASURED[:2]) + " |" * 6
-    for row, runs in found.items():
-        last = [r["points"][-1] for r in runs.values()]
-        cells = [spread([p[name] for p in last]) for name in MEASURED[:2]]
-        cells += [spread(at_equal(runs, base, spent, "pass@1")) for spent in ("completions", "seconds")]
-        cells.append(spread([statistics.mean(r["curves"]["dead_groups"][-10:]) for r in runs.values()], ".0%"))
+    first = [run["points"][0] for run in found["GRPO"].values()]
+    yield "| before RL | " + " | ".join(spread([p[name] for p in first]) for name in ("greedy", "pass@1")) + " |" * 6
+    for row, of_seeds in found.items():
+        last = [run["points"][-1] for run in of_seeds.values()]
+        cells = [spread([p[name] for p in last]) for name in ("greedy", "pass@1")]
+        for spent in (None, "completions"):
+            x = apart(found, row, spent=spent)
+            low, high = interval(x)
+            cells.append("" if row == "GRPO" else f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−"))
+        cells.append(spread([statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()], ".0%"))
         cells += [spread([p["completions"] for p in last], ",.0f"), spread([p["seconds"] / 60 for p in last], ".1f")]
         yield f"| {row} | {' | '.join(cells)} |"
 

@@ -20,6 +20,7 @@ import figure7
 import mines
 import runs
 import studies
+from experiments.models import filters
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -342,6 +343,16 @@ def span(part, rate):
 def listed(rows):
     """Rows with their greedy accuracy, the highest first, as text."""
     return ", ".join(f"{name} {shown(x, 'greedy')}" for name, x in sorted(rows.items(), key=lambda row: -row[1]))
+
+
+def filtered():
+    """What experiments/models/filters.py measured."""
+    return json.loads((filters.HERE / "filters.json").read_text())
+
+
+def of_filters(row, name, steps=slice(None)):
+    """The median over the seeds of the mean of a curve over some steps, as text."""
+    return f"{statistics.median(statistics.mean(run['curves'][name][steps]) for run in filtered()['rows'][row].values()):.0%}"
 
 
 def with_measured(text):

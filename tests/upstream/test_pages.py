@@ -20,7 +20,7 @@ DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
 RESULTS = sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json"))
 # Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
 SETTINGS = {"questions": "0 0.04 0.1 0.2 0.3 0.5 0.95 1 1.0 2 3 4 6 7 8 12 16 24 30 64 80 95 100 256 300 400 800 4,000 64,000",
-            "figures": "1 5 6 7 8 64 4,000", "variants": "0 0.8 1 1.2 3 4 5 16 100 200"}
+            "figures": "1 5 6 7 8 64 4,000", "variants": "0 0.8 1 1.2 3 4 5 12 16 40 95 100 135 200"}
 
 
 @pytest.mark.parametrize("name", page.PAGES)
@@ -143,6 +143,13 @@ def test_rows_with_a_learned_reward():
 def test_what_was_measured_is_in_the_page_of_variants():
     text = (ROOT / "docs" / "variants.md").read_text()
     assert page.with_measured(text) == text and text.count("\n## Measured\n") == 1, "run python experiments/studies/page.py"
+
+
+def test_curves_of_filters(monkeypatch):
+    """The median over the seeds, of means over steps."""
+    made = {seed: {"curves": {"finished": [0.2, x, x + 0.2]}} for seed, x in zip("123", (0.3, 0.7, 0.5))}
+    monkeypatch.setattr(page, "filtered", lambda: {"rows": {"GRPO": made}})
+    assert page.of_filters("GRPO", "finished", slice(1)) == "20%" and page.of_filters("GRPO", "finished", slice(1, None)) == "60%"
 
 
 def test_the_section_on_variants(monkeypatch):

@@ -385,11 +385,16 @@ def test_filters_are_compared_at_equal_cost():
     def run(*points):
         names = ("completions", "seconds", "pass@1", "greedy")
         return {"points": [dict(zip(names, x)) for x in points], "curves": {"dead_groups": [0.5] * 20 + [0.25] * 10}}
-    base = {1: run((0, 0, 0.1, 0.2), (100, 60, 0.5, 0.6)), 2: run((0, 0, 0.1, 0.2), (100, 60, 0.7, 0.6))}
-    other = {1: run((0, 0, 0.1, 0.2), (50, 10, 0.3, 0.5), (150, 40, 0.7, 0.8)), 2: run((0, 0, 0.1, 0.2), (300, 120, 0.7, 0.8))}
-    assert filters.at_equal(other, base, "completions", "pass@1") == pytest.approx([0.5, 0.3])
-    assert filters.at_equal(other, base, "seconds", "pass@1") == pytest.approx([0.7, 0.4])
-    *head, row = filters.lines({"GRPO": base, "other": other})
+    start, grpo_own = (0, 0, 0.1, 0.2), (100, 60, 0.5, 0.6)
+    base = {"1": run(start, grpo_own), "2": run(start, (100, 60, 0.7, 0.6)), "3": run(start, grpo_own)}
+    other = {"1": run(start, (50, 10, 0.3, 0.5), (150, 40, 0.7, 0.8)), "2": run(start, (300, 120, 0.7, 0.8)), "3": run(start, (150, 90, 0.7, 0.9))}
+    found = {"GRPO": base, "other": other}
+    assert filters.apart(found, "other") == pytest.approx([20, 0, 20]) and filters.apart(found, "GRPO", spent="seconds") == [0, 0, 0]
+    assert filters.apart(found, "other", spent="completions") == pytest.approx([0, -40, 0])
+    assert filters.apart(found, "other", spent="seconds") == pytest.approx([20, -30, 0])
+    assert filters.apart(found, "other", of="greedy", spent="seconds") == pytest.approx([20, -10, 100 * (0.2 + 0.7 * 2 / 3 - 0.6)])
+    *head, row = filters.lines(found)
     assert {line.count("|") for line in (*head, row)} == {9} and head[2].startswith("| before RL | 20.0% (20.0% to 20.0%) | 10.0% (")
-    assert row == ("| other | 80.0% (80.0% to 80.0%) | 70.0% (70.0% to 70.0%) | 40.0% (30.0% to 50.0%) | 55.0% (40.0% to 70.0%) "
-                   "| 25% (25% to 25%) | 225 (150 to 300) | 1.3 (0.7 to 2.0) |")
+    half = runs.STUDENT[3] * 20 / 3         # the standard error of 20, 0, 20
+    assert row == (f"| other | 80.0% (80.0% to 90.0%) | 70.0% (70.0% to 70.0%) | +13.3 (−{half - 40 / 3:.1f} to +{half + 40 / 3:.1f}) "
+                   f"| −13.3 (−{2 * half + 40 / 3:.1f} to +{2 * half - 40 / 3:.1f}) | 25% (25% to 25%) | 150 (150 to 300) | 1.5 (0.7 to 2.0) |")

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGES = ("questions", "figures")
 SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures that are shares of problems
-FORMS = {"explained_variance": ".2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f",
+FORMS = {"explained_variance": "z.2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f",
          "calibration": ".2f", "calibration end": ".2f"}
 UNITS = {"tokens": 1e6}
 POWER = {3: 1.061, 4: 0.978, 5: 0.941}                            # 80 % quantiles of Student's t for n numbers
@@ -93,7 +93,7 @@ def before(study, row, of="greedy"):
 
 def shown(x, of):
     """A number as the page writes it."""
-    return "" if x is None else f"{100 * x:.0f}%" if of in SHARES else f"{x / UNITS.get(of, 1):{FORMS[of]}}"
+    return "" if x is None else f"{100 * x:.0f}%" if of in SHARES else f"{x / UNITS.get(of, 1):{FORMS[of]}}".replace("-", "−")
 
 
 def median(study, row, of="greedy"):

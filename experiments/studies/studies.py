@@ -318,7 +318,7 @@ def at_equal_kl(found, part, measure, base="reward, k1"):
 # ------------------------------------------------------------------------------------------ tables
 
 COLUMNS = (("greedy", "greedy", ".1%", 1), ("pass@1", "pass@1", ".1%", 1), ("at 0.5", "pass@1 at 0.5", ".1%", 1), ("pass@8", "pass@8", ".1%", 1),
-           ("entropy", "entropy", ".3f", 1), ("explained", "explained_variance", ".2f", 1), ("million tokens", "tokens", ".2f", 1e6),
+           ("entropy", "entropy", ".3f", 1), ("explained", "explained_variance", "z.2f", 1), ("million tokens", "tokens", ".2f", 1e6),
            ("seconds", "seconds", ".0f", 1))
 
 

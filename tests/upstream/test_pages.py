@@ -17,7 +17,7 @@ import studies  # noqa: E402
 
 TEMPLATES = {name: (page.HERE / "pages" / f"{name}.py").read_text() for name in (*page.PAGES, "variants")}
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
-RESULTS = sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json"))
+RESULTS = [*sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json")), page.filters.HERE / "filters.json"]
 # Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
 SETTINGS = {"questions": "0 0.04 0.1 0.2 0.3 0.5 0.95 1 1.0 2 3 4 6 7 8 12 16 24 30 64 80 95 100 256 300 400 800 4,000 64,000",
             "figures": "1 5 6 7 8 64 4,000", "variants": "0 0.8 1 1.2 3 4 5 12 16 40 95 100 135 200"}
@@ -97,6 +97,10 @@ def test_numbers_of_a_row(toy):
     p = studies.holm([studies.p_value([5, 7, 6]), studies.p_value([-10, 15])])
     assert page.sure("toy", row) == f"3 of 3 seeds agree, corrected p {p[0]:.2f}" and page.sure("toy", third) == f"1 of 2 seeds agree, corrected p {p[1]:.2f}"
     assert page.ratio("toy", row, "one: base") == "2.5" and page.seeds("toy") == 2 and page.before("toy", row) == 0.1
+
+
+def test_small_negative_numbers_have_no_sign():
+    assert page.shown(-0.004, "explained_variance") == "0.00" and page.shown(-0.01, "explained_variance") == "−0.01"
 
 
 def test_what_holds_of_a_row(toy):

@@ -178,6 +178,12 @@ def near(study, row, base=None, of="greedy", within=3):
     return abs(statistics.mean(apart(study, row, base, of))) <= within
 
 
+def unclear(study, row, base=None, of="greedy"):
+    """Whether 0 is within the 95 % interval of the mean difference."""
+    low, high = runs.interval(apart(study, row, base, of))
+    return low <= 0 <= high
+
+
 def ratio(study, row, base, of="seconds"):
     """How many times as much a row takes as another, as text."""
     return f"{middle(study, row, of) / middle(study, base, of):.1f}"

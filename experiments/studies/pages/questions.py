@@ -47,7 +47,7 @@ of this size hardly learned, while a mine is known from one line.
 **With one reward at the end, no critic was found to beat the mean of a group. With lambda 1, a critic fitted
 before RL could not be shown to differ from it at 6, 12 and 24 lines, and took {times("critic", FITTED_1, GROUP)} times as
 long; with lambda 0.95 some runs at 24 lines end far behind.**
-{holds(*(near("critic", row, within=4) for row in (FITTED_1_SHORT, FITTED_1, FITTED_1_LONG)), min(apart("critic", FITTED_LONG)) < -10, not any(up("critic", row) for row in (OWN, OWN_1, FITTED, FITTED_1, PUBLISHED, SHARED)))}
+{holds(*(unclear("critic", row) for row in (FITTED_1_SHORT, FITTED_1, FITTED_1_LONG, FITTED_1_100, VINE)), min(apart("critic", FITTED_LONG)) < -10, not any(up("critic", row) for row in (OWN, OWN_1, FITTED, FITTED_1, PUBLISHED, SHARED)))}
 
 ![greedy accuracy minus the group's, against explained variance; the differences of the rows with 12 lines](../experiments/studies/answers/critic.png)
 
@@ -62,7 +62,7 @@ policy; *whitened*: PPO's scaling of advantages over the batch. Lambda is 0.95 u
   {ratio("critic", VINE, GROUP_100, "tokens")} times the group's tokens. The differences to the group are {effect("critic", FITTED_1_100)} and {effect("critic", VINE)} points.
 - **Cost**: the group reaches {reached("critic", GROUP, GROUP, "tokens")}; with as many tokens, the fitted critic and
   lambda 1 reach {reached("critic", FITTED_1, GROUP, "tokens")}, in as much time {reached("critic", FITTED_1, GROUP, "seconds")}. The unfitted one, with lambda 1, differs by {effect("critic", OWN_1, FITTED_1)}
-  points.{holds(near("critic", FITTED_1, OWN_1))}
+  points.{holds(unclear("critic", FITTED_1, OWN_1))}
 - **Lambda**: with 24 lines at most, a walk has {f"{middle('critic', GROUP_LONG, 'length'):.0f}"} tokens, and lambda 0.95 leaves
   {f"{100 * 0.95 ** middle('critic', GROUP_LONG, 'length'):.0f}%"} of the reward to its first token; the critic has to supply the
   rest. By seed the differences are {each("critic", FITTED_LONG)} points.
@@ -70,7 +70,7 @@ policy; *whitened*: PPO's scaling of advantages over the batch. Lambda is 0.95 u
   lambda, or the value coefficient (0.1, the others' 1) may be the cause.{holds(down("critic", PUBLISHED), down("critic", SHARED))}
 - **Groups**: of 256 completions per step, without division by the std, groups of 2 and 4 (at 3e-4, their best rate) differ
   by {effect("critic", TWO)} and {effect("critic", FOUR)} points from groups of 16; groups of 64, the paper's size, with
-  4 problems per step, by {effect("critic", SIXTY_FOUR)}, in pass@1 by {effect("critic", SIXTY_FOUR, of="pass@1")}.{holds(down("critic", SIXTY_FOUR), near("critic", TWO, within=4), near("critic", FOUR, within=4))}
+  4 problems per step, by {effect("critic", SIXTY_FOUR)}, in pass@1 by {effect("critic", SIXTY_FOUR, of="pass@1")}.{holds(down("critic", SIXTY_FOUR), unclear("critic", TWO), unclear("critic", FOUR))}
 - **No baseline**: {points("critic", NONE)} points with rewards of 0 and 1, {points("critic", SIGNED)} with -1 and 1. From a
   weak start ({f"{100 * before('critic', GROUP_WEAK, 'greedy'):.0f}%"}, also greedy) 0 and 1 reach
   {median("critic", NONE_WEAK)}, the group {median("critic", GROUP_WEAK)}, and -1 and 1
@@ -86,7 +86,7 @@ policy; *whitened*: PPO's scaling of advantages over the batch. Lambda is 0.95 u
 **Between 4,000 and 64,000 labelled completions no difference could be shown, and nothing learned came up to the true
 outcome without a KL, {median("critic", GROUP)}. More labels raise the AUC on the initial policy to
 {median("labels", LINES_64000, "auc")}; on what the trained policy writes it is {median("labels", LINES_64000, "auc end")} with a beta of 0.2, and {median("labels", OUTCOMES_64000, "auc end")} with 1.0.**
-{holds(all(middle("labels", row) < middle("critic", GROUP) - 0.05 for row in learned_rows()), *(down("labels", row) for row in (LINES_4000, LINES_16000, LINES_64000)), near("labels", LINES_64000, LINES_4000), near("labels", OUTCOMES_64000, OUTCOMES_4000), *(0.6 < middle("labels", row, "auc end") < 0.8 for row in (LINES_4000, LINES_16000, LINES_64000)), *(middle("labels", row, "auc end") > middle("labels", row, "auc") - 0.04 for row in (OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000)))}
+{holds(all(middle("labels", row) < middle("critic", GROUP) - 0.05 for row in learned_rows()), *(down("labels", row) for row in (LINES_4000, LINES_16000, LINES_64000)), unclear("labels", LINES_64000, LINES_4000), unclear("labels", OUTCOMES_64000, OUTCOMES_4000), *(0.6 < middle("labels", row, "auc end") < 0.8 for row in (LINES_4000, LINES_16000, LINES_64000)), *(middle("labels", row, "auc end") > middle("labels", row, "auc") - 0.04 for row in (OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000)))}
 
 ![final greedy accuracy against the AUC of the reward model; true and learned rewards over the steps](../experiments/studies/answers/labels.png)
 

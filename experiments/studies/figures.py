@@ -68,7 +68,7 @@ def critic(found):
         for name, flags in studies.STUDIES["critic"][part].items():
             row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
             if row:
-                x = statistics.mean(run["explained_variance"] for run in row.values())
+                x = statistics.median(run["explained_variance"] for run in row.values())
                 points[part, name] = 100 * x, statistics.mean(studies.differences(row, base, "greedy"))
                 left.plot(*points[part, name], marker, color=colour)
         left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))

@@ -46,8 +46,9 @@ OUTCOMES_RULE, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labe
     "the rule", "4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
-SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_NO_KL, LOW_OUTCOMES = (f"the KL's beta: {name}" for name in (
-    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, no KL", "4,000 outcomes, 0.2"))
+SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_NO_KL, LOW_OUTCOMES, OUTCOMES_NO_KL = (f"the KL's beta: {name}" for name in (
+    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, no KL", "4,000 outcomes, 0.2",
+    "4,000 outcomes, no KL"))
 TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 

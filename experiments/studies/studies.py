@@ -149,6 +149,7 @@ STUDIES = {
             "4,000 completions, 0.2": TAUGHT, "4,000 completions, 0.04": f"{TAUGHT} --beta 0.04", "4,000 completions, 1.0": f"{TAUGHT} --beta 1.0",
             "4,000 completions, no KL": f"{TAUGHT} --kl none", "the rule, no KL": "--supervision process",
             "4,000 outcomes, 0.2": f"{OUTCOMES} {LABELLED['4,000']}",
+            "4,000 outcomes, no KL": f"{OUTCOMES} {LABELLED['4,000']} --kl none",
             "64,000 completions, 0.04": f"{STEPS} {LABELLED['64,000']} --beta 0.04",
             "64,000 completions, no KL": f"{STEPS} {LABELLED['64,000']} --kl none"},
         "4,000 completions, fitted": {

@@ -21,8 +21,8 @@ at_end, at_equal, without_cut = (filters.apart(rows, row, spent=spent) for row, 
 PAGE = rf"""## Measured
 
 **{verdict("variants")}** It samples {ratio("variants", DYNAMIC, GRPO_ONCE, "tokens")} times
-GRPO's tokens: after as many as GRPO in all it is at {reached("variants", DYNAMIC, GRPO_ONCE, "tokens")}, after as many seconds at
-{reached("variants", DYNAMIC, GRPO_ONCE, "seconds")}, and GRPO at {reached("variants", GRPO_ONCE, GRPO_ONCE, "tokens")}. The task is
+GRPO's tokens: when it has sampled as many as GRPO in all it is at {reached("variants", DYNAMIC, GRPO_ONCE, "tokens")}, after as many seconds
+at {reached("variants", DYNAMIC, GRPO_ONCE, "seconds")}; GRPO ends at {reached("variants", GRPO_ONCE, GRPO_ONCE, "tokens")} (medians). The task is
 [a walk among hidden mines](questions.md#the-setting), the measure greedy accuracy after training on as many completions:
 {holds({*shown_to_differ("variants")} == {(once, "dynamic_sampling")})}
 
@@ -37,24 +37,23 @@ run each, so the choice itself is noisy.
 Differences are paired by seed; p-values are corrected over all rows (Holm). With {seeds("variants")} seeds and the median spread of differences, a test without
 that correction finds a difference of {detectable("variants")} points in four of five such studies, so smaller ones may exist.
 `gspo` and `gspo_token` have the same gradient as long as all tokens of a completion have one advantage, so the difference
-between them, by seed {each("variants", f"{often}: gspo_token", f"{often}: gspo")} points, is what rounding alone can do in such a run.
+between them, by seed {each("variants", f"{often}: gspo_token", f"{often}: gspo")} points, is what rounding alone can do.
 
-**With many updates per rollout, a KL or the ratio of a whole completion withstood a learning rate at which PPO's clip alone did
-not.** On the development map, with one seed:
+**With many updates per rollout, in one seed on the development map, a KL or the ratio of a whole completion withstood a learning rate
+at which PPO's clip alone did not:**
 
 - *One update per rollout*: the rows end between {span(once, "3e-5")} at 3e-5,
   and between {span(once, "1e-4")} at 1e-4.
-- *16 updates, 1e-4*: below half end {listed({name: x for name, x in at_rate(often, "1e-4").items() if x < 0.5})}. None of them
-  clips the ratio at 0.8 and 1.2, as PPO does.
+- *16 updates, 1e-4*: below half end {listed({name: x for name, x in at_rate(often, "1e-4").items() if x < 0.5})}.
 - *16 updates, 3e-4*: {len(collapsed)} of {len(highest)} rows end at 0%, GRPO among them. Above half end
   {listed(lasting)}: all have a KL to the reference or the ratio of a
-  whole completion.{holds("GRPO" in collapsed, {*lasting} <= {"GRPO, KL", "unbiased KL", "two_sided", "gspo", "gspo_token", "luspo"})}
+  whole completion; off_policy_mask, with a KL too, ends at {shown(highest["off_policy_mask"], "greedy")}.{holds("GRPO" in collapsed, {*lasting} <= {"GRPO, KL", "unbiased KL", "two_sided", "gspo", "gspo_token", "luspo"})}
 
 **Lengths** in the last quarter of the steps, in tokens, with one update and with 16: {lengths("GRPO")} with a mean over each
-completion, {lengths("luspo")} without its 1/|o| (LUSPO); with one update {median("variants", f"{once}: tokens alike", "length")}
+completion, {lengths("luspo")} if it is not divided by its length (LUSPO); with one update {median("variants", f"{once}: tokens alike", "length")}
 with `--loss_mean token` and {median("variants", f"{once}: dr_grpo", "length")} with a constant (Dr. GRPO).
 
-**On SmolLM2-135M, too, what dynamic sampling gains per step it does not gain per completion.** {len(last)} seeds of 40 steps on sums, in
+**On SmolLM2-135M, too, dynamic sampling may gain per step, but not per completion.** {len(last)} seeds of 40 steps on sums, in
 bfloat16: GRPO goes from {statistics.median(p["pass@1"] for p in first):.0%} to {statistics.median(p["pass@1"] for p in last):.0%} pass@1, and in its last ten steps {of_filters("GRPO", "dead_groups", slice(-10, None))} of the groups are all right
 or all wrong. `dynamic_sampling` samples {more:.1f} times as many completions, and its difference to GRPO is {with_interval(at_end)} points; after
 as many completions as GRPO it is {with_interval(at_equal)}. There its learning rate, which falls with the steps, is still

@@ -20,14 +20,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
-from runs import about, interval, spread  # noqa: E402
+import studies  # noqa: E402
+from runs import about, reached, spread, with_interval  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
 SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
@@ -91,8 +91,8 @@ def apart(found, row, of="pass@1", spent=None):
     differences = []
     for seed, run in found[row].items():
         points, base = run["points"], found["GRPO"][seed]["points"][-1]
-        reached = np.interp(base[spent], [p[spent] for p in points], [p[of] for p in points]) if spent else points[-1][of]
-        differences.append(100 * (float(reached) - base[of]))
+        own = reached(points, spent, base[spent], of) if spent else points[-1][of]
+        differences.append(100 * (own - base[of]))
     return differences
 
 
@@ -105,10 +105,7 @@ def lines(found):
     for row, of_seeds in found.items():
         last = [run["points"][-1] for run in of_seeds.values()]
         cells = [spread([p[name] for p in last]) for name in ("greedy", "pass@1")]
-        for spent in (None, "completions"):
-            x = apart(found, row, spent=spent)
-            low, high = interval(x)
-            cells.append("" if row == "GRPO" else f"{statistics.mean(x):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−"))
+        cells += ["" if row == "GRPO" else with_interval(apart(found, row, spent=spent)) for spent in (None, "completions")]
         cells.append(spread([statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()], ".0%"))
         cells += [spread([p["completions"] for p in last], ",.0f"), spread([p["seconds"] / 60 for p in last], ".1f")]
         yield f"| {row} | {' | '.join(cells)} |"
@@ -124,12 +121,12 @@ def main():
         for _ in pool.map(run, *zip(*((row, seed) for seed in args.seeds for row in args.rows))) if args.seeds else ():
             pass
     if args.readme:
-        done = {row: [seed for seed in range(1, 100) if (folder(row, seed) / "about.json").exists()] for row in ROWS}
+        done = {row: [str(seed) for seed in range(1, 100) if (folder(row, seed) / "about.json").exists()] for row in ROWS}
         found = {row: {seed: of_run(folder(row, seed)) for seed in seeds} for row, seeds in done.items()}
         first = json.loads((folder("GRPO", done["GRPO"][0]) / "about.json").read_text())
-        result = {**first, "command": f"python experiments/models/filters.py {' '.join(map(str, done['GRPO']))}",
-                  "flags": " ".join(SETTING), "rows": found}
-        (HERE / "filters.json").write_text(json.dumps(result, indent=1) + "\n")
+        result = {**first, "command": f"python experiments/models/filters.py {' '.join(done['GRPO'])}",
+                  "flags": " ".join(SETTING), "runs": found}
+        (HERE / "filters.json").write_text(studies.as_text(result))
         print("\n".join(lines(found)))
 
 

@@ -13,14 +13,13 @@ import runpy
 import statistics
 from pathlib import Path
 
-import numpy as np
-
 import bias
 import figure7
 import mines
 import runs
 import studies
 from experiments.models import filters
+from runs import with_interval
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -136,12 +135,6 @@ def each(study, row, base=None, of="greedy"):
     return ", ".join(f"{x:+.1f}" for x in apart(study, row, base, of)).replace("-", "−")
 
 
-def with_interval(x):
-    """The mean of differences with its 95 % interval, or both of two, as text."""
-    low, high = x if len(x) == 2 else runs.interval(x)
-    return f"{statistics.mean(x):+.1f} ({low:+.1f} {'and' if len(x) == 2 else 'to'} {high:+.1f})".replace("-", "−")
-
-
 def effect(study, row, base=None, of="greedy"):
     """The mean difference with its interval, as text."""
     return with_interval(apart(study, row, base, of))
@@ -215,11 +208,9 @@ def best_rate(family):
 
 def reached(study, row, base, spent):
     """A row's median greedy accuracy when it has spent as many tokens or seconds as another row did in all, by its curve, as text."""
-    known = []
-    for seed, run in runs_of(study, row).items():
-        curve = [(p[spent], p["greedy"]) for p in run["points"]]
-        known.append(float(np.interp(runs_of(study, base)[seed]["points"][-1][spent], *zip(*curve))))
-    return shown(statistics.median(known), "greedy")
+    limits = {seed: run["points"][-1][spent] for seed, run in runs_of(study, base).items()}
+    return shown(statistics.median(runs.reached(run["points"], spent, limits[seed], "greedy") for seed, run in runs_of(study, row).items()),
+                 "greedy")
 
 
 def at_equal_kl(part, form, of="pass@1"):
@@ -359,7 +350,7 @@ def filtered():
 
 def of_filters(row, name, steps=slice(None)):
     """The median over the seeds of the mean of a curve over some steps, as text."""
-    return f"{statistics.median(statistics.mean(run['curves'][name][steps]) for run in filtered()['rows'][row].values()):.0%}"
+    return f"{statistics.median(statistics.mean(run['curves'][name][steps]) for run in filtered()['runs'][row].values()):.0%}"
 
 
 def with_measured(text):

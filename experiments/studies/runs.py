@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 HERE = Path(__file__).parent
@@ -381,6 +382,18 @@ def interval(differences):
     n, middle = len(differences), statistics.mean(differences)
     half = STUDENT[n] * statistics.stdev(differences) / n ** 0.5
     return middle - half, middle + half
+
+
+def with_interval(differences):
+    """The mean of differences with its 95 % interval, or both of two, as text."""
+    two = len(differences) == 2
+    low, high = differences if two else interval(differences)
+    return f"{statistics.mean(differences):+.1f} ({low:+.1f} {'and' if two else 'to'} {high:+.1f})".replace("-", "−")
+
+
+def reached(points, spent, limit, of):
+    """A measure where a run has spent so much, by its curve: the last one if it has spent less in all."""
+    return float(np.interp(limit, [p[spent] for p in points], [p[of] for p in points]))
 
 
 def spread(numbers, form=".1%"):

@@ -191,15 +191,19 @@ def rows_of(study, parts=None):
     return {row: f"{part}: {name}" for part in parts or STUDIES[study] for name, row in STUDIES[study][part].items()}
 
 
-def write(study, found):
-    """Write the results of a study, a line for each run."""
+def as_text(found):
+    """Results as JSON, with a line for each run."""
     head = json.dumps({name: x for name, x in found.items() if name != "runs"}, indent=1)
     parts = []
     for flags, of_seeds in found["runs"].items():
         each = ",\n   ".join(f"{json.dumps(seed)}: {json.dumps(run)}" for seed, run in sorted(of_seeds.items()))
         parts.append(f"  {json.dumps(flags)}: {{\n   {each}\n  }}")
-    text = head[:-2] + ',\n "runs": {\n' + ",\n".join(parts) + "\n }\n}\n"
-    files.write_whole(answers(study), text)
+    return head[:-2] + ',\n "runs": {\n' + ",\n".join(parts) + "\n }\n}\n"
+
+
+def write(study, found):
+    """Write the results of a study."""
+    files.write_whole(answers(study), as_text(found))
 
 
 def commit():

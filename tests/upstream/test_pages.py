@@ -153,7 +153,7 @@ def test_what_was_measured_is_in_the_page_of_variants():
 def test_curves_of_filters(monkeypatch):
     """The median over the seeds, of means over steps."""
     made = {seed: {"curves": {"finished": [0.2, x, x + 0.2]}} for seed, x in zip("123", (0.3, 0.7, 0.5))}
-    monkeypatch.setattr(page, "filtered", lambda: {"rows": {"GRPO": made}})
+    monkeypatch.setattr(page, "filtered", lambda: {"runs": {"GRPO": made}})
     assert page.of_filters("GRPO", "finished", slice(1)) == "20%" and page.of_filters("GRPO", "finished", slice(1, None)) == "60%"
 
 

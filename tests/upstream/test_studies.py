@@ -373,11 +373,33 @@ def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
     filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8
+    assert json.loads((tmp_path / "about.json").read_text()).keys() >= {"date", "torch", "python", "cores", "machine"}
     first, second, third = filters.of_run(tmp_path)["points"]
     assert (first["completions"], first["seconds"], first["greedy"]) == (0, 0, metrics[0]["greedy"])
     assert third["completions"] == metrics[1]["completions"] + metrics[2]["completions"]
     assert second["tokens"] == metrics[1]["tokens"] == pytest.approx(metrics[1]["length"] * metrics[1]["completions"])
     assert third["seconds"] == pytest.approx(metrics[1]["seconds"] + metrics[2]["seconds"], abs=0.1)
+
+
+def test_the_result_of_filters(tmp_path, monkeypatch, capsys):
+    """Of the runs that have ended alone."""
+    monkeypatch.setattr(filters, "folder", lambda row, seed: tmp_path / f"{row}{seed}")
+    monkeypatch.setattr(filters, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["filters.py", "--readme"])
+    first = dict.fromkeys((*filters.MEASURED, *filters.SPENT, *filters.CURVES), 0) | {"step": 0}
+    for row in filters.ROWS:
+        for seed in (2, 4, 5, 7):
+            where = tmp_path / f"{row}{seed}"
+            where.mkdir()
+            step = first | {"step": 1, "completions": 8, "greedy": seed / 10}
+            (where / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(step)}\n")
+            if seed < 7:
+                (where / "about.json").write_text('{"date": "today"}')
+    filters.main()
+    found = json.loads((tmp_path / "filters.json").read_text())
+    assert found["date"] == "today" and found["command"].endswith("filters.py 2 4 5") and found["flags"].split()[:2] == ["--task", "sums"]
+    assert found["runs"].keys() == filters.ROWS.keys() and [*found["runs"]["GRPO"]] == ["2", "4", "5"]
+    assert found["runs"]["GRPO"]["4"]["points"][1]["greedy"] == 0.4 and "| GRPO | 40.0% (20.0% to 50.0%) |" in capsys.readouterr().out
 
 
 def test_filters_are_compared_at_equal_cost():

@@ -12,7 +12,7 @@ def lengths(name):
 
 
 real = filtered()
-rows = real["rows"]
+rows = real["runs"]
 first, last = ([run["points"][i] for run in rows["GRPO"].values()] for i in (0, -1))
 more = statistics.median(run["points"][-1]["completions"] for run in rows["dynamic_sampling"].values()) / last[0]["completions"]
 at_end, at_equal, without_cut = (filters.apart(rows, row, spent=spent) for row, spent in (

@@ -69,12 +69,12 @@ def critic(found):
             row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
             if row:
                 x = statistics.median(run["explained_variance"] for run in row.values())
-                points[part, name] = 100 * x, statistics.mean(studies.differences(row, base, "greedy"))
+                points[part, name] = x, statistics.mean(studies.differences(row, base, "greedy"))
                 left.plot(*points[part, name], marker, color=colour)
         left.plot([], [], marker, color=colour, label=part.replace("critics", "12 lines"))
     named(left, points)
     left.axhline(0, color="0.7", linewidth=1)
-    left.set(xlabel="variance that the critic explains, %", ylabel="greedy accuracy minus the group's, points")
+    left.set(xlabel="explained variance", ylabel="greedy accuracy minus the group's, points")
     left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     rows = {}
     for part in ("baselines", "critics", "sizes of groups"):

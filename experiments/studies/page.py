@@ -28,7 +28,7 @@ SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # measures tha
 FORMS = {"explained_variance": "z.2f", "kl": ".2f", "entropy": ".2f", "length": ".1f", "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "auc end": ".2f",
          "calibration": ".2f", "calibration end": ".2f"}
 UNITS = {"tokens": 1e6}
-POWER = {3: 1.061, 4: 0.978, 5: 0.941}                            # 80 % quantiles of Student's t for n numbers
+DETECTABLE = {3: 3.264, 4: 2.128, 5: 1.682}                       # means of n differences, in their standard deviations, that a t-test finds in 80 %
 TITLES = {"pass@1 at 0.5": "at temperature 0.5", "explained_variance": "explained variance", "kl": "KL, nats", "tokens": "million tokens",
           "auc": "AUC, initial policy", "auc end": "AUC, trained policy"}
 
@@ -38,16 +38,17 @@ FITTED_1_SHORT, FITTED_LONG, FITTED_1_LONG = "6 lines: fitted critic, lambda 1",
 GROUP_100, FITTED_1_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "fitted critic, lambda 1", "4 continuations"))
 TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
 NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
-GROUP_WEAK, NONE_WEAK, SIGNED_WEAK = (f"a weak start: {name}" for name in ("group", "none", "none, rewards of -1 and 1"))
+GROUP_WEAK, NONE_WEAK, SIGNED_WEAK, FITTED_1_WEAK = (f"a weak start: {name}" for name in (
+    "group", "none", "none, rewards of -1 and 1", "fitted critic, lambda 1"))
 LINES_RULE, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
     "the rule", "4,000", "16,000", "64,000"))
 OUTCOMES_RULE, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in (
     "the rule", "4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
-SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_NO_KL, LOW_OUTCOMES, OUTCOMES_NO_KL = (f"the KL's beta: {name}" for name in (
-    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, no KL", "4,000 outcomes, 0.2",
-    "4,000 outcomes, no KL"))
+SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_SMALL_BETA, BEST_NO_KL, LOW_OUTCOMES, OUTCOMES_NO_KL = (f"the KL's beta: {name}" for name in (
+    "4,000 completions, 0.04", "4,000 completions, 1.0", "4,000 completions, no KL", "the rule, no KL", "64,000 completions, 0.04",
+    "64,000 completions, no KL", "4,000 outcomes, 0.2", "4,000 outcomes, no KL"))
 TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for name in (
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 
@@ -195,9 +196,10 @@ def each_end(study, row, of="greedy"):
     return f"{', '.join(most)} and {last}"
 
 
-def learned_rows():
-    """The rows of the labels' study with a learned reward."""
-    return [f"{part}: {name}" for part, rows in studies.STUDIES["labels"].items() for name, row in rows.items() if "--reward model" in row]
+def ends(study, row, name):
+    """The medians over the seeds of a metric's mean over the first 25 steps and over the last 25, as text."""
+    first, last = (statistics.median(run[f"{name}, means of 25 steps"][i] for run in runs_of(study, row).values()) for i in (0, -1))
+    return f"{first:.1f} to {last:.1f}"
 
 
 def best_rate(family):
@@ -286,7 +288,7 @@ def everything(study, *parts):
     about = [run["about"] for of_seeds in made for run in of_seeds.values()]
     dates, machines = sorted({x["date"] for x in about}), sorted({f"{x['machine']}, {x['cores']} cores" for x in about})
     lines = ["<details><summary>All rows, command and flags</summary>", "", f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch "
-             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs.", ""]
+             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs. Curves are of half of the held-out problems.", ""]
     lines += [*studies.lines(study, found, parts), "", "| | flags |", "|---|---|"]
     lines += [f"| {part}: {name} | {f'`{flags}`' if flags else ''} |" for part in parts for name, flags in studies.STUDIES[study][part].items()]
     return "\n".join([*lines, "", "</details>"])
@@ -320,10 +322,11 @@ def verdict(study):
 
 
 def detectable(study, of="greedy"):
-    """The difference that a paired t-test finds in 80 % of studies with as many seeds and the median spread, as text."""
-    n = seeds(study)
-    spread = statistics.median(statistics.stdev(x) for part in studies.STUDIES[study] for x in studies.of_part(study, kept(study), part, of).values())
-    return f"{(runs.STUDENT[n] + POWER[n]) * spread / n ** 0.5:.1f}"
+    """The difference that a paired t-test (5 %, two-sided) finds in 80 % of studies with as many seeds as the rows with most
+    of them, and their median spread, as text."""
+    found = [x for part in studies.STUDIES[study] for x in studies.of_part(study, kept(study), part, of).values()]
+    n = max(len(x) for x in found)
+    return f"{DETECTABLE[n] * statistics.median(statistics.stdev(x) for x in found if len(x) == n):.1f}"
 
 
 def at_rate(part, rate):

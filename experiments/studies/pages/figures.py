@@ -1,8 +1,8 @@
 """docs/figures.md. The names in braces are those of page.py, which writes the page."""
 PAGE = rf"""# Figures of the paper
 
-Figures 5, 6 and 7 of DeepSeekMath (arXiv 2402.03300) in miniature, in [the setting](questions.md#the-setting) of the
-studies: a walk on a grid with hidden mines, half a million parameters, {seeds("paper")} seeds. The command, the flags
+Figures 5, 6 and 7 of DeepSeekMath (arXiv 2402.03300) in miniature, the first two in [the setting](questions.md#the-setting) of the
+studies: a walk on a grid with hidden mines, half a million parameters, {seeds("paper")} seeds or more. The command, the flags
 and all rows are folded under each figure. [The ladder](derivation.md), from the raw reward to GRPO, is in the derivation.
 
 ## Figure 5
@@ -28,8 +28,9 @@ In the paper each iteration with a refitted reward model ends higher, the first 
 
 ![greedy accuracy over the steps](../experiments/studies/answers/figure6.png)
 
-**The differences to one fit are {effect("labels", TWICE)} points for two, {effect("labels", FOUR_TIMES)} for four, and {effect("labels", KEPT)} for four with the
-first reference kept.** The paper adds
+**The differences to one fit in greedy accuracy are {effect("labels", TWICE)} points for two, {effect("labels", FOUR_TIMES)} for four, {effect("labels", NO_HISTORY)} for four without old labels, and
+{effect("labels", KEPT)} for four with the first reference kept; in pass@1 {effect("labels", TWICE, of="pass@1")}, {effect("labels", FOUR_TIMES, of="pass@1")} and
+{effect("labels", KEPT, of="pass@1")}. None holds after correction.** The paper adds
 labels in each iteration; here 4,000 labelled completions are split between them.
 
 {everything("labels", "4,000 completions, fitted")}
@@ -40,8 +41,8 @@ In the paper RL raises maj@K but not pass@K: the model is more often right, but 
 
 ![pass@K and maj@K over K, before and after RL](../experiments/studies/answers/figure7.png)
 
-**maj@64 rises in every seed of every task, as in the paper. Whether pass@K rises depends on what the first policy
-samples.** On mines, where demonstrators stray, at least one of 64 walks is correct for {share("mines", "before", "pass@64")} of the
+**maj@64 rises in every seed of every task, as in the paper. Whether pass@K rises differs between the tasks, and may
+depend on what the first policy samples.** On mines, where demonstrators stray, at least one of 64 walks is correct for {share("mines", "before", "pass@64")} of the
 problems before RL and for {share("mines", "after", "pass@64")} after it, by seed
 {f"{min(changes('mines', 'pass@64')):+.0f} to {max(changes('mines', 'pass@64')):+.0f}".replace("-", "−")} points; at pass@8 all rise, from
 {share("mines", "before", "pass@8")} to {share("mines", "after", "pass@8")}. What RL makes likely was mostly there. SmolLM2's pass@64 on sums rises from {share("sums", "before", "pass@64")} to {share("sums", "after", "pass@64")}.

@@ -53,7 +53,7 @@ TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for 
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 
 GROUP_LONG = "24 lines: group"
-K1_REWARD, K2, K3 = (f"slips and guesses: {name}, 0.1" for name in ("reward, k1", "loss, k2", "loss, k3"))
+K1_REWARD, K3 = (f"slips and guesses: {name}, 0.1" for name in ("reward, k1", "loss, k3"))
 
 
 def kept(name):

@@ -19,7 +19,7 @@ TEMPLATES = {name: (page.HERE / "pages" / f"{name}.py").read_text() for name in 
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in page.PAGES}
 RESULTS = [*sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json")), page.filters.HERE / "filters.json"]
 # Numbers that are settings, sizes of the task, names of rows, or of the field: of all others none is written by hand.
-SETTINGS = {"questions": "0 0.04 0.1 0.2 0.3 0.5 0.95 1 1.0 2 3 4 6 7 8 12 16 24 30 64 80 95 100 300 400 800 1,000 4,000 64,000",
+SETTINGS = {"questions": "0 0.04 0.1 0.2 0.3 0.5 0.95 1 1.0 2 3 4 6 7 8 12 16 24 30 64 80 95 100 300 400 800 1,000 4,000 16,000 64,000",
             "figures": "1 5 6 7 8 64 4,000", "variants": "0 1 3 4 5 12 16 40 95 100 135 200"}
 
 

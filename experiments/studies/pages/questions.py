@@ -100,8 +100,8 @@ labels also mean a shorter fit.
   from 64,000 too; the rule at {median("labels", RULE_NO_KL)}. There nearly every line is scored as good (calibration error
   {median("labels", NO_KL, "calibration end")}, with 0.2 {median("labels", LINES_4000, "calibration end")}), but lines become few, so the learned reward falls.
 - **Outcomes** were stable only with a beta of 1.0; with 0.2 the seeds end at {each_end("labels", LOW_OUTCOMES)}, without a KL all at 0%. With
-  1.0 the policy moves little; 64,000 learned outcomes end {beside("labels", OUTCOMES_64000)} the true one, whose rewards of 0
-  and 1 the same beta restrains more.{holds(max(run["greedy"] for row in (NO_KL, BEST_NO_KL, OUTCOMES_NO_KL) for run in runs_of("labels", row).values()) < 0.005, down("labels", SMALL_BETA), up("labels", BEST_SMALL_BETA, SMALL_BETA), middle("labels", OUTCOMES_64000, "kl") > 1.5 * middle("labels", OUTCOMES_RULE, "kl"))}
+  1.0 the policy moves little; 16,000 learned outcomes end {effect("labels", OUTCOMES_16000)} points from the true one, whose rewards
+  of 0 and 1 it restrains more.{holds(max(run["greedy"] for row in (NO_KL, BEST_NO_KL, OUTCOMES_NO_KL) for run in runs_of("labels", row).values()) < 0.005, down("labels", SMALL_BETA), up("labels", BEST_SMALL_BETA, SMALL_BETA), middle("labels", OUTCOMES_16000, "kl") > 1.5 * middle("labels", OUTCOMES_RULE, "kl"))}
 - **Rollouts as labels**: with 1, 4 or 16 continuations per line the differences from true labels are
   {effect("labels", ONE_ROLLOUT)}, {effect("labels", FOUR_ROLLOUTS)} and {effect("labels", SIXTEEN_ROLLOUTS)} points.
   The AUC is

@@ -36,14 +36,14 @@ GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, PUBLISHED = (f"critics: {name}" for
     "group", "own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1", "shared critic", "shared critic, whitened"))
 FITTED_1_SHORT, FITTED_LONG, FITTED_1_LONG = "6 lines: fitted critic, lambda 1", "24 lines: fitted critic", "24 lines: fitted critic, lambda 1"
 GROUP_100, FITTED_1_100, VINE = (f"values of lines, 100 steps: {name}" for name in ("group", "fitted critic, lambda 1", "4 continuations"))
-TWO, FOUR, SIXTY_FOUR = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4"))
+TWO, FOUR, SIXTY_FOUR, FITTED_TWO = (f"sizes of groups: {name}" for name in ("2 of 128", "4 of 64", "64 of 4", "fitted critic, 2 of 128"))
 NONE, SIGNED = (f"baselines: {name}" for name in ("none", "none, rewards of -1 and 1"))
 GROUP_WEAK, NONE_WEAK, SIGNED_WEAK, FITTED_1_WEAK = (f"a weak start: {name}" for name in (
     "group", "none", "none, rewards of -1 and 1", "fitted critic, lambda 1"))
-LINES_RULE, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
-    "the rule", "4,000", "16,000", "64,000"))
-OUTCOMES_RULE, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in (
-    "the rule", "4,000", "16,000", "64,000"))
+LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = (f"lines, labelled completions: {name}" for name in (
+    "the rule", "1,000", "4,000", "16,000", "64,000"))
+OUTCOMES_RULE, OUTCOMES_1000, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = (f"outcomes, labelled completions: {name}" for name in (
+    "the rule", "1,000", "4,000", "16,000", "64,000"))
 ONE_ROLLOUT, FOUR_ROLLOUTS, SIXTEEN_ROLLOUTS, NOISE, CHANCE, FORM = (f"4,000 completions, by: {name}" for name in (
     "1 rollout", "4 rollouts", "16 rollouts", "truth, 30 % wrong", "chance", "the form of lines, by rule"))
 SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, BEST_SMALL_BETA, BEST_NO_KL, LOW_OUTCOMES, OUTCOMES_NO_KL = (f"the KL's beta: {name}" for name in (
@@ -196,10 +196,10 @@ def each_end(study, row, of="greedy"):
     return f"{', '.join(most)} and {last}"
 
 
-def ends(study, row, name):
-    """The medians over the seeds of a metric's mean over the first 25 steps and over the last 25, as text."""
-    first, last = (statistics.median(run[f"{name}, means of 25 steps"][i] for run in runs_of(study, row).values()) for i in (0, -1))
-    return f"{first:.1f} to {last:.1f}"
+def change(study, row, name):
+    """The change of a metric from the mean of the first 25 steps to that of the last 25, with its interval over the seeds, as text."""
+    means = [run[f"{name}, means of 25 steps"] for run in runs_of(study, row).values()]
+    return with_interval([x[-1] - x[0] for x in means])
 
 
 def best_rate(family):
@@ -246,9 +246,9 @@ def changes(task, of):
 
 
 def countdown():
-    """pass@8 of SmolLM2 on countdown, before and after RL, of each seed."""
+    """pass@8 of SmolLM2 on countdown in per cent, before and after RL, of each seed."""
     of_seeds = json.loads((ROOT / "experiments" / "models" / "countdown.json").read_text())["runs"].values()
-    return ", ".join(f"{100 * run['before']['pass@8']:.0f} to {100 * run['after']['pass@8']:.0f}%" for run in of_seeds)
+    return [(100 * run["before"]["pass@8"], 100 * run["after"]["pass@8"]) for run in of_seeds]
 
 
 def holds(*conditions):

@@ -205,10 +205,10 @@ def test_what_is_reached_at_equal_cost(toy):
     assert page.reached("toy", "one: other: k1", "one: base", "tokens") == "25%"
 
 
-def test_from_where_to_where_a_metric_goes(toy):
-    for seed, (first, last) in zip("123", ((5.0, 6.5), (4.0, 7.5), (5.5, 7.04))):
+def test_how_a_metric_changes(toy):
+    for seed, (first, last) in zip("123", ((5.0, 6.5), (4.0, 7.5), (5.5, 4.5))):
         toy["runs"]["--lr 1"][seed]["reward, means of 25 steps"] = [first, 9.0, last]
-    assert page.ends("toy", "one: other: k1", "reward") == "5.0 to 7.0"
+    assert page.change("toy", "one: other: k1", "reward") == runs.with_interval([1.5, 3.5, -1.0])
 
 
 def test_a_table_of_a_page(toy):
@@ -230,8 +230,8 @@ def test_what_the_readme_says():
     seeds = min(page.seeds(study) for study in ("critic", "labels", "kl"))
     assert f"{seeds} seeds or more, hypotheses for larger models" in readme
     for text in (f"learned rewards end at {page.median('labels', page.NO_KL)} without a KL, even at AUC {page.median('labels', page.BEST_NO_KL, 'auc')}",
-                 f"could not be shown to differ from a group's mean ({page.points('critic', page.FITTED_1)} points), nor groups of 2 from 16 "
-                 f"({page.points('critic', page.TWO)})"):
+                 f"could not be shown to differ from a group's mean, {page.effect('critic', page.FITTED_1)} points, nor groups of 2 from 16, "
+                 f"{page.effect('critic', page.TWO)}."):
         assert text.replace("−", "-") in readme, text
     assert page.unclear("critic", page.FITTED_1) and page.unclear("critic", page.TWO)
 

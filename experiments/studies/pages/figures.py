@@ -1,11 +1,12 @@
 """docs/figures.md. The names in braces are those of page.py, which writes the page."""
+OUTCOME, PROCESS, ONLINE, RFT = (f"figure 5: {name}" for name in ("GRPO, outcome", "GRPO, process", "Online RFT", "RFT"))
 low_mines, high_mines = runs.interval(changes("mines", "pass@64"))
 low_countdown, high_countdown = runs.interval([after - before for before, after in countdown()])
 
 PAGE = rf"""# Figures of the paper
 
 Figures 5, 6 and 7 of DeepSeekMath (arXiv 2402.03300) in miniature, the first two in [the setting](questions.md#the-setting) of the
-studies: a walk on a grid with hidden mines, half a million parameters, {seeds("paper")} seeds or more. The command, the flags
+studies: a walk on a grid with hidden mines, half a million parameters, {seeds("labels")} to {seeds("paper")} seeds. The command, the flags
 and all rows are folded under each figure. [The ladder](derivation.md), from the raw reward to GRPO, is in the derivation.
 
 ## Figure 5
@@ -14,12 +15,13 @@ In the paper: GRPO with process supervision (a reward per line) > GRPO with outc
 
 ![greedy accuracy over the steps, and the differences to GRPO](../experiments/studies/answers/figure5.png)
 
-**RFT, which draws completions from the initial policy only, ends {beside("paper", "figure 5: RFT")} GRPO in greedy accuracy and
-{beside("paper", "figure 5: RFT", of="pass@1")} in pass@1, partly because it stays less confident. With {seeds("paper")} seeds no
-difference holds after correction.**
+**RFT, which draws completions from the initial policy only, ends {effect("paper", RFT, of="pass@1")} points from GRPO in pass@1, which
+holds after correction; it stays less confident. In greedy accuracy no difference does. There process supervision, first in the
+paper, ends below outcome supervision in every seed, {effect("paper", PROCESS)}, as RFT does, {effect("paper", RFT)}; Online RFT
+differs by {effect("paper", ONLINE)}.**
 Online RFT is REINFORCE on correct completions alone, each weighted by 1/|o| as in the paper; neither has a KL. Rewards are the
 task's own, in the paper a reward model's.
-{holds(down("paper", "figure 5: RFT", of="pass@1"), middle("paper", "figure 5: RFT", "entropy") > 1.3 * middle("paper", "figure 5: GRPO, outcome", "entropy"), not shown_to_differ("paper"), not shown_to_differ("paper", "pass@1"), near("paper", "figure 5: GRPO, process", within=4), near("paper", "figure 5: Online RFT", within=5))}
+{holds({*shown_to_differ("paper", "pass@1")} == {("figure 5", "RFT")}, not shown_to_differ("paper"), down("paper", PROCESS), down("paper", RFT), *(run["entropy"] > 1.3 * runs_of("paper", OUTCOME)[seed]["entropy"] for seed, run in runs_of("paper", RFT).items()))}
 
 {table("paper", ["figure 5: " + row for row in studies.STUDIES["paper"]["figure 5"]], "pass@1", "pass@8", "entropy", "seconds")}
 

@@ -115,11 +115,6 @@ def apart(study, row, base=None, of="greedy"):
     return studies.of_part(study, kept(study), part, of)[name]
 
 
-def points(study, row, base=None, of="greedy"):
-    """The mean difference, as text."""
-    return f"{statistics.mean(apart(study, row, base, of)):+.1f}".replace("-", "−")
-
-
 def beside(study, row, base=None, of="greedy"):
     """Where a row ends relative to another, as text: `9.8 points below`."""
     x = statistics.mean(apart(study, row, base, of))
@@ -166,11 +161,6 @@ def down(study, row, base=None, of="greedy"):
 def up(study, row, base=None, of="greedy"):
     """Whether a row is above another in every seed."""
     return min(apart(study, row, base, of)) > 0
-
-
-def near(study, row, base=None, of="greedy", within=3):
-    """Whether the mean difference is at most some points."""
-    return abs(statistics.mean(apart(study, row, base, of))) <= within
 
 
 def unclear(study, row, base=None, of="greedy"):

@@ -147,10 +147,15 @@ def agree(x):
     return f"{sum(a * statistics.mean(x) > 0 for a in x)} of {len(x)} seeds agree"
 
 
+def p_text(study, row, of="greedy"):
+    """The corrected p-value, as text."""
+    p = corrected(study, row, of)
+    return "< 0.01" if p < 0.01 else f"{p:.2f}"
+
+
 def sure(study, row, of="greedy"):
     """How many seeds agree with the mean difference, and the corrected p-value, as text."""
-    p = corrected(study, row, of)
-    return f"{agree(apart(study, row, of=of))}, corrected p {'< 0.01' if p < 0.01 else f'{p:.2f}'}"
+    return f"{agree(apart(study, row, of=of))}, corrected p {p_text(study, row, of)}"
 
 
 def down(study, row, base=None, of="greedy"):

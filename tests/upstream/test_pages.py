@@ -94,6 +94,7 @@ def test_numbers_of_a_row(toy):
     assert page.effect("toy", third) == "+2.5 (−10.0 and +15.0)"          # of two there is no interval
     assert page.effect("toy", row) == f"+6.0 ({low:+.1f} to {high:+.1f})" and page.effect("toy", row, of="pass@1").startswith("+3.0 ")
     p = studies.holm([studies.p_value([5, 7, 6]), studies.p_value([-10, 15])])
+    assert page.p_text("toy", row) == f"{p[0]:.2f}"
     assert page.sure("toy", row) == f"3 of 3 seeds agree, corrected p {p[0]:.2f}" and page.sure("toy", third) == f"1 of 2 seeds agree, corrected p {p[1]:.2f}"
     assert page.ratio("toy", row, "one: base") == "2.5" and page.seeds("toy") == 2 and page.before("toy", row) == 0.1
 

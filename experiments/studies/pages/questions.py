@@ -23,8 +23,8 @@ computes every measured number from [the results](../experiments/README.md). Fro
 
 **A walk on a grid of {mines.SIZE} by {mines.SIZE} with {mines.MINES} hidden mines.** The prompt gives start and goal (`46>72:`), 4 to 8 moves apart; the
 completion has up to 12 lines, each a move and the cell where it leads (`R56`). It is correct if every move
-is legal, the goal is reached, and no line leads onto a mine. The map is the same in all problems and in no prompt,
-and the demonstrators do not know it: 80% of their moves go towards the goal, the others anywhere
+is legal, the goal is reached, and no line leads onto a mine. The map is the same in all problems, in no prompt,
+and unknown to the demonstrators: 80% of their moves go towards the goal, the others anywhere
 ([mines.py](../experiments/studies/mines.py)):
 
 ![walks before and after RL; crosses are mines](../experiments/studies/answers/grid.png)
@@ -60,10 +60,10 @@ fitted ends lower with lambda 0.95 than with 1 in every seed.**
 policy; *whitened*: PPO's scaling of advantages over the batch. Lambda is 0.95 unless given; with a critic Adam's epsilon is
 `1e-5`, not `1e-8`.
 
-- **A better critic** was not shown to help. Near step 100 the fitted critic, with lambda 1, explains
-  {median("critic", FITTED_1_100, "explained_variance")} of the variance of returns; Monte Carlo values of each line, from 4 continuations (VinePPO, arXiv 2410.01679),
-  explain {median("critic", VINE, "explained_variance")}, at {ratio("critic", VINE, GROUP_100, "tokens")} times the group's tokens. They differ from the group by {effect("critic", FITTED_1_100)} and
-  {effect("critic", VINE)} points.
+- **A better critic** was not shown to help. Near step 100 a fitted critic, lambda 1, explains
+  {median("critic", FITTED_1_100, "explained_variance")} of the variance of returns; Monte Carlo values of lines, from 4 continuations (VinePPO, arXiv 2410.01679),
+  explain {median("critic", VINE, "explained_variance")}, at {ratio("critic", VINE, GROUP_100, "tokens")} times the group's tokens. They end {effect("critic", FITTED_1_100)} and
+  {effect("critic", VINE)} points from the group, the latter in pass@1 {effect("critic", VINE, of="pass@1")}.
 - **Cost**: with the group's tokens ({reached("critic", GROUP, GROUP, "tokens")}) critics with lambda 1 reach {reached("critic", FITTED_1, GROUP, "tokens")} fitted
   and {reached("critic", OWN_1, GROUP, "tokens")} not; in the group's time {reached("critic", FITTED_1, GROUP, "seconds")} (the fit takes about as long) and {reached("critic", OWN_1, GROUP, "seconds")}. After as many steps, and a third more
   completions, the fitted critic's pass@1 is above the group's in every seed, by {effect("critic", FITTED_1, of="pass@1")}, corrected p {p_text("critic", FITTED_1, "pass@1")}.{holds(up("critic", FITTED_1, of="pass@1"), 0.75 < (middle("critic", FITTED_1, "seconds") - middle("critic", OWN_1, "seconds")) / middle("critic", GROUP, "seconds") < 1.25)}

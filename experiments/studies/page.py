@@ -53,7 +53,6 @@ TWICE, FOUR_TIMES, NO_HISTORY, KEPT = (f"4,000 completions, fitted: {name}" for 
     "twice", "4 times", "4 times, no history", "4 times, reference kept"))
 
 GROUP_LONG = "24 lines: group"
-K1_REWARD, K3 = (f"slips and guesses: {name}, 0.1" for name in ("reward, k1", "loss, k3"))
 
 
 def kept(name):
@@ -172,6 +171,11 @@ def unclear(study, row, base=None, of="greedy"):
     """Whether 0 is within the 95 % interval of the mean difference."""
     low, high = runs.interval(apart(study, row, base, of))
     return low <= 0 <= high
+
+
+def at_zero(study, row):
+    """Whether every seed ends at 0 %, as the page rounds it."""
+    return max(run["greedy"] for run in runs_of(study, row).values()) < 0.005
 
 
 def ratio(study, row, base, of="seconds"):

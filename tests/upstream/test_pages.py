@@ -99,6 +99,12 @@ def test_numbers_of_a_row(toy):
     assert page.ratio("toy", row, "one: base") == "2.5" and page.seeds("toy") == 2 and page.before("toy", row) == 0.1
 
 
+@pytest.mark.parametrize("p, text", [(0.0099, "< 0.01"), (0.01, "0.01"), (1.0, "1.00")])
+def test_a_small_p_value_is_a_bound(monkeypatch, p, text):
+    monkeypatch.setattr(page, "corrected", lambda study, row, of: p)
+    assert page.p_text("toy", "one: other") == text
+
+
 def test_small_negative_numbers_have_no_sign():
     assert page.shown(-0.004, "explained_variance") == "0.00" and page.shown(-0.01, "explained_variance") == "−0.01"
 
@@ -108,6 +114,12 @@ def test_what_holds_of_a_row(toy):
     assert page.up("toy", row) and not page.down("toy", row)
     assert not page.up("toy", third) and not page.down("toy", third)
     assert page.unclear("toy", third) and not page.unclear("toy", row) and not page.unclear("toy", "one: base", row)
+    assert not page.at_zero("toy", third)
+    for seed, greedy in (("1", 0.0), ("2", 0.004)):
+        toy["runs"]["--lr 2"][seed]["greedy"] = greedy
+    assert page.at_zero("toy", third)
+    toy["runs"]["--lr 2"]["2"]["greedy"] = 0.006
+    assert not page.at_zero("toy", third)
     assert page.holds(True, True) == ""
     with pytest.raises(AssertionError, match="1 of 2"):
         page.holds(True, False)

@@ -118,7 +118,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
     compile: Literal["off", "on"] = "off"       # torch.compile; over a minute at first
     share_prefix: Literal["on", "off"] = "on"   # shared computation of common prefixes
-    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV; auto: cuda + compile
+    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV, CUDA graphs; auto: cuda
     shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):

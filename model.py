@@ -51,14 +51,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x):       # F.rms_norm takes twice the time on a CPU
+    def forward(self, x):       # F.rms_norm: one kernel on a GPU, twice the time on a CPU
+        if not x.is_cpu:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
         return x * (square + self.eps).rsqrt() * self.weight
 
 def rotate(x, cos, sin):
-    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D); cos, sin (B, T, 1, D/2)."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each cosine
+    twice, sin each sine, the first time negated."""
+    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
 
 def causal_attention(q, k, v):
     """Attention of q (B, T, H, D) to k and v (B, T, K, D) of the same and earlier tokens. On a CPU
@@ -79,22 +81,23 @@ def send(x, device):
 class Rows:
     """The plain layout: all tokens of all rows, (B, T). A token's cache slot is its position."""
 
-    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), slots=0):
+    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), keys=None):
         columns = torch.arange(ids.size(1), device=device)
         self.ids, self.pos = send(ids, device), columns.expand_as(ids) if pos is None else pos
-        seen = torch.arange(slots, device=device) <= self.pos[..., None]                 # (B, T, S)
-        self.attn_mask = torch.where(seen, 0.0, float("-inf"))[:, None]               # (B, 1, T, S)
+        if keys is not None:        # of a cache, (B, K, S, D): the mask (B, 1, T, S) of later slots
+            self.row = torch.arange(len(ids), device=device)[:, None]
+            later = torch.arange(keys.size(2), device=device) > self.pos[:, None, :, None]
+            self.attn_mask = keys.new_zeros(later.shape).masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
         """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D).
         Query heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
         if cache is None:
             return causal_attention(q, k, v)
-        row = torch.arange(len(q), device=q.device)[:, None]
-        cache[0][row, :, self.pos] = k.to(cache[0].dtype)
-        cache[1][row, :, self.pos] = v.to(cache[1].dtype)
+        cache[0][self.row, :, self.pos] = k.to(cache[0].dtype)
+        cache[1][self.row, :, self.pos] = v.to(cache[1].dtype)
         q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)              # (B, K, T, H/K, D)
-        mask = self.attn_mask.to(q.dtype)[..., None, :].expand(-1, -1, -1, q.size(3), -1)
+        mask = self.attn_mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)
         y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask.flatten(2, 3))
         return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
@@ -124,8 +127,9 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_head, -1)))              # (B, T, H, D)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_head, -1)))           # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (self.n_kv_head, -1))
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        if rope is not None:        # both in one go: fewer kernels
+            heads = torch.cat((q, k), 2)
+            q, k = rotate(heads, *rope).split((self.n_head, self.n_kv_head), 2)
         y = layout.attend(q, k, v, cache)                                             # (B, T, H, D)
         return self.o_proj(y.flatten(2))
 
@@ -187,8 +191,9 @@ class GPT(nn.Module):
             kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
             inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
         angle = torch.arange(c.block_size)[:, None] * inv_freq
-        self.register_buffer("cos", angle.cos()[:, None], persistent=False)
-        self.register_buffer("sin", angle.sin()[:, None], persistent=False)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, mask=None):
         """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
@@ -200,7 +205,7 @@ class GPT(nn.Module):
                 layout = self.layout_class(ids, mask, pos, self.device)
                 cache = [None] * self.cfg.n_layer
             else:
-                layout = Rows(ids, mask, pos, self.device, slots=cache[0][0].size(2))
+                layout = Rows(ids, mask, pos, self.device, keys=cache[0][0])
             x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)

@@ -6,7 +6,8 @@ from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
+
+from data import UserError
 
 def new_cache(model, rows, slots):
     """Empty keys [:, 0] and values [:, 1] of each layer, (L, 2, rows, K, slots, D)."""
@@ -48,23 +49,80 @@ class KVCache:
 
 # ---------------------------------------------------------------------------------- static shapes
 
-# A GPU computes a token quickly. What takes time is to launch the kernels one by one, and to wait:
-# when the host reads a number from the GPU, the GPU runs out of work. So ended rows are looked for
-# only every 16 tokens, and the numbers of rows and slots are rounded up: for each of their few
-# values a compiled `next_logits` becomes one CUDA graph, launched as a whole. A graph works on
-# fixed addresses, so a model's memory is kept from one rollout to the next.
-MEMORY = WeakKeyDictionary()        # of each model, for each layer, keys and values (b, K, S, D)
+# A GPU computes a token quickly. What takes time is to launch its kernels, a thousand for 24 layers,
+# and to wait: when the host reads a number from the GPU, the GPU runs out of work. So ended rows are
+# looked for only every 16 tokens, and the numbers of rows and slots are rounded up. For each of
+# their few values the model's kernels are recorded once, as a CUDA graph, which is then launched as
+# a whole for every token. A graph works on fixed addresses: keys and values are kept from one
+# rollout to the next, and weights must be changed in place.
+MEMORY = WeakKeyDictionary()        # the Memory of each model
+
+class Memory:
+    """Keys and values (b, K, S, D) of each layer for `rows` rows and `slots` slots, and the Steps
+    that decode with the first of them."""
+
+    def __init__(self, model, rows, slots):
+        like = new_cache(model, 0, slots)                                     # (L, 2, 0, K, S, D)
+        self.cache = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
+        self.rows, self.slots, self.dtype, self.steps = rows, slots, like.dtype, {}
+        self.pool = torch.cuda.graph_pool_handle() if like.is_cuda else None    # of all graphs
+
+    def step(self, rows, slots):
+        """The Step for so many rows and slots."""
+        if (rows, slots) not in self.steps:
+            cache = [[x[:rows, :, :slots] for x in kv] for kv in self.cache]
+            self.steps[rows, slots] = Step(cache, self.pool)
+        return self.steps[rows, slots]
 
 def memory_of(model, rows, slots):
-    """Keys and values for at least so many rows and slots, a list of pairs (b, K, S, D)."""
-    like = new_cache(model, 0, slots)                                         # (L, 2, 0, K, S, D)
-    if model in MEMORY:
-        keys = MEMORY[model][0][0]
-        if len(keys) >= rows and keys.size(2) >= slots and keys.dtype == like.dtype:
-            return MEMORY[model]
-        del MEMORY[model], keys         # free the old ones first
-    MEMORY[model] = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
+    """A model's Memory, for at least so many rows and slots. It only grows: training and evaluation,
+    of different sizes, have the same one."""
+    old, dtype = MEMORY.get(model), new_cache(model, 0, 0).dtype
+    if old and old.dtype == dtype:
+        rows, slots = max(rows, old.rows), max(slots, old.slots)
+    if not old or (rows, slots, dtype) != (old.rows, old.slots, old.dtype):
+        del old                                             # free it before there is a new one
+        forget(model)
+        MEMORY[model] = Memory(model, rows, slots)
     return MEMORY[model]
+
+def forget(model):
+    """Drops a model's Memory, if it has one: its weights will have other addresses."""
+    MEMORY.pop(model, None)
+
+class Step:
+    """The hidden states (b, C) after one more token of each row, on CUDA as a graph."""
+
+    def __init__(self, cache, pool):
+        rows, device = len(cache[0][0]), cache[0][0].device
+        self.cache, self.pool, self.graph = cache, pool, None
+        self.ids, self.pos = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
+
+    def __call__(self, model, token, pos):
+        """Hidden states (r, C) after token (r,) at position pos (r,). Rows from r on, up to b, compute
+        an old token again."""
+        self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
+        if self.graph is not None:
+            self.graph.replay()
+        else:       # on CUDA a first time, before it is recorded: libraries prepare, layers compile
+            self.h = model(self.ids, self.pos, self.cache)
+            if self.ids.is_cuda:
+                self.record(model)
+                self.graph.replay()         # writes the same keys and values again
+        return self.h[:len(token), 0]
+
+    def record(self, model):
+        """Records the model's kernels for this step as a graph; nothing is computed."""
+        self.graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph, self.pool, capture_error_mode="thread_local"):
+                self.h = model(self.ids, self.pos, self.cache)
+        except RuntimeError as e:
+            if "captur" not in str(e):
+                raise
+            raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for a "
+                            "number from the GPU (.item()); --static_cache off samples without a "
+                            f"graph. {str(e).splitlines()[0]}") from e
 
 class StaticCache:
     """Decoding with static shapes: b rows, a power of two, and s slots, a multiple of 64."""
@@ -78,9 +136,9 @@ class StaticCache:
         P, T = ids.shape
         prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
         logits = prefill(self.model, ids, length, prompt)
-        self.rows, self.used, self.shape = P * group, T, None
+        self.rows, self.used = P * group, T
         self.memory = memory_of(self.model, power_of_two(self.rows), by_64(self.slots))
-        for x, read in zip(chain(*self.memory), prompt.flatten(0, 1)):
+        for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:self.rows, :, :T] = read.repeat_interleave(group, 0)
         return logits.repeat_interleave(group, 0)
 
@@ -89,7 +147,7 @@ class StaticCache:
         kept = active.nonzero()[:, 0]
         if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(self.rows):
             return torch.arange(self.rows, device=active.device)
-        for x in chain(*self.memory):
+        for x in chain(*self.memory.cache):
             x[:len(kept)] = x[kept]
         self.rows = len(kept)
         return kept
@@ -97,14 +155,8 @@ class StaticCache:
     def append(self, token, pos):
         """Like `KVCache.append`."""
         self.used += 1
-        b, s = power_of_two(self.rows), by_64(self.used)
-        if self.shape != (b, s):
-            self.shape, self.cache = (b, s), [[x[:b, :, :s] for x in kv] for kv in self.memory]
-            for x in chain(*self.cache):
-                torch._dynamo.mark_static_address(x, guard=False)
-        token, pos = F.pad(token, (0, b - self.rows)), F.pad(pos, (0, b - self.rows))
-        torch.compiler.cudagraph_mark_step_begin()      # the last logits may be overwritten
-        return self.model.next_logits(token, pos, self.cache)[:self.rows]
+        step = self.memory.step(power_of_two(self.rows), by_64(self.used))
+        return self.model.head(step(self.model, token, pos))
 
 def power_of_two(n):
     """The least power of two that is at least n and 2: compilation treats 1 apart."""

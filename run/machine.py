@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from data import UserError
 from model import Block
-from run.caches import StaticCache
 
 # ------------------------------------------------------------------------------------- the device
 
@@ -28,31 +27,25 @@ def resolve(cfg):
     return device, dtype, cfg.compile == "on"
 
 def has_static_cache(cfg):
-    """Whether sampling uses static shapes: by default on cuda with compilation, as CUDA graphs need
-    them. Without it, the cache with shared prefixes was a tenth faster on an H200 (one run)."""
-    device, _, compiled = resolve(cfg)
-    graphs = compiled and device.type == "cuda"
-    return graphs if cfg.static_cache == "auto" else cfg.static_cache == "on"
+    """Whether sampling uses static shapes: by default on cuda, as CUDA graphs need them."""
+    cuda = resolve(cfg)[0].type == "cuda"
+    return cuda if cfg.static_cache == "auto" else cfg.static_cache == "on"
 
 def double(device):
     """float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules that are not None, if cfg says so; with a static cache
-    also a whole decoding step, as one CUDA graph. All layers of all modules share their graphs:
-    for prompts, for one token, for training, for a batch of one row. The graphs count against one
-    recompile limit, 8 by default."""
+    """Compiles each layer of the modules that are not None, if cfg says so. All layers of all
+    modules share their graphs: for prompts, for one token, for training, for a batch of one row.
+    The graphs count against one recompile limit, 8 by default."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
         torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
-        layers = [layer for module in filter(None, modules) for layer in module.modules()]
-        for layer in layers:
-            if isinstance(layer, Block):
-                layer.compile(dynamic=True)
-            if getattr(layer, "cache_class", None) is StaticCache:
-                layer.next_logits = torch.compile(layer.next_logits, mode="reduce-overhead",
-                                                  fullgraph=True, dynamic=True)
+        for module in filter(None, modules):
+            for layer in module.modules():
+                if isinstance(layer, Block):
+                    layer.compile(dynamic=True)
 
 def prepare():
     """Makes stdout replace characters that the terminal cannot show, and glibc keep freed memory:

@@ -81,7 +81,8 @@ def frozen(model):
         copied.lm_head.weight = nn.Parameter(model.embed_tokens.weight.detach(), False)
     for layer in copied.modules():
         if isinstance(layer, nn.Linear) and model.amp:
-            layer.weight.data = layer.weight.data.to(model.amp)
+            for p in layer.parameters():
+                p.data = p.data.to(model.amp)
     return copied
 
 class ScalarHead(nn.Module):

@@ -115,8 +115,8 @@ def free_memory(device):
     return 1024 * int(found[1]) if found and device.type == "cpu" else None
 
 def rope_tables(shape):
-    """Bytes of RoPE's cosines and sines."""
-    return 4 * shape.block_size * shape.head_size
+    """Bytes of RoPE's cosines and sines, each twice."""
+    return 8 * shape.block_size * shape.head_size
 
 def memory(model, cfg, longest):
     """Bytes that a run needs, by purpose. Rollout and update alternate, so only the larger of the

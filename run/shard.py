@@ -6,7 +6,7 @@ from torch.distributed import ReduceOp
 
 from data import UserError
 from model import Block
-from run import machine
+from run import caches, machine
 
 def is_on(cfg):
     """Whether models are sharded: --shard on, and more than one rank."""
@@ -100,6 +100,7 @@ def copy_weights(copied, policy):
 def release(agent):
     """Frees the unsharded copy of a sharded policy, whose memory the update needs."""
     if is_sharded(agent.policy):
+        caches.forget(agent.sampler)
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
 

@@ -11,7 +11,7 @@ reference, a copy of the policy made as each iteration begins (Algorithm 1).
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
 """
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +97,7 @@ class Config:
     iterations: int = 1         # outer iterations: new reference and refitted reward model in each
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
-    micro_tokens: int = 2048    # maximum tokens per forward and backward pass
+    micro_tokens: int = 0       # maximum tokens per forward and backward pass; 0: by the memory
     recompute: Literal["off", "on"] = "off"     # activation checkpointing
     half_life: int = 0          # steps after which the learning rate has halved; 0: never
     grad_clip: float = 1.0      # maximum gradient norm
@@ -131,6 +131,10 @@ class Config:
         return Path(self.out or f"out/{Path(self.task).stem}")
 
     @property
+    def updates(self):
+        return self.epochs * self.minibatches
+
+    @property
     def applies_kl(self):
         return self.beta > 0 and self.kl in ("loss", "reward")
 
@@ -160,6 +164,9 @@ def make_config(**given):
     return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
 
 # ------------------------------------------------------------------- sampling: prompts to a group
+BELOW_1 = 1 - 2 ** -24      # the largest float32 below 1
+PART = 128                  # tokens of a part of the vocabulary
+
 @dataclass
 class Batch:
     """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t."""
@@ -173,26 +180,39 @@ class Batch:
     components: dict = None         # (B,)   float32  components of the rule's reward, by name
     reward: torch.Tensor = None     # (B, T) float32  reward of a step, at the step's last token
     ends: torch.Tensor = None       # (B, T) bool     last tokens of steps; an outcome is one step
-    old_logp: torch.Tensor = None   # (B, T) float32  log pi under the old policy, for the ratio
+    old_logp: torch.Tensor = None   # (B, T) float32  log pi under the old policy; None: the policy
     ref_logp: torch.Tensor = None   # (B, T) float32  log pi under the reference
     value: torch.Tensor = None      # (B, T) float32  critic's value of the state before token t
     adv: torch.Tensor = None        # (B, T) float32  advantages
     returns: torch.Tensor = None    # (B, T) float32  targets of the value
 
     def select(self, rows, T):
-        """The tensors of some rows, indices on the host, cut to T columns."""
-        rows = model.send(rows, self.ids.device)
-        tensors = {n: x[rows] for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        """The tensors of some rows, indices on the host, cut to T columns, each on its device."""
+        there = model.send(rows, self.mask.device)
+        tensors = {n: x[rows if x.is_cpu else there] for n, x in vars(self).items()
+                   if isinstance(x, torch.Tensor)}
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
+
+def inverse_cdf(p, u):
+    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its total,
+    u in [0, 1), and how far u is within that element, in [0, 1); both (r,)."""
+    cdf = p.cumsum(-1)
+    at = u[:, None] * cdf[:, -1:]
+    i = torch.searchsorted(cdf, at, right=True).clamp(max=p.size(1) - 1)
+    within = 1 - (cdf.gather(1, i) - at) / p.gather(1, i).clamp(min=1e-38)
+    return i[:, 0], within[:, 0].clamp(0, BELOW_1)
 
 def sample_token(logits, temperature, u, is_greedy):
     """Samples a token for each row of logits (r, V) by inverse CDF: the first whose cumulative
     probability exceeds u (r,), uniform in [0, 1); where is_greedy (r,), takes the most likely one.
     Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
     logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
-    cdf = logp.exp().cumsum(-1)
-    u = u.clamp(max=1 - 2 ** -24)               # rounding to float32 may give 1
-    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+    p, u, first = logp.exp(), u.clamp(max=BELOW_1), 0       # rounding to float32 may give 1
+    if p.size(1) % PART == 0:       # a part of the vocabulary, then a token in it: faster on a GPU
+        parts = p.unflatten(1, (-1, PART))                                         # (r, V/PART, PART)
+        part, u = inverse_cdf(parts.sum(-1), u)
+        p, first = parts[torch.arange(len(p), device=p.device), part], PART * part
+    token = first + inverse_cdf(p, u)[0]
     token = torch.where(is_greedy, logits.argmax(-1), token)
     return token, logp.gather(-1, token[:, None])[:, 0]
 
@@ -319,19 +339,21 @@ def rollout(agent, problems, rng):
     batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
 
     # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
-    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
-    use_pass = agent.policy.amp is not None or cfg.kl == "reward"
-    batch.old_logp = batch.logp
+    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward. With
+    # one update per rollout the old policy is the one that is trained: `total_loss` has its own.
+    use_pass = agent.policy.amp is not None and cfg.updates > 1 or cfg.kl == "reward"
+    old_logp = batch.logp
     if use_pass or agent.critic is not None:
         pass_logp, batch.value = batches.logps(agent.sampler or agent.policy, batch, cfg,
                                                agent.critic)
-        batch.old_logp = pass_logp if use_pass else batch.logp
+        old_logp = pass_logp if use_pass else batch.logp
+    batch.old_logp = old_logp if cfg.updates > 1 else None
     if agent.ref is not None:
         batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
 
     penalty = torch.zeros_like(batch.logp)
     if cfg.kl == "reward" and agent.ref is not None:    # 1.0: the ratio of the old policy to itself
-        penalty = agent.beta * kl_estimate(batch.old_logp, batch.ref_logp, 1.0, cfg.estimator)
+        penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, 1.0, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
     return batch, batches.statistics(batch, dead)
@@ -406,8 +428,9 @@ def total_loss(agent, batch, weight, tokens):
     cfg = agent.cfg
     logp, value = model.token_logps(agent.policy, batch.ids, batch.mask, cfg.temperature,
                                     agent.critic)
-    loss, stats = policy_loss(logp, batch.old_logp, batch.ref_logp, batch.adv, batch.mask, weight,
-                              tokens, cfg, agent.beta)
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp      # the ratio is then 1
+    loss, stats = policy_loss(logp, old_logp, batch.ref_logp, batch.adv, batch.mask, weight, tokens,
+                              cfg, agent.beta)
     if value is not None:
         error = value_loss(value, batch.value, batch.returns, batch.mask, weight)
         loss = loss + cfg.value_coef * error
@@ -425,6 +448,7 @@ def update(agent, batch, rng):
     shard.release(agent)
     learns = has_gradient(agent, batch)
     ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
+    batch = replace(batch, ids=ids)
     agents.train_mode(agent, True)                      # in case you add dropout
     for rows, size in batches.minibatches(cfg, rng, len(ids)):
         tokens = max(1, machine.all_reduce(mask[rows].sum()).item())
@@ -442,9 +466,8 @@ def update(agent, batch, rng):
         norm += optimizer.optimizer_step(agent.opt, cfg.grad_clip)
     agents.train_mode(agent, False)
     shard.refresh(agent)
-    steps = cfg.epochs * cfg.minibatches
-    means = (machine.all_reduce(torch.stack([*total.values()])) / steps).tolist()
-    return dict(zip(total, means)) | {"grad_norm": norm / steps, "mismatch": mismatch}
+    means = (machine.all_reduce(torch.stack([*total.values()])) / cfg.updates).tolist()
+    return dict(zip(total, means)) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
     """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without

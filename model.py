@@ -57,6 +57,11 @@ class RMSNorm(nn.Module):
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
         return x * (square + self.eps).rsqrt() * self.weight
 
+def for_products(x):
+    """x in autocast's dtype: cast once, not in each of the products that read it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
 def rotate(x, cos, sin):
     """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each cosine
     twice, sin each sine, the first time negated."""
@@ -124,6 +129,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x, rope, layout, cache):
+        x = for_products(x)
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_head, -1)))              # (B, T, H, D)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_head, -1)))           # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (self.n_kv_head, -1))
@@ -142,6 +148,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, C, bias=bias)
 
     def forward(self, x):
+        x = for_products(x)
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -224,6 +231,10 @@ class GPT(nn.Module):
         with self.autocast():
             return F.linear(x, head.weight).float()
 
+    def logps(self, h, tokens):
+        """log pi of the tokens (n,) given the hidden states h (n, C) before them."""
+        return self.head(h).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
     def next_logits(self, token, pos, cache):
         """Logits (B, V) after token (B,) at position pos (B,), which is added to the cache."""
         return self.head(self(token[:, None], pos[:, None], cache)[:, 0])
@@ -236,30 +247,32 @@ class GPT(nn.Module):
     def device(self):
         return self.norm.weight.device
 
-CHUNK = 2 ** 26     # maximum number of logits at a time, 256 MiB in float32
+def most_logits(device):
+    """The maximum number of logits at a time. On CUDA they take a tenth of the memory: each part
+    reads the weights of the head again."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 128
+    return 2 ** 26          # 256 MiB in float32
 
 def token_logps(model, ids, mask, temperature, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. In training the shift by one is only here."""
+    critic), both (B, T), 0 where mask is False. In training the shift by one is only here. Logits
+    of more than `most_logits` are computed in parts, and again in the backward pass."""
     ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
     h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
+    before = before[send(scored, device)] / temperature         # (n, C): the head has no bias
     tokens = send(ids.flatten()[scored], device)
-    logp = logps_of(model, before[send(scored, device)], tokens, temperature)                # (n,)
+    size = max(1, most_logits(device) // model.cfg.vocab_size)
+    if len(tokens) <= size:
+        logp = model.logps(before, tokens)                                                  # (n,)
+    else:
+        logp = torch.cat([checkpoint(model.logps, *part, use_reentrant=False)
+                          for part in zip(before.split(size), tokens.split(size))])
     sampled = send(mask, device)
     logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)
     if critic is None:
         return logp, None
     value = F.pad(critic(ids[:, :-1], mask[:, 1:], h), (1, 0))
     return logp, torch.where(sampled, value, 0)
-
-def logps_of(model, h, tokens, temperature):
-    """log pi of the tokens (n,) given the hidden states h (n, C) before them. Logits of more than
-    CHUNK elements are computed in parts, and recomputed in the backward pass, to save memory."""
-    size = max(1, CHUNK // model.cfg.vocab_size)
-    if len(tokens) > size:
-        return torch.cat([checkpoint(logps_of, model, *part, temperature, use_reentrant=False)
-                          for part in zip(h.split(size), tokens.split(size))])
-    logits = model.head(h / temperature)            # (n, V): the head has no bias
-    return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

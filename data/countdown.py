@@ -14,7 +14,7 @@ from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, re-expo
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
-                micro_tokens=4096, save_every=50, fit_prompts=512)
+                save_every=50, fit_prompts=512)
 
 DRAWS, HELD_OUT = 60000, 500     # some draws give no problem
 PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly once, to make {}. "

@@ -1,6 +1,6 @@
 """All models of a run, and how a run begins."""
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -71,6 +71,7 @@ def begin(cfg, task, saved):
         policy, cold = models.model_of(saved.model, cfg, longest), False
     else:
         policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
+    cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
     show.print0(preflight.costs(policy, cfg, longest))
     if own := [*pretrained.own_parameters(policy)]:
         show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "

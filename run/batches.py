@@ -53,12 +53,15 @@ def minibatches(cfg, rng, n):
         for part in permutation.tensor_split(cfg.minibatches):
             yield torch.isin(local, part).nonzero()[:, 0], len(part)
 
+MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `preflight.micro_tokens`
+
 def micro_batches(ids, mask, budget):
-    """Splits rows of ids and mask (B, T) into chunks of at most `budget` tokens, padding included,
-    or of one longer row; yields (row indices on the host, longest length). Rows are sorted, so that
+    """Splits rows of ids and mask (B, T) into chunks of at most `budget` tokens (0: MICRO_TOKENS),
+    padding included, or of one longer row; yields (row indices on the host, longest length). Rows are sorted, so that
     rows with a common prefix are neighbours and share it. Every rank yields as many chunks, empty
     ones at the end if need be: with sharded models all ranks take part in every pass."""
     rows, length, chunks, longest = ids.tolist(), row_lengths(mask.cpu()).tolist(), [], 0
+    budget = budget or MICRO_TOKENS
     for row in sorted(range(len(rows)), key=rows.__getitem__):
         longest = max(longest, length[row])
         if chunks and (len(chunks[-1]) + 1) * longest <= budget:
@@ -129,7 +132,7 @@ def statistics(batch, dead):
     stats["accuracy"] = stats.pop("correct")
     # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
     # the loss its expected gradient is 0.
-    entropy, _ = machine.mean_and_std(-batch.old_logp[batch.mask])
+    entropy, _ = machine.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
     if batch.value is not None:             # 1: predicts all returns; 0: only their mean

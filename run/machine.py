@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from data import UserError
-from model import Block
+from model import GPT, Block
 
 # ------------------------------------------------------------------------------------- the device
 
@@ -36,9 +36,9 @@ def double(device):
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules that are not None, if cfg says so. All layers of all
-    modules share their graphs: for prompts, for one token, for training, for a batch of one row.
-    The graphs count against one recompile limit, 8 by default."""
+    """Compiles each layer of the modules that are not None, and the head's log-probabilities, if cfg
+    says so. All layers of all modules share their graphs: for prompts, for one token, for training
+    with a gradient and without. The graphs count against one recompile limit, 8 by default."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
         torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
@@ -46,6 +46,8 @@ def compile_all(cfg, *modules):
             for layer in module.modules():
                 if isinstance(layer, Block):
                     layer.compile(dynamic=True)
+                if isinstance(layer, GPT):
+                    layer.logps = torch.compile(layer.logps, dynamic=True)
 
 def prepare():
     """Makes stdout replace characters that the terminal cannot show, and glibc keep freed memory:

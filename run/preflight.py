@@ -1,13 +1,15 @@
 """Checks before anything large is allocated: the task, the sizes, the memory."""
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from data import UserError, check_steps, require, rewards_of
-from model import CHUNK
+from model import most_logits
 from run import machine, shard, show, variants
+from run.batches import MICRO_TOKENS
 from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):
@@ -127,7 +129,7 @@ def memory(model, cfg, longest):
     frozen = 4 * N - (4 - b) * linear + b * c.vocab_size * c.n_embd * (half and c.tied)
     learned, slots, V = cfg.reward == "model", longest + cfg.max_new, c.vocab_size
     rows = cfg.prompts * max(cfg.group, cfg.choices * learned) // machine.world()[1]
-    tokens = max(cfg.micro_tokens, slots * (cfg.choices if learned else 1))     # at least one row
+    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots * (cfg.choices if learned else 1))
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # per token
     stored = layer * c.n_layer
@@ -145,7 +147,7 @@ def memory(model, cfg, longest):
                "full sampler": frozen * sharded}
     # A sharded model gathers two layers at a time, and the weights outside the layers.
     update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
-              "logits": 12 * min(CHUNK, V * tokens),
+              "logits": 12 * min(most_logits(machine.resolve(cfg)[0]), V * tokens),
               "gathered layers": 4 * (N - linear + 2 * linear // c.n_layer) * sharded}
     update |= {"static cache": cache} if static else {}
     models = trained + cfg.needs_reference + (half or sharded) + learned
@@ -160,6 +162,16 @@ def memory(model, cfg, longest):
 def total(need):
     """The sum over all purposes of `memory`."""
     return sum(need.values())
+
+def micro_tokens(model, cfg, longest):
+    """--micro_tokens or, if it is 0, 2,048 on a CPU, and on CUDA the largest power of two up to
+    32,768 with which a run takes at most 60 % of the free memory."""
+    if cfg.micro_tokens or machine.resolve(cfg)[0].type != "cuda":
+        return cfg.micro_tokens or MICRO_TOKENS
+    free, found = 0.6 * free_memory(machine.resolve(cfg)[0]), MICRO_TOKENS
+    while found < 32768 and total(memory(model, replace(cfg, micro_tokens=2 * found), longest)) < free:
+        found *= 2
+    return found
 
 def costs(model, cfg, longest):
     """A line with the memory that a run with prompts of up to `longest` tokens needs."""

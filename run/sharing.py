@@ -52,7 +52,8 @@ class SharedRows:
             raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
                             f"{tuple(q.shape[:2])}: rows that differ in more than ids and "
                             f"positions need --share_prefix off")
-        y = causal_attention(self.gather(q), self.gather(k), self.gather(v))          # (B, T, H, D)
+        heads = self.gather(torch.cat((q, k, v), 2)).split((q.size(2), k.size(2), v.size(2)), 2)
+        y = causal_attention(*heads)                                                  # (B, T, H, D)
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))
         return y.unflatten(-1, q.shape[2:])[None]                                     # (1, n, H, D)
 

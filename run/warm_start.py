@@ -22,15 +22,16 @@ from run.files import write_whole
 SHIPPED = Path(data.__file__).parent / "warm_start"
 
 # Settings on which a kept warm start does not depend: those that only RL, evaluation or logging
-# uses, and those of the machine, see `made_with`. It depends on every setting not listed here.
+# uses, those of the machine, see `made_with`, and the size of its micro-batches, which is found by
+# the memory. It depends on every setting not listed here.
 RL_ONLY = frozenset(
     "functions train test out steps iterations eval_every held_out samples save_every prompts "
     "group temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
     "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
     "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
-    "shard".split())
+    "shard micro_tokens".split())
 # And those on which SHIPPED does not depend either: it may have been made with others.
-ANY = frozenset("seed micro_tokens recompute share_prefix grad_clip".split())
+ANY = frozenset("seed recompute share_prefix grad_clip".split())
 
 # ------------------------------------------------------------------------------- which one to use
 

@@ -79,11 +79,14 @@ def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
     assert (agent.sampler is not None) is (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("given, of_pass", [
-    ({}, False), (dict(baseline="value"), False), (dict(kl="reward"), True), (dict(kl="reward", baseline="value"), True),
-    (dict(dtype="bfloat16"), True), (dict(dtype="bfloat16", baseline="value"), True)])
-def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given, of_pass, monkeypatch):
-    cfg = with_(**given)
+@pytest.mark.parametrize("given, one, several", [
+    ({}, False, False), (dict(baseline="value"), False, False), (dict(kl="reward"), True, True),
+    (dict(kl="reward", baseline="value"), True, True), (dict(dtype="bfloat16"), False, True),
+    (dict(dtype="bfloat16", baseline="value"), False, True)])
+@pytest.mark.parametrize("updates", [dict(), dict(minibatches=2), dict(epochs=2)])
+def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given, one, several, updates, monkeypatch):
+    """With one update per rollout the loss has its own, and only a KL in the reward needs a pass."""
+    cfg, of_pass = with_(**given, **updates), several if updates else one
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)})
     agent = agents.new_agent(cfg, task, byte_encoding(), models.to_device(tiny_model(), cfg))
     asked = []
@@ -93,7 +96,10 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
         return torch.full_like(batch.logp, -7.0), torch.zeros_like(batch.logp) if critic else None
     monkeypatch.setattr(batches, "logps", logps)
     batch, _ = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
-    assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
+    if updates:
+        assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
+    else:
+        assert batch.old_logp is None
     passes = [(agent.sampler or agent.policy, agent.critic)] if of_pass or agent.critic else []
     assert asked == [*passes, (agent.ref, None)]
 

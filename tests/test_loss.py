@@ -1,5 +1,6 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
 import dataclasses
+import functools
 import math
 import random
 from types import SimpleNamespace
@@ -570,11 +571,11 @@ def test_no_float64_where_there_is_none(monkeypatch):
 
 @pytest.mark.slow
 def test_all_models_of_a_run_share_their_graphs(monkeypatch):
-    """Policy, reference and sampler are of one class: four graphs in all, of which one is a lone prompt's."""
+    """Policy, reference and sampler are of one class: four graphs of a layer in all, of which one is a lone prompt's, and
+    one of the head."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    real = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend="eager", **how))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     models = [tiny_model() for _ in range(3)]
     machine.compile_all(Config(compile="on"), *models, None)
     for model in models:
@@ -582,17 +583,16 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
         with torch.no_grad():
             token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 1
 
 
 @pytest.mark.slow
-def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
-    """Prompts, tokens, a pass without gradients and one with them; in bfloat16 too, where the reference and
-    the sampler have the same ones. A prompt or a row that is alone would have more."""
+def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeypatch):
+    """Prompts, tokens, a pass without gradients and one with them, and two of the head for these passes; in bfloat16 too,
+    where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    real = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend="eager", **how))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
     lengths = []
     real_step = grpo.train_step
@@ -607,7 +607,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs(tmp_path, monkeypatch):
                "--samples", "1"])
     assert len({*lengths}) > 2
     counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] == 4 and not counted["graph_break"]
+    assert counted["stats"]["unique_graphs"] == 4 + 2 and not counted["graph_break"]
 
 
 @pytest.mark.slow
@@ -618,9 +618,9 @@ def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
     def count(graph, example):
         seen.append(1)
         return graph.forward
-    model, real = tiny_model(), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: real(self, backend=count, **how))
+    model = tiny_model()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     machine.compile_all(Config(compile="on"), model)
     for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
         token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
-    assert 1 <= len(seen) <= 3
+    assert 2 <= len(seen) <= 3

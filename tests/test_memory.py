@@ -71,7 +71,7 @@ def test_logits_in_parts_are_the_same_and_never_whole(monkeypatch, with_critic):
     model = tiny_model().double()
     critic = ScalarHead(32, None, 1.0, torch.Generator().manual_seed(0)) if with_critic else None
     want, logp, value = gradients(model, critic)
-    monkeypatch.setattr(model_py, "CHUNK", 257 * 50)
+    monkeypatch.setattr(model_py, "most_logits", lambda device: 257 * 50)
     with Largest() as seen:
         have, logp2, value2 = gradients(model, critic)
     assert seen.most <= max(257 * 50, 6 * 40 * 64)          # of the logits; of the widest layer
@@ -282,7 +282,7 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkey
     assert need["activations"] == stored
     tokens = 100 if cfg.micro_tokens == 100 else 600 if cfg.reward == "model" else 12
     assert need["logits"] == 257 * tokens * 12
-    monkeypatch.setattr(preflight, "CHUNK", 1000)               # more are never made at a time
+    monkeypatch.setattr(preflight, "most_logits", lambda device: 1000)      # more are never made at a time
     assert preflight.memory(tiny_model(), cfg, 4)["logits"] == 12000
 
 

@@ -261,7 +261,7 @@ class Heads:
     (257 * 5 + 256, [5, 5, 2], [5, 5, 2]), (257, [1] * 12, [1] * 12),
     (100, [1] * 12, [1] * 12)])                 # not even those of one state: one at a time
 def test_logits_are_made_in_parts_that_fit(chunk, forward, backward, model, monkeypatch):
-    monkeypatch.setattr(model_py, "CHUNK", chunk)
+    monkeypatch.setattr(model_py, "most_logits", lambda device: chunk)
     ids, mask = torch.randint(0, 256, (3, 9)), torch.arange(9).expand(3, -1) > 4
     heads = Heads(model)
     logp, _ = token_logps(model, ids, mask, 1.0)
@@ -283,7 +283,7 @@ def test_gradients_of_what_is_made_again_can_be_asked_for_alone(model, monkeypat
     want = torch.autograd.grad(token_logps(model, ids, mask, 1.0)[0].sum(), some)
     for recompute, chunk in ((True, 2 ** 26), (False, 257 * 5), (True, 257 * 5)):
         model.recompute = recompute
-        monkeypatch.setattr(model_py, "CHUNK", chunk)
+        monkeypatch.setattr(model_py, "most_logits", lambda device: chunk)
         have = torch.autograd.grad(token_logps(model, ids, mask, 1.0)[0].sum(), some)
         for x, y in zip(have, want):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

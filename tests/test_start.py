@@ -146,7 +146,7 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     monkeypatch.setattr(models, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
     got = agents.begin(cfg, toy(), saved)
-    assert got[0] is cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
+    assert got[0] == cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
     assert calls == ["claim", ({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
         f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
@@ -473,7 +473,7 @@ def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch
 
 
 # A setting of which a kept warm start depends, and another value of it.
-COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99, micro_tokens=99, recompute="on", grad_clip=9.0,
+COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99, recompute="on", grad_clip=9.0,
               n_layer=9, n_head=9, n_kv_head=9, n_embd=9, warm_steps=9, warm_batch=9, warm_lr=9.0, share_prefix="off")
 
 
@@ -496,7 +496,8 @@ def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
 # Those of RL, evaluation, logs and the machine, by which a start is not made anew.
 OTHERS = """functions train test out steps iterations eval_every held_out samples save_every prompts group temperature reward supervision
             truncated_reward baseline adv_scale gamma lam critic value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean
-            epochs minibatches lr half_life fit_prompts choices labels device dtype compile static_cache shard""".split()
+            epochs minibatches lr half_life fit_prompts choices labels device dtype compile static_cache shard
+            micro_tokens""".split()
 
 
 @pytest.mark.parametrize("name", OTHERS)

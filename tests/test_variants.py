@@ -614,7 +614,7 @@ def test_settings_that_a_variant_would_ignore(start, tmp_path):
 
 @pytest.mark.parametrize("text, says", [
     ("def surrogate(): pass", "is not an algorithm: it needs a dict named SETTINGS"),
-    ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, sample_token, "),
+    ("SETTINGS = {}\ndef surogate(): pass", "grpo.py has no function surogate to replace; it has make_config, inverse_cdf, "),
     ("SETTINGS = {}\ndef surrogate(ratio, logp, adv, mask, cfg): pass",
      r"the arguments of surrogate are ratio, adv, logp, mask, cfg, in this order, not ratio, logp, adv, mask, cfg"),
     *((f"SETTINGS = {{}}\ndef {name}(*given): pass", f"bad.py: {name} runs before a file's functions are installed$")

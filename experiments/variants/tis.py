@@ -3,10 +3,19 @@ each token's surrogate is weighted by min(pi_trainer / pi_sampler, C).
 """
 from dataclasses import replace
 
+from grpo import rollout as of_sampler
 from grpo import total_loss as unweighted
+from run import batches
 
 SETTINGS = dict(kl="none")
 C = 2.0
+
+
+def rollout(agent, problems, rng):
+    batch, stats = of_sampler(agent, problems, rng)
+    if batch.old_logp is None:          # with one update the loss needs none, but the weights do
+        batch.old_logp, _ = batches.logps(agent.policy, batch, agent.cfg)
+    return batch, stats
 
 
 def total_loss(agent, batch, weight, tokens):

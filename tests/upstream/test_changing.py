@@ -141,9 +141,9 @@ def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch)
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x, [*gpt.parameters()],
                                                                    retain_graph=True)])
-    for chunk in (grpo.model.CHUNK, 4 * V):                 # whole, and in parts
+    for chunk in (2 ** 26, 4 * V):                          # whole, and in parts
         with monkeypatch.context() as patch:
-            patch.setattr(grpo.model, "CHUNK", chunk)
+            patch.setattr(grpo.model, "most_logits", lambda device: chunk)
             logp, _, entropy = grpo.model.token_logps(gpt, ids, mask, 1.5, with_entropy=True)
         assert (entropy[:, :3] == 0).all()
         logp, entropy = logp[:, 3], entropy[:, 3]

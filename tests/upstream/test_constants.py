@@ -29,7 +29,7 @@ PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler 
 OURS = dict(
     task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", out="", functions="",
     seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, truncated_reward=0.0, target_kl=0.0,
-    micro_tokens=2048, recompute="off", half_life=0, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
+    micro_tokens=0, recompute="off", half_life=0, grad_clip=1.0, n_layer=2, n_head=8, n_kv_head=1,
     n_embd=256, warm_steps=1500, warm_batch=48, warm_lr=1.2e-3, fit_prompts=256, choices=4, labels="rule", device="auto",
     dtype="auto", compile="off", share_prefix="on", static_cache="auto", shard="off")
 
@@ -48,7 +48,7 @@ ROWS = {                                        # what differs from GRPO
     # arXiv 2507.18071, 5.1: left and right clipping ranges 3e-4 and 4e-4, of the sequence's ratio; its authors use no KL
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none")}
 
-LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, micro_tokens=4096, save_every=50, fit_prompts=512)
+LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, save_every=50, fit_prompts=512)
 TASKS = {                                       # what differs from Config
     "arithmetic": dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2, fit_prompts=2048),
     "countdown": dict(task="countdown", difficulty=3, **LARGE),
@@ -118,7 +118,8 @@ def test_what_the_readme_says_of_the_people_and_the_problems():
 
 def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
-    assert model.CHUNK * 4 == 256 * 2 ** 20                                 # bytes of float32
+    assert model.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
+    assert batches.MICRO_TOKENS == 2048
     assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, truncated_reward=-1e9)

@@ -234,7 +234,7 @@ def test_speeds_beside_trl(results):
 
 
 def test_what_fits_on_a_gpu(monkeypatch):
-    """Qwen2.5's shapes with the defaults of gsm8k, in bfloat16."""
+    """Qwen2.5's shapes with the defaults of gsm8k and --micro_tokens 4096, in bfloat16."""
     shapes = {"0.5": (24, 14, 2, 896, 4864), "1.5": (28, 12, 2, 1536, 8960), "3": (36, 16, 2, 2048, 11008),
               "7": (28, 28, 4, 3584, 18944)}
     for name, shape in shapes.items():
@@ -245,19 +245,19 @@ def test_what_fits_on_a_gpu(monkeypatch):
         cells = []
         for ranks, how in ((1, {}), (1, dict(recompute="on")), (2, dict(shard="on")), (8, dict(shard="on"))):
             monkeypatch.setattr(machine, "world", lambda: (0, ranks))
-            cfg = grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu", warm_steps=0, **how)
+            cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
             cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
 
 
 def test_the_memory_of_half_a_billion():
-    """Qwen2.5-0.5B's shape with the defaults of gsm8k and prompts of 300 tokens."""
+    """Qwen2.5-0.5B's shape with the defaults of gsm8k, --micro_tokens 4096 and prompts of 300 tokens."""
     model = pretrained.of_config(dict(
         model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, rms_norm_eps=1e-6,
         max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1e6, hidden_act="silu"))
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
-    need = preflight.memory(model, grpo.Config(**gsm8k.DEFAULTS, dtype="bfloat16", device="cpu"), 300)
+    need = preflight.memory(model, grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu"), 300)
     for name, size in need.items():
         assert not size or f"| {name} | {size / 1e9:.1f} |" in MEASURED, (name, size)
     assert f"| together | {sum(need.values()) / 1e9:.1f} |" in MEASURED and sum(need.values()) < 20e9

@@ -377,7 +377,7 @@ def chunks(logits):
 
 def update(at, device):
     """Updates of 256 rows of 512 tokens: seconds and memory, for several sizes of micro-batches; their kernels; compiled."""
-    cfg = grpo.make_config(task="sums", lr=1e-6, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
+    cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
                            **at.batch)
     with machine.resolve(cfg)[0]:
         policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))

@@ -54,7 +54,8 @@ TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --war
         "--group 4 --held_out 4 --samples 1 --fit_prompts 40")
 RUN = f"{PROBE} run {{device}} --task arithmetic"
 STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
-STEPS = f"{PROBE} steps {{device}} --task sums --held_out 2 --samples 1 --steps 3 {{size}} --init"
+STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
+         "--held_out 2 --samples 1 --steps 3 {size} --init")
 CACHES = {"static": "--static_cache on", "shared": "--static_cache off",
           "plain": "--static_cache off --share_prefix off"}
 # The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
@@ -63,8 +64,8 @@ PARTS = {
     "parts": (60, {"": f"{PROBE} parts {{device}} {{small}}"}),
     "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
     "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
-    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16' 'TRL vLLM bfloat16' --turns 2 "
-                      "--no_peak --device {device} --out {out}/speed.json"}),
+    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' 'TRL vLLM bfloat16 in parts' "
+                      "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
     "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 --compile {{on}}"}),

@@ -51,7 +51,7 @@ SIZES = {
     "tiny": dict(task="arithmetic", difficulty=1, init="out/arithmetic/warm_start", prompts=2, group=2, max_new=16),
     "smollm2": dict(task="sums", init="out/smollm2", prompts=8, group=8, max_new=128),
     # random models: in the shape of Qwen2.5-0.5B, for a GPU, and tiny
-    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512),
+    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512, micro_tokens=16384),
     "qwen-tiny": dict(task="sums", init="out/qwen-tiny", prompts=2, group=2, max_new=6),
 }
 QWEN = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, block_size=32768,
@@ -61,8 +61,8 @@ SMALL = dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inne
 # The families and shapes of random models, by the name of their folder.
 RANDOM = {"qwen-shaped": ("qwen2", QWEN), "smollm2-shaped": ("llama", SMOLLM2),
           "qwen-tiny": ("qwen2", SMALL | dict(bias="qkv", rope_theta=1e6)), "smollm2-tiny": ("llama", SMALL)}
-PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 32, "qwen-tiny": 2}     # rows of a forward pass of "TRL in parts"
-WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL vLLM bfloat16")
+PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 16, "qwen-tiny": 2}     # rows of a forward pass of "TRL in parts"
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts", "TRL vLLM bfloat16 in parts")
 
 
 def settings(size, who):
@@ -73,7 +73,8 @@ def random_model(where, shape, family, encoding):
     """Write a folder with a random model of a shape, GPTConfig's fields, and a tokenizer."""
     gpt = model.GPT(model.GPTConfig(**shape), torch.Generator().manual_seed(0))
     gpt.hf = {theirs: getattr(gpt.cfg, ours) for ours, theirs in pretrained.NAMES.items()} | dict(
-        model_type=family, rope_theta=gpt.cfg.rope_theta, eos_token_id=encoding.end)
+        model_type=family, architectures=[f"{family.capitalize()}ForCausalLM"], rope_theta=gpt.cfg.rope_theta,
+        eos_token_id=encoding.end)
     pretrained.save(gpt, where, encoding.files)
 
 
@@ -285,7 +286,7 @@ def rows(result):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="+", choices=SIZES)
-    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
+    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO[:5])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--peak", choices=WHO)
     parser.add_argument("--arithmetic", default="out/arithmetic/warm_start", help="folder of the model for arithmetic-512 and -64")

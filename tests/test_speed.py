@@ -1,5 +1,6 @@
 """What tells where time goes: a trace of some steps, and the scripts that compare speeds."""
 import contextlib
+import io
 import json
 import sys
 import time
@@ -109,27 +110,29 @@ def test_short_calls_are_timed_together(experiments, monkeypatch):
 
 @pytest.mark.parametrize("family, bias", [("llama", "none"), ("qwen2", "qkv")])
 def test_a_random_model_is_read_again(experiments, tmp_path, family, bias):
-    from experiments.cost import probe, speed
-    shape = probe.SMALL | dict(bias=bias, rope_theta=1e6)
+    from experiments.cost import speed
+    shape = speed.SMALL | dict(bias=bias, rope_theta=1e6)
     speed.random_model(tmp_path, shape, family, byte_encoding())
     model = pretrained.load(tmp_path)
     assert model.cfg == GPTConfig(**shape) and model.hf["eos_token_id"] == 256
 
 
-def asked_of_a_gpu(monkeypatch, parts, *words):
-    """Run these parts of gpu.py, with each process in this one: the exit code."""
+def asked_of_a_gpu(monkeypatch, *words):
+    """Run gpu.py, with each probe in this process: its exit code."""
     from experiments.cost import gpu, probe, speed
 
-    def limited(command, log):
-        with open(log, "w") as said, contextlib.redirect_stdout(said):
-            if command[1] == gpu.PROBE:
-                probe.main(command[2:])
+    def limited(command, seconds, log, heard):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            if command[0] == gpu.PROBE:
+                probe.main(command[1:])
+        for line in said.getvalue().splitlines():
+            heard(line)
         return 0
     monkeypatch.setattr(gpu, "limited", limited)
-    monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setattr(speed, "SIDE", 128)             # `probe` sets both
     monkeypatch.setattr(speed, "COPIED", 2 ** 20)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", *words])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--tiny"])
     with pytest.raises(SystemExit) as e:
         gpu.main()
     return e.value.code
@@ -140,55 +143,75 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
     """Tiny, on the CPU, in this process: so that it works the first time where there is a GPU."""
     from experiments.cost import gpu
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    parts = {name: gpu.PARTS[name] for name in ("warm", "resume", "decode", "update", "memory", "trl")} | {
-        "decode": {"attention": gpu.PARTS["decode"]["attention"], "shared": gpu.PARTS["decode"]["shared"]},
-        "update": {"eager": gpu.UPDATE, "compiled": "not to be"}}
-    assert not asked_of_a_gpu(monkeypatch, parts, "--device", "cpu", "--out", str(tmp_path))
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    names = ["warm", "resume whole", "resume again", "resume halves", "resume halves resumed", "resume, in all",
-             "decode attention", "decode shared", "update eager", "memory, in all", "trl"]
-    assert [name for name, x in found.items() if isinstance(x, dict)] == names
-    assert capsys.readouterr().out.count(": ok  process s ") == 8
-    assert found["resume, in all"] == {"4 and 4": 0, "4 and 2 + 2": 0}
-    for name in names[1:5]:
-        run = found[name]
-        assert run["steps"] == 4 - 2 * (name == "resume halves") and run["step s"] > 0
-        assert 0 < run["mean gap"] < run["mismatch"] / 4 < 1e-5             # a mean, of the worst step
-        assert found["memory, in all"][name] == run["peak GB"] / run["estimate GB"] > 1
-        assert {*run["before"]} == {*run["after"]} == {"greedy", "pass@1"}
-    settings = json.loads((tmp_path / "resume-whole" / "run.json").read_text())["config"]
-    assert settings["init"] == str(tmp_path / "warm" / "warm_start")
-    for name in ("decode shared", "update eager"):
-        assert 0 < found[name]["share"] < 1 and found[name]["tokens/s"] > 0 and found[name]["kernels"]
-    attention = found["decode attention"]
-    assert all(attention["bound"] < attention[f"{name}{more}"] for more in ("", ", cuDNN")
-               for name in ("as in model.py", "heads as tokens", "heads repeated"))
-    assert found["trl"] == {"said": ["TRL is not installed"]}
+    assert not asked_of_a_gpu(monkeypatch, *gpu.QUICK, "resume", "--device", "cpu", "--out", str(tmp_path / "gpu"))
+    found = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
+    parts = {name: x for name, x in found.items() if isinstance(x, dict)}
+    names = ["decode", "parts", "update", "steps 0.5B", "steps 135M", "trl", "tests", "resume whole", "resume again",
+             "resume halves", "resume halves resumed", "resume, in all"]
+    assert [*parts] == names and {"device", "torch", "date", "commit"} <= found.keys()
+    assert parts["trl"] == {"end": {"state": "not run: TRL is not installed"}}
+    assert all(parts[name]["end"]["code"] == 0 for name in names[:-1] if name != "trl")
+    assert "error" not in json.dumps(found)
+
+    for shape in ("tiny", "0.5B"):
+        check = parts["decode"][f"{shape}, graph and plain cache"]
+        assert check["rows that differ"] == 0 and check["tokens before"] > 100 and check["max dlogp"] < 1e-5
+    for rows in (8, 4):
+        for way in ("graph", "eager", "shared", "plain"):
+            token = parts["decode"][f"0.5B {rows} {way}"]
+            assert token["ms"] > 0 and 0 < token["share"] < 1 and token["tokens/s"] > 0
+    assert {"graph us", "head us", "sample_token us", "rest us"} <= parts["decode"]["0.5B 8 inside a token"].keys()
+    assert parts["decode"]["kernels of a graph 1"]["kernel"]
+    assert all(parts["parts"][f"product {name} 8"]["us"] > 0 for name in ("q", "q k v", "gate up", "head"))
+    for name in ("micro_tokens 256", "micro_tokens 128", "micro_tokens 256, 1024 logits"):
+        assert 0 < parts["update"][name]["share"] < 1 and parts["update"][name]["mismatch"] < 1e-5
+    for name in names[3:5]:
+        assert [x for x in parts[name] if x.startswith("step ")] == [f"step {n}" for n in range(4)]
+        assert 0 < parts[name]["step 3"]["mismatch"] < 1e-5 and parts[name]["step 1"]["at"] > 0     # all rows are learned from
+        assert "checkpoint 3" not in parts[name]
+    assert parts["resume, in all"] == {"largest difference": {"4 and 4": 0, "4 and 2 + 2": 0}}
+
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + sum(map(len, parts.values()))        # all of it is kept
+    assert any(line.startswith("decode: 0.5B 8 graph: ") for line in printed)
 
 
 @pytest.mark.slow
 def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
     from experiments.cost import gpu
-    parts = {"step": {"grpo": f"{gpu.STEP} --warm_steps 1 --held_out 1 --static_cache off"}}
-    assert not asked_of_a_gpu(monkeypatch, parts, "--device", "pretend", "--out", str(tmp_path))
-    assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["step grpo"]["mismatch"] < 0.1        # in bfloat16
+    words = "{size} --warm_steps 1 --held_out 1 --samples 1 --steps 1 --static_cache off"
+    monkeypatch.setitem(gpu.PARTS, "main", (60, {"": f"{gpu.RUN} {{tiny}} {words}".replace("{size}", "")}))
+    assert not asked_of_a_gpu(monkeypatch, "main", "--device", "pretend", "--out", str(tmp_path))
+    assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["main"]["step 1"]["mismatch"] < 0.1   # in bfloat16
+
+
+def test_a_measurement_that_fails_does_not_stop_the_next(experiments, capsys):
+    from experiments.cost import probe
+    with probe.measuring("a") as found:
+        found["ms"] = 1 / 3
+        raise RuntimeError("CUDA error\nand more")
+    assert capsys.readouterr().out == 'found {"a": {"ms": 0.3333, "error": "RuntimeError: CUDA error"}}\n'
 
 
 def test_what_gpu_starts_depends_on_what_is_there(experiments, monkeypatch, tmp_path, capsys):
     from experiments.cost import gpu
-    args = SimpleNamespace(tiny=False, out=tmp_path, device="cuda")
-    assert gpu.started(args, "{device} {tiny} {start} {on}") == ["cuda", "on"]
-    (tmp_path / "warm" / "warm_start").mkdir(parents=True)
-    (tmp_path / "warm" / "warm_start" / "warm_start.json").write_text("{}")
-    assert gpu.started(args, "{start}") == ["--init", str(tmp_path / "warm" / "warm_start"), "--warm_steps", "0"]
-    args.tiny = True
-    assert gpu.started(args, "{on} {smollm2}") == ["off", str(tmp_path / "random")]
-    assert pretrained.load(tmp_path / "random").cfg.vocab_size == 300
-    for words, said in (([], "there is no GPU"), (["steps"], "there is no part steps")):
+    args = SimpleNamespace(tiny=True, out=tmp_path / "gpu", device="cpu")
+    assert gpu.started(args, "{device} '{on}' {smollm2}") == ["cpu", "off", str(tmp_path / "smollm2-tiny")]
+    assert pretrained.load(tmp_path / "smollm2-tiny").cfg.vocab_size == 300 and not (tmp_path / "qwen-tiny").exists()
+    args.tiny = False
+    assert gpu.started(args, "{on} {small} {trl} 'a b'") == ["on", "qwen", "a b"]
+    for words, said in (([], "there is no GPU"), (["step"], "there is no part step")):
         monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
         with pytest.raises(SystemExit) as e:
             gpu.main()
         assert e.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_what_does_not_fit_the_budget_is_not_run(experiments, monkeypatch, tmp_path, capsys):
+    assert not asked_of_a_gpu(monkeypatch, "decode", "parts", "--device", "cpu", "--out", str(tmp_path), "--budget", "10")
+    assert [line.split(": ", 1)[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["decode", "parts"]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["decode"] == found["parts"] == {"end": {"state": "not run: 10 s are left"}}
 
 
 @pytest.mark.slow
@@ -196,20 +219,26 @@ def test_what_gpu_starts_depends_on_what_is_there(experiments, monkeypatch, tmp_
 def test_a_process_is_cut_off_with_all_that_it_started(experiments, monkeypatch, tmp_path):
     """What it has told and said is kept; one that fails says so."""
     from experiments.cost import gpu
-    monkeypatch.setattr(gpu, "LIMIT", 1.5)
     monkeypatch.setattr(gpu, "PATIENCE", 0.5)
     (tmp_path / "logs").mkdir()
+    args, found = SimpleNamespace(out=tmp_path), {}
+
+    def measured(name, code):
+        """What is found by a process, which has 1.5 seconds; whether it succeeds."""
+        found.clear()
+        return gpu.measured(args, name, ["-c", code], 1.5 if name == "hangs" else 30,
+                            lambda what, x, line=None: found.update({what: x}))
     code = ("import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-            "print('found {\"a\": 1}'); print('pid', subprocess.Popen(['sleep', '60']).pid); time.sleep(60)")
-    found = gpu.measured(tmp_path, "hangs", ["-c", code])
-    assert found["code"] == -9 and found["a"] == 1 and 1.5 < found["process s"] < 10
-    started = Path("/proc") / found["said"][-1].split()[1] / "cmdline"
+            "print('found {\"a\": {\"b\": 1}}'); print('pid', subprocess.Popen(['sleep', '60']).pid); print('found {\"c'); "
+            "time.sleep(60)")
+    assert not measured("hangs", code)
+    end = found["end"]
+    assert end["code"] == -9 and end["state"] == "cut off" and found["a"]["b"] == 1 and 1.5 <= end["at"] < 10
+    started = Path("/proc") / found["said"][0].split()[1] / "cmdline"
     until = time.time() + 5
     while (lives := started.exists() and started.read_bytes()) and time.time() < until:
         time.sleep(0.01)
     assert not lives
-    assert gpu.shown(found).startswith("cut off  ")
-    assert gpu.measured(tmp_path, "works", ["-c", "print('a line')"])["said"] == ["a line"]
-    found = gpu.measured(tmp_path, "fails", ["-c", "1 / 0"])
-    assert found["code"] == 1 and gpu.shown(found).startswith("FAILED  ")
-    assert gpu.shown(found).endswith("  ZeroDivisionError: division by zero")
+    assert measured("works", "print('a line')") and found["said"] == ["a line"] and found["end"]["state"] == "ok"
+    assert not measured("fails", "1 / 0") and found["end"]["state"] == "FAILED"
+    assert found["end"]["last"][-1] == "ZeroDivisionError: division by zero"

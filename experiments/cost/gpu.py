@@ -1,29 +1,29 @@
 """What this code does on a GPU, in one command:
 
-    python experiments/cost/gpu.py                              # on a GPU
-    python experiments/cost/gpu.py warm main compiled           # some of the parts
+    python experiments/cost/gpu.py                              # on a GPU: the first six parts, in nine minutes
+    python experiments/cost/gpu.py decode                       # some of the parts
     python experiments/cost/gpu.py --device cpu --tiny          # a dry run on the CPU: two minutes
     python experiments/cost/gpu.py --device pretend --tiny      # another, on the CUDA device of tests/pretend.py
 
-The parts, most telling first:
+The parts, most telling first; of the first three, probe.py says what a `share` is:
 
-    step        whether a step runs: of GRPO, of PPO with a critic, with a learned reward of steps
-    warm        the main job's warm start, made anew; later runs start with it or, without it, with data/warm_start
-    agree       how far sampler and trainer are apart, in float32 and bfloat16, with each KV cache
+    decode      whether a CUDA graph gives the plain cache's tokens; a token of 64, 256 and 512 rows, in five ways, in the
+                shapes of Qwen2.5-0.5B and SmolLM2-135M; where its time goes
+    parts       products, attention and sampling, each by itself
+    update      updates of 256 rows of 512 tokens, with micro-batches and chunks of several sizes, and compiled
+    steps       three steps of a run: 16 x 16 completions of 512 tokens, by random models of both shapes
+    trl         two steps of the first one by this code and by TRL, if that is installed; with vLLM, if that is
+    tests       the tests that need a GPU
+
     main        24 steps of the main job, not compiled: time, accuracy before and after
     compiled    the same, compiled: time, number of graphs and of graph breaks
-    decode      rollouts of 256 completions of 512 tokens, by a random model in the shape of Qwen2.5-0.5B
-    update      updates with such a rollout; "large" has micro-batches of 16,384 tokens
-    memory      the peak of each process so far, divided by the estimate that grpo.py prints
+    agree       how far sampler and trainer are apart, in float32 and bfloat16, with each KV cache
+    learned     whether a step of PPO with a critic runs, and one with a learned reward of steps
     resume      the largest difference of a weight between 4 steps and 2 + 2, and between 4 steps and 4 others
-    trl         steps of this code and of TRL, if that is installed
-    smollm2     steps of out/smollm2 (see experiments/models/smollm2.py) or, without it, of a random model of its shape
-    suite       the tests that need a GPU
 
-A part is one or more processes, each of at most LIMIT seconds. After each, a line is printed and OUT/gpu.json written;
-what it holds of other parts stays. A process that failed or was cut off has there its last lines and what it had
-measured until then; OUT/logs has everything. A `share` is a lower bound on a time, divided by the time: of a rollout,
-the bytes of weights and cache over the bandwidth of a copy; of an update, its products at the rate of a large one.
+A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is --budget. What is
+found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
+printed; what that has of other parts stays. OUT/logs has the rest of what the processes say.
 """
 import argparse
 import contextlib
@@ -31,11 +31,12 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,62 +44,62 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from data.tokenizer import byte_encoding  # noqa: E402
-from experiments.cost import probe, speed  # noqa: E402
+from experiments.cost import speed  # noqa: E402
 from grpo import Config  # noqa: E402
 from run import checkpoint  # noqa: E402
 
-LIMIT, PATIENCE = 240, 5        # of these seconds, in the last ones a process is asked to stop: a run ends its step
+PATIENCE, LEAST = 5, 20     # seconds in which a process is asked to stop, before it is killed; that it needs at least
+PROBE = "experiments/cost/probe.py"
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_batch 8 --max_new 16 --prompts 4 "
         "--group 4 --held_out 4 --samples 1 --fit_prompts 40")
-PROBE = "experiments/cost/probe.py"
-RUN = f"{PROBE} run {{device}} --task arithmetic --compile off"
-STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} {{start}} --held_out 20 --samples 1 --steps"
-ROLLOUT, UPDATE = f"{PROBE} rollout {{device}} {{small}}", f"{PROBE} update {{device}} {{small}}"
+RUN = f"{PROBE} run {{device}} --task arithmetic"
+STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
+STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
+         "--held_out 2 --samples 1 --steps 3 {size} --init")
 CACHES = {"static": "--static_cache on", "shared": "--static_cache off",
           "plain": "--static_cache off --share_prefix off"}
-# The processes of each part, as command lines; `started` fills in the braces.
+# The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
 PARTS = {
-    "step": {"grpo": STEP, "ppo": f"{STEP} --algo ppo --critic separate",
-             "learned": f"{STEP} --reward model --supervision process"},
-    "warm": {"": f"{RUN} --warm_steps 1500 {{tiny}} --steps 0"},
-    "agree": {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
-              for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()},
-    "main": {"": f"{RUN} {{tiny}} {{start}} --steps 24"},
-    "compiled": {"": f"{RUN} {{tiny}} {{start}} --steps 24 --compile {{on}}"},
-    "decode": {"attention": f"{PROBE} attention {{device}} {{small}}", "static": f"{ROLLOUT} --static_cache on",
-               "compiled": f"{ROLLOUT} --compile {{on}}", "shared": f"{ROLLOUT} --static_cache off"},
-    "update": {"eager": UPDATE, "compiled": f"{UPDATE} --compile {{on}}", "large": f"{UPDATE} --micro_tokens 16384"},
-    "memory": {},
-    "resume": {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2", "halves resumed": f"{FEW} 4 --resume"},
-    "trl": {"": "experiments/cost/speed.py {size} --who ours TRL --turns 2 --device {device} --arithmetic {warm} "
-                "--out {out}/speed.json"},
-    "smollm2": {"": f"{RUN} {{tiny}} --task sums --init {{smollm2}} --warm_steps 0 --held_out 20 --samples 1 --kl loss "
-                    "--steps 3"},
-    "suite": {"": "-m pytest -v tests/test_gpu.py --gpu"},
+    "decode": (210, {"": f"{PROBE} decode {{device}} {{small}}"}),
+    "parts": (60, {"": f"{PROBE} parts {{device}} {{small}}"}),
+    "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
+    "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
+    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' 'TRL vLLM bfloat16 in parts' "
+                      "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
+    "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
+    "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
+    "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 --compile {{on}}"}),
+    "agree": (90, {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
+                   for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()}),
+    "learned": (90, {"ppo": f"{STEP} --algo ppo --critic separate", "steps": f"{STEP} --reward model --supervision process"}),
+    "resume": (90, {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2", "halves resumed": f"{FEW} 4 --resume"}),
 }
+QUICK = [*PARTS][:6]
 
 
 def started(args, command):
-    """A command line of PARTS for this machine, as a list of words."""
-    warm, smollm2 = args.out / "warm" / "warm_start", ROOT / "out" / "smollm2"
-    start = f"--init {warm} --warm_steps 0" if (warm / "warm_start.json").exists() else ""
-    if "{smollm2}" in command and (args.tiny or not smollm2.exists()):
-        smollm2 = args.out / "random"
-        speed.random_model(smollm2, probe.SMALL if args.tiny else speed.SMOLLM2, "llama", byte_encoding())
-    size = dict(tiny=TINY, small="--small", on="off", size="tiny") if args.tiny else dict(
-        tiny="", small="", on="on", size="arithmetic-512")
-    return command.format(device=args.device, start=start, warm=warm, smollm2=smollm2, out=args.out, **size).split()
+    """A command line of PARTS for this machine, as a list of words; makes the random models that it names."""
+    kind = "tiny" if args.tiny else "shaped"
+    models = {name: args.out.parent / f"{name}-{kind}" for name in ("qwen", "smollm2")}
+    for name, where in models.items():
+        if f"{{{name}}}" in command:
+            speed.random_folder(where)
+    words = dict(tiny=TINY, small="--small", on="off", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6") if args.tiny \
+        else dict(tiny="", small="", on="on", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
 
 
-def limited(command, log):
-    """Run a command, its output in a file, for at most LIMIT seconds: its exit code, negative if it was killed."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1", "TORCH_LOGS": "graph_breaks,recompiles"}
-    env |= {"OMP_NUM_THREADS": "1"} if "--small" in command or TINY in " ".join(command) else {}
-    with open(log, "w") as said:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, process_group=0, env=env)
+def limited(command, seconds, log, heard):
+    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line that it prints. Its exit
+    code, negative if it was killed."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
+    with open(log, "a") as errors:
+        child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                 errors="replace", process_group=0, env=env)
+    reader = threading.Thread(target=lambda: [heard(line.rstrip("\n")) for line in child.stdout], daemon=True)
+    reader.start()
     try:
-        child.wait(LIMIT - PATIENCE)
+        child.wait(seconds - PATIENCE)
     except subprocess.TimeoutExpired:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -106,95 +107,111 @@ def limited(command, log):
     finally:
         with contextlib.suppress(ProcessLookupError):       # with all that it has started
             os.killpg(child.pid, signal.SIGKILL)
+        reader.join(PATIENCE)
     return child.wait()
 
 
-def measured(out, name, command):
-    """Run a command, of grpo.py in a folder of its own: what it tells and logs, and its last lines if it is not a probe
-    that succeeds."""
-    where, log = out / name.removesuffix(" resumed").replace(" ", "-"), out / "logs" / f"{name}.txt"
+def measured(args, name, command, seconds, add):
+    """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: a probe its results, and
+    any other one what it prints. At last come its exit code and, if it failed, its last lines."""
+    where, log = args.out / name.removesuffix(" resumed").replace(" ", "-"), args.out / "logs" / f"{name}.txt"
+    log.write_text("")
     if "--resume" not in command:
         shutil.rmtree(where, ignore_errors=True)
-    began, folder = time.time(), ["--out", str(where)] if command[:2] == [PROBE, "run"] else []
-    code = limited([sys.executable, *command, *folder], log)
-    said, found = log.read_text(errors="replace").splitlines(), {"process s": time.time() - began, "code": code}
-    for line in said:
-        found |= json.loads(line[6:]) if line.startswith("found ") else {}
-    if code or command[0] != PROBE:
-        found["said"] = [line for line in said if not line.startswith("found ")][-30:]
-    return found | (of_a_run(where / "metrics.jsonl") if folder else {})
+    own, began, said = command[:2] in ([PROBE, "run"], [PROBE, "steps"]), time.time(), []
+
+    def heard(line):
+        at = round(time.time() - began, 2)
+        if line.startswith("found "):
+            with contextlib.suppress(ValueError):           # cut off within a line
+                for what, found in json.loads(line[6:]).items():
+                    add(what, {"at": at} | found)
+            return
+        with open(log, "a") as f:
+            f.write(line + "\n")
+        if command[0] != PROBE and line.strip():
+            said.append(line)
+            add("said", said, f"{at:6.1f}  {line}")
+    code = limited(command + ["--out", str(where)] * own, seconds, log, heard)
+    end = {"at": round(time.time() - began, 2), "code": code, "state": "ok"}
+    if code:
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-30:]
+        end |= {"state": "cut off" if code in (-9, -15, 143) else "FAILED", "last": last}
+    add("end", end)
+    return not code
 
 
-def of_a_run(path):
-    """What a run logs of time, agreement and accuracy. Times are medians of the second half of its steps."""
-    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = dict(zip(("before", "after"), [{x: m[x] for x in ("greedy", "pass@1")} for m in steps if "pass@1" in m]))
-    if trained := [m for m in steps if m["step"]]:
-        found |= {"steps": len(trained), "mismatch": max(m["mismatch"] for m in trained),
-                  "first step s": trained[0]["seconds"]}
-        later = trained[len(trained) // 2:]
-        names = {"step s": "seconds", "rollout tokens/s": "rollout_tok_s", "update tokens/s": "update_tok_s"}
-        found |= {name: statistics.median(m[key] for m in later) for name, key in names.items()}
-    return found
-
-
-def in_all(part, out, result):
-    """What the processes of several parts, or of one, tell together."""
-    if part == "memory":
-        both = {name: x for name, x in result.items() if isinstance(x, dict) and {"estimate GB", "peak GB"} <= x.keys()}
-        return {name: x["peak GB"] / x["estimate GB"] for name, x in both.items()}
-    if part == "resume" and not any(result[f"resume {name}"]["code"] for name in PARTS["resume"]):
-        folders = [out / f"resume-{name}" for name in ("whole", "again", "halves")]
-        one, *others = (checkpoint.load(folder, Config)[1].tensors for folder in folders)
-        return {name: max((one[n] - two[n]).abs().max().item() for n in one if n.startswith("policy."))
-                for name, two in zip(("4 and 4", "4 and 2 + 2"), others)}
-    return {}
+def compared(out):
+    """How far the runs of `resume` are apart."""
+    folders = [out / f"resume-{name}" for name in ("whole", "again", "halves")]
+    one, *others = (checkpoint.load(folder, Config)[1].tensors for folder in folders)
+    return {name: max((one[n] - two[n]).abs().max().item() for n in one if n.startswith("policy."))
+            for name, two in zip(("4 and 4", "4 and 2 + 2"), others)}
 
 
 def shown(found):
-    """Results on a line: whether a process succeeded, its numbers, the last line it said."""
-    state = {0: ["ok"], -9: ["cut off"], -15: ["cut off"], 143: ["cut off"]}.get(found.get("code"), ["FAILED"])
-    numbers = [f"{name} {x:.3g}" for name, x in found.items() if isinstance(x, (int, float)) and name != "code"]
-    numbers += [f"pass@1 {when} {found[when]['pass@1']:.1%}" for when in ("before", "after") if when in found]
-    return "  ".join([*(state if "code" in found else []), *numbers, *found.get("said", [])[-1:]])
+    """Results on a line."""
+    def form(x):
+        return f"{x:.4g}" if isinstance(x, float) else f"{x}"
+    at = f"{found['at']:6.1f}  " if "at" in found else ""
+    return at + "  ".join(f"{name} {form(x)}" for name, x in found.items() if name not in ("at", "last"))
+
+
+def about(device):
+    """What a result was measured with."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True) \
+        if shutil.which("git") else None
+    return {"device": torch.cuda.get_device_name() if device == "cuda" else device, "torch": torch.__version__,
+            "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+            "commit": commit.stdout.strip() if commit else ""}
 
 
 def main():
+    began = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first six; all: all")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for all parts together")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument("--json", type=Path, help="the file of the results; default: OUT/gpu.json")
     args = parser.parse_args()
-    if unknown := [part for part in args.parts if part not in PARTS]:
+    parts = [*PARTS] if args.parts == ["all"] else args.parts or QUICK
+    if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; see --device")
     args.out = args.out.resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    file, failed = args.out / "gpu.json", False
-    result = json.loads(file.read_text()) if file.exists() else {}
-    result |= {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(),
-               "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device}
+    file, good = args.json or args.out / "gpu.json", True
+    result = (json.loads(file.read_text()) if file.exists() else {}) | about(args.device)
+    print(shown({name: result[name] for name in about(args.device)}), flush=True)
 
-    def add(name, found):
-        """Keep results, and print them."""
-        result[name] = found
+    def add(name, what, found, line=None):
+        """Print what was found, and keep it."""
+        print(f"{name}: {line or f'{what}: {shown(found)}'}", flush=True)
+        result[name][what] = found
         file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{name}: {shown(found)}", flush=True)
-    for part in args.parts or PARTS:
+    todo = [(part, f"{part} {case}".strip(), command) for part in parts for case, command in PARTS[part][1].items()
+            if not (args.tiny and part == "compiled")]      # it would not be
+    for i, (part, name, command) in enumerate(todo):
+        result[name] = {}
+        left = args.budget - (time.time() - began)
+        seconds = left if i == len(todo) - 1 else min(left, PARTS[part][0])
         if part == "trl" and (importlib.util.find_spec("trl") is None or args.device == "pretend"):
-            add("trl", {"said": ["TRL is not installed"]})
-            continue
-        for case, command in PARTS[part].items():
-            if args.tiny and case == "compiled":        # it would not be
-                continue
-            name = f"{part} {case}".strip()
-            add(name, measured(args.out, name, started(args, command)))
-            failed = failed or result[name]["code"] != 0
-        if found := in_all(part, args.out, result):
-            add(f"{part}, in all", found)
-    sys.exit(failed)
+            add(name, "end", {"state": "not run: TRL is not installed"})
+        elif left < LEAST:
+            add(name, "end", {"state": f"not run: {left:.0f} s are left"})
+        else:
+            try:
+                good &= measured(args, name, started(args, command), seconds, lambda *found: add(name, *found))
+            except (OSError, RuntimeError, ValueError) as e:        # such as a full disk: the next part may not need it
+                add(name, "end", {"state": f"FAILED: {type(e).__name__}: {e}"})
+                good = False
+    if "resume" in parts and good:
+        result["resume, in all"] = {}
+        add("resume, in all", "largest difference", compared(args.out))
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

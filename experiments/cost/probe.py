@@ -1,20 +1,30 @@
 """One measurement in a process of its own; gpu.py starts them all:
 
+    python experiments/cost/probe.py decode cuda        # a token of many rows: in which way, and where its time goes
+    python experiments/cost/probe.py parts cuda         # a layer's products, its attention, sampling: each by itself
+    python experiments/cost/probe.py update cuda        # updates, with micro-batches and chunks of several sizes
     python experiments/cost/probe.py run cuda --task arithmetic --steps 2       # a run of grpo.py
-    python experiments/cost/probe.py rollout cuda --compile on                  # a rollout of a random model
-    python experiments/cost/probe.py update cpu --small                         # an update, of a smaller one
-    python experiments/cost/probe.py attention cuda                             # attention when a token is sampled
+    python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # the same; its end is not saved
 
-The random model has the shape of Qwen2.5-0.5B, and its tokens are bytes. The flags are those of grpo.py, with the
-defaults of QWEN. A result is printed as soon as it is known: `found`, then JSON. The device may be `pretend`, which
-is that of tests/pretend.py.
+Models are random, in the shapes of Qwen2.5-0.5B and SmolLM2-135M, or tiny with --small. A result is printed as soon as
+it is known: `found`, then JSON. A measurement that fails is told with its error, and the next one follows. The device
+may be `pretend`, which is that of tests/pretend.py.
+
+A `share` is a lower bound on a time, divided by the time. For a token: the bytes of weights and cache, at the rate of a
+copy; `of library`: the products, attention and head alone, in a CUDA graph. For an update: its products, at the rate of
+a large one.
 """
 import contextlib
+import dataclasses
 import importlib
 import json
 import statistics
 import sys
+import time
+import traceback
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -27,156 +37,424 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.cost import speed  # noqa: E402
-from run import agents, batches, flags, machine, models, preflight  # noqa: E402
+from run import agents, batches, caches, checkpoint, folder, machine, models, preflight, sharing  # noqa: E402
 
-QWEN = dict(task="sums", prompts=16, group=16, max_new=512, dtype="bfloat16", kl="loss", lr=1e-6, static_cache="on",
-            compile="off")
-# With --small. In float32, as some CPUs take minutes for a large product in bfloat16.
-FEW = dict(prompts=2, group=2, max_new=6, dtype="float32", static_cache="off")
-SMALL = dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=512)
+# The models, numbers of rows, rows and tokens of a prompt, bytes of different weights in turn (more than a GPU's cache
+# holds), and of updates: the batch, and for micro-batches the tokens and, if not the default, the logits at a time.
+LARGE = SimpleNamespace(
+    shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256, bytes=2 ** 28,
+    dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
+    updates=((16384, None), (4096, None), (32768, None), (16384, 2 ** 26)))
+SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
+    shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
+    dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
+CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": sharing.SharedCache,
+          "plain": caches.KVCache, "compiled": caches.StaticCache}
+STEP = ("seconds", "rollout_tok_s", "update_tok_s", "length", "accuracy", "greedy", "pass@1", "mismatch")
 
 
-def tell(found):
-    """Print results."""
-    print("found", json.dumps(found), flush=True)
+def tell(name, **found):
+    """Print results, to four digits."""
+    found = {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in found.items()}
+    print("found", json.dumps({name: found}), flush=True)
 
 
 @contextlib.contextmanager
-def on(device):
-    """A context on a device, which it yields by the name that it has there. At its end the peak memory is told, and
-    what was compiled, if anything was."""
+def measuring(name):
+    """A context that yields a dict for the results of a measurement, and tells them. If it fails, they have its error."""
+    found = {}
     try:
-        if device == "pretend":
-            with importlib.import_module("pretend").cuda():
-                yield "cuda"
-        else:
-            yield device
-    finally:
-        tell({"peak GB": speed.peak() / 1e9})
-        if device == "cuda":
-            tell({"reserved GB": torch.cuda.max_memory_reserved() / 1e9})
-        if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-            tell({"graphs": counters["stats"]["unique_graphs"], "graph breaks": sum(counters["graph_break"].values()),
-                  "counters": {kind: dict(counters[kind]) for kind in ("graph_break", "inductor")}})
+        yield found
+    except Exception as e:      # whatever it is, the next measurement may work
+        traceback.print_exc()
+        found["error"] = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+    if found:
+        tell(name, **found)
 
 
-def run(device, words):
-    """A run of grpo.py, and what it does not log: the estimate of memory, and the mean gap between sampler and trainer
-    in the update in which it is largest."""
-    with (on(device) as device, mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
+def has_gpu():
+    """Whether there is a real one."""
+    return torch.cuda.is_initialized()
+
+
+def memory():
+    """The peak of the memory in use, and what PyTorch holds on a GPU."""
+    reserved = {"reserved GB": torch.cuda.memory_reserved() / 1e9} if has_gpu() else {}
+    return {"peak GB": speed.peak() / 1e9} | reserved
+
+
+def reset():
+    """Free what is not in use on a GPU, and forget the peak."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def recorded(f):
+    """f recorded as a CUDA graph, as a function that launches it. Without a GPU, f itself."""
+    if not has_gpu():
+        return f
+    f()         # libraries prepare
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+
+    def replay(kept=f):         # with f stays what it works on: the graph has only the addresses
+        graph.replay()
+    return replay
+
+
+def micros(place, f, n=1):
+    """Microseconds of one of the n things that f does, as a graph."""
+    return 1e6 * statistics.median(speed.timed(place, recorded(f))) / n
+
+
+def kernels(name, place, f, n=1):
+    """Tell the longest kernels (on a CPU: operations) of f: for one of the n things that it does, the number of kernels and,
+    for each name, how many and how long. Returns that number."""
+    kind = "CUDA" if has_gpu() else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
+        f()
+        speed.now(place)
+    took = [(getattr(x, f"self_{'device' if kind == 'CUDA' else 'cpu'}_time_total"), x) for x in profile.key_averages()]
+    took = sorted(((us, x.count, x.key) for us, x in took if us > 0), reverse=True)
+    number = sum(count for _, count, _ in took) / n
+    tell(f"{name} all", us=sum(us for us, *_ in took) / n, count=number)
+    for i, (us, count, key) in enumerate(took[:10], 1):
+        tell(f"{name} {i}", us=us / n, count=count / n, kernel=key[:100])
+    return number
+
+# ------------------------------------------------------------------------------- a token of many rows
+
+def random_gpt(shape, dtype, device):
+    """A model as a run samples from it, with random weights."""
+    cfg = grpo.make_config(task="sums", dtype=dtype, device=device)
+    with machine.resolve(cfg)[0]:
+        gpt = model.GPT(model.GPTConfig(**shape))
+    return models.frozen(models.to_device(gpt, cfg))
+
+
+def sampled(policy, lengths, group, new, stop=(-1,)):
+    """A rollout of at most so many new tokens after random prompts of these lengths."""
+    rng = torch.Generator().manual_seed(new)
+    prompts = [torch.randint(policy.cfg.vocab_size, (n,), generator=rng).tolist() for n in lengths]
+    u = torch.rand(len(prompts) * group, new, generator=rng)
+    return grpo.sample(policy, prompts, group, new, 1.0, set(stop), u)
+
+
+@torch.no_grad()
+def agree(shape, device, rows, group):
+    """Three rollouts of different sizes by the graph and by the plain cache, in float32, each after the weights were
+    changed in place. Up to the first token in which a row differs (rounding may decide a token), how far are the
+    log-probabilities apart? The vocabulary is small, so that rounding decides few."""
+    policy, found = random_gpt(shape | dict(vocab_size=300), "float32", device), []
+    for P, longest, new in ((rows // group, 40, 40), (rows // group, 150, 60), (rows // group // 4, 20, 30)):
+        for p in policy.parameters():
+            p.copy_(p.flip(0))
+        made = []
+        for cache in (caches.StaticCache, caches.KVCache):
+            policy.cache_class = cache
+            batch = sampled(policy, range(longest, longest - P, -1), group, new, stop=range(10))
+            made.append([x.cpu() for x in (batch.ids, batch.mask, batch.logp)])
+        T = min(ids.size(1) for ids, *_ in made)
+        (ids, mask, logp), (ids2, mask2, logp2) = ([x[:, :T] for x in batch] for batch in made)
+        differ = (ids != ids2) | (mask != mask2)
+        same = (differ.cumsum(1) == 0) & mask
+        found.append((len(ids), differ.any(1).sum().item(), same.sum().item(), (logp - logp2)[same].abs().max().item()))
+    all_rows, unequal, tokens, gaps = zip(*found)
+    return {"rows": sum(all_rows), "rows that differ": sum(unequal), "tokens before": sum(tokens),
+            "max dlogp": max(gaps), "steps recorded": len(caches.MEMORY[policy].steps)} | memory()
+
+
+def compute(step, model):
+    """In place of `Step.record`: a graph that is none."""
+    step.graph = SimpleNamespace(replay=lambda: setattr(step, "h", model(step.ids, step.pos, step.cache)))
+
+
+@contextlib.contextmanager
+def sampling(policy, way):
+    """A context in which a model samples in one of the ways of CACHES."""
+    policy.cache_class = CACHES[way]
+    reset()
+    with mock.patch.object(caches.Step, "record", compute) if way == "eager" else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            caches.forget(policy)
+
+
+def a_token(found, at, policy, way, rows, copied, floor):
+    """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of their
+    lengths. The first rollout of all compiles and records. Returns seconds."""
+    place, c, took = policy.device, policy.cfg, {}
+    *counts, times = (16, 64, 3) if way in ("graph", "compiled") else (8, 24, 2)    # all within as many slots
+
+    def seconds(n):
+        began = speed.now(place)
+        sampled(policy, [at.context] * (rows // at.group), at.group, n)
+        return speed.now(place) - began
+    first, _ = (seconds(n) for n in counts)
+    few, many = (min(seconds(n) for _ in range(times)) for n in counts)
+    token = (many - few) / (counts[1] - counts[0])
+    linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
+    slots = rows * (at.context + sum(counts) / 2) * 2 * c.n_layer * c.n_kv_head * c.head_size
+    bound = (2 if policy.amp else 4) * (linear + c.vocab_size * c.n_embd + slots) / copied
+    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token, "of library": floor / token,
+              "first call s": first, "more than later s": first - few} | memory()
+    return token
+
+
+def library(c, rows, slots, place, dtype):
+    """Seconds of a token's kernels from libraries and nothing else, as a graph: the products of all layers, joined,
+    attention to so many slots, and the head."""
+    H, K, D = c.n_head, c.n_kv_head, c.head_size
+
+    def random(*shape):
+        return torch.randn(*shape, device=place, dtype=dtype) * 0.02
+    layers = [(random((H + 2 * K) * D, c.n_embd), random(c.n_embd, H * D), random(2 * c.n_inner, c.n_embd),
+               random(c.n_embd, c.n_inner), random(2, rows, K, slots, D)) for _ in range(c.n_layer)]
+    x, head = random(rows, c.n_embd), random(c.vocab_size, c.n_embd)
+    mask = torch.zeros(rows, 1, 1, slots, device=place, dtype=dtype).expand(-1, -1, H // K, -1)
+
+    def token():
+        h = x
+        for qkv, o, gate_up, down, cache in layers:
+            q = F.linear(h, qkv)[:, :H * D]
+            F.scaled_dot_product_attention(q.unflatten(1, (K, H // K, D)), *cache, attn_mask=mask)
+            h = F.linear(F.linear(F.linear(q, o), gate_up)[:, :c.n_inner], down)
+        F.linear(h, head)
+    return micros(place, token) / 1e6
+
+
+def of_a_token(at, policy):
+    """What a token consists of, as functions: after a rollout with a graph."""
+    rows = at.rows[0]
+    sampled(policy, [at.context] * (rows // at.group), at.group, 16)
+    *_, step = caches.MEMORY[policy].steps.values()
+    h, u = step.h[:, 0], torch.rand(rows).to(policy.device)
+    logits, greedy = policy.head(h), torch.zeros(rows, dtype=torch.bool).to(policy.device)
+    return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache),
+            "head": lambda: policy.head(h), "sample_token": lambda: grpo.sample_token(logits, 1.0, u, greedy)}
+
+
+def where_time_goes(found, at, policy, token):
+    """Measure the parts of a token that takes so many seconds, and how long the host is busy launching its graph."""
+    place, parts, launches = policy.device, of_a_token(at, policy), []
+    took = {f"{name} us": 1e6 * statistics.median(speed.timed(place, f)) for name, f in parts.items()}
+    for _ in range(20):
+        began = speed.now(place)
+        parts["graph"]()
+        launches.append(time.perf_counter() - began)
+    found |= took | {"rest us": 1e6 * token - sum(took.values()), "launch of the graph us": 1e6 * statistics.median(launches)}
+
+
+def of_kernels(at, policy):
+    """Tell the kernels of a token, and of its graph."""
+    parts = of_a_token(at, policy)
+    tell("kernels in a layer", count=kernels("kernels of a graph", policy.device, parts["graph"]) / policy.cfg.n_layer)
+    kernels("kernels of a token", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
+
+
+@torch.no_grad()
+def decode(at, device):
+    """Milliseconds for a token of each row, in all ways; where that time goes. First, whether the graph is right."""
+    for name, shape in (("tiny", speed.SMALL), ("0.5B", at.shapes["0.5B"])):
+        with measuring(f"{name}, graph and plain cache") as found:
+            found |= agree(shape, device, at.rows[0], at.group)
+    policies = {name: random_gpt(shape, at.dtype, device) for name, shape in at.shapes.items()}
+    place, floors, *main = policies["0.5B"].device, {}, "0.5B", at.rows[0]
+    copied = speed.bandwidth(place)
+    tell("copy", **{"TB/s": copied / 1e12})
+
+    def measure(name, rows, way):
+        with measuring(f"{name} {rows} {way}") as found, sampling(policies[name], way):
+            token = a_token(found, at, policies[name], way, rows, copied, floors.get((name, rows), float("nan")))
+        if way == "graph" and [name, rows] == main and "ms" in found:
+            with measuring(f"{name} {rows} inside a token") as found, sampling(policies[name], way):
+                where_time_goes(found, at, policies[name], token)
+    *eager, compiled = CACHES
+    for rows in at.rows:
+        for name, policy in policies.items():
+            with measuring(f"{name} {rows} library alone") as found:
+                slots = caches.by_64(at.context + 64)
+                floors[name, rows] = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
+                found["ms"] = 1e3 * floors[name, rows]
+            for way in eager:
+                measure(name, rows, way)
+    with measuring("kernels"), sampling(policies["0.5B"], "graph"):
+        of_kernels(at, policies["0.5B"])
+    if has_gpu():
+        torch._dynamo.reset()
+        for policy in policies.values():
+            machine.compile_all(grpo.make_config(task="sums", compile="on"), policy)
+        for rows in at.rows:
+            for name in policies:
+                measure(name, rows, compiled)
+
+# --------------------------------------------------------------------------------------------- parts
+
+def flat(logits, temperature, u, is_greedy):
+    """`sample_token` by one cumulative sum over the vocabulary."""
+    logp = (logits / temperature).log_softmax(-1)
+    cdf = logp.exp().cumsum(-1)
+    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+    token = torch.where(is_greedy, logits.argmax(-1), token)
+    return token, logp.gather(-1, token[:, None])[:, 0]
+
+
+@torch.no_grad()
+def parts(at, device):
+    """What a token consists of, each by itself in a graph that repeats it with other weights: microseconds."""
+    c, place = model.GPTConfig(**at.shapes["0.5B"]), torch.device(device)
+    C, H, K, D, inner, dtype = c.n_embd, c.n_head, c.n_kv_head, c.head_size, c.n_inner, torch.bfloat16
+    random = partial(torch.randn, device=place, dtype=dtype)
+    copied = speed.bandwidth(place)
+    tell("copy", **{"TB/s": copied / 1e12})
+    with measuring("large product") as found:
+        found["TFLOP/s"] = speed.matrix_rate(place, "bfloat16") / 1e12
+    one = torch.zeros(1, device=place)
+    with measuring("smallest kernel") as found:
+        found["us"] = micros(place, lambda: [one.add_(1) for _ in range(1000)], 1000)
+    products = {"q": (H * D, C), "k": (K * D, C), "q k v": ((H + 2 * K) * D, C), "o": (C, H * D), "gate": (inner, C),
+                "gate up": (2 * inner, C), "down": (C, inner), "head": (c.vocab_size, C)}
+
+    def each(f, things):
+        for x in things:
+            f(x)
+    for rows in at.rows:
+        for name, shape in products.items():
+            with measuring(f"product {name} {rows}") as found:
+                size = 2 * shape[0] * shape[1]
+                weights = [random(shape) * 0.02 for _ in range(max(4, at.bytes // size))]
+                us = micros(place, partial(each, partial(F.linear, random(rows, shape[1])), weights), len(weights))
+                found |= {"us": us, "TFLOP/s": size * rows / us / 1e6, "share": 1e6 * size / copied / us}
+    rows = at.rows[0]
+    for slots in (caches.by_64(at.context + n) for n in (64, 384)):
+        q, k, v = (random(rows, 1, n, D) for n in (H, K, K))
+        size = 4 * rows * K * slots * D
+        layers = [random(2, rows, K, slots, D) for _ in range(max(4, at.bytes // size))]
+        pos = torch.full((rows, 1), slots - 1, device=place)
+        layout = model.Rows(pos, pos=pos, device=place, keys=layers[0][0])
+        mask, heads = layout.attn_mask.expand(-1, -1, H // K, -1), q.view(rows, K, H // K, D)
+        for name, f in (("attention", lambda kv: F.scaled_dot_product_attention(heads, *kv, attn_mask=mask)),
+                        ("Rows.attend", lambda kv: layout.attend(q, k, v, kv))):
+            with measuring(f"{name} {rows} x {slots}") as found:
+                found["us"] = micros(place, partial(each, f, layers), len(layers))
+                found["share"] = 1e6 * size / copied / found["us"]
+    logits, u = random(rows, c.vocab_size).float(), torch.rand(rows, device=place)
+    for name, rule in (("sample_token", grpo.sample_token), ("flat rule", flat)):
+        with measuring(f"{name} {rows} x {c.vocab_size}") as found:
+            sample = partial(rule, logits, 1.0, u, u < 0)
+            found["us"] = 1e6 * statistics.median(speed.timed(place, sample))       # as it runs: not in a graph
+    x, weight = random(rows, C).float(), torch.ones(C, device=place)
+    with measuring(f"rms_norm {rows}") as found:
+        found["us"] = micros(place, lambda: [F.rms_norm(x, (C,), weight, 1e-6) for _ in range(50)], 50)
+
+# -------------------------------------------------------------------------------------------- updates
+
+def random_batch(agent, start=20):
+    """A rollout of random tokens, all rows equally long, with the log-probabilities that the model gives them."""
+    cfg, V, rows = agent.cfg, agent.policy.cfg.vocab_size, agent.cfg.prompts * agent.cfg.group
+    prompts = torch.randint(V, (cfg.prompts, start)).repeat_interleave(cfg.group, 0)
+    ids = torch.cat((prompts, torch.randint(V, (rows, cfg.max_new))), 1)
+    mask = (torch.arange(ids.size(1)) >= start).expand(ids.shape)
+    made = dict(ids=ids, mask=mask, finished=torch.zeros(rows, dtype=torch.bool), logp=torch.zeros(ids.shape),
+                start=torch.full((rows,), start), adv=torch.where(mask, torch.randn(rows, 1), 0))
+    batch = grpo.Batch(**{name: x.to(agent.policy.device) for name, x in made.items()})
+    batch.logp, _ = batches.logps(agent.sampler or agent.policy, batch, cfg)
+    batch.old_logp = batch.ref_logp = batch.logp
+    return batch
+
+
+def chunks(logits):
+    """A context in which so many logits are computed at a time; None: as many as by default."""
+    if logits is None:
+        return contextlib.nullcontext()
+    if hasattr(model, "most_logits"):
+        return mock.patch.object(model, "most_logits", lambda device: logits)
+    return mock.patch.object(model, "CHUNK", logits)
+
+
+def update(at, device):
+    """Updates of 256 rows of 512 tokens: seconds and memory, for several sizes of micro-batches; their kernels; compiled."""
+    cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
+                           **at.batch)
+    with machine.resolve(cfg)[0]:
+        policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))
+    agent = agents.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), models.to_device(policy, cfg))
+    batch, place = random_batch(agent), policy.device
+    bound = speed.floors(agent, batch)
+    tell("large product", **{"TFLOP/s": bound["gflops"] / 1e3})
+
+    def one():
+        return grpo.update(agent, batch, machine.rng(cfg, "update"))
+
+    def measure(name, tokens, logits):
+        with measuring(name) as found, chunks(logits):
+            agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+            reset()
+            for key in ("first s", "s"):        # the first one warms up, or compiles
+                began = speed.now(place)
+                stats = one()
+                found[key] = speed.now(place) - began
+            found |= {"tokens/s": batch.mask.sum().item() / found["s"], "share": bound["update"] / found["s"],
+                      "mismatch": stats["mismatch"]} | memory()
+        if "error" in found:
+            agent.opt.zero_grad()
+    for tokens, logits in at.updates:
+        measure(f"micro_tokens {tokens}" + (f", {logits} logits" if logits else ""), tokens, logits)
+    agent.cfg = cfg
+    with measuring("kernels") as found:
+        found["of an update"] = kernels("kernels", place, one)
+    if has_gpu():
+        torch._dynamo.reset()
+        machine.compile_all(dataclasses.replace(cfg, compile="on"), policy, agent.ref)
+        measure("compiled", *at.updates[0])
+
+# ----------------------------------------------------------------------------------------- whole runs
+
+def run(words, device, whole=True):
+    """A run of grpo.py: its steps, and what it does not log. If it is not whole, its last checkpoint is not written."""
+    log, save, gaps = folder.log_metrics, checkpoint.save, []
+
+    def logged(where, step, stats):
+        log(where, step, stats)
+        tell(f"step {step}", **{key: stats[key] for key in STEP if key in stats}, **memory())
+
+    def saved(agent, step, *more):
+        began = time.perf_counter()
+        if whole or step < agent.cfg.steps:
+            save(agent, step, *more)
+            tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
+    with (mock.patch.object(folder, "log_metrics", logged), mock.patch.object(checkpoint, "save", saved),
+          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
           mock.patch.object(batches, "checked_gap", wraps=batches.checked_gap) as checks):
         try:
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
-                tell({"estimate GB": preflight.total(preflight.memory(*args)) / 1e9})
-            if gaps := [gaps.sum().item() / max(1, tokens.item()) for (gaps, tokens, _), _ in checks.call_args_list]:
-                tell({"mean gap": max(gaps)})
+                tell("estimate", GB=preflight.total(preflight.memory(*args)) / 1e9, **memory())
+            gaps = [x.sum().item() / max(1, tokens.item()) for (x, tokens, _), _ in checks.call_args_list]
+            tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
+            if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
+                tell("compilation", graphs=counters["stats"]["unique_graphs"], breaks=sum(counters["graph_break"].values()))
 
 
-def random_agent(device, words):
-    """An Agent with a random model, and the problems of a step."""
-    small = "--small" in words
-    given, _ = flags.read(grpo.Config, grpo.ALGOS, "", [word for word in words if word != "--small"])
-    cfg = grpo.make_config(**QWEN | (FEW if small else {}) | given | dict(device=device))
-    task = data.load_task(cfg.task)
-    machine.prepare()
-    with machine.resolve(cfg)[0]:
-        policy = model.GPT(model.GPTConfig(**speed.QWEN | (SMALL if small else {})))
-    agent = agents.new_agent(cfg, task, byte_encoding(), models.to_device(policy, cfg))
-    return agent, task.problems(cfg)[0][:cfg.prompts]
-
-
-def twice(place, f):
-    """Yield the result and the seconds of f, two times: the first one warms up."""
-    for name in ("first s", "s"):
-        began = speed.now(place)
-        result = f()
-        seconds = speed.now(place) - began
-        tell({name: seconds})
-        yield result, seconds
-
-
-def kernels(place, f):
-    """Tell what takes the most time in f: kernels (on a CPU, operations) by name, with their shares."""
-    kind = "CUDA" if place.type == "cuda" and torch.version.cuda else "CPU"
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
-        f()
-    time = "self_device_time_total" if kind == "CUDA" else "self_cpu_time_total"
-    took = {x.key: getattr(x, time) for x in profile.key_averages()}
-    longest, total = sorted(took, key=took.get)[:-11:-1], sum(took.values())
-    tell({"kernels": {name[:90]: round(took[name] / total, 3) for name in longest}})
-
-
-def rollout(device, words):
-    """Rollouts: milliseconds for a token of each row, next to those for reading the weights and the cache."""
-    with on(device) as device:
-        agent, problems = random_agent(device, words)
-        policy, c, cfg, place = agent.policy, agent.policy.cfg, agent.cfg, agent.policy.device
-        prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-        linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
-        weights, slot = linear + c.vocab_size * c.n_embd, 2 * c.n_layer * c.n_kv_head * c.head_size
-        copied, width = speed.bandwidth(place), 2 if cfg.dtype == "bfloat16" else 4
-        tell({"copy GB/s": copied / 1e9})
-        for batch, seconds in twice(place, lambda: grpo.complete(agent, prompts, cfg.group, None)):
-            mask = batch.mask.cpu()
-            turns, read = mask.sum(1).max().item(), (mask * torch.arange(mask.size(1))).sum().item()
-            bound = width * (turns * weights + slot * read) / copied
-            tell({"ms a token": 1e3 * seconds / turns, "bound ms": 1e3 * bound / turns, "share": bound / seconds,
-                  "tokens/s": mask.sum().item() / seconds})
-        kernels(place, lambda: grpo.complete(agent, prompts, cfg.group, None, max_new=min(cfg.max_new, 32)))
-
-
-def update(device, words):
-    """A rollout and two updates with it: seconds, next to those of the matrix products alone."""
-    with on(device) as device:
-        agent, problems = random_agent(device, words)
-        cfg, longest = agent.cfg, max(len(agent.encoding.encode_prompt(p.prompt)) for p in problems)
-        tell({"estimate GB": preflight.total(preflight.memory(agent.policy, cfg, longest)) / 1e9})
-        batch, _ = grpo.rollout(agent, problems, machine.rng(cfg, "rollout"))
-        bound = speed.floors(agent, batch)
-        tell({"product TFLOP/s": bound["gflops"] / 1e3})
-
-        def again():
-            """An update with the same rollout."""
-            return grpo.update(agent, batch, machine.rng(cfg, "update"))
-        for stats, seconds in twice(agent.policy.device, again):
-            tell({"share": bound["update"] / seconds, "tokens/s": batch.mask.sum().item() / seconds,
-                  "mismatch": stats["mismatch"]})
-        kernels(agent.policy.device, again)
-
-
-def attention(device, words):
-    """Microseconds of a layer's attention of one token of 256 rows to 640 slots: as in model.py, in two other ways, and
-    of reading the slots alone. First with cuDNN, then without it, as run/machine.py has it."""
-    B, S, shape = (4, 64, SMALL) if "--small" in words else (256, 640, speed.QWEN)
-    c = model.GPTConfig(**shape)
-    H, K, D = c.n_head, c.n_kv_head, c.head_size
-    with on(device) as device:
-        place = torch.device(device)
-        q, k, v = (torch.randn(B, 1, n, D, device=place, dtype=torch.bfloat16) for n in (H, K, K))
-        cache = [torch.randn(B, K, S, D, device=place, dtype=torch.bfloat16) for _ in "kv"]
-        pos = torch.full((B, 1), S - 1, device=place)
-        layout = model.Rows(pos, pos=pos, device=place, slots=S)
-        mask = layout.attn_mask.bfloat16()
-
-        def attend(q, k, v):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        ways = {"as in model.py": lambda: layout.attend(q, k, v, cache),
-                "heads as tokens": lambda: attend(q.view(B, K, H // K, D), *cache),
-                "heads repeated": lambda: attend(q.view(B, H, 1, D), *(x.repeat_interleave(H // K, 1) for x in cache))}
-        for cudnn in (True, False):
-            torch.backends.cuda.enable_cudnn_sdp(cudnn)
-            for name, f in ways.items():
-                tell({name + ", cuDNN" * cudnn: 1e6 * statistics.median(speed.timed(place, f))})
-        tell({"bound": 1e6 * 2 * 2 * cache[0].numel() / speed.bandwidth(place)})
+def steps(words, device):
+    """The beginning of a run."""
+    run(words, device, whole=False)
 
 
 def main(argv):
-    """Make the measurement that the first word names."""
-    if "--small" in argv:
+    """Make the measurement that the first word names, on the device that the second one names."""
+    name, device, *words = argv
+    machine.prepare()
+    if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
-    {f.__name__: f for f in (run, rollout, update, attention)}[argv[0]](argv[1], argv[2:])
+    at = SMALL if "--small" in words else LARGE
+    f = {f.__name__: f for f in (decode, parts, update, run, steps)}[name]
+    with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
+        f(words if f in (run, steps) else at, "cuda" if device == "pretend" else device)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
-from data.tokenizer import load_encoding  # noqa: E402
+from data.tokenizer import byte_encoding, load_encoding  # noqa: E402
 from run import agents, batches, machine, models, pretrained, sharing  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
@@ -50,14 +50,19 @@ SIZES = {
     "arithmetic-64": dict(task="arithmetic", init="out/arithmetic/warm_start", prompts=4, group=16, max_new=64),
     "tiny": dict(task="arithmetic", difficulty=1, init="out/arithmetic/warm_start", prompts=2, group=2, max_new=16),
     "smollm2": dict(task="sums", init="out/smollm2", prompts=8, group=8, max_new=128),
-    # a random model in the shape of Qwen2.5-0.5B with SmolLM2's tokenizer, for a GPU
-    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512),
+    # random models: in the shape of Qwen2.5-0.5B, for a GPU, and tiny
+    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512, micro_tokens=16384),
+    "qwen-tiny": dict(task="sums", init="out/qwen-tiny", prompts=2, group=2, max_new=6),
 }
 QWEN = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, block_size=32768,
             rope_theta=1e6, norm_eps=1e-6, bias="qkv")
 SMOLLM2 = dict(vocab_size=49152, n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_inner=1536, block_size=8192, rope_theta=1e5)
-PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 32}     # rows of a forward pass of "TRL in parts"
-WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
+SMALL = dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=512)
+# The families and shapes of random models, by the name of their folder.
+RANDOM = {"qwen-shaped": ("qwen2", QWEN), "smollm2-shaped": ("llama", SMOLLM2),
+          "qwen-tiny": ("qwen2", SMALL | dict(bias="qkv", rope_theta=1e6)), "smollm2-tiny": ("llama", SMALL)}
+PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 16, "qwen-tiny": 2}     # rows of a forward pass of "TRL in parts"
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts", "TRL vLLM bfloat16 in parts")
 
 
 def settings(size, who):
@@ -68,8 +73,19 @@ def random_model(where, shape, family, encoding):
     """Write a folder with a random model of a shape, GPTConfig's fields, and a tokenizer."""
     gpt = model.GPT(model.GPTConfig(**shape), torch.Generator().manual_seed(0))
     gpt.hf = {theirs: getattr(gpt.cfg, ours) for ours, theirs in pretrained.NAMES.items()} | dict(
-        model_type=family, rope_theta=gpt.cfg.rope_theta, eos_token_id=encoding.end)
+        model_type=family, architectures=[f"{family.capitalize()}ForCausalLM"], rope_theta=gpt.cfg.rope_theta,
+        eos_token_id=encoding.end)
     pretrained.save(gpt, where, encoding.files)
+
+
+def random_folder(where):
+    """A folder of RANDOM, which is made if it is not there. Its tokenizer is SmolLM2's or, if that is not there, of bytes."""
+    if not (where / "model.safetensors").exists():
+        family, shape = RANDOM[where.name]
+        smollm2 = ROOT / SIZES["smollm2"]["init"]
+        known = smollm2.exists() and shape["vocab_size"] >= SMOLLM2["vocab_size"]
+        random_model(where, shape, family, load_encoding(smollm2) if known else byte_encoding())
+    return where
 
 # ------------------------------------------------------------------------------- one step
 
@@ -131,7 +147,8 @@ def with_trl(size, who):
         num_generations=cfg.group, max_completion_length=cfg.max_new, max_grad_norm=cfg.grad_clip, beta=cfg.beta,
         loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no",
         report_to=[], seed=cfg.seed, use_cpu=device.type == "cpu", bf16=bf16, gradient_checkpointing=False,
-        disable_tqdm=True, logging_strategy="no"),
+        disable_tqdm=True, logging_strategy="no",
+        **dict(use_vllm=True, vllm_mode="colocate") if "vLLM" in who else {}),
         drawn(1), processing_class=tokenizer, callbacks=[Marks()],
         optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)))
     make = trainer._generate_and_score_completions
@@ -237,11 +254,11 @@ def median(turns):
             else statistics.median(t[name] for t in turns) for name in turns[0]}
 
 
-def study(size, who, turns):
-    """Turns of all of `who`, alternating: their medians, and the peak memory of each from a process of its own,
-    started before this one loads a model."""
-    peaks = {}
-    for name in who:
+def study(size, who, turns, has_peak=True):
+    """Turns of all of `who`, alternating: their medians, and the peak memory of each, if asked for, from a process of
+    its own, started before this one loads a model."""
+    peaks = dict.fromkeys(who, 0)
+    for name in who if has_peak else ():
         command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"], "--arithmetic", SIZES["tiny"]["init"]]
         peaks[name] = int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[-1])
         print(f"{size}  {name}  {peaks[name] / 2 ** 30:.2f} GiB", flush=True)
@@ -250,7 +267,8 @@ def study(size, who, turns):
     for n in range(1, turns + 1):
         for name in who:
             made[name].append(step[name](n))
-            print(f"{size}  {name}  {made[name][-1]['seconds']:.2f} s  {made[name][-1]['tokens']} tokens", flush=True)
+            x = made[name][-1]
+            print(f"{size}  {name}  {x['seconds']:.2f} s, {x['rollout']:.2f} of them the rollout  {x['tokens']} tokens", flush=True)
     return {name: median(found[1:]) | {"peak": peaks[name]} for name, found in made.items()}
 
 
@@ -268,12 +286,13 @@ def rows(result):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="+", choices=SIZES)
-    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
+    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO[:5])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--peak", choices=WHO)
     parser.add_argument("--arithmetic", default="out/arithmetic/warm_start", help="folder of the model for arithmetic-512 and -64")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", default="out/speed.json")
+    parser.add_argument("--no_peak", action="store_true", help="leave out the processes that measure memory")
     parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -287,15 +306,16 @@ def main():
         turn(1)
         turn(2)
         return print(peak())
-    who = [name for name in args.who if name.startswith("ours") or importlib.util.find_spec("trl")]
+    who = [name for name in args.who if (name.startswith("ours") or importlib.util.find_spec("trl"))
+           and ("vLLM" not in name or importlib.util.find_spec("vllm"))]
     file = HERE / "speed.json" if args.readme else ROOT / args.out
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}
     result |= {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     for size in args.sizes:
-        if size == "qwen" and not (ROOT / SIZES[size]["init"]).exists():
-            random_model(ROOT / SIZES[size]["init"], QWEN, "qwen2", load_encoding(ROOT / SIZES["smollm2"]["init"]))
-        result["sizes"][size] = study(size, who, args.turns)
+        if (init := ROOT / SIZES[size]["init"]).name in RANDOM:
+            random_folder(init)
+        result["sizes"][size] = study(size, who, args.turns, not args.no_peak)
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(rows(result)))

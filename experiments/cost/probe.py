@@ -157,8 +157,8 @@ def attention(device, words):
         q, k, v = (torch.randn(B, 1, n, D, device=place, dtype=torch.bfloat16) for n in (H, K, K))
         cache = [torch.randn(B, K, S, D, device=place, dtype=torch.bfloat16) for _ in "kv"]
         pos = torch.full((B, 1), S - 1, device=place)
-        layout = model.Rows(pos, pos=pos, device=place, slots=S)
-        mask = layout.attn_mask.bfloat16()
+        layout = model.Rows(pos, pos=pos, device=place, keys=cache[0])
+        mask = layout.attn_mask
 
         def attend(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

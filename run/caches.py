@@ -155,7 +155,7 @@ class StaticCache:
 
     def append(self, token, pos):
         """Like `KVCache.append`."""
-        self.used += 1
+        self.used = min(self.used + 1, self.slots)          # no row has more
         step = self.memory.step(power_of_two(self.rows), by_64(self.used))
         return self.model.head(step(self.model, token, pos))
 

@@ -409,7 +409,8 @@ def cuda(index=0):
             name: inside(x) for name, x in kwargs.items()})),
         (torch.accelerator, "current_stream", lambda device=None: SimpleNamespace(is_capturing=lambda: bool(RECORDING))),
         (F, "scaled_dot_product_attention", attention), (F, "rms_norm", rms_norm), (F, "linear", linear),
-        *((torch.cuda, *stand) for stand in module.items()), *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
+        *((torch.cuda, *stand) for stand in module.items()),
+        *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
     lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
     with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):
         for stand in stands:

@@ -152,9 +152,9 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
         stop = {256} if longest == 90 else STOP
         b, want = (sample(x, prompts, group, longest, 0.5, stop, u) for x in (model, plain))
         assert torch.equal(b.ids, want.ids) and torch.equal(b.finished, want.finished)
-        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=1e-4)
+        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=3e-4)
         with torch.no_grad():
-            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=1e-4)
+            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=3e-4)
         for x in (model, plain):
             token_logps(x, b.ids, b.mask, 0.5)[0].sum().backward()
     assert {slots for _, slots in caches.MEMORY[model].steps} == {64, 128} and b.mask.sum(1).unique().numel() > 5

@@ -113,9 +113,9 @@ class Step:
 
     def record(self, model):
         """Records the model's kernels for this step as a graph; nothing is computed."""
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self.graph, self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 self.h = model(self.ids, self.pos, self.cache)
         except RuntimeError as e:
             if "captur" not in str(e):
@@ -123,6 +123,7 @@ class Step:
             raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for a "
                             "number from the GPU (.item()); --static_cache off samples without a "
                             f"graph. {str(e).splitlines()[0]}") from e
+        self.graph = graph
 
 class StaticCache:
     """Decoding with static shapes: b rows, a power of two, and s slots, a multiple of 64."""
@@ -154,7 +155,7 @@ class StaticCache:
 
     def append(self, token, pos):
         """Like `KVCache.append`."""
-        self.used += 1
+        self.used = min(self.used + 1, self.slots)          # no row has more
         step = self.memory.step(power_of_two(self.rows), by_64(self.used))
         return self.model.head(step(self.model, token, pos))
 

@@ -9,6 +9,9 @@ A Pretended tensor says that it is on the device, and holds a tensor on the CPU,
 What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
 wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
 
+A CUDA graph records the operations, which compute nothing then, and `replay` computes them again on the same tensors, as
+one launch. A wait while it records raises.
+
 In `pretend.nccl()`, processes with such devices reduce tensors on them, and none on the CPU. What CUDA lacks a kernel
 for, memory, torch.compile and sharded models are beyond this.
 """
@@ -103,6 +106,10 @@ def counted():
 
 
 def count(kind, name):
+    if RECORDING:
+        if kind != "launches":
+            raise RuntimeError(f"{site()}: CUDA error: operation not permitted when stream is capturing ({name})")
+        return                  # its graph is launched later
     for seen in COUNTING:
         getattr(seen, kind)[f"{site()} {name}"] += 1
 
@@ -227,9 +234,10 @@ def compute(func, args, kwargs):
     else:
         if any(type(t) is not Pretended or t.index != index for t in tensors):
             refuse(func, op, args, written, tensors)
-        if COUNTING:
+        if COUNTING or RECORDING:
             watch(op, args, kwargs)
-    found = func(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
+    compute_held = functools.partial(RECORDING[-1].record, func, op) if RECORDING else func
+    found = compute_held(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
     if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
         raise NotImplementedError(f"{func} changes the shape of a tensor in place")
     if not any(op.returned):
@@ -262,6 +270,86 @@ def wrapped(x, index):
     if isinstance(x, torch.Tensor):
         return Pretended(x, index)
     return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
+
+
+def linear(x, weight, bias=None):
+    """A product with its bias as one operation on the device; C++ has two for XLA."""
+    if is_cpu(x) or bias is None:
+        return torch._C._nn.linear(x, weight, bias)
+    return torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op("pretend::rms_norm", mutates_args=())
+def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.rms_norm(x, weight.shape, weight, eps)
+
+
+def rms_norm(x, shape, weight, eps):
+    """RMSNorm on the device as one operation, in float32 if there is autocast. With a gradient it is PyTorch's several."""
+    x = x.float() if torch.is_autocast_enabled("cuda") and not is_cpu(x) else x
+    if is_cpu(x) or torch.is_grad_enabled() or x.dtype != weight.dtype:
+        return torch.rms_norm(x, shape, weight, eps)
+    return fused_rms_norm(x, weight, eps)
+
+
+# ------------------------------------------------------------------------------------------ graphs
+
+RECORDING = []      # the CUDAGraph that records, if one does
+
+
+class CUDAGraph:
+    """Operations on tensors that keep their addresses. `tape` has what launches; a view needs no operation."""
+
+    def __init__(self):
+        self.tape, self.made, self.before = [], [], {}
+
+    def record(self, func, op, *args, **kwargs):
+        """The result of an operation; what it writes and makes is noted, as in the end nothing is to be computed."""
+        given = [t for x in (*args, *kwargs.values()) for t in tensors_in(x)]
+        written = (args[i] if i < len(args) else kwargs.get(name) for i, name in op.written)
+        for t in (t for x in written for t in tensors_in(x)):
+            if not any(shared(t, x) for x in self.made):
+                storage = t.untyped_storage()
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        found = func(*args, **kwargs)
+        self.made += [t for t in tensors_in(found) if not any(shared(t, x) for x in given)]
+        if op.launches:
+            self.tape.append((func, args, kwargs, found))
+        return found
+
+    def end(self):
+        """Nothing has been computed: what was written is as before, and what was made is garbage."""
+        for storage, value in self.before.values():
+            storage.copy_(value)
+        for t in self.made:
+            t.fill_(float("nan") if t.is_floating_point() else t.dtype == torch.bool or 7777)
+        self.made, self.before = [], {}
+
+    def replay(self):
+        count("launches", "replay")
+        for func, args, kwargs, found in self.tape:
+            for old, new in zip(tensors_in(found), tensors_in(func(*args, **kwargs)), strict=True):
+                if not shared(old, new):
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def graph(recorded, pool=None, stream=None, capture_error_mode="global"):
+    """torch.cuda.graph: in this context operations are recorded."""
+    RECORDING.append(recorded)
+    try:
+        yield
+    finally:
+        RECORDING.pop().end()
+
+
+def tensors_in(x):
+    return [t for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)]
+
+
+def shared(x, y):
+    """Whether two tensors have the same memory."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 class Operations(TorchDispatchMode):
@@ -311,15 +399,17 @@ def cuda(index=0):
         _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8, current_device=lambda: current[0],
         set_device=lambda device: current.__setitem__(0, torch.device(device).index),
         synchronize=lambda device=None: count("waits", "synchronize"), is_bf16_supported=lambda *_: True,
-        is_current_stream_capturing=lambda: False, mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10))
+        CUDAGraph=CUDAGraph, graph=graph, graph_pool_handle=object,
+        is_current_stream_capturing=lambda: bool(RECORDING), mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10))
     foreach = dict(_foreach_supported_types=[torch.Tensor, Pretended],
                    _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"])
     stands = [
         (torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, device=inside(device), **kwargs)),
         (torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *map(inside, args), **{
             name: inside(x) for name, x in kwargs.items()})),
-        (torch.accelerator, "current_stream", lambda device=None: SimpleNamespace(is_capturing=lambda: False)),
-        (F, "scaled_dot_product_attention", attention), *((torch.cuda, *stand) for stand in module.items()),
+        (torch.accelerator, "current_stream", lambda device=None: SimpleNamespace(is_capturing=lambda: bool(RECORDING))),
+        (F, "scaled_dot_product_attention", attention), (F, "rms_norm", rms_norm), (F, "linear", linear),
+        *((torch.cuda, *stand) for stand in module.items()),
         *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
     lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
     with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):

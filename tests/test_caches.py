@@ -1,6 +1,7 @@
 """The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
 import copy
-import re
+import time
+from functools import partialmethod
 
 import pytest
 import torch
@@ -81,35 +82,41 @@ def test_slots_are_multiples_of_64():
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
 
 
-def test_the_memory_is_kept_for_the_next_rollout_unless_it_is_too_small():
+def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
     """A CUDA graph works on fixed addresses. What an earlier rollout left in it does not matter."""
     model, other = static(tiny_model(block_size=128)), static(tiny_model())
+
+    def size():
+        memory = caches.MEMORY[model]
+        assert all(x.shape == (memory.rows, 2, memory.slots, 8) and x.dtype == memory.dtype for kv in memory.cache for x in kv)
+        return memory.rows, memory.slots
     sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
     first = caches.MEMORY[model]
-    assert first[0][0].shape == (32, 2, 64, 8) and other not in caches.MEMORY
-    for x in (x for layer in first for x in layer):
+    assert size() == (32, 64) and other not in caches.MEMORY and first.pool is None
+    for x in (x for layer in first.cache for x in layer):
         x.fill_(100.0)
     b = sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30))
     assert caches.MEMORY[model] is first
     model.cache_class = KVCache
     assert torch.equal(b.ids, sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30)).ids)
     static(model)
-    sample(model, PROMPTS, 11, 5, 1.0, STOP, uniform(33, 5))
-    assert caches.MEMORY[model][0][0].shape == (64, 2, 64, 8)
-    second = caches.MEMORY[model]
-    for max_new in (5, 90, 5):          # the same once more; more slots; as many rows, fewer slots
-        sample(model, PROMPTS, 11, max_new, 1.0, STOP, uniform(33, max_new))
-        assert (caches.MEMORY[model] is second) is (max_new == 5)
-        second = caches.MEMORY[model]
+    for group, max_new, found in [(11, 5, (64, 64)), (8, 5, None), (8, 90, (64, 128)), (11, 90, None), (1, 5, None)]:
+        before = caches.MEMORY[model]
+        sample(model, PROMPTS, group, max_new, 1.0, STOP, uniform(3 * group, max_new))
+        assert size() == (found or (before.rows, before.slots)) and (caches.MEMORY[model] is before) is (found is None)
     assert copy.deepcopy(model) not in caches.MEMORY
     model.amp = torch.bfloat16
     sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
-    assert caches.MEMORY[model][1][1].dtype == torch.bfloat16
+    assert size() == (32, 64) and caches.MEMORY[model].dtype == torch.bfloat16
+    here = len(caches.MEMORY)
+    caches.forget(model)
+    caches.forget(other)                            # it has none
+    assert len(caches.MEMORY) == here - 1 and model not in caches.MEMORY
 
 
 @pytest.mark.parametrize("flag, cuda, compiled, found", [
     ("auto", False, True, SharedCache), ("on", False, False, StaticCache), ("auto", True, True, StaticCache),
-    ("auto", True, False, SharedCache), ("off", True, True, SharedCache)])
+    ("auto", True, False, StaticCache), ("off", True, True, SharedCache)])
 def test_the_flag_chooses(flag, cuda, compiled, found, monkeypatch):
     cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
     monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", compiled))
@@ -128,27 +135,30 @@ def test_its_memory_is_counted_in_the_update_too():
 
 
 @pytest.mark.slow
-def test_a_token_is_one_graph_of_few_launches(monkeypatch):
-    """Through Inductor, in ragged rollouts: no graph break, at most 4 compilations, at most 20 kernels for one layer and the head,
-    and the tokens of the plain cache."""
+def test_compiled_layers_have_few_graphs(monkeypatch):
+    """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient. To trace
+    them takes seconds; the decoding step as a whole took minutes."""
     from torch._dynamo.utils import counters
-    from torch._inductor.utils import run_and_get_code
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    plain = tiny_model(n_layer=1)
+    plain = tiny_model(n_layer=24, block_size=128)
     model = static(copy.deepcopy(plain))
-    monkeypatch.setattr(machine, "Block", type(None))           # prompts are not the point: they stay uncompiled
     machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
-
-    def rollouts():
-        for seed, (prompts, group, longest) in enumerate([(PROMPTS, 8, 12), (PROMPTS[:2], 4, 40), (PROMPTS, 11, 20),
-                                                          (PROMPTS[:1], 2, 40)]):
-            u = uniform(len(prompts) * group, longest, seed)
-            b, want = (sample(x, prompts, group, longest, 0.5, STOP, u) for x in (model, plain))
-            assert torch.equal(b.ids, want.ids)
-            torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=5e-5)
-    _, codes = run_and_get_code(rollouts)
-    assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
-    for code in codes:
-        called = re.findall(r"(?:extern_kernels|torch\.ops|cpp_fused)[\w.]*\(", code[code.index("def call"):])
-        assert sum("mm" in name for name in called) == 7 + 1 and len(called) <= 20, called
+    began = time.process_time()
+    for seed, (prompts, group, longest) in enumerate([(PROMPTS, 8, 12), (PROMPTS[:2], 4, 90), (PROMPTS, 11, 20)]):
+        u = uniform(len(prompts) * group, longest, seed)
+        stop = {256} if longest == 90 else STOP
+        b, want = (sample(x, prompts, group, longest, 0.5, stop, u) for x in (model, plain))
+        assert torch.equal(b.ids, want.ids) and torch.equal(b.finished, want.finished)
+        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=3e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=3e-4)
+        for x in (model, plain):
+            token_logps(x, b.ids, b.mask, 0.5)[0].sum().backward()
+    assert {slots for _, slots in caches.MEMORY[model].steps} == {64, 128} and b.mask.sum(1).unique().numel() > 5
+    torch.testing.assert_close(model.layers[5].mlp.up_proj.weight.grad, plain.layers[5].mlp.up_proj.weight.grad,
+                               rtol=1e-3, atol=1e-3)
+    assert not counters["graph_break"] and 2 <= counters["stats"]["unique_graphs"] <= 4, counters
+    assert time.process_time() - began < 15

@@ -69,7 +69,7 @@ def test_rope_keeps_only_the_distance():
     D, turn = 8, 10000.0 ** (-torch.arange(0, 8, 2) / 8)
     def at(x, t):
         cos, sin = (t * turn).cos(), (t * turn).sin()
-        return rotate(x, cos, sin)
+        return rotate(x, torch.cat((cos, cos)), torch.cat((-sin, sin)))
     q, k = torch.randn(2, D)
     torch.testing.assert_close(at(q, 5) @ at(k, 3), at(q, 12) @ at(k, 10))
     assert not torch.isclose(at(q, 5) @ at(k, 3), at(q, 5) @ at(k, 4))

@@ -254,7 +254,8 @@ def where_time_goes(found, at, policy, token):
 def of_kernels(at, policy):
     """Tell the kernels of a token, and of its graph."""
     parts = of_a_token(at, policy)
-    tell("kernels of a graph per layer", count=kernels("kernels of a graph", policy.device, parts["graph"]) / policy.cfg.n_layer)
+    number = kernels("kernels of a graph", policy.device, parts["graph"])
+    tell("kernels of a graph, for each layer", count=number / policy.cfg.n_layer)
     kernels("kernels of a token", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
 
 
@@ -440,7 +441,8 @@ def run(words, device, whole=True):
             gaps = [x.sum().item() / max(1, tokens.item()) for (x, tokens, _), _ in checks.call_args_list]
             tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
             if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-                tell("compilation", graphs=counters["stats"]["unique_graphs"], breaks=sum(counters["graph_break"].values()))
+                graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+                tell("compilation", graphs=graphs, breaks=breaks)
 
 
 def steps(words, device):

@@ -64,15 +64,17 @@ PARTS = {
     "parts": (60, {"": f"{PROBE} parts {{device}} {{small}}"}),
     "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
     "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
-    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' 'TRL vLLM bfloat16 in parts' "
-                      "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
+    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
+                      "'TRL vLLM bfloat16 in parts' --turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
     "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 --compile {{on}}"}),
     "agree": (90, {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
                    for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()}),
-    "learned": (90, {"ppo": f"{STEP} --algo ppo --critic separate", "steps": f"{STEP} --reward model --supervision process"}),
-    "resume": (90, {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2", "halves resumed": f"{FEW} 4 --resume"}),
+    "learned": (90, {"ppo": f"{STEP} --algo ppo --critic separate",
+                     "steps": f"{STEP} --reward model --supervision process"}),
+    "resume": (90, {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2",
+                    "halves resumed": f"{FEW} 4 --resume"}),
 }
 QUICK = [*PARTS][:6]
 
@@ -84,14 +86,15 @@ def started(args, command):
     for name, where in models.items():
         if f"{{{name}}}" in command:
             speed.random_folder(where)
-    words = dict(tiny=TINY, small="--small", on="off", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6") if args.tiny \
-        else dict(tiny="", small="", on="on", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    words = dict(tiny="", small="", on="on", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    if args.tiny:
+        words = dict(tiny=TINY, small="--small", on="off", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
     return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
 
 
 def limited(command, seconds, log, heard):
-    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line that it prints. Its exit
-    code, negative if it was killed."""
+    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line that it prints. Its
+    exit code, negative if it was killed."""
     env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
     with open(log, "a") as errors:
         child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -112,8 +115,8 @@ def limited(command, seconds, log, heard):
 
 
 def measured(args, name, command, seconds, add):
-    """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: a probe its results, and
-    any other one what it prints. At last come its exit code and, if it failed, its last lines."""
+    """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: of a probe its
+    results, of any other one what it prints. At last come its exit code and, if it failed, its last lines."""
     where, log = args.out / name.removesuffix(" resumed").replace(" ", "-"), args.out / "logs" / f"{name}.txt"
     log.write_text("")
     if "--resume" not in command:

@@ -16,6 +16,7 @@ a large one.
 """
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import statistics
@@ -44,12 +45,13 @@ from run import agents, batches, caches, checkpoint, folder, machine, models, pr
 LARGE = SimpleNamespace(
     shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256, bytes=2 ** 28,
     dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
-    updates=((16384, None), (4096, None), (32768, None), (16384, 2 ** 26)))
+    updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
 SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
     shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
 CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": sharing.SharedCache,
           "plain": caches.KVCache, "compiled": caches.StaticCache}
+AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
 STEP = ("seconds", "rollout_tok_s", "update_tok_s", "length", "accuracy", "greedy", "pass@1", "mismatch")
 
 
@@ -85,6 +87,7 @@ def memory():
 
 def reset():
     """Free what is not in use on a GPU, and forget the peak."""
+    gc.collect()
     if has_gpu():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -110,8 +113,8 @@ def micros(place, f, n=1):
 
 
 def kernels(name, place, f, n=1):
-    """Tell the longest kernels (on a CPU: operations) of f: for one of the n things that it does, the number of kernels and,
-    for each name, how many and how long. Returns that number."""
+    """Tell the longest kernels (on a CPU: operations) of f by name, for one of the n things that it does: how long they
+    take, and how many there are. Returns the number of all."""
     kind = "CUDA" if has_gpu() else "CPU"
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
         f()
@@ -184,8 +187,8 @@ def sampling(policy, way):
 
 
 def a_token(found, at, policy, way, rows, copied, floor):
-    """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of their
-    lengths. The first rollout of all compiles and records. Returns seconds."""
+    """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of
+    the lengths. The first rollout of all compiles and records. Returns seconds."""
     place, c, took = policy.device, policy.cfg, {}
     *counts, times = (16, 64, 3) if way in ("graph", "compiled") else (8, 24, 2)    # all within as many slots
 
@@ -200,7 +203,7 @@ def a_token(found, at, policy, way, rows, copied, floor):
     slots = rows * (at.context + sum(counts) / 2) * 2 * c.n_layer * c.n_kv_head * c.head_size
     bound = (2 if policy.amp else 4) * (linear + c.vocab_size * c.n_embd + slots) / copied
     found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token, "of library": floor / token,
-              "first call s": first, "more than later s": first - few} | memory()
+              "first call s": first, AT_FIRST.get(way, "warm up s"): first - few} | memory()
     return token
 
 
@@ -245,13 +248,14 @@ def where_time_goes(found, at, policy, token):
         began = speed.now(place)
         parts["graph"]()
         launches.append(time.perf_counter() - began)
-    found |= took | {"rest us": 1e6 * token - sum(took.values()), "launch of the graph us": 1e6 * statistics.median(launches)}
+    found |= took | {"rest us": 1e6 * token - sum(took.values()), "host's launch us": 1e6 * statistics.median(launches)}
 
 
 def of_kernels(at, policy):
     """Tell the kernels of a token, and of its graph."""
     parts = of_a_token(at, policy)
-    tell("kernels in a layer", count=kernels("kernels of a graph", policy.device, parts["graph"]) / policy.cfg.n_layer)
+    number = kernels("kernels of a graph", policy.device, parts["graph"])
+    tell("kernels of a graph, for each layer", count=number / policy.cfg.n_layer)
     kernels("kernels of a token", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
 
 
@@ -376,7 +380,7 @@ def chunks(logits):
 
 
 def update(at, device):
-    """Updates of 256 rows of 512 tokens: seconds and memory, for several sizes of micro-batches; their kernels; compiled."""
+    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches; kernels; compiled."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
                            **at.batch)
     with machine.resolve(cfg)[0]:
@@ -437,7 +441,8 @@ def run(words, device, whole=True):
             gaps = [x.sum().item() / max(1, tokens.item()) for (x, tokens, _), _ in checks.call_args_list]
             tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
             if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-                tell("compilation", graphs=counters["stats"]["unique_graphs"], breaks=sum(counters["graph_break"].values()))
+                graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+                tell("compilation", graphs=graphs, breaks=breaks)
 
 
 def steps(words, device):

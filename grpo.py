@@ -206,7 +206,9 @@ def sample_token(logits, temperature, u, is_greedy):
     """Samples a token for each row of logits (r, V) by inverse CDF: the first whose cumulative
     probability exceeds u (r,), uniform in [0, 1); where is_greedy (r,), takes the most likely one.
     Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
-    logp = (logits / temperature).log_softmax(-1)                                           # (r, V)
+    if temperature != 1:
+        logits = logits.float() / temperature
+    logp = logits.log_softmax(-1, dtype=torch.float32)                                      # (r, V)
     p, u, first = logp.exp(), u.clamp(max=BELOW_1), 0       # rounding to float32 may give 1
     if p.size(1) % PART == 0:       # a part of the vocabulary, then a token in it: faster on a GPU
         parts = p.unflatten(1, (-1, PART))                                         # (r, V/PART, PART)

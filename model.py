@@ -226,14 +226,16 @@ class GPT(nn.Module):
             return layout.in_rows(self.norm(x))
 
     def head(self, x):
-        """Logits (..., V), in float32, of hidden states (..., C)."""
+        """Logits (..., V), in the dtype of products, of hidden states (..., C). What is made of them
+        is in float32: `softmax(-1, dtype=torch.float32)` converts them as it reads."""
         head = self.embed_tokens if self.cfg.tied else self.lm_head
         with self.autocast():
-            return F.linear(x, head.weight).float()
+            return F.linear(x, head.weight)
 
     def logps(self, h, tokens):
         """log pi of the tokens (n,) given the hidden states h (n, C) before them."""
-        return self.head(h).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        logp = self.head(h).log_softmax(-1, dtype=torch.float32)                            # (n, V)
+        return logp.gather(-1, tokens[:, None])[:, 0]
 
     def next_logits(self, token, pos, cache):
         """Logits (B, V) after token (B,) at position pos (B,), which is added to the cache."""

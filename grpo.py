@@ -164,8 +164,7 @@ def make_config(**given):
     return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
 
 # ------------------------------------------------------------------- sampling: prompts to a group
-BELOW_1 = 1 - 2 ** -24      # the largest float32 below 1
-PART = 128                  # tokens of a part of the vocabulary
+PART = 128      # tokens of a part of the vocabulary, see `sample_token`
 
 @dataclass
 class Batch:
@@ -195,28 +194,23 @@ class Batch:
 
 def inverse_cdf(p, u):
     """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its total,
-    u in [0, 1), and how far u is within that element, in [0, 1); both (r,)."""
+    and how far u is within that element; both (r,). u is in [0, 1), and clamped to what float32 can
+    tell from 0 and 1, so that an element of 0 is never chosen."""
     cdf = p.cumsum(-1)
-    at = u[:, None] * cdf[:, -1:]
-    i = torch.searchsorted(cdf, at, right=True).clamp(max=p.size(1) - 1)
-    within = 1 - (cdf.gather(1, i) - at) / p.gather(1, i).clamp(min=1e-38)
-    return i[:, 0], within[:, 0].clamp(0, BELOW_1)
+    share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
+    i = torch.searchsorted(cdf, share, right=True)
+    within = 1 - (cdf.gather(1, i) - share) / p.gather(1, i)
+    return i[:, 0], within[:, 0]
 
-def sample_token(logits, temperature, u, is_greedy):
-    """Samples a token for each row of logits (r, V) by inverse CDF: the first whose cumulative
-    probability exceeds u (r,), uniform in [0, 1); where is_greedy (r,), takes the most likely one.
-    Returns the tokens (r,) and their log-probabilities at that temperature (r,)."""
-    if temperature != 1:
-        logits = logits.float() / temperature
-    logp = logits.log_softmax(-1, dtype=torch.float32)                                      # (r, V)
-    p, u, first = logp.exp(), u.clamp(max=BELOW_1), 0       # rounding to float32 may give 1
-    if p.size(1) % PART == 0:       # a part of the vocabulary, then a token in it: faster on a GPU
-        parts = p.unflatten(1, (-1, PART))                                         # (r, V/PART, PART)
-        part, u = inverse_cdf(parts.sum(-1), u)
-        p, first = parts[torch.arange(len(p), device=p.device), part], PART * part
-    token = first + inverse_cdf(p, u)[0]
-    token = torch.where(is_greedy, logits.argmax(-1), token)
-    return token, logp.gather(-1, token[:, None])[:, 0]
+def sample_token(p, u):
+    """Samples a token (r,) from each row of probabilities p (r, V) by inverse CDF: the first whose
+    cumulative probability exceeds u (r,), uniform in [0, 1)."""
+    if p.size(1) % PART:
+        return inverse_cdf(p, u)[0]
+    parts = p.unflatten(1, (-1, PART))      # a part of the vocabulary, then a token: faster on a GPU
+    part, u = inverse_cdf(parts.sum(-1), u)
+    inner, _ = inverse_cdf(parts[torch.arange(len(p), device=p.device), part], u)
+    return PART * part + inner
 
 @torch.no_grad()
 def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
@@ -234,10 +228,13 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
     u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
     is_stop = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
 
-    cache = (policy.cache_class or caches.KVCache)(policy, ids.size(1))
-    logits = cache.read(ids[::group, :longest], start[::group], group)                      # (B, V)
+    cache = (policy.cache_class or caches.KVCache)(policy, ids.size(1), temperature)
+    p = cache.read(ids[::group, :longest], start[::group], group)                           # (B, V)
     for n in range(u.size(1)):
-        token, token_logp = sample_token(logits, temperature, u[rows, n], is_greedy[rows])  # (r,)
+        token = sample_token(p, u[rows, n])                                                 # (r,)
+        if n_greedy:
+            token = torch.where(is_greedy[rows], p.argmax(-1), token)
+        token_logp = p.gather(1, token[:, None])[:, 0].log()
         column = (start[rows] + n).clamp(max=ids.size(1) - 1)
         ids[rows, column] = torch.where(active, token, ids[rows, column])
         logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
@@ -249,7 +246,7 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
             if len(kept) == 0:
                 break
             rows, active, token, column = rows[kept], active[kept], token[kept], column[kept]
-        logits = cache.append(token, column)                                                # (r, V)
+        p = cache.append(token, column)                                                     # (r, V)
     T = batches.row_lengths(mask).max().item()
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 

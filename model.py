@@ -226,20 +226,19 @@ class GPT(nn.Module):
             return layout.in_rows(self.norm(x))
 
     def head(self, x):
-        """Logits (..., V), in the dtype of products, of hidden states (..., C). What is made of them
-        is in float32: `softmax(-1, dtype=torch.float32)` converts them as it reads."""
+        """Logits (..., V), in float32, of hidden states (..., C)."""
         head = self.embed_tokens if self.cfg.tied else self.lm_head
         with self.autocast():
-            return F.linear(x, head.weight)
+            return F.linear(x, head.weight).float()
 
-    def logps(self, h, tokens):
-        """log pi of the tokens (n,) given the hidden states h (n, C) before them."""
-        logp = self.head(h).log_softmax(-1, dtype=torch.float32)                            # (n, V)
+    def probs(self, h, temperature):
+        """Probabilities (n, V) of the tokens after those with the hidden states h (n, C)."""
+        return self.head(h / temperature).softmax(-1)               # the head has no bias
+
+    def logps(self, h, tokens, temperature):
+        """log pi (n,) of tokens (n,) after those with the hidden states h (n, C)."""
+        logp = self.head(h / temperature).log_softmax(-1)                                   # (n, V)
         return logp.gather(-1, tokens[:, None])[:, 0]
-
-    def next_logits(self, token, pos, cache):
-        """Logits (B, V) after token (B,) at position pos (B,), which is added to the cache."""
-        return self.head(self(token[:, None], pos[:, None], cache)[:, 0])
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""
@@ -264,13 +263,12 @@ def token_logps(model, ids, mask, temperature, critic=None):
     h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
-    before = before[send(scored, device)] / temperature         # (n, C): the head has no bias
-    tokens = send(ids.flatten()[scored], device)
+    before, tokens = before[send(scored, device)], send(ids.flatten()[scored], device)  # (n, C), (n,)
     size = max(1, most_logits(device) // model.cfg.vocab_size)
     if len(tokens) <= size:
-        logp = model.logps(before, tokens)                                                  # (n,)
+        logp = model.logps(before, tokens, temperature)                                     # (n,)
     else:
-        logp = torch.cat([checkpoint(model.logps, *part, use_reentrant=False)
+        logp = torch.cat([checkpoint(model.logps, *part, temperature, use_reentrant=False)
                           for part in zip(before.split(size), tokens.split(size))])
     sampled = send(mask, device)
     logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)

@@ -36,8 +36,8 @@ def double(device):
     return torch.float32 if device.type == "mps" else torch.float64
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules that are not None, and the head's log-probabilities, if cfg
-    says so. All layers of all modules share their graphs: for prompts, for one token, for training
+    """Compiles each layer of the modules that are not None, and what is made of logits, if cfg says
+    so. All layers of all modules share their graphs: for prompts, for one token, for training
     with a gradient and without. The graphs count against one recompile limit, 8 by default."""
     if resolve(cfg)[2]:
         torch._dynamo.config.recompile_limit = 64
@@ -47,6 +47,7 @@ def compile_all(cfg, *modules):
                 if isinstance(layer, Block):
                     layer.compile(dynamic=True)
                 if isinstance(layer, GPT):
+                    layer.probs = torch.compile(layer.probs, dynamic=True)
                     layer.logps = torch.compile(layer.logps, dynamic=True)
 
 def prepare():

@@ -35,7 +35,7 @@ def as_it_is_now(policy, ids, mask, temperature):
         logp, entropy = [], []
         size = max(1, PART // policy.cfg.vocab_size)
         for part, token in zip(h.split(size), tokens.split(size)):
-            logits = policy.head(part / temperature).float().log_softmax(-1)                # (n, V)
+            logits = policy.head(part / temperature).log_softmax(-1)                        # (n, V)
             logp += rounded(logits.gather(-1, token[:, None])[:, 0])
             entropy += rounded(-(logits.exp() * logits).sum(-1))
         logps.append(logp)

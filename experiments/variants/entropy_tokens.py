@@ -13,7 +13,7 @@ SHARE = 0.2
 def rollout(agent, problems, rng):
     batch, stats = of_all_tokens(agent, problems, rng)
     with torch.no_grad():
-        logp = (agent.policy.head(agent.policy(batch.ids)).float() / agent.cfg.temperature).log_softmax(-1)
+        logp = (agent.policy.head(agent.policy(batch.ids)) / agent.cfg.temperature).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1).roll(1, 1)[batch.mask]           # before a token
     batch.adv[batch.mask] *= entropy >= entropy.quantile(1 - SHARE)
     return batch, stats

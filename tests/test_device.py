@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import checkpoint, machine, optimizer, pretrained, samples
+from run import caches, checkpoint, machine, optimizer, pretrained, samples
 from run.caches import StaticCache
 from run.models import frozen
 
@@ -366,6 +366,29 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
         grpo.main(["--report", str(tmp_path)])
 
 
+@pytest.mark.slow
+def test_a_runs_graphs_outlive_evaluation_and_a_learned_reward(top, tmp_path, monkeypatch):
+    """Rollouts, evaluations and labels ask for as many rows as they have; the Memory that they share only grows, so that from
+    the second step on nothing is recorded."""
+    asked, recorded, memory_of, record = [], [], caches.memory_of, caches.Step.record
+
+    def memory(model, rows, slots):
+        found = memory_of(model, rows, slots)
+        asked.append((rows, slots, found))
+        return found
+    monkeypatch.setattr(caches, "memory_of", memory)
+    monkeypatch.setattr(caches.Step, "record", lambda step, model: (recorded.append(len(asked)), record(step, model)))
+    with pretend.cuda():
+        run(top, "reward learned", steps=4, eval_every=1, samples=3, device="cuda", out=str(tmp_path))
+    assert len({rows for rows, *_ in asked}) > 1 and asked[0][0] < max(rows for rows, *_ in asked)
+    for (_, _, one), (rows, slots, two) in zip(asked, asked[1:]):
+        assert two is one or two.rows > one.rows or two.slots > one.slots, (rows, slots)
+        assert two.rows >= max(rows, one.rows) and two.slots >= max(slots, one.slots)
+    memories, steps = {id(found) for *_, found in asked}, {id(step) for *_, found in asked for step in found.steps.values()}
+    assert len(memories) <= 2 and len(recorded) == len(steps)           # each Step once
+    assert recorded[-1] < len(asked) / 2
+
+
 def test_a_tensor_left_on_the_cpu_is_found_with_its_line(top, tmp_path, monkeypatch):
     monkeypatch.setattr(GPT, "device", torch.device("cpu"))
     found = r"^model\.py:\d+: Expected all tensors to be on the same device"
@@ -440,16 +463,19 @@ def calls_of(monkeypatch, *functions):
 
 @pytest.mark.slow
 def test_sampling_waits_once_in_16_tokens(monkeypatch):
-    """And once for the width of the result. Each launch of the model is counted; a compiled one has fewer."""
+    """And once for the width of the result. A token is one launch of the model, and few others."""
     with pretend.cuda() as device:
         model = tiny_model(n_layer=3).to(device)
         model.amp, model.cache_class = torch.bfloat16, StaticCache
+        sampler, u = frozen(model), torch.rand(24, 40)
+        grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)              # records
         with pretend.counted() as seen:
-            b = grpo.sample(frozen(model), [[1, 2], [3]], 12, 40, 1.0, {256}, torch.rand(24, 40))
+            b = grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)
         assert b.ids.shape == (24, 42)
     assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
     assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, limits, stop tokens, random numbers
-    assert seen.launches.total() <= 40 * (3 * 53 + 60)
+    assert sum(n for at, n in seen.launches.items() if at.endswith("replay")) == 39
+    assert seen.launches.total() <= 40 * 41 + (3 * 53 + 60)                 # the prompts are no graph
 
 
 @pytest.mark.slow

@@ -215,6 +215,30 @@ def test_backward_passes_wait_too(device):
     assert seen.copies.total() == 1 and x.grad.tolist() == [[2.0] * 3] * 2 + [[1.0] * 3] * 2
 
 
+def test_a_graph_records_and_computes_only_when_it_is_replayed(device):
+    """On the tensors that it has seen, with what they hold then; as one launch."""
+    x, total = torch.ones(4, 3, device=device), torch.zeros(4, 3, device=device)
+    recorded = torch.cuda.CUDAGraph()
+    with pretend.counted() as seen, torch.cuda.graph(recorded, torch.cuda.graph_pool_handle()):
+        y = (2 * x).T
+        total[1:] += y.T[1:]
+        n, some = y.long(), y > 0
+    assert not seen.launches and len(recorded.tape) == 5                # of +=, the second writes what is there already
+    assert y.isnan().all() and (n == 7777).all() and some.all() and not total.any() and (x == 1).all()
+    for k in (3.0, 5.0):
+        x.fill_(k)
+        with pretend.counted() as seen:
+            recorded.replay()
+        assert seen.launches.total() == 1 and (y == 2 * k).all() and (n == 2 * k).all()
+    assert total[:, 0].tolist() == [0, 16, 16, 16]
+    for waits in (lambda: x.sum().item(), lambda: x[x > 0], lambda: x.cpu(), lambda: x + torch.ones(3).to(device),
+                  torch.cuda.synchronize):
+        with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                waits()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_the_tests_do_not_see_a_gpu():
     """Nor do the processes that they start: they would run on it, compiled, where no device is given."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()

@@ -62,7 +62,8 @@ class Memory:
     that decode with the first of them."""
 
     def __init__(self, model, rows, slots):
-        like = new_cache(model, 0, slots)                                     # (L, 2, 0, K, S, D)
+        # A slot more than is used: then no step's keys are contiguous, which would be compiled apart.
+        like = new_cache(model, 0, slots + 1)                             # (L, 2, 0, K, S + 1, D)
         self.cache = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
         self.rows, self.slots, self.dtype, self.steps = rows, slots, like.dtype, {}
         self.pool = torch.cuda.graph_pool_handle() if like.is_cuda else None    # of all graphs

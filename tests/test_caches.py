@@ -88,7 +88,8 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
 
     def size():
         memory = caches.MEMORY[model]
-        assert all(x.shape == (memory.rows, 2, memory.slots, 8) and x.dtype == memory.dtype for kv in memory.cache for x in kv)
+        assert all(x.shape == (memory.rows, 2, memory.slots + 1, 8) and x.dtype == memory.dtype
+                   for kv in memory.cache for x in kv)
         return memory.rows, memory.slots
     sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
     first = caches.MEMORY[model]
@@ -143,22 +144,26 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    plain = tiny_model(n_layer=24, block_size=128)
+    plain = tiny_model(scale=2.0, n_layer=24, block_size=128)
     model = static(copy.deepcopy(plain))
     machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
-    began = time.process_time()
-    for seed, (prompts, group, longest) in enumerate([(PROMPTS, 8, 12), (PROMPTS[:2], 4, 90), (PROMPTS, 11, 20)]):
+    spent = 0.0
+    for seed, (prompts, group, longest) in enumerate([(PROMPTS[:2], 4, 70), (PROMPTS, 8, 12), (PROMPTS, 11, 20)]):
         u = uniform(len(prompts) * group, longest, seed)
-        stop = {256} if longest == 90 else STOP
-        b, want = (sample(x, prompts, group, longest, 0.5, stop, u) for x in (model, plain))
+        stop = {256} if longest == 70 else STOP
+        want = sample(plain, prompts, group, longest, 0.5, stop, u)
+        token_logps(plain, want.ids, want.mask, 0.5)[0].sum().backward()
+        began = time.process_time()
+        b = sample(model, prompts, group, longest, 0.5, stop, u)
         assert torch.equal(b.ids, want.ids) and torch.equal(b.finished, want.finished)
-        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=3e-4)
+        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=1e-4)
         with torch.no_grad():
-            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=3e-4)
-        for x in (model, plain):
-            token_logps(x, b.ids, b.mask, 0.5)[0].sum().backward()
-    assert {slots for _, slots in caches.MEMORY[model].steps} == {64, 128} and b.mask.sum(1).unique().numel() > 5
+            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=1e-4)
+        token_logps(model, b.ids, b.mask, 0.5)[0].sum().backward()
+        spent += time.process_time() - began
+        assert b.mask.sum(1).unique().numel() > (1 if longest == 70 else 5)
+    assert caches.MEMORY[model].slots == 128 and {slots for _, slots in caches.MEMORY[model].steps} == {64}
     torch.testing.assert_close(model.layers[5].mlp.up_proj.weight.grad, plain.layers[5].mlp.up_proj.weight.grad,
                                rtol=1e-3, atol=1e-3)
     assert not counters["graph_break"] and 2 <= counters["stats"]["unique_graphs"] <= 4, counters
-    assert time.process_time() - began < 15
+    assert spent < 15

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import checkpoint, machine, optimizer, pretrained, samples
+from run import caches, checkpoint, machine, optimizer, pretrained, samples
 from run.caches import StaticCache
 from run.models import frozen
 
@@ -215,6 +215,30 @@ def test_backward_passes_wait_too(device):
     assert seen.copies.total() == 1 and x.grad.tolist() == [[2.0] * 3] * 2 + [[1.0] * 3] * 2
 
 
+def test_a_graph_records_and_computes_only_when_it_is_replayed(device):
+    """On the tensors that it has seen, with what they hold then; as one launch."""
+    x, total = torch.ones(4, 3, device=device), torch.zeros(4, 3, device=device)
+    recorded = torch.cuda.CUDAGraph()
+    with pretend.counted() as seen, torch.cuda.graph(recorded, torch.cuda.graph_pool_handle()):
+        y = (2 * x).T
+        total[1:] += y.T[1:]
+        n, some = y.long(), y > 0
+    assert not seen.launches and len(recorded.tape) == 5                # of +=, the second writes what is there already
+    assert y.isnan().all() and (n == 7777).all() and some.all() and not total.any() and (x == 1).all()
+    for k in (3.0, 5.0):
+        x.fill_(k)
+        with pretend.counted() as seen:
+            recorded.replay()
+        assert seen.launches.total() == 1 and (y == 2 * k).all() and (n == 2 * k).all()
+    assert total[:, 0].tolist() == [0, 16, 16, 16]
+    for waits in (lambda: x.sum().item(), lambda: x[x > 0], lambda: x.cpu(), lambda: x + torch.ones(3).to(device),
+                  torch.cuda.synchronize):
+        with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                waits()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_the_tests_do_not_see_a_gpu():
     """Nor do the processes that they start: they would run on it, compiled, where no device is given."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
@@ -366,6 +390,29 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
         grpo.main(["--report", str(tmp_path)])
 
 
+@pytest.mark.slow
+def test_a_runs_graphs_outlive_evaluation_and_a_learned_reward(top, tmp_path, monkeypatch):
+    """Rollouts, evaluations and labels ask for as many rows as they have; the Memory that they share only grows, so that from
+    the second step on nothing is recorded."""
+    asked, recorded, memory_of, record = [], [], caches.memory_of, caches.Step.record
+
+    def memory(model, rows, slots):
+        found = memory_of(model, rows, slots)
+        asked.append((rows, slots, found))
+        return found
+    monkeypatch.setattr(caches, "memory_of", memory)
+    monkeypatch.setattr(caches.Step, "record", lambda step, model: (recorded.append(len(asked)), record(step, model)))
+    with pretend.cuda():
+        run(top, "reward learned", steps=4, eval_every=1, samples=3, device="cuda", out=str(tmp_path))
+    assert len({rows for rows, *_ in asked}) > 1 and asked[0][0] < max(rows for rows, *_ in asked)
+    for (_, _, one), (rows, slots, two) in zip(asked, asked[1:]):
+        assert two is one or two.rows > one.rows or two.slots > one.slots, (rows, slots)
+        assert two.rows >= max(rows, one.rows) and two.slots >= max(slots, one.slots)
+    memories, steps = {id(found) for *_, found in asked}, {id(step) for *_, found in asked for step in found.steps.values()}
+    assert len(memories) <= 2 and len(recorded) == len(steps)           # each Step once
+    assert recorded[-1] < len(asked) / 2
+
+
 def test_a_tensor_left_on_the_cpu_is_found_with_its_line(top, tmp_path, monkeypatch):
     monkeypatch.setattr(GPT, "device", torch.device("cpu"))
     found = r"^model\.py:\d+: Expected all tensors to be on the same device"
@@ -440,16 +487,19 @@ def calls_of(monkeypatch, *functions):
 
 @pytest.mark.slow
 def test_sampling_waits_once_in_16_tokens(monkeypatch):
-    """And once for the width of the result. Each launch of the model is counted; a compiled one has fewer."""
+    """And once for the width of the result. A token is one launch of the model, and few others."""
     with pretend.cuda() as device:
         model = tiny_model(n_layer=3).to(device)
         model.amp, model.cache_class = torch.bfloat16, StaticCache
+        sampler, u = frozen(model), torch.rand(24, 40)
+        grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)              # records
         with pretend.counted() as seen:
-            b = grpo.sample(frozen(model), [[1, 2], [3]], 12, 40, 1.0, {256}, torch.rand(24, 40))
+            b = grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)
         assert b.ids.shape == (24, 42)
     assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
     assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, limits, stop tokens, random numbers
-    assert seen.launches.total() <= 40 * (3 * 53 + 60)
+    assert sum(n for at, n in seen.launches.items() if at.endswith("replay")) == 39
+    assert seen.launches.total() <= 40 * 41 + (3 * 53 + 60)                 # the prompts are no graph
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_rollouts_of_changing_sizes(device, monkeypatch, family, dtype):
     assert caches.MEMORY[gpt].dtype == dtype and len({n for n, _ in shapes[0]}) > 1 and len({n for _, n in shapes[0]}) > 1
     for before, after in zip(shapes, shapes[1:]):       # a graph is recorded once
         assert all(after[shape] is before[shape] for shape in before)
-    assert len(shapes[1]) > len(shapes[0]) and len(shapes[2]) == len(shapes[1])
+    assert all(shapes[3].values()) and len(shapes[1]) > len(shapes[0]) and len(shapes[2]) == len(shapes[1])
     with monkeypatch.context() as patch:
         patch.setattr(caches.Step, "__call__", eager)
         for b, rollout in zip(found, ROLLOUTS, strict=True):

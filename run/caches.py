@@ -16,25 +16,25 @@ def new_cache(model, rows, slots):
                        dtype=model.amp or like.dtype, device=like.device)
 
 def prefill(model, ids, length, cache):
-    """Reads padded prompts, ids (P, T) with `length` (P,) tokens, into a cache; returns the logits
-    of the completions' first tokens, (P, V)."""
+    """Reads padded prompts, ids (P, T) with `length` (P,) tokens, into a cache; returns the hidden
+    states of their last tokens, (P, C)."""
     pos = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     h = model(ids, pos, cache)                                                          # (P, T, C)
-    return model.head(h[torch.arange(len(ids), device=ids.device), length - 1])
+    return h[torch.arange(len(ids), device=ids.device), length - 1]
 
 class KVCache:
     """Plain decoding: keys and values for each completion, (L, 2, r, K, S, D)."""
     every = 1           # tokens between two calls of `keep`
 
-    def __init__(self, model, slots):
-        self.model, self.slots = model, slots
+    def __init__(self, model, slots, temperature):
+        self.model, self.slots, self.temperature = model, slots, temperature
 
     def read(self, ids, length, group):
         """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
-        each; returns the logits of the completions' first tokens, (P * group, V)."""
+        each; returns the probabilities of the completions' first tokens, (P * group, V)."""
         self.cache = new_cache(self.model, len(ids) * group, self.slots)
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
-        return prefill(self.model, ids, length, self.cache)
+        return self.model.probs(prefill(self.model, ids, length, self.cache), self.temperature)
 
     def keep(self, active):
         """Drops rows that have ended. Returns the indices of the rows that are kept: at least the
@@ -44,8 +44,10 @@ class KVCache:
         return kept
 
     def append(self, token, pos):
-        """Appends token (r,) at position pos (r,); returns the logits of the next one, (r, V)."""
-        return self.model.next_logits(token, pos, self.cache)
+        """Appends token (r,) at position pos (r,); returns the probabilities of the next one,
+        (r, V)."""
+        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]
+        return self.model.probs(h, self.temperature)
 
 # ---------------------------------------------------------------------------------- static shapes
 
@@ -130,19 +132,19 @@ class StaticCache:
     """Decoding with static shapes: b rows, a power of two, and s slots, a multiple of 64."""
     every = 16
 
-    def __init__(self, model, slots):
-        self.model, self.slots = model, slots
+    def __init__(self, model, slots, temperature):
+        self.model, self.slots, self.temperature = model, slots, temperature
 
     def read(self, ids, length, group):
         """Like `KVCache.read`, but each prompt is read once."""
         P, T = ids.shape
         prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
-        logits = prefill(self.model, ids, length, prompt)
+        h = prefill(self.model, ids, length, prompt)                                        # (P, C)
         self.rows, self.used = P * group, T
         self.memory = memory_of(self.model, power_of_two(self.rows), by_64(self.slots))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:self.rows, :, :T] = read.repeat_interleave(group, 0)
-        return logits.repeat_interleave(group, 0)
+        return self.model.probs(h, self.temperature).repeat_interleave(group, 0)
 
     def keep(self, active):
         """Like `KVCache.keep`, but ended rows stay until half of the rows have ended."""
@@ -158,7 +160,7 @@ class StaticCache:
         """Like `KVCache.append`."""
         self.used = min(self.used + 1, self.slots)          # no row has more
         step = self.memory.step(power_of_two(self.rows), by_64(self.used))
-        return self.model.head(step(self.model, token, pos))
+        return self.model.probs(step(self.model, token, pos), self.temperature)
 
 def power_of_two(n):
     """The least power of two that is at least n and 2: compilation treats 1 apart."""

@@ -82,8 +82,8 @@ class SharedCache:
     with one state, and its rows diverge when they sample different tokens."""
     every = 1
 
-    def __init__(self, model, slots):
-        self.model = model          # `slots` is the maximum; this cache grows on demand
+    def __init__(self, model, slots, temperature):      # at most `slots`: it grows on demand
+        self.model, self.temperature = model, temperature
 
     def read(self, ids, length, group):
         """Like `KVCache.read`."""
@@ -91,7 +91,8 @@ class SharedCache:
         self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
         self.used = T
         self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
-        return prefill(self.model, ids, length, self.cache)[self.state]
+        h = prefill(self.model, ids, length, self.cache)                                    # (P, C)
+        return self.model.probs(h, self.temperature)[self.state]
 
     def keep(self, active):
         """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
@@ -107,7 +108,8 @@ class SharedCache:
         self.used += 1
         of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
         token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
-        return self.model.next_logits(token, pos, self.cache)[self.state]
+        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]                      # (b, C)
+        return self.model.probs(h, self.temperature)[self.state]
 
     def advance(self, token):
         """The states after the rows sampled `token` (r,): rows that shared a state and sampled the

@@ -400,7 +400,8 @@ def cuda(index=0):
         set_device=lambda device: current.__setitem__(0, torch.device(device).index),
         synchronize=lambda device=None: count("waits", "synchronize"), is_bf16_supported=lambda *_: True,
         CUDAGraph=CUDAGraph, graph=graph, graph_pool_handle=object,
-        is_current_stream_capturing=lambda: bool(RECORDING), mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10))
+        is_current_stream_capturing=lambda: bool(RECORDING), mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10),
+        get_device_properties=lambda device=None: SimpleNamespace(total_memory=8 * 10 ** 10))
     foreach = dict(_foreach_supported_types=[torch.Tensor, Pretended],
                    _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"])
     stands = [

@@ -235,9 +235,9 @@ def of_a_token(at, policy):
     sampled(policy, [at.context] * (rows // at.group), at.group, 16)
     *_, step = caches.MEMORY[policy].steps.values()
     h, u = step.h[:, 0], torch.rand(rows).to(policy.device)
-    logits, greedy = policy.head(h), torch.zeros(rows, dtype=torch.bool).to(policy.device)
+    p = policy.probs(h, 1.0)
     return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache),
-            "head": lambda: policy.head(h), "sample_token": lambda: grpo.sample_token(logits, 1.0, u, greedy)}
+            "head and softmax": lambda: policy.probs(h, 1.0), "sample_token": lambda: grpo.sample_token(p, u)}
 
 
 def where_time_goes(found, at, policy, token):
@@ -251,12 +251,12 @@ def where_time_goes(found, at, policy, token):
     found |= took | {"rest us": 1e6 * token - sum(took.values()), "host's launch us": 1e6 * statistics.median(launches)}
 
 
-def of_kernels(at, policy):
+def of_kernels(at, policy, way):
     """Tell the kernels of a token, and of its graph."""
     parts = of_a_token(at, policy)
-    number = kernels("kernels of a graph", policy.device, parts["graph"])
-    tell("kernels of a graph, for each layer", count=number / policy.cfg.n_layer)
-    kernels("kernels of a token", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
+    number = kernels(f"kernels of a {way}", policy.device, parts["graph"])
+    tell(f"kernels of a {way}, for each layer", count=number / policy.cfg.n_layer)
+    kernels(f"kernels of a token, {way}", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
 
 
 @torch.no_grad()
@@ -273,9 +273,11 @@ def decode(at, device):
     def measure(name, rows, way):
         with measuring(f"{name} {rows} {way}") as found, sampling(policies[name], way):
             token = a_token(found, at, policies[name], way, rows, copied, floors.get((name, rows), float("nan")))
-        if way == "graph" and [name, rows] == main and "ms" in found:
-            with measuring(f"{name} {rows} inside a token") as found, sampling(policies[name], way):
+        if [name, rows] == main and way in ("graph", "compiled") and "ms" in found:
+            with measuring(f"{name} {rows} {way}, inside a token") as found, sampling(policies[name], way):
                 where_time_goes(found, at, policies[name], token)
+            with measuring(f"kernels of a {way}"), sampling(policies[name], way):
+                of_kernels(at, policies[name], way)
     *eager, compiled = CACHES
     for rows in at.rows:
         for name, policy in policies.items():
@@ -283,10 +285,8 @@ def decode(at, device):
                 slots = caches.by_64(at.context + 64)
                 floors[name, rows] = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
                 found["ms"] = 1e3 * floors[name, rows]
-            for way in eager:
+            for way in eager if rows == at.rows[0] else eager[:1]:
                 measure(name, rows, way)
-    with measuring("kernels"), sampling(policies["0.5B"], "graph"):
-        of_kernels(at, policies["0.5B"])
     if has_gpu():
         torch._dynamo.reset()
         for policy in policies.values():
@@ -297,13 +297,9 @@ def decode(at, device):
 
 # --------------------------------------------------------------------------------------------- parts
 
-def flat(logits, temperature, u, is_greedy):
+def flat(p, u):
     """`sample_token` by one cumulative sum over the vocabulary."""
-    logp = (logits / temperature).log_softmax(-1)
-    cdf = logp.exp().cumsum(-1)
-    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
-    token = torch.where(is_greedy, logits.argmax(-1), token)
-    return token, logp.gather(-1, token[:, None])[:, 0]
+    return grpo.inverse_cdf(p, u)[0]
 
 
 @torch.no_grad()
@@ -345,10 +341,10 @@ def parts(at, device):
             with measuring(f"{name} {rows} x {slots}") as found:
                 found["us"] = micros(place, partial(each, f, layers), len(layers))
                 found["share"] = 1e6 * size / copied / found["us"]
-    logits, u = random(rows, c.vocab_size).float(), torch.rand(rows, device=place)
+    p, u = random(rows, c.vocab_size).float().softmax(-1), torch.rand(rows, device=place)
     for name, rule in (("sample_token", grpo.sample_token), ("flat rule", flat)):
         with measuring(f"{name} {rows} x {c.vocab_size}") as found:
-            sample = partial(rule, logits, 1.0, u, u < 0)
+            sample = partial(rule, p, u)
             found["us"] = 1e6 * statistics.median(speed.timed(place, sample))       # as it runs: not in a graph
     x, weight = random(rows, C).float(), torch.ones(C, device=place)
     with measuring(f"rms_norm {rows}") as found:
@@ -374,9 +370,7 @@ def chunks(logits):
     """A context in which so many logits are computed at a time; None: as many as by default."""
     if logits is None:
         return contextlib.nullcontext()
-    if hasattr(model, "most_logits"):
-        return mock.patch.object(model, "most_logits", lambda device: logits)
-    return mock.patch.object(model, "CHUNK", logits)
+    return mock.patch.object(model, "most_logits", lambda device: logits)
 
 
 def update(at, device):

@@ -50,7 +50,7 @@ SUPERVISED = "--warm_steps 188 --warm_batch 32 --warm_lr 3e-4".split()
 RL = "--lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
 MOST = 10000        # steps, more than fit
 ASIDE = 256         # training rows set aside if there are no test rows
-TINY = "--held_out 2 --samples 2 --max_new 64 --prompts 2 --group 4 --warm_steps 3 --warm_batch 4".split()
+TINY = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 --warm_batch 2".split()
 STAGES = ("as it is", "after the supervised start", "after GRPO")
 CURVES = ("accuracy", "reward", "length", "finished", "entropy", "dead_groups", "seconds")
 MEASURED = {"greedy": "greedy, {held_out} rows", "pass@1": "pass@1, {held_out} rows with {samples} samples each",
@@ -175,7 +175,7 @@ def main():
     for name in ("train", "test"):
         parser.add_argument(name, nargs="?", type=lambda path: Path(path).resolve())
     parser.add_argument("--init", type=lambda path: Path(path).resolve(), default=sums.INIT)
-    parser.add_argument("--minutes", type=float, help="time for all; 10, or 2.5 with --tiny")
+    parser.add_argument("--minutes", type=float, help="time for all; 10, or 2.8 with --tiny")
     parser.add_argument("--seed", type=int, default=1)
     for flag in ("tiny", "readme"):
         parser.add_argument(f"--{flag}", action="store_true")
@@ -186,7 +186,7 @@ def main():
         parser.error("which training rows? the path of train.jsonl, then that of test.jsonl")
     if not (args.init / "model.safetensors").exists():
         parser.error(f"no model in {args.init}: make one with experiments/models/smollm2.py, here or elsewhere")
-    args.minutes = args.minutes or (2.5 if args.tiny else 10)
+    args.minutes = args.minutes or (2.8 if args.tiny else 10)
     run(args, flags)
 
 

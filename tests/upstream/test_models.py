@@ -46,8 +46,8 @@ def test_a_run_on_gsm8k(run, tmp_path, monkeypatch, capsys):
     assert found["held out"]["after GRPO"]["pass@1"] == metrics[-1]["pass@1"]
     assert found["curve"]["length"] == pytest.approx([m["length"] for m in metrics[1:]], abs=1e-4)
     rows, settings = found["rows"], found["settings"]
-    assert (rows["train"], rows["left out"], rows["held_out"], rows["samples"]) == (20, 280, 2, 2)
-    assert settings["lr"] == 1e-3 and settings["warm_steps"] == 3 and "init" not in settings
+    assert (rows["train"], rows["left out"], rows["held_out"], rows["samples"]) == (20, 280, 2, 1)
+    assert settings["lr"] == 1e-3 and settings["warm_steps"] == 2 and "init" not in settings
 
     where = tmp_path / "out" / "gsm8k-s1"                       # what a run with 4 samples has, for the table
     where.mkdir()

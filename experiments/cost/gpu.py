@@ -60,11 +60,11 @@ CACHES = {"static": "--static_cache on", "shared": "--static_cache off",
           "plain": "--static_cache off --share_prefix off"}
 # The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
 PARTS = {
-    "decode": (210, {"": f"{PROBE} decode {{device}} {{small}}"}),
+    "decode": (130, {"": f"{PROBE} decode {{device}} {{small}}"}),
     "parts": (60, {"": f"{PROBE} parts {{device}} {{small}}"}),
     "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
     "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
-    "trl": (150, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
+    "trl": (110, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
                       "'TRL vLLM bfloat16 in parts' --turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),

@@ -86,12 +86,12 @@ def send(x, device):
 class Rows:
     """The plain layout: all tokens of all rows, (B, T). A token's cache slot is its position."""
 
-    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), keys=None):
+    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), keys=None, slots=None):
         columns = torch.arange(ids.size(1), device=device)
         self.ids, self.pos = send(ids, device), columns.expand_as(ids) if pos is None else pos
-        if keys is not None:        # of a cache, (B, K, S, D): the mask (B, 1, T, S) of later slots
-            self.row = torch.arange(len(ids), device=device)[:, None]
-            later = torch.arange(keys.size(2), device=device) > self.pos[:, None, :, None]
+        if keys is not None:        # of a cache, (B, K, S, D), of which the first slots are in use
+            self.row, self.slots = torch.arange(len(ids), device=device)[:, None], slots or keys.size(2)
+            later = torch.arange(self.slots, device=device) > self.pos[:, None, :, None]
             self.attn_mask = keys.new_zeros(later.shape).masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
@@ -101,9 +101,10 @@ class Rows:
             return causal_attention(q, k, v)
         cache[0][self.row, :, self.pos] = k.to(cache[0].dtype)
         cache[1][self.row, :, self.pos] = v.to(cache[1].dtype)
-        q = q.unflatten(2, (cache[0].size(1), -1)).transpose(1, 2)              # (B, K, T, H/K, D)
-        mask = self.attn_mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), *cache, attn_mask=mask.flatten(2, 3))
+        k, v = (x[:, :, :self.slots] for x in cache)
+        q = q.unflatten(2, (k.size(1), -1)).transpose(1, 2)                     # (B, K, T, H/K, D)
+        mask = self.attn_mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)   # (B, 1, T, H/K, S)
+        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask.flatten(2, 3))
         return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
     def in_rows(self, x):
@@ -202,9 +203,10 @@ class GPT(nn.Module):
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
-    def forward(self, ids, pos=None, cache=None, mask=None):
+    def forward(self, ids, pos=None, cache=None, mask=None, slots=None):
         """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
-        A cache is written to. Without one, states after a row's last True in mask are arbitrary."""
+        A cache is written to, and its first `slots` are read (None: all). Without one, states after
+        a row's last True in mask are arbitrary."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         with self.autocast():
@@ -212,7 +214,7 @@ class GPT(nn.Module):
                 layout = self.layout_class(ids, mask, pos, self.device)
                 cache = [None] * self.cfg.n_layer
             else:
-                layout = Rows(ids, mask, pos, self.device, keys=cache[0][0])
+                layout = Rows(ids, mask, pos, self.device, cache[0][0], slots)
             x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
@@ -231,14 +233,14 @@ class GPT(nn.Module):
         with self.autocast():
             return F.linear(x, head.weight).float()
 
-    def probs(self, h, temperature):
-        """Probabilities (n, V) of the tokens after those with the hidden states h (n, C)."""
-        return self.head(h / temperature).softmax(-1)               # the head has no bias
+    def probs(self, h):
+        """The next token's probabilities (n, V) after hidden states h (n, C), which the caller has
+        divided by the temperature: the head has no bias, so this divides the logits."""
+        return self.head(h).softmax(-1)
 
-    def logps(self, h, tokens, temperature):
-        """log pi (n,) of tokens (n,) after those with the hidden states h (n, C)."""
-        logp = self.head(h / temperature).log_softmax(-1)                                   # (n, V)
-        return logp.gather(-1, tokens[:, None])[:, 0]
+    def logps(self, h, tokens):
+        """log pi (n,) of the tokens (n,) that come next, in the same way."""
+        return self.head(h).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""
@@ -263,12 +265,13 @@ def token_logps(model, ids, mask, temperature, critic=None):
     h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
-    before, tokens = before[send(scored, device)], send(ids.flatten()[scored], device)  # (n, C), (n,)
+    before = before[send(scored, device)] / temperature                                   # (n, C)
+    tokens = send(ids.flatten()[scored], device)                                            # (n,)
     size = max(1, most_logits(device) // model.cfg.vocab_size)
     if len(tokens) <= size:
-        logp = model.logps(before, tokens, temperature)                                     # (n,)
+        logp = model.logps(before, tokens)                                                  # (n,)
     else:
-        logp = torch.cat([checkpoint(model.logps, *part, temperature, use_reentrant=False)
+        logp = torch.cat([checkpoint(model.logps, *part, use_reentrant=False)
                           for part in zip(before.split(size), tokens.split(size))])
     sampled = send(mask, device)
     logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)

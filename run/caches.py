@@ -34,7 +34,7 @@ class KVCache:
         each; returns the probabilities of the completions' first tokens, (P * group, V)."""
         self.cache = new_cache(self.model, len(ids) * group, self.slots)
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
-        return self.model.probs(prefill(self.model, ids, length, self.cache), self.temperature)
+        return self.model.probs(prefill(self.model, ids, length, self.cache) / self.temperature)
 
     def keep(self, active):
         """Drops rows that have ended. Returns the indices of the rows that are kept: at least the
@@ -47,7 +47,7 @@ class KVCache:
         """Appends token (r,) at position pos (r,); returns the probabilities of the next one,
         (r, V)."""
         h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]
-        return self.model.probs(h, self.temperature)
+        return self.model.probs(h / self.temperature)
 
 # ---------------------------------------------------------------------------------- static shapes
 
@@ -64,7 +64,7 @@ class Memory:
     that decode with the first of them."""
 
     def __init__(self, model, rows, slots):
-        # A slot more than is used: then no step's keys are contiguous, which would be compiled apart.
+        # A slot more than is ever read: a step that read all would be compiled apart.
         like = new_cache(model, 0, slots + 1)                             # (L, 2, 0, K, S + 1, D)
         self.cache = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
         self.rows, self.slots, self.dtype, self.steps = rows, slots, like.dtype, {}
@@ -73,8 +73,8 @@ class Memory:
     def step(self, rows, slots):
         """The Step for so many rows and slots."""
         if (rows, slots) not in self.steps:
-            cache = [[x[:rows, :, :slots] for x in kv] for kv in self.cache]
-            self.steps[rows, slots] = Step(cache, self.pool)
+            cache = [[x[:rows] for x in kv] for kv in self.cache]
+            self.steps[rows, slots] = Step(cache, slots, self.pool)
         return self.steps[rows, slots]
 
 def memory_of(model, rows, slots):
@@ -94,32 +94,34 @@ def forget(model):
     MEMORY.pop(model, None)
 
 class Step:
-    """The hidden states (b, C) after one more token of each row, on CUDA as a graph."""
+    """The hidden states (b, C) after one more token of each row, on CUDA as a graph. It writes to
+    caches of the Memory's full length, and reads the first `slots`: a compiled layer would copy a
+    cache that is not contiguous."""
 
-    def __init__(self, cache, pool):
+    def __init__(self, cache, slots, pool):
         rows, device = len(cache[0][0]), cache[0][0].device
-        self.cache, self.pool, self.graph = cache, pool, None
+        self.cache, self.slots, self.pool, self.graph = cache, slots, pool, None
         self.ids, self.pos = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
 
     def __call__(self, model, token, pos):
-        """Hidden states (r, C) after token (r,) at position pos (r,). Rows from r on, up to b, compute
-        an old token again."""
+        """Hidden states (b, C) after token (r,) at position pos (r,). Rows from r on compute an old
+        token again."""
         self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
         if self.graph is not None:
             self.graph.replay()
         else:       # on CUDA a first time, before it is recorded: libraries prepare, layers compile
-            self.h = model(self.ids, self.pos, self.cache)
+            self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
             if self.ids.is_cuda:
                 self.record(model)
                 self.graph.replay()         # writes the same keys and values again
-        return self.h[:len(token), 0]
+        return self.h[:, 0]
 
     def record(self, model):
         """Records the model's kernels for this step as a graph; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self.h = model(self.ids, self.pos, self.cache)
+                self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
         except RuntimeError as e:
             if "captur" not in str(e):
                 raise
@@ -144,7 +146,7 @@ class StaticCache:
         self.memory = memory_of(self.model, power_of_two(self.rows), by_64(self.slots))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:self.rows, :, :T] = read.repeat_interleave(group, 0)
-        return self.model.probs(h, self.temperature).repeat_interleave(group, 0)
+        return self.model.probs(h / self.temperature).repeat_interleave(group, 0)
 
     def keep(self, active):
         """Like `KVCache.keep`, but ended rows stay until half of the rows have ended."""
@@ -160,7 +162,8 @@ class StaticCache:
         """Like `KVCache.append`."""
         self.used = min(self.used + 1, self.slots)          # no row has more
         step = self.memory.step(power_of_two(self.rows), by_64(self.used))
-        return self.model.probs(step(self.model, token, pos), self.temperature)
+        h = step(self.model, token, pos)[:max(self.rows, 2)]    # a single row would be compiled apart
+        return self.model.probs(h / self.temperature)[:self.rows]
 
 def power_of_two(n):
     """The least power of two that is at least n and 2: compilation treats 1 apart."""

@@ -92,7 +92,7 @@ class SharedCache:
         self.used = T
         self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
         h = prefill(self.model, ids, length, self.cache)                                    # (P, C)
-        return self.model.probs(h, self.temperature)[self.state]
+        return self.model.probs(h / self.temperature)[self.state]
 
     def keep(self, active):
         """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
@@ -109,7 +109,7 @@ class SharedCache:
         of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
         token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
         h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]                      # (b, C)
-        return self.model.probs(h, self.temperature)[self.state]
+        return self.model.probs(h / self.temperature)[self.state]
 
     def advance(self, token):
         """The states after the rows sampled `token` (r,): rows that shared a state and sampled the

@@ -171,7 +171,7 @@ def agree(shape, device, rows, group):
 
 def compute(step, model):
     """In place of `Step.record`: a graph that is none."""
-    step.graph = SimpleNamespace(replay=lambda: setattr(step, "h", model(step.ids, step.pos, step.cache)))
+    step.graph = SimpleNamespace(replay=lambda: setattr(step, "h", model(step.ids, step.pos, step.cache, slots=step.slots)))
 
 
 @contextlib.contextmanager
@@ -235,9 +235,9 @@ def of_a_token(at, policy):
     sampled(policy, [at.context] * (rows // at.group), at.group, 16)
     *_, step = caches.MEMORY[policy].steps.values()
     h, u = step.h[:, 0], torch.rand(rows).to(policy.device)
-    p = policy.probs(h, 1.0)
-    return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache),
-            "head and softmax": lambda: policy.probs(h, 1.0), "sample_token": lambda: grpo.sample_token(p, u)}
+    p = policy.probs(h)
+    return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache, slots=step.slots),
+            "head and softmax": lambda: policy.probs(h), "sample_token": lambda: grpo.sample_token(p, u)}
 
 
 def where_time_goes(found, at, policy, token):

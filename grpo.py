@@ -586,7 +586,8 @@ def finish_step(agent, held_out, step, stats):
         stats = stats | results
     halt = machine.stop_asked()
     folder.log_metrics(cfg.folder, step, stats)
-    if last or halt or step % cfg.save_every == 0 or step % cfg.steps == 0:
+    # At step 0 there is nothing that a run which begins again would not make again.
+    if last or halt or step and (step % cfg.save_every == 0 or step % cfg.steps == 0):
         checkpoint.save(agent, step)
         report.refresh(cfg.folder)
     if halt and not last:

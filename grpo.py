@@ -298,14 +298,15 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
 
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
-    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one."""
+    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
+    next token is the next that was sampled: credit crosses holes in the mask (B, T)."""
     out = torch.zeros_like(reward)
     next_adv = next_value = torch.zeros_like(reward[:, 0])
     for t in reversed(range(reward.size(1))):
         delta = reward[:, t] + gamma * next_value - value[:, t]
-        next_adv = torch.where(mask[:, t], delta + gamma * lam * next_adv, 0)
-        next_value = torch.where(mask[:, t], value[:, t], 0)
-        out[:, t] = next_adv
+        next_adv = torch.where(mask[:, t], delta + gamma * lam * next_adv, next_adv)
+        next_value = torch.where(mask[:, t], value[:, t], next_value)
+        out[:, t] = torch.where(mask[:, t], next_adv, 0)
     return out
 
 def advantages(reward, ends, mask, penalty, value, cfg):

@@ -46,6 +46,18 @@ def test_gae_is_its_formula_and_sees_no_padding(gamma, lam):
     torch.testing.assert_close(gae(*dirty, MASK, gamma, lam), want)
 
 
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5)])
+def test_gae_gives_credit_across_columns_that_no_policy_sampled(gamma, lam):
+    """As if they were not there, whatever reward and value say of them: an environment may speak there."""
+    holes = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0]]).bool()
+    reward, value = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    adv = gae(reward, value, holes, gamma, lam)
+    torch.testing.assert_close(adv, slow_gae(reward, value, holes, gamma, lam))
+    once = torch.zeros(1, 5)
+    once[0, 4] = 1.0                        # the reward comes after a hole, and all tokens earn it
+    assert gae(once, torch.zeros(1, 5), torch.tensor([[True, True, False, True, True]]), 1.0, 1.0).tolist() == [[1, 1, 0, 1, 1]]
+
+
 def test_without_a_critics_opinion_every_token_gets_the_reward():
     """gamma = lambda = 1, V = 0, beta = 0: A = R at each sampled token, 0 elsewhere, whatever the
     length. The reward on padding, or one column off, would show."""

@@ -538,7 +538,7 @@ def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg, began = agent.cfg, time.perf_counter()
     if cfg.half_life:
-        agent.opt.param_groups[0]["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
+        optimizer.scale_rates(agent.opt, 0.5 ** ((step - 1) / cfg.half_life))
     drawn = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, machine.rng(cfg, "rollout", step))
     sampled = time.perf_counter()

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from data import UserError, read_bytes, read_json, regular, task_file
 from run import files, machine, pretrained, shard, show, variants
 from run.folder import LOGS, clear_up, keep_previous
-from run.tensors import MOMENTS, check_tensors, named_parameters, sha256_of, training_state
+from run.tensors import (check_tensors, named_parameters, restore_optimizer, sha256_of,
+                         training_state)
 
 @dataclass
 class Checkpoint:
@@ -156,11 +157,10 @@ def restore(agent, checkpoint):
     UserError if they do not fit this run."""
     tensors = checkpoint.tensors
     check_tensors(agent, checkpoint)
-    for name, p in named_parameters(agent).items():
+    named = named_parameters(agent)
+    for name, p in named.items():
         p.data.copy_(shard.like(p, tensors[name]))
-        if f"opt.step.{name}" in tensors:               # missing before the first optimizer step
-            agent.opt.state[p] = {key: shard.like(p, tensors[f"opt.{key}.{name}"])
-                                  for key in MOMENTS}
+    restore_optimizer(agent.opt, named, tensors)
     agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
                      if n.startswith("history.")}
     agent.beta = checkpoint.beta

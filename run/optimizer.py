@@ -12,6 +12,11 @@ def new_optimizer(modules, lr, eps=1e-8):
     params = [p for module in filter(None, modules) for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
 
+def scale_rates(opt, factor):
+    """Sets the learning rate of each group to a factor times the one that it began with."""
+    for group in opt.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
 def optimizer_step(opt, grad_clip):
     """Sums the gradients over the ranks, clips, steps, clears; returns the norm before clipping,
     which is over all weights, those of a separate critic included, as in the original PPO code
@@ -34,7 +39,7 @@ def supervised_fit(name, module, losses, steps, lr, grad_clip):
     for step in range(steps):
         if machine.stop_asked():
             raise machine.Stopped(f"in the {name}, which will begin again")
-        opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
+        scale_rates(opt, min(1 - step / steps, (step + 1) / 30))
         total = torch.zeros((), device=opt.param_groups[0]["params"][0].device)
         for loss in losses(step):
             loss.backward()

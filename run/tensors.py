@@ -1,5 +1,6 @@
 """The tensors in a checkpoint by name, and their validation."""
 import hashlib
+import itertools
 
 import torch
 
@@ -7,7 +8,6 @@ from data import UserError
 from run import shard
 
 ROLES = ("policy", "ref", "critic", "reward_model")
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # Adam's, for each parameter
 ROWS = dict(ids=torch.int64, mask=torch.bool, ends=torch.bool, label=torch.float32)
 
 def modules(agent):
@@ -23,18 +23,48 @@ def training_state(agent):
     """Every tensor of a run by name: the parameters by role, the optimizer's state, and the
     history of labelled rows."""
     named = named_parameters(agent)
-    moments = {f"opt.{key}.{n}": x for n, p in named.items()
-               for key, x in agent.opt.state.get(p, {}).items()}
     rows = {f"history.{n}": x for n, x in agent.history.items()}
-    return {n: p.detach() for n, p in named.items()} | moments | rows
+    return {n: p.detach() for n, p in named.items()} | optimizer_state(agent.opt, named) | rows
+
+def optimizer_state(opt, named):
+    """The state of any optimizer as tensors `opt.<key>.<parameter>`; named: parameters by name."""
+    state = {f"opt.{key}.{n}": x for n, p in named.items()
+             for key, x in opt.state.get(p, {}).items() if x is not None}
+    if wrong := [n for n, x in state.items() if not isinstance(x, torch.Tensor)]:
+        raise UserError(f"a checkpoint cannot hold {wrong[0]}: it is no tensor")
+    return state
+
+def restore_optimizer(opt, named, tensors):
+    """Gives an optimizer the state that `optimizer_state` returned."""
+    names = {p: n for n, p in named.items()}
+    params = [p for group in opt.param_groups for p in group["params"]]
+    keys, state = state_keys(tensors, names.values()), {}
+    for i, p in enumerate(params):
+        found = {key: tensors.get(f"opt.{key}.{names[p]}") for key in keys}
+        state[i] = {key: shard.like(p, x) if x.shape == p.shape else x.clone()
+                    for key, x in found.items() if x is not None}
+    groups = opt.state_dict()["param_groups"]
+    opt.load_state_dict({"state": {i: x for i, x in state.items() if x}, "param_groups": groups})
+
+def state_keys(tensors, names):
+    """The keys in the optimizer's state of any of these parameters: exp_avg, momentum_buffer."""
+    parts = [n.split(".", 2) for n in tensors if n.startswith("opt.")]
+    return sorted({key for _, key, name in parts if name in names})
 
 def wanted(agent, checkpoint):
-    """The tensors that a Checkpoint must have: for each name one of the right shape and dtype."""
-    want = named_parameters(agent)
-    if checkpoint.step > 0:                         # all moments after a step, none before
-        trained = {p for group in agent.opt.param_groups for p in group["params"]}
-        want |= {f"opt.{key}.{n}": torch.zeros(()) if key == "step" else p
-                 for n, p in want.items() if p in trained for key in MOMENTS}
+    """The tensors that a Checkpoint must have: for each name one of the right shape and dtype. A
+    fused optimizer would write beyond a moment smaller than its parameter; any other one may have
+    what it likes for each parameter."""
+    want, have = named_parameters(agent), checkpoint.tensors
+    names = {p: n for n, p in want.items()}
+    for group in agent.opt.param_groups if checkpoint.step > 0 else ():
+        trained = {names[p] for p in group["params"]}
+        for key, n in itertools.product(state_keys(have, trained), trained):
+            name = f"opt.{key}.{n}"
+            if group.get("fused"):
+                want[name] = have.get(name, want[n]) if key == "step" else want[n]
+            elif name in have:
+                want[name] = have[name]
     if checkpoint.step > 0 and agent.reward_model is not None:
         shape = checkpoint.tensors.get("history.ids", torch.zeros(0, 0)).shape
         want |= {f"history.{n}": torch.empty(shape, dtype=dtype, device="meta")
@@ -51,11 +81,7 @@ def check_tensors(agent, checkpoint):
     if wrong:
         raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
                         f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
-    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
-             or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
-    steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
-    if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
-        wrong += steps.values()
+    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)]
     ids = have.get("history.ids", torch.zeros(0, 1))
     if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
             0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):

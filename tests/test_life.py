@@ -140,6 +140,46 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
 
 
+def two_groups(params, lr):
+    """Matrices with one rate, the rest with another, as for Muon beside Adam."""
+    flat = [p for p in params if p.dim() < 2]
+    return torch.optim.SGD([dict(params=[p for p in params if p.dim() > 1]), dict(params=flat, lr=10 * lr)], lr, momentum=0.9)
+
+
+OPTIMIZERS = {
+    "SGD": lambda params, lr: torch.optim.SGD(params, lr),
+    "SGD, momentum": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
+    "RMSprop": lambda params, lr: torch.optim.RMSprop(params, lr, momentum=0.5, centered=True),
+    "AdamW, amsgrad": lambda params, lr: torch.optim.AdamW(params, lr, amsgrad=True, fused=True),
+    "Adafactor": lambda params, lr: torch.optim.Adafactor(params, lr), "two groups": two_groups}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_with_any_optimizer(name, run, monkeypatch):
+    """Its own state decides what is kept: weights, state and rates are those of a run that did not stop."""
+    def new_optimizer(modules, lr, eps=None):
+        return OPTIMIZERS[name]([p for module in modules if module for p in module.parameters()], lr)
+    first = run("first", "--steps", 1)                      # its warm start is made by AdamW
+    monkeypatch.setattr(optimizer, "new_optimizer", new_optimizer)
+    start = ["--init", first / "warm_start", "--warm_steps", 0, "--half_life", 1]
+    whole, half = run("whole", *start, "--steps", 4), run("half", *start, "--steps", 2)
+    run("half", "--resume", "--steps", 4)
+    one, other = (checkpoint.load(where, Config)[1].tensors for where in (whole, half))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    begun = load((first / "warm_start" / "model.safetensors").read_bytes())
+    ended = load((whole / "model.safetensors").read_bytes())
+    assert any(not torch.equal(begun[n], ended[n]) for n in begun)
+    assert any(n.startswith("opt.") for n in one) is (name != "SGD")
+
+
+def test_every_groups_rate_halves():
+    weights = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
+    opt = two_groups(weights, 0.1)
+    for factor, want in ((0.5, [0.05, 0.5]), (0.25, [0.025, 0.25]), (1.0, [0.1, 1.0])):
+        optimizer.scale_rates(opt, factor)
+        assert [group["lr"] for group in opt.param_groups] == pytest.approx(want)
+
+
 @pytest.mark.slow
 def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run):
     out = run("run", "--steps", 2, "--eval_every", 2, "--save_every", 2)

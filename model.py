@@ -235,9 +235,8 @@ class GPT(nn.Module):
             return F.linear(x, head.weight).float()
 
     def probs(self, h):
-        """The next token's probabilities (n, V) after hidden states h (n, C), which the caller has
-        divided by the temperature: the head has no bias, so this divides the logits."""
-        return self.head(h).softmax(-1)
+        """The next token's probabilities (n, V). h (n, C): hidden states over the temperature."""
+        return self.head(h).softmax(-1)         # the head has no bias, so the logits are over it too
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next, in the same way."""
@@ -252,9 +251,8 @@ class GPT(nn.Module):
         return self.norm.weight.device
 
 def most_logits(device):
-    """The maximum number of logits at a time. On CUDA they take a tenth of the memory: each part
-    reads the weights of the head again."""
-    if device.type == "cuda":
+    """The maximum number of logits at a time: each part of them reads the head's weights again."""
+    if device.type == "cuda":       # a tenth of the memory, with their gradients
         return torch.cuda.get_device_properties(device).total_memory // 128
     return 2 ** 26          # 256 MiB in float32
 

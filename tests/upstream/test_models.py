@@ -8,7 +8,6 @@ from conftest import ROOT
 sys.path[:0] = [str(ROOT / "experiments" / name) for name in ("cost", "models", "studies")]
 import gsm8k  # noqa: E402
 import grpo  # noqa: E402
-import probe  # noqa: E402
 import speed  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 
@@ -16,7 +15,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A function that makes a run with flags, its processes called here: the one that would be stopped makes two steps."""
-    speed.random_model(tmp_path / "random", probe.SMALL, "llama", byte_encoding())
+    speed.random_model(tmp_path / "random", speed.SMALL, "llama", byte_encoding())
     rows = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(300)]
     rows[7]["answer"] = "It takes long. " * 20 + rows[7]["answer"]
     for name, part in (("train", rows), ("test", rows[:30])):

@@ -236,7 +236,7 @@ class GPT(nn.Module):
 
     def probs(self, h):
         """The next token's probabilities (n, V). h (n, C): hidden states over the temperature."""
-        return self.head(h).softmax(-1)         # the head has no bias, so the logits are over it too
+        return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next, in the same way."""

@@ -306,6 +306,13 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens
         {k: v for k, v in stats.items() if k != "mismatch"}, rel=1e-4, abs=1e-6)
 
 
+def test_a_budget_of_0_is_that_of_a_cpu():
+    """Rows of 100 tokens, 20 to a micro-batch."""
+    ids, mask = torch.randint(0, 256, (45, 100)), torch.ones(45, 100, dtype=torch.bool)
+    for budget, sizes in ((0, [20, 20, 5]), (2048, [20, 20, 5]), (1, [1] * 45)):
+        assert [len(rows) for rows, _ in micro_batches(ids, mask, budget)] == sizes
+
+
 @pytest.mark.parametrize("mean", ["token", "constant"])
 def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
     """Under the loss's weights the KL was a hundred times smaller with --loss_mean constant, and beta
@@ -617,7 +624,7 @@ def test_no_float64_where_there_is_none(monkeypatch):
 @pytest.mark.slow
 def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     """Policy, reference and sampler are of one class: four graphs of a layer in all, of which one is a lone prompt's, and
-    one of the head."""
+    two of the head, for probabilities and for log-probabilities."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -628,13 +635,13 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
         with torch.no_grad():
             token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 2
 
 
 @pytest.mark.slow
 def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeypatch):
-    """Prompts, tokens, a pass without gradients and one with them, and two of the head for these passes; in bfloat16 too,
-    where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
+    """Prompts, tokens, a pass without gradients and one with them, and three of the head, for sampling and these passes; in
+    bfloat16 too, where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -652,7 +659,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeyp
                "--samples", "1"])
     assert len({*lengths}) > 2
     counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] == 4 + 2 and not counted["graph_break"]
+    assert counted["stats"]["unique_graphs"] == 4 + 3 and not counted["graph_break"]
 
 
 @pytest.mark.slow

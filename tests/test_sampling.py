@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 
+import grpo
 from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import inverse_cdf, sample, sample_token
@@ -203,12 +204,14 @@ def test_probabilities_of_0_are_never_drawn(V, zeros):
     assert_drawn_where_the_sum_passes(sample_token(p, u.float()), p, u)
 
 
-def test_two_levels_draw_as_one_does_up_to_rounding():
-    """Where they differ, u is that of the boundary between the two tokens."""
-    generator = torch.Generator().manual_seed(0)
+def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
+    """Where they differ, u is that of the boundary between the two tokens. No sum is over more than 128 numbers."""
+    generator, shapes = torch.Generator().manual_seed(0), []
     p = (3 * torch.randn(2000, 1024, generator=generator)).softmax(-1)
     u = torch.rand(2000, generator=generator)
+    monkeypatch.setattr(grpo, "inverse_cdf", lambda p, u: (shapes.append(p.shape), inverse_cdf(p, u))[1])
     two, (one, _) = sample_token(p, u), inverse_cdf(p, u)
+    assert shapes == [(2000, 8), (2000, 128)]
     other = (two != one).nonzero()[:, 0]
     boundary = p.double().cumsum(-1)[other, torch.minimum(one, two)[other]]
     assert len(other) < 10 and ((boundary - u[other]).abs() < 1e-6).all() and one.unique().numel() > 500
@@ -232,12 +235,13 @@ def test_every_token_has_its_share_over_a_grid_of_u(V):
 
 @pytest.mark.parametrize("cache", [KVCache, StaticCache, SharedCache])
 def test_a_greedy_row_beside_sampled_ones(cache):
-    """The first of each group is greedy; the others are what they are alone."""
-    model, u = tiny_model(), uniform(9, 10)
+    """The first of each group is greedy; the others are what they are alone. Also once rows before them have left."""
+    model, u, stop = tiny_model(), uniform(9, 20), set(range(7, 257, 9))
     model.cache_class = cache
-    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u, n_greedy=1)
-    greedy = sample(model, PROMPTS, 1, 10, 1.0, STOP, n_greedy=1)
-    sampled = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
+    b = sample(model, PROMPTS, 3, 20, 1.3, stop, u, n_greedy=1)
+    greedy = sample(model, PROMPTS, 1, 20, 1.0, stop, n_greedy=1)
+    sampled = sample(model, PROMPTS, 2, 20, 1.3, stop, u.view(3, 3, 20)[:, 1:].flatten(0, 1))
+    assert b.mask.sum(1).unique().numel() > 3 and b.mask.sum(1)[[3, 6]].max() > b.mask.sum(1)[[1, 2]].min()
     for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, sampled, [1, 2, 4, 5, 7, 8])):
         for i, row in enumerate(rows):
             assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()

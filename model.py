@@ -190,7 +190,7 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D/2). Llama 3's
+        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D). Llama 3's
         scaling divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
@@ -219,7 +219,7 @@ class GPT(nn.Module):
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
             else:
-                rope = self.cos[layout.pos], self.sin[layout.pos]                   # (B, T, 1, D/2)
+                rope = self.cos[layout.pos], self.sin[layout.pos]                   # (B, T, 1, D)
             for layer, kv in zip(self.layers, cache):
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(layer, x, rope, layout, kv, use_reentrant=False)

@@ -193,10 +193,10 @@ class Batch:
         return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
 
 def inverse_cdf(p, u):
-    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its total,
-    and how far u is within that element; both (r,). u is in [0, 1), but at least 2^-25, so that an
-    element of nearly 0 is not chosen. In float64: on a GPU, sums are added in an order in which
-    rounding might make one smaller than the one before, and choose an element of 0."""
+    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
+    total, and how far u is within that element; both (r,). u is in [0, 1), but at least 2^-25, so
+    that an element of nearly 0 is not chosen. In float64: on a GPU, sums are added in an order in
+    which rounding might make one smaller than the one before, and choose an element of 0."""
     cdf = p.cumsum(-1, dtype=machine.double(p.device))
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
     i = torch.searchsorted(cdf, share, right=True)
@@ -208,7 +208,7 @@ def sample_token(p, u):
     cumulative probability exceeds u (r,), uniform in [0, 1)."""
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
-    parts = p.unflatten(1, (-1, PART))      # a part of the vocabulary, then a token: faster on a GPU
+    parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
     part, u = inverse_cdf(parts.sum(-1), u)
     inner, _ = inverse_cdf(parts[torch.arange(len(p), device=p.device), part], u)
     return PART * part + inner
@@ -340,8 +340,8 @@ def rollout(agent, problems, rng):
     batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
 
     # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
-    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward. With
-    # one update per rollout the old policy is the one that is trained: `total_loss` has its own.
+    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
+    # With one update per rollout the old policy is the one that is trained, see `total_loss`.
     use_pass = agent.policy.amp is not None and cfg.updates > 1 or cfg.kl == "reward"
     old_logp = batch.logp
     if use_pass or agent.critic is not None:
@@ -429,7 +429,7 @@ def total_loss(agent, batch, weight, tokens):
     cfg = agent.cfg
     logp, value = model.token_logps(agent.policy, batch.ids, batch.mask, cfg.temperature,
                                     agent.critic)
-    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp      # the ratio is then 1
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp     # ratio 1
     loss, stats = policy_loss(logp, old_logp, batch.ref_logp, batch.adv, batch.mask, weight, tokens,
                               cfg, agent.beta)
     if value is not None:

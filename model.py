@@ -63,8 +63,8 @@ def for_products(x):
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 def rotate(x, cos, sin):
-    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each cosine
-    twice, sin each sine, the first time negated."""
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each
+    cosine twice, sin each sine, the first time negated."""
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
 
 def causal_attention(q, k, v):
@@ -90,7 +90,8 @@ class Rows:
         columns = torch.arange(ids.size(1), device=device)
         self.ids, self.pos = send(ids, device), columns.expand_as(ids) if pos is None else pos
         if keys is not None:        # of a cache, (B, K, S, D), of which the first slots are in use
-            self.row, self.slots = torch.arange(len(ids), device=device)[:, None], slots or keys.size(2)
+            self.row = torch.arange(len(ids), device=device)[:, None]
+            self.slots = slots or keys.size(2)
             later = torch.arange(self.slots, device=device) > self.pos[:, None, :, None]
             self.attn_mask = keys.new_zeros(later.shape).masked_fill_(later, float("-inf"))
 
@@ -190,7 +191,7 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std * scale, generator=generator)
 
     def set_angles(self):
-        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D/2). Llama 3's
+        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D). Llama 3's
         scaling divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
@@ -219,7 +220,7 @@ class GPT(nn.Module):
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
             else:
-                rope = self.cos[layout.pos], self.sin[layout.pos]                   # (B, T, 1, D/2)
+                rope = self.cos[layout.pos], self.sin[layout.pos]                     # (B, T, 1, D)
             for layer, kv in zip(self.layers, cache):
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(layer, x, rope, layout, kv, use_reentrant=False)
@@ -234,9 +235,8 @@ class GPT(nn.Module):
             return F.linear(x, head.weight).float()
 
     def probs(self, h):
-        """The next token's probabilities (n, V) after hidden states h (n, C), which the caller has
-        divided by the temperature: the head has no bias, so this divides the logits."""
-        return self.head(h).softmax(-1)
+        """The next token's probabilities (n, V). h (n, C): hidden states over the temperature."""
+        return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next, in the same way."""
@@ -251,9 +251,8 @@ class GPT(nn.Module):
         return self.norm.weight.device
 
 def most_logits(device):
-    """The maximum number of logits at a time. On CUDA they take a tenth of the memory: each part
-    reads the weights of the head again."""
-    if device.type == "cuda":
+    """The maximum number of logits at a time: each part of them reads the head's weights again."""
+    if device.type == "cuda":       # a tenth of the memory, with their gradients
         return torch.cuda.get_device_properties(device).total_memory // 128
     return 2 ** 26          # 256 MiB in float32
 

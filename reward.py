@@ -166,6 +166,7 @@ def fit(reward_model, data, K, cfg, rng):
     steps, order = min(n, max(1, n * K // 64)), torch.tensor(rng.sample(range(n), n))
     whole = {name: data[name].unflatten(0, (n, K)) for name in ("ids", "mask")}     # (n, K, T)
     device = reward_model.head.weight.device
+    budget = max(1, (cfg.micro_tokens or batches.MICRO_TOKENS) // K)
 
     def rows_of(sets):
         """The row indices of some sets."""
@@ -177,7 +178,7 @@ def fit(reward_model, data, K, cfg, rng):
         count = data["ends"][rows_of(sets)].sum() / K                           # over all ranks
         sets = machine.local_share(sets)
         ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
-        for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens // K):
+        for micro, T in batches.micro_batches(ids, mask, budget):
             part = {name: x[rows_of(sets[micro]), :T] for name, x in data.items()}
             at = part["ends"].flatten().nonzero()[:, 0]
             score = reward_model(part["ids"], part["mask"]).flatten()[send(at, device)]

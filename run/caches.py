@@ -51,12 +51,12 @@ class KVCache:
 
 # ---------------------------------------------------------------------------------- static shapes
 
-# A GPU computes a token quickly. What takes time is to launch its kernels, a thousand for 24 layers,
-# and to wait: when the host reads a number from the GPU, the GPU runs out of work. So ended rows are
-# looked for only every 16 tokens, and the numbers of rows and slots are rounded up. For each of
-# their few values the model's kernels are recorded once, as a CUDA graph, which is then launched as
-# a whole for every token. A graph works on fixed addresses: keys and values are kept from one
-# rollout to the next, and weights must be changed in place.
+# A GPU computes a token quickly. What takes time is to launch its kernels, a thousand for 24
+# layers, and to wait: when the host reads a number from the GPU, the GPU runs out of work. So ended
+# rows are looked for only every 16 tokens, and the numbers of rows and slots are rounded up. For
+# each of their few values the model's kernels are recorded once, as a CUDA graph, which is then
+# launched as a whole for every token. A graph works on fixed addresses: keys and values are kept
+# from one rollout to the next, and weights must be changed in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:
@@ -78,8 +78,8 @@ class Memory:
         return self.steps[rows, slots]
 
 def memory_of(model, rows, slots):
-    """A model's Memory, for at least so many rows and slots. It only grows: training and evaluation,
-    of different sizes, have the same one."""
+    """A model's Memory, for at least so many rows and slots. It only grows: training and
+    evaluation, of different sizes, have the same one."""
     old, dtype = MEMORY.get(model), new_cache(model, 0, 0).dtype
     if old and old.dtype == dtype:
         rows, slots = max(rows, old.rows), max(slots, old.slots)
@@ -125,8 +125,8 @@ class Step:
         except RuntimeError as e:
             if "captur" not in str(e):
                 raise
-            raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for a "
-                            "number from the GPU (.item()); --static_cache off samples without a "
+            raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for "
+                            "a number from the GPU (.item()); --static_cache off samples without a "
                             f"graph. {str(e).splitlines()[0]}") from e
         self.graph = graph
 
@@ -162,7 +162,7 @@ class StaticCache:
         """Like `KVCache.append`."""
         self.used = min(self.used + 1, self.slots)          # no row has more
         step = self.memory.step(power_of_two(self.rows), by_64(self.used))
-        h = step(self.model, token, pos)[:max(self.rows, 2)]    # a single row would be compiled apart
+        h = step(self.model, token, pos)[:max(self.rows, 2)]    # one row would be compiled apart
         return self.model.probs(h / self.temperature)[:self.rows]
 
 def power_of_two(n):

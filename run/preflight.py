@@ -168,10 +168,10 @@ def micro_tokens(model, cfg, longest):
     32,768 with which a run takes at most 60 % of the free memory."""
     if cfg.micro_tokens or machine.resolve(cfg)[0].type != "cuda":
         return cfg.micro_tokens or MICRO_TOKENS
-    free, found = 0.6 * free_memory(machine.resolve(cfg)[0]), MICRO_TOKENS
-    while found < 32768 and total(memory(model, replace(cfg, micro_tokens=2 * found), longest)) < free:
-        found *= 2
-    return found
+    free, n = 0.6 * free_memory(machine.resolve(cfg)[0]), MICRO_TOKENS
+    while n < 32768 and total(memory(model, replace(cfg, micro_tokens=2 * n), longest)) < free:
+        n *= 2
+    return n
 
 def costs(model, cfg, longest):
     """A line with the memory that a run with prompts of up to `longest` tokens needs."""

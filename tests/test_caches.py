@@ -1,7 +1,7 @@
 """The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
 import copy
 import time
-from functools import partialmethod
+from functools import partial
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ def watched(model):
     """The rows and slots with which a model is called from now on, the prompts' first."""
     seen, forward = [], model.forward
 
-    def record(ids, pos, cache):
-        seen.append((len(ids), cache[0][0].size(2)))
-        return forward(ids, pos, cache)
+    def record(ids, pos, cache, slots=None):
+        seen.append((len(ids), slots or cache[0][0].size(2)))
+        return forward(ids, pos, cache, slots=slots)
     model.forward = record
     return seen
 
@@ -137,11 +137,10 @@ def test_its_memory_is_counted_in_the_update_too():
 
 @pytest.mark.slow
 def test_compiled_layers_have_few_graphs(monkeypatch):
-    """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient. To trace
-    them takes seconds; the decoding step as a whole took minutes."""
+    """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient; and
+    three of the head, for sampling and these passes. To trace them takes seconds; the decoding step as a whole took minutes."""
     from torch._dynamo.utils import counters
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     plain = tiny_model(scale=2.0, n_layer=24, block_size=128)
@@ -165,5 +164,5 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     assert caches.MEMORY[model].slots == 128 and {slots for _, slots in caches.MEMORY[model].steps} == {64}
     torch.testing.assert_close(model.layers[5].mlp.up_proj.weight.grad, plain.layers[5].mlp.up_proj.weight.grad,
                                rtol=1e-3, atol=1e-3)
-    assert not counters["graph_break"] and 2 <= counters["stats"]["unique_graphs"] <= 4, counters
+    assert not counters["graph_break"] and 2 + 3 <= counters["stats"]["unique_graphs"] <= 4 + 3, counters
     assert spent < 15

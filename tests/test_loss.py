@@ -15,7 +15,7 @@ from data.tokenizer import byte_encoding
 from grpo import Config, bounded, policy_loss, sample, token_weights
 from model import token_logps
 from run.models import ScalarHead
-from run import batches, machine, pretrained
+from run import agents, batches, machine, models, pretrained
 from run.batches import last_tokens, micro_batches
 from run.optimizer import new_optimizer
 from run.agents import Agent
@@ -306,6 +306,13 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(mean, micro_tokens
         {k: v for k, v in stats.items() if k != "mismatch"}, rel=1e-4, abs=1e-6)
 
 
+def test_a_budget_of_0_is_that_of_a_cpu():
+    """Rows of 100 tokens, 20 to a micro-batch."""
+    ids, mask = torch.randint(0, 256, (45, 100)), torch.ones(45, 100, dtype=torch.bool)
+    for budget, sizes in ((0, [20, 20, 5]), (2048, [20, 20, 5]), (1, [1] * 45)):
+        assert [len(rows) for rows, _ in micro_batches(ids, mask, budget)] == sizes
+
+
 @pytest.mark.parametrize("mean", ["token", "constant"])
 def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
     """Under the loss's weights the KL was a hundred times smaller with --loss_mean constant, and beta
@@ -490,6 +497,51 @@ def test_second_epoch_is_off_policy_and_clips():
     assert stats["clip_share"] > 0.05 and torch.equal(b.old_logp, old)
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_without_old_log_probabilities_the_ratio_is_1(reference):
+    """However far the sampler's are: with one update, nothing is clipped, and the gradient is that of the weights times the
+    advantages, to the bit."""
+    cfg, model = Config(prompts=2, group=4, clip_low=0.01, clip_high=0.01), tiny_model()
+    b = a_rollout(model, cfg)
+    b.old_logp, b.ref_logp = None, b.ref_logp if reference else None
+    b.logp = b.logp - 3 * b.mask
+    weight = token_weights(b.mask, "sequence", 8, b.mask.sum(), 12)
+    agent, params = Agent(cfg, None, None, model, beta=0.1), list(model.parameters())
+    loss, stats, logp = grpo.total_loss(agent, b, weight, b.mask.sum())
+    assert stats["clip_share"] == 0 and not logp.requires_grad and b.old_logp is None
+    again, _ = token_logps(model, b.ids, b.mask, 1.0)
+    want = weight * b.adv
+    if reference:                           # eq. 21
+        want = want + 0.1 * weight * ((b.ref_logp - logp).exp() - 1) * b.mask
+    for x, y in zip(torch.autograd.grad(loss, params), torch.autograd.grad(-(want * again).sum(), params)):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6) if reference else torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("updates", [dict(epochs=2), dict(minibatches=2), {}])
+def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
+    """With one update none is made; with several one before the first, whose log-probabilities all of them have."""
+    import data.arithmetic as task
+    cfg, asked, given = dataclasses.replace(cfg, kl="none", lr=1e-2, dtype="bfloat16", device="cpu", **updates), [], []
+    agent = agents.new_agent(cfg, task, encoding, models.to_device(tiny_model(), cfg))
+    logps, policy_loss = batches.logps, grpo.policy_loss
+    monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
+    monkeypatch.setattr(grpo, "policy_loss", lambda logp, old, *more: (given.append((logp, old)), policy_loss(logp, old, *more))[1])
+    problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
+    batch, stats = grpo.rollout(agent, problems, random.Random(0))
+    fixed = batch.old_logp
+    batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
+    told = grpo.update(agent, batch, random.Random(0))
+    assert stats["entropy"] == pytest.approx(-batch.logp[batch.mask].mean().item())
+    assert asked == ([(agent.sampler, 0)] if updates else []) and 0 < told["mismatch"]
+    assert batch.old_logp is fixed and (fixed is not None) is bool(updates)
+    if updates:
+        rows = {tuple(row[on].tolist()) for row, on in zip(fixed, batch.mask)}
+        seen = {tuple(x for x in row.tolist() if x != 0) for _, old in given[1:] for row in old}      # the first looks at dead rows
+        assert seen == rows and any((logp - old)[old != 0].abs().max() > 0.2 for logp, old in given[1:])
+    else:
+        assert all(torch.equal(logp, old) and not old.requires_grad for logp, old in given) and told["clip_share"] == 0
+
+
 def test_every_parameter_moves_and_the_batch_does_not():
     model = tiny_model()
     cfg = Config(prompts=2, group=4, max_new=12, minibatches=2)
@@ -572,7 +624,7 @@ def test_no_float64_where_there_is_none(monkeypatch):
 @pytest.mark.slow
 def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     """Policy, reference and sampler are of one class: four graphs of a layer in all, of which one is a lone prompt's, and
-    one of the head."""
+    two of the head, for probabilities and for log-probabilities."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -583,13 +635,13 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
         with torch.no_grad():
             token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 2
 
 
 @pytest.mark.slow
 def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeypatch):
-    """Prompts, tokens, a pass without gradients and one with them, and two of the head for these passes; in bfloat16 too,
-    where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
+    """Prompts, tokens, a pass without gradients and one with them, and three of the head, for sampling and these passes; in
+    bfloat16 too, where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -607,7 +659,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeyp
                "--samples", "1"])
     assert len({*lengths}) > 2
     counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] == 4 + 2 and not counted["graph_break"]
+    assert counted["stats"]["unique_graphs"] == 4 + 3 and not counted["graph_break"]
 
 
 @pytest.mark.slow

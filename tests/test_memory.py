@@ -4,6 +4,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import pretend
 import pytest
 import torch
 from conftest import ROOT, tiny_model
@@ -284,6 +285,43 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkey
     assert need["logits"] == 257 * tokens * 12
     monkeypatch.setattr(preflight, "most_logits", lambda device: 1000)      # more are never made at a time
     assert preflight.memory(tiny_model(), cfg, 4)["logits"] == 12000
+
+
+def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
+    """On CUDA the largest power of two up to 32,768 with which a run takes at most 60 % of what is free, and at least 2,048;
+    2,048 on a CPU."""
+    def of(device, **given):
+        return preflight.micro_tokens(model, Config(prompts=1, group=2, max_new=8, device=device, **given), 4)
+    model, sizes = tiny_model(), [2 ** n for n in range(11, 16)]
+    assert of("cpu") == 2048 and of("cpu", micro_tokens=77) == 77
+    with pretend.cuda():
+        need = {n: preflight.total(preflight.memory(model, Config(prompts=1, group=2, max_new=8, micro_tokens=n, device="cuda"), 4))
+                for n in [*sizes, 2 ** 16]}
+        assert len({*need.values()}) == 6
+        cases = [(n, 1.001, n) for n in sizes] + [(n, 0.999, max(2048, n // 2)) for n in sizes] + [(2 ** 16, 2, 2 ** 15)]
+        for n, share, found in cases:
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (share * need[n] / 0.6, 8e10))
+            assert of("cuda") == found, (n, share)
+            assert of("cuda", micro_tokens=77) == 77 and of("cuda", micro_tokens=2 ** 20) == 2 ** 20
+
+
+def test_the_memory_counts_what_is_chosen_on_a_cpu():
+    cfg = Config(prompts=1, group=2, max_new=8, device="cpu")
+    assert preflight.memory(tiny_model(), cfg, 4) == preflight.memory(tiny_model(), dataclasses.replace(cfg, micro_tokens=2048), 4)
+
+
+def test_logits_at_a_time_are_256_mb_on_a_cpu_and_a_32nd_of_a_gpu(monkeypatch):
+    """In float32; three copies of them are a tenth."""
+    assert 4 * model_py.most_logits(torch.device("cpu")) == 2 ** 28
+    with pretend.cuda() as device:
+        assert 4 * model_py.most_logits(device) == 8 * 10 ** 10 // 32
+        cfg = Config(prompts=1, group=2, max_new=8, micro_tokens=10 ** 9, device="cuda")
+        assert preflight.memory(tiny_model(), cfg, 4)["logits"] == 12 * (8 * 10 ** 10 // 128)
+        asked = []
+        monkeypatch.setattr(model_py, "most_logits", lambda device: asked.append(device) or 257)
+        model = tiny_model().to(device)
+        token_logps(model, torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool), 1.0)
+        assert asked == [device]
 
 
 def test_activations_of_gelu():

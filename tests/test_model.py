@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from conftest import chat_folder, tiny_model
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_py
 from data import UserError
 from data.tokenizer import load_encoding
-from model import GPTConfig, RMSNorm, rotate, token_logps
+from model import GPTConfig, RMSNorm, Rows, for_products, rotate, token_logps
 from run.caches import new_cache
-from run.models import ScalarHead
+from run.models import ScalarHead, frozen
 from run import pretrained
 
 
@@ -458,3 +459,38 @@ def test_a_model_is_written_as_others_write_theirs(tmp_path, model):
     lines = (folder / "config.json").read_text().splitlines()
     assert {len(line) - len(line.lstrip()) for line in lines} == {0, 2, 4}
     assert (folder / "c" / "d.json").read_text() == "{}"
+
+
+class Casts(TorchDispatchMode):
+    """The addresses of the tensors that are cast to bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        if f is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 != args[0].dtype:
+            self.seen.append(args[0].data_ptr())
+        return out
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_what_several_products_read_is_cast_once(mlp, bias):
+    """In bfloat16: the input of q, k and v, that of gate and up. A sampler's weights need no cast; in float32 nothing is."""
+    plain = tiny_model(n_layer=1, mlp=mlp, bias=bias)
+    x = torch.randn(3, 5, 32)
+    with torch.no_grad(), Casts() as casts:
+        plain(torch.ones(3, 5, dtype=torch.int64))
+        assert for_products(x) is x
+    assert casts.seen == []
+    plain.amp = torch.bfloat16
+    layer = frozen(plain).layers[0]
+    with torch.no_grad(), Casts() as casts, plain.autocast():
+        layer.mlp(x)
+    assert casts.seen == [x.data_ptr()]
+    rope = [table[torch.arange(5).expand(3, -1)] for table in (plain.cos, plain.sin)]
+    with torch.no_grad(), Casts() as casts, plain.autocast():
+        layer.self_attn(x, rope, Rows(torch.ones(3, 5, dtype=torch.int64)), None)
+    assert casts.seen.count(x.data_ptr()) == 1

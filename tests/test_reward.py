@@ -279,6 +279,18 @@ def test_labels_that_are_all_noise_teach_nothing(monkeypatch):
     assert measures["rm_accuracy"] < 0.7
 
 
+@pytest.mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
+def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
+    """Pairs of up to `tokens` each; one pair at a time if not even one fits. That once took 2,048."""
+    batch, _ = labelled(400, 2, 0)
+    data, s, sizes = rows_of(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
+    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
+    monkeypatch.setattr(optimizer, "supervised_fit", lambda name, module, losses, n, lr, clip: [*losses(0)])
+    reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
+    assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
+    assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
+
+
 @pytest.mark.parametrize("K", [1, 2])
 def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     """The terms of an optimizer step are the mean over its choices, or over its labelled steps, and no

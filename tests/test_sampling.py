@@ -1,17 +1,19 @@
 """Sampling: what is recorded is what was sampled, and the trainer agrees."""
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_model
 
+import grpo
 from data import UserError
 from data.tokenizer import byte_encoding
-from grpo import sample, sample_token
+from grpo import inverse_cdf, sample, sample_token
 from model import token_logps
-from run.sharing import share
+from run.caches import KVCache, StaticCache
+from run.sharing import SharedCache, share
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}
-NOT_GREEDY = torch.tensor([False])
 
 
 def shared(model):
@@ -167,55 +169,114 @@ def test_a_prompt_that_does_not_fit():
 
 # ------------------------------------------------------------------------------ drawing of a token
 
-@pytest.mark.parametrize("V", [5, 256, 257, 1000, 49152])
+def assert_drawn_where_the_sum_passes(token, p, u):
+    """Tokens of (r,), against the float64 sums of p (r, V): of no token of probability 0, and up to 3e-6 where they pass u."""
+    p = p.double()
+    cdf, drawn = p.cumsum(-1) / p.sum(-1, keepdim=True), (torch.arange(len(p)), token)
+    assert (p[drawn] > 0).all()
+    assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
+
+
+@pytest.mark.parametrize("V", [5, 256, 257, 1000, 1024, 49152])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
     """Against a float64 sum; u in the middle of the distribution, at its ends, and at random."""
-    logits = 3 * torch.randn(40, V, generator=torch.Generator().manual_seed(V))
+    logits = 3 * torch.randn(40, V, generator=torch.Generator().manual_seed(V)) / temperature
     logits[::2, V // 3:V // 2] = -float("inf")
-    p = (logits.double() / temperature).softmax(-1)
-    cdf = p.cumsum(-1)
     u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
-    token, logp = sample_token(logits, temperature, u.float(), NOT_GREEDY.expand(40))
-    drawn = torch.arange(40), token
-    assert (p[drawn] > 0).all()
-    assert (cdf[drawn] > u - 3e-6).all() and (cdf[drawn] - p[drawn] < u + 3e-6).all()
-    torch.testing.assert_close(logp.double(), p[drawn].log(), rtol=0, atol=2e-5)
+    assert_drawn_where_the_sum_passes(sample_token(logits.softmax(-1), u.float()), logits.double().softmax(-1), u)
 
 
-def test_every_token_has_its_share_over_a_grid_of_u():
+ENDS = torch.tensor([0, 2 ** -25, 1 - 2 ** -24, 1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("V", [1024, 1000])
+@pytest.mark.parametrize("zeros", [(0, 128), (0, 384), (384, 640), (896, 1024), (640, 1024), (0, 0)])
+def test_probabilities_of_0_are_never_drawn(V, zeros):
+    """A third of them, and whole parts of 128 at the beginning, in the middle and at the end."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(400, V, generator=generator) ** 8        # of very different sizes
+    p[torch.rand(400, V, generator=generator) < 1 / 3] = 0
+    p[:, zeros[0]:zeros[1]] = 0
+    p /= p.sum(-1, keepdim=True)
+    u = torch.cat((ENDS.repeat(25), torch.rand(300, generator=generator, dtype=torch.float64)))
+    assert_drawn_where_the_sum_passes(sample_token(p, u.float()), p, u)
+
+
+def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
+    """Where they differ, u is that of the boundary between the two tokens. No sum is over more than 128 numbers."""
+    generator, shapes = torch.Generator().manual_seed(0), []
+    p = (3 * torch.randn(2000, 1024, generator=generator)).softmax(-1)
+    u = torch.rand(2000, generator=generator)
+    monkeypatch.setattr(grpo, "inverse_cdf", lambda p, u: (shapes.append(p.shape), inverse_cdf(p, u))[1])
+    two, (one, _) = sample_token(p, u), inverse_cdf(p, u)
+    assert shapes == [(2000, 8), (2000, 128)]
+    other = (two != one).nonzero()[:, 0]
+    boundary = p.double().cumsum(-1)[other, torch.minimum(one, two)[other]]
+    assert len(other) < 10 and ((boundary - u[other]).abs() < 1e-6).all() and one.unique().numel() > 500
+
+
+def test_how_far_u_is_within_its_token():
+    p, u = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5), torch.tensor([0.0, 0.125, 0.25, 0.5, 0.9375])
+    i, within = inverse_cdf(p, u)
+    assert i.tolist() == [0, 0, 2, 2, 3] and within.dtype == torch.float64
+    torch.testing.assert_close(within, torch.tensor([2.0 ** -23, 0.5, 0.0, 0.5, 0.75], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("V", [1000, 1024])
+def test_every_token_has_its_share_over_a_grid_of_u(V):
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
-    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    p = torch.randn(1, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
-    seen = torch.cat([sample_token(logits.expand(1000, -1), 1.0, part.float(), NOT_GREEDY.expand(1000))[0] for part in u.split(1000)])
-    want = 1e5 * logits[0].double().softmax(-1)
-    assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=1000) - want).abs().max() < 1.2
+    seen = torch.cat([sample_token(p.expand(1000, -1), part.float()) for part in u.split(1000)])
+    assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=V) - 1e5 * p[0].double()).abs().max() < 1.2
 
 
-def test_a_greedy_row_beside_sampled_ones():
-    """The first of each group is greedy; the others are what they are alone."""
-    model, u = tiny_model(), uniform(9, 10)
-    b = sample(model, PROMPTS, 3, 10, 1.3, STOP, u, n_greedy=1)
-    greedy = sample(model, PROMPTS, 1, 10, 1.0, STOP, n_greedy=1)
-    sampled = sample(model, PROMPTS, 2, 10, 1.3, STOP, u.view(3, 3, 10)[:, 1:].flatten(0, 1))
+@pytest.mark.parametrize("cache", [KVCache, StaticCache, SharedCache])
+def test_a_greedy_row_beside_sampled_ones(cache):
+    """The first of each group is greedy; the others are what they are alone. Also once rows before them have left."""
+    model, u, stop = tiny_model(), uniform(9, 20), set(range(7, 257, 9))
+    model.cache_class = cache
+    b = sample(model, PROMPTS, 3, 20, 1.3, stop, u, n_greedy=1)
+    greedy = sample(model, PROMPTS, 1, 20, 1.0, stop, n_greedy=1)
+    sampled = sample(model, PROMPTS, 2, 20, 1.3, stop, u.view(3, 3, 20)[:, 1:].flatten(0, 1))
+    assert b.mask.sum(1).unique().numel() > 3 and b.mask.sum(1)[[3, 6]].max() > b.mask.sum(1)[[1, 2]].min()
     for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, sampled, [1, 2, 4, 5, 7, 8])):
         for i, row in enumerate(rows):
             assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()
 
 
-def test_a_u_of_0_takes_the_first_possible_token():
-    logits = torch.tensor([[-float("inf"), 0.0, 5.0]])
-    token = [sample_token(logits, 1.0, torch.tensor([u]), NOT_GREEDY)[0].item() for u in (0.0, 1.0)]    # 1 - 2 ** -53 is 1 in float32
-    assert token == [1, 2]
-    assert sample_token(logits, 1.0, torch.zeros(1), ~NOT_GREEDY)[0].item() == 2
+@pytest.mark.parametrize("V", [3, 128])
+def test_a_u_of_0_takes_the_first_token_that_is_not_nearly_impossible(V):
+    """Of 0 or of 1e-9: a random number in float32 is 0 once in 16 million times."""
+    p = torch.zeros(1, V)
+    p[0, :3] = torch.tensor([0.0, 0.25, 0.75])
+    assert [sample_token(p, torch.tensor([u])).item() for u in (0.0, 1.0)] == [1, 2]      # 1 - 2 ** -53 is 1 in float32
+    p[0, :3] = torch.tensor([1e-9, 1.0, 1e-9])
+    assert [sample_token(p, torch.tensor([u])).item() for u in (0.0, 1.0)] == [1, 1]
 
 
-def test_the_log_probability_of_a_greedy_token_is_of_the_temperature():
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
-    token, logp = sample_token(logits, 0.5, torch.zeros(3), ~NOT_GREEDY.expand(3))
-    assert token.tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
+def exact(model, b, temperature):
+    """The distributions from which the tokens of a Batch were sampled, (n, V), in float64 and each from its whole row."""
+    h = torch.cat([model(row[None])[0, :-1][on[1:]] for row, on in zip(b.ids, b.mask)])
+    return (8 * F.linear(h, model.embed_tokens.weight) / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("cache", [KVCache, StaticCache, SharedCache])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.6])
+@torch.no_grad()
+def test_recorded_log_probabilities_are_exact_at_any_scale_and_temperature(temperature, cache):
+    """Those of sampled and of greedy tokens, whose token is the most likely one; logits spread by 20 and more."""
+    model = tiny_model().double()
+    model.cache_class = cache
+    head, model.head = model.head, lambda h: 8 * head(h)
+    b = sample(model, PROMPTS, 4, 12, temperature, STOP, uniform(12, 12), n_greedy=1)
+    want, token = exact(model, b, temperature), b.ids[b.mask]
+    assert want.std(-1).mean() * temperature > 20 and (b.logp[b.mask] < -0.1).sum() > 10
+    torch.testing.assert_close(b.logp[b.mask].double(), want.gather(1, token[:, None])[:, 0], rtol=0, atol=2e-5)
+    is_greedy = torch.arange(12)[:, None].expand(b.mask.shape)[b.mask] % 4 == 0
+    assert torch.equal(token[is_greedy], want.argmax(-1)[is_greedy]) and not torch.equal(token, want.argmax(-1))
 
 
 def ending(at, prompts, group=1):

@@ -17,8 +17,10 @@ import torch
 from conftest import ROOT, tiny_model
 
 import grpo
-from data import UserError
-from run import checkpoint, machine, models, show, variants
+from data import UserError, arithmetic
+from data.tokenizer import byte_encoding
+from model import token_logps
+from run import agents, batches, checkpoint, machine, models, show, variants
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -238,6 +240,36 @@ def test_weights_between_sampler_and_trainer(name, monkeypatch):
         torch.testing.assert_close(got[on], want)
     assert (batch.adv == 1).all()
     assert seen[0][0, 3] == 2 if name == "tis" else (seen[0][2][mask[2]] == 0).all() and seen[0][0, 3] > 1      # e^0.9; e^0.8, e^0.6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["tis", "mis"])
+def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
+    """The loss needs no log-probabilities of the trainer then, but the weights do: in float32 these are 1 up to rounding, in
+    bfloat16 not. The trainer's are in the trainer's dtype."""
+    torch.set_default_dtype(torch.float32)
+    cfg = grpo.make_config(algo=name, prompts=2, group=4, max_new=8, minibatches=1, dtype=dtype, device="cpu", warm_steps=0)
+    assert cfg.updates == 1
+    module, seen, asked, logps = variants.loaded(name, vars(grpo)), [], [], batches.logps
+    agent = agents.new_agent(cfg, arithmetic, byte_encoding(), models.to_device(tiny_model(), cfg))
+    monkeypatch.setattr(module, "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
+    monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
+    batch, _ = module.rollout(agent, arithmetic.problems(cfg)[0][:2], random.Random(0))
+    want, _ = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+    assert asked == [agent.policy] and (batch.old_logp - want).abs().max() < (0.1 if dtype == "bfloat16" else 1e-5)
+    batch.adv = batch.mask.float()
+    module.total_loss(agent, batch, None, None)
+    gap = (seen[0][batch.mask] - 1).abs().max()
+    assert gap > 1e-2 if dtype == "bfloat16" else gap < 1e-3
+
+
+@pytest.mark.parametrize("name", ["tis", "mis"])
+def test_with_several_updates_the_weights_have_the_old_policys(name, monkeypatch):
+    """Of the rollout's own pass: no other is made."""
+    module, old = module_of(name), torch.zeros(4, 6)
+    batch = SimpleNamespace(old_logp=old)
+    monkeypatch.setattr(module, "of_sampler", lambda *given: (batch, {}))
+    assert module.rollout(SimpleNamespace(), None, None) == (batch, {}) and batch.old_logp is old
 
 
 # ----------------------------------------------------------------------------------------- credit

@@ -248,6 +248,14 @@ def test_what_fits_on_a_gpu(monkeypatch):
             cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
             cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
+        if fits := {"0.5": (24, "18.6"), "1.5": (80, "48.2"), "3": (80, "75.7")}.get(name):     # a card of so many GB
+            monkeypatch.setattr(machine, "world", lambda: (0, 1))
+            with monkeypatch.context() as patch:
+                patch.setattr(preflight, "most_logits", lambda device: int(fits[0] * 1e9) // 128)
+                cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", warm_steps=0,
+                                  static_cache="on", recompute="on" if name == "3" else "off")
+                assert f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}" == fits[1]
+            assert f" {fits[1]} " in " ".join(MEASURED.split())
 
 
 def test_the_memory_of_half_a_billion():

@@ -7,7 +7,7 @@ and if today's model.py gives its weights the log-probabilities that are noted b
 import hashlib
 import json
 import random
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -16,24 +16,29 @@ from torch.nn.utils.rnn import pad_sequence
 import data
 from data import UserError, read_bytes, read_json
 from model import token_logps
-from run import batches, machine, models, optimizer, pretrained, show
+from run import batches, flags, machine, models, optimizer, pretrained, show
 from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
 
-# Settings on which a kept warm start does not depend: those that only RL, evaluation or logging
-# uses, those of the machine, see `made_with`, and the size of its micro-batches, which is found by
-# the memory. It depends on every setting not listed here.
-RL_ONLY = frozenset(
-    "functions train test out steps iterations eval_every held_out samples save_every prompts "
-    "group temperature reward supervision truncated_reward baseline adv_scale gamma lam critic "
-    "value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean epochs "
-    "minibatches lr half_life fit_prompts choices labels device dtype compile static_cache "
-    "shard micro_tokens".split())
-# And those on which SHIPPED does not depend either: it may have been made with others.
+# A kept warm start depends on the settings under "new model and warm start" in Config, on these of
+# other headings, and on what `made_with` returns: not on those that only RL, evaluation or logging
+# uses, and a fork's new ones count by the heading under which they stand.
+MODEL_HEADING = "new model and warm start"
+DEPENDS_ON = frozenset(
+    "task difficulty init chat system seed max_new recompute share_prefix grad_clip".split())
+# Of these, SHIPPED may have been made with others.
 ANY = frozenset("seed recompute share_prefix grad_clip".split())
 
 # ------------------------------------------------------------------------------- which one to use
+
+def settings(cfg):
+    """The names of the settings on which a kept warm start depends. A field under no heading is one
+    of them, to be safe."""
+    known = next(flags.HELP[kind] for kind in type(cfg).__mro__ if kind in flags.HELP)
+    others = {name for title, helps in known if not title.startswith(MODEL_HEADING)
+              for name in helps}
+    return [f.name for f in fields(cfg) if f.name not in others - DEPENDS_ON]
 
 def shipped(cfg):
     """cfg, with SHIPPED as --init if it serves as cfg's warm start."""
@@ -44,8 +49,11 @@ def shipped(cfg):
 
 def checked(cfg, task, problems):
     """cfg; but if it has SHIPPED as --init, and that is no longer what today's code would make, cfg
-    with a warm start of its own."""
+    with a warm start of its own. Says why SHIPPED is not used for its own task."""
     note = read_note(SHIPPED)
+    if note and not cfg.init and cfg.warm_steps and cfg.task == note["settings"]["task"]:
+        if why := changed(cfg, note, ANY):
+            show.print0(f"note: {SHIPPED} is not used: {why}")
     if cfg.init != str(SHIPPED) or note is None:
         return cfg
     own = replace(cfg, init="", warm_steps=note["settings"]["warm_steps"])
@@ -75,10 +83,11 @@ def starting_model(cfg, task, problems, longest, encoding):
 def changed(cfg, note, ignored=frozenset()):
     """The first setting of cfg on which a warm start depends and which has another value in its
     note, as text; None if there is none. A setting that the note lacks had its default."""
-    for field in fields(cfg):
-        was, now = note["settings"].get(field.name, field.default), getattr(cfg, field.name)
-        if field.name not in RL_ONLY | ignored and was != now:
-            return f"--{field.name} was {was}, and is {now}"
+    default = {field.name: field.default for field in fields(cfg)}
+    for name in settings(cfg):
+        was, now = note["settings"].get(name, default[name]), getattr(cfg, name)
+        if name not in ignored and was != now:
+            return f"--{name} was {was}, and is {now}"
     return None
 
 def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
@@ -157,10 +166,10 @@ def log_probabilities(model, rows):
 
 def new_note(cfg, task, problems, encoding):
     """What `outdated` compares, of the warm start in cfg's folder, as JSON."""
-    rows, settings = demonstrations(task, problems, encoding), asdict(cfg)
+    rows = demonstrations(task, problems, encoding)
     logp = log_probabilities(pretrained.load(cfg.folder / "warm_start"), rows)
     return json.dumps({
-        "settings": {name: x for name, x in settings.items() if name not in RL_ONLY},
+        "settings": {name: getattr(cfg, name) for name in settings(cfg)},
         "made with": made_with(cfg), "demonstrations": sha256_of(rows),
         "log-probabilities": [round(x, 5) for x in logp]}, indent=1)
 

@@ -1,7 +1,10 @@
 """What a run starts from, each function alone: whether it can run, its tokenizer and model, the warm start."""
 import copy
 import dataclasses
+import importlib.util
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -478,8 +481,8 @@ COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed
 
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
-    """A new setting counts, unless it is added to RL_ONLY in run/warm_start.py."""
-    assert {f.name for f in dataclasses.fields(Config)} >= {*COUNTS, *warm_start.RL_ONLY} and not COUNTS.keys() & warm_start.RL_ONLY
+    """By the heading in Config under which it stands, and by DEPENDS_ON in run/warm_start.py."""
+    assert {*warm_start.settings(CFG)} == COUNTS.keys() and {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -515,11 +518,37 @@ def changed(changes):
     return made
 
 
+def forked(tmp_path, after, line):
+    """grpo.py with a line after the one that begins like that."""
+    text = Path(grpo.__file__).read_text()
+    before = next(x for x in text.splitlines(keepends=True) if x.startswith(after))
+    (tmp_path / "forked.py").write_text(text.replace(before, before + line))
+    spec = importlib.util.spec_from_file_location("forked", tmp_path / "forked.py")
+    module = sys.modules["forked"] = importlib.util.module_from_spec(spec)      # inspect.getsource looks there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does_not(tmp_path, capsys):
+    """By its heading in Config. A start that is not taken says why, in a line."""
+    fork = forked(tmp_path, "    temperature: float", "    top_k: int = 0     # sampled from the k most likely tokens\n")
+    assert fork.make_config().init == fork.make_config(top_k=50).init == str(warm_start.SHIPPED)
+    fork = forked(tmp_path, "    n_embd: int", "    n_wide: int = 1    # width of something new in the model\n")
+    same, other = fork.make_config(), fork.make_config(n_wide=3)
+    assert same.init == str(warm_start.SHIPPED) and (other.init, other.warm_steps) == ("", 1500)
+    for cfg, says in ((same, ""), (other, f"note: {warm_start.SHIPPED} is not used: --n_wide was 1, and is 3\n"),
+                      (fork.make_config(n_layer=3), f"note: {warm_start.SHIPPED} is not used: --n_layer was 2, and is 3\n"),
+                      (fork.make_config(warm_steps=1500), ""), (fork.make_config(task="sums", warm_steps=5), ""),
+                      (fork.make_config(init="x", warm_steps=5), "")):
+        assert warm_start.checked(cfg, arithmetic, arithmetic.problems(cfg)[0]) is cfg
+        assert capsys.readouterr().out == says
+
+
 def test_a_forks_new_setting_counts(monkeypatch):
     """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
     Forked = dataclasses.make_dataclass("Forked", [("n_mlp", int, 4)], bases=(Config,), frozen=True)
     four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
-    before, after = ({"settings": {n: x for n, x in dataclasses.asdict(cfg).items() if n not in warm_start.RL_ONLY}}
+    before, after = ({"settings": {n: getattr(cfg, n) for n in warm_start.settings(cfg)}}
                      for cfg in (CFG, eight))           # the note of a time without the setting, and one with it
     assert warm_start.changed(four, before) is None
     assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"

@@ -342,7 +342,7 @@ def made(folder):
 
 def warm_folder(cfg, flags, out):
     """The folder with a run's warm start, made if it is missing."""
-    folder = out / f"warm-{name_of({name: x for name, x in vars(cfg).items() if name not in warm_start.RL_ONLY})}-{cfg.seed}"
+    folder = out / f"warm-{name_of({name: getattr(cfg, name) for name in warm_start.settings(cfg)})}-{cfg.seed}"
     with LOCKS[folder]:
         if not made(folder):
             shutil.rmtree(folder, ignore_errors=True)

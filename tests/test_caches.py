@@ -1,5 +1,7 @@
 """The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
 import copy
+import re
+import shutil
 import time
 from functools import partial
 
@@ -166,3 +168,22 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
                                rtol=1e-3, atol=1e-3)
     assert not counters["graph_break"] and 2 + 3 <= counters["stats"]["unique_graphs"] <= 4 + 3, counters
     assert spent < 15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
+def test_a_compiled_layer_does_not_copy_the_cache():
+    """It writes to it in place. Of a cache that is not contiguous, as one cut to the slots in use, Inductor made a copy of
+    the keys and one of the values for every token. The Memory here is longer than the step, in rows and slots."""
+    from torch._inductor.utils import run_and_get_code
+    plain = tiny_model(n_layer=1, block_size=128)
+    model, token, pos = copy.deepcopy(plain), torch.arange(8), torch.arange(8) % 3
+    machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        want = caches.Memory(plain, 16, 128).step(8, 64)(plain, token, pos)
+        step = caches.Memory(model, 16, 128).step(8, 64)
+        have, (code,) = run_and_get_code(step, model, token, pos)
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    of_cache = r"\((?:s\d+, ){3}8\)"           # rows, heads, slots, of 8 numbers
+    assert len(re.findall(r"assert_size_stride\(arg\w+, " + of_cache, code)) == 2, code
+    assert not re.findall(r"= empty_strided_cpu\(" + of_cache, code), code

@@ -84,6 +84,15 @@ def test_slots_are_multiples_of_64():
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
 
 
+def test_a_row_that_is_alone_is_computed_beside_another_one():
+    """Compilation treats sizes of 1 apart: the layers and the head would be traced anew."""
+    model = static(tiny_model())
+    sizes, probs, seen = [], model.probs, watched(model)
+    model.probs = lambda h: (sizes.append(len(h)), probs(h))[1]
+    b = sample(model, PROMPTS[:1], 1, 20, 1.0, {256}, uniform(1, 20))
+    assert b.mask.sum() == 20 and sizes[1:] == [2] * 19 and {rows for rows, _ in seen[1:]} == {2}
+
+
 def test_a_step_reads_the_slots_in_use_alone():
     """The Memory may be much longer, for other rollouts: what it holds there is not even looked at."""
     model = static(tiny_model(block_size=256))

@@ -1,5 +1,7 @@
 """The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
 import copy
+import re
+import shutil
 import time
 from functools import partial
 
@@ -80,6 +82,26 @@ def test_slots_are_multiples_of_64():
     assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 64 + [192] * 63
     assert [by_64(n) for n in (1, 64, 65)] == [64, 64, 128]
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
+
+
+def test_a_row_that_is_alone_is_computed_beside_another_one():
+    """Compilation treats sizes of 1 apart: the layers and the head would be traced anew."""
+    model = static(tiny_model())
+    sizes, probs, seen = [], model.probs, watched(model)
+    model.probs = lambda h: (sizes.append(len(h)), probs(h))[1]
+    b = sample(model, PROMPTS[:1], 1, 20, 1.0, {256}, uniform(1, 20))
+    assert b.mask.sum() == 20 and sizes[1:] == [2] * 19 and {rows for rows, _ in seen[1:]} == {2}
+
+
+def test_a_step_reads_the_slots_in_use_alone():
+    """The Memory may be much longer, for other rollouts: what it holds there is not even looked at."""
+    model = static(tiny_model(block_size=256))
+    want = sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    memory = caches.memory_of(model, 32, 256)
+    for x in (x for layer in memory.cache for x in layer):
+        x[:, :, 64:] = float("nan")
+    b = sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    assert caches.MEMORY[model] is memory and torch.equal(b.ids, want.ids) and torch.equal(b.logp, want.logp)
 
 
 def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
@@ -166,3 +188,22 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
                                rtol=1e-3, atol=1e-3)
     assert not counters["graph_break"] and 2 + 3 <= counters["stats"]["unique_graphs"] <= 4 + 3, counters
     assert spent < 15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
+def test_a_compiled_layer_does_not_copy_the_cache():
+    """It writes to it in place. Of a cache that is not contiguous, as one cut to the slots in use, Inductor made a copy of
+    the keys and one of the values for every token. The Memory here is longer than the step, in rows and slots."""
+    from torch._inductor.utils import run_and_get_code
+    plain = tiny_model(n_layer=1, block_size=128)
+    model, token, pos = copy.deepcopy(plain), torch.arange(8), torch.arange(8) % 3
+    machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        want = caches.Memory(plain, 16, 128).step(8, 64)(plain, token, pos)
+        step = caches.Memory(model, 16, 128).step(8, 64)
+        have, (code,) = run_and_get_code(step, model, token, pos)
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    of_cache = r"\((?:s\d+, ){3}8\)"           # rows, heads, slots, of 8 numbers
+    assert len(re.findall(r"assert_size_stride\(arg\w+, " + of_cache, code)) == 2, code
+    assert not re.findall(r"= empty_strided_cpu\(" + of_cache, code), code

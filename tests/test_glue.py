@@ -100,6 +100,9 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
         assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
     else:
         assert batch.old_logp is None
+    if cfg.kl == "reward":      # the reference's are the same as the pass's: no penalty, up to the last bit
+        zero, value = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp) if agent.critic else None
+        assert torch.equal(batch.adv, grpo.advantages(batch.reward, batch.ends, batch.mask, zero, value, cfg)[0])
     passes = [(agent.sampler or agent.policy, agent.critic)] if of_pass or agent.critic else []
     assert asked == [*passes, (agent.ref, None)]
 

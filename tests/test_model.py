@@ -461,6 +461,14 @@ def test_a_model_is_written_as_others_write_theirs(tmp_path, model):
     assert (folder / "c" / "d.json").read_text() == "{}"
 
 
+def test_rope_keeps_the_dtype_and_rounds_once():
+    """In bfloat16 the tables are float32: queries and keys leave as they came."""
+    model, x = tiny_model(), torch.randn(3, 5, 4, 8).bfloat16()
+    tables = model.cos[:5], model.sin[:5]
+    found = rotate(x, *tables)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, rotate(x.float(), *tables).bfloat16())
+
+
 class Casts(TorchDispatchMode):
     """The addresses of the tensors that are cast to bfloat16."""
 

@@ -156,11 +156,11 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
     for shape in ("tiny", "0.5B"):
         check = parts["decode"][f"{shape}, graph and plain cache"]
         assert check["rows that differ"] == 0 and check["tokens before"] > 100 and check["max dlogp"] < 1e-5
-    for rows in (8, 4):
-        for way in ("graph", "eager", "shared", "plain"):
-            token = parts["decode"][f"0.5B {rows} {way}"]
-            assert token["ms"] > 0 and 0 < token["share"] < 1 and token["tokens/s"] > 0
-    assert {"graph us", "head us", "sample_token us", "rest us"} <= parts["decode"]["0.5B 8 inside a token"].keys()
+    for way in ("8 graph", "8 eager", "8 shared", "8 plain", "4 graph"):        # of fewer rows the default way alone
+        token = parts["decode"][f"0.5B {way}"]
+        assert token["ms"] > 0 and 0 < token["share"] < 1 and token["tokens/s"] > 0
+    inside = parts["decode"]["0.5B 8 graph, inside a token"]
+    assert {"graph us", "head and softmax us", "sample_token us", "rest us"} <= inside.keys()
     assert parts["decode"]["kernels of a graph 1"]["kernel"]
     assert all(parts["parts"][f"product {name} 8"]["us"] > 0 for name in ("q", "q k v", "gate up", "head"))
     for name in ("micro_tokens 256", "micro_tokens 128", "micro_tokens 256, 1024 logits"):

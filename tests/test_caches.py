@@ -160,7 +160,8 @@ def test_its_memory_is_counted_in_the_update_too():
 @pytest.mark.slow
 def test_compiled_layers_have_few_graphs(monkeypatch):
     """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient; and
-    three of the head, for sampling and these passes. To trace them takes seconds; the decoding step as a whole took minutes."""
+    three of the head, for sampling and these passes. To trace them takes seconds; the decoding step as a whole took
+    minutes."""
     from torch._dynamo.utils import counters
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

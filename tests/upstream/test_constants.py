@@ -90,8 +90,9 @@ def test_a_new_model_is_the_one_of_the_readme():
         bias="none", qk_norm=False, tied=True)
     assert f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}" == "1.9"
     assert policy.norm.eps == policy.layers[0].input_layernorm.eps == 1e-5
-    turns = torch.atan2(policy.sin[1, 0], policy.cos[1, 0])       # of position 1
-    torch.testing.assert_close(turns, 10000.0 ** (-torch.arange(16) / 16))
+    turns = torch.atan2(policy.sin[1, 0], policy.cos[1, 0])       # of position 1, first those with the sine negated
+    want = 10000.0 ** (-torch.arange(16) / 16)
+    torch.testing.assert_close(turns, torch.cat((-want, want)))
     std = policy.embed_tokens.weight.std().item()
     assert std == pytest.approx((2 / (5 * 256)) ** 0.5, rel=0.02)
     for layer in policy.layers:             # the branches that add up shrink with the depth

@@ -160,7 +160,8 @@ def test_its_memory_is_counted_in_the_update_too():
 @pytest.mark.slow
 def test_compiled_layers_have_few_graphs(monkeypatch):
     """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient; and
-    three of the head, for sampling and these passes. To trace them takes seconds; the decoding step as a whole took minutes."""
+    three of the head, for sampling and these passes. To trace them takes seconds; the decoding step as a whole took
+    minutes."""
     from torch._dynamo.utils import counters
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -187,7 +188,7 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     torch.testing.assert_close(model.layers[5].mlp.up_proj.weight.grad, plain.layers[5].mlp.up_proj.weight.grad,
                                rtol=1e-3, atol=1e-3)
     assert not counters["graph_break"] and 2 + 3 <= counters["stats"]["unique_graphs"] <= 4 + 3, counters
-    assert spent < 15
+    assert spent < 30
 
 
 @pytest.mark.slow

@@ -514,7 +514,7 @@ def test_without_old_log_probabilities_the_ratio_is_1(reference):
     if reference:                           # eq. 21
         want = want + 0.1 * weight * ((b.ref_logp - logp).exp() - 1) * b.mask
     for x, y in zip(torch.autograd.grad(loss, params), torch.autograd.grad(-(want * again).sum(), params)):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6) if reference else torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
+        torch.testing.assert_close(x, y, **dict(rtol=1e-4, atol=1e-6) if reference else dict(rtol=0, atol=1e-7))
 
 
 @pytest.mark.parametrize("updates", [dict(epochs=2), dict(minibatches=2), {}])
@@ -523,9 +523,9 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
     import data.arithmetic as task
     cfg, asked, given = dataclasses.replace(cfg, kl="none", lr=1e-2, dtype="bfloat16", device="cpu", **updates), [], []
     agent = agents.new_agent(cfg, task, encoding, models.to_device(tiny_model(), cfg))
-    logps, policy_loss = batches.logps, grpo.policy_loss
+    logps, loss = batches.logps, grpo.policy_loss
     monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
-    monkeypatch.setattr(grpo, "policy_loss", lambda logp, old, *more: (given.append((logp, old)), policy_loss(logp, old, *more))[1])
+    monkeypatch.setattr(grpo, "policy_loss", lambda new, old, *more: (given.append((new, old)), loss(new, old, *more))[1])
     problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
     batch, stats = grpo.rollout(agent, problems, random.Random(0))
     fixed = batch.old_logp
@@ -535,8 +535,8 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
     assert asked == ([(agent.sampler, 0)] if updates else []) and 0 < told["mismatch"]
     assert batch.old_logp is fixed and (fixed is not None) is bool(updates)
     if updates:
-        rows = {tuple(row[on].tolist()) for row, on in zip(fixed, batch.mask)}
-        seen = {tuple(x for x in row.tolist() if x != 0) for _, old in given[1:] for row in old}      # the first looks at dead rows
+        rows = {tuple(row[on].tolist()) for row, on in zip(fixed, batch.mask)}      # given[0] is a look at dead rows
+        seen = {tuple(x for x in row.tolist() if x != 0) for _, old in given[1:] for row in old}
         assert seen == rows and any((logp - old)[old != 0].abs().max() > 0.2 for logp, old in given[1:])
     else:
         assert all(torch.equal(logp, old) and not old.requires_grad for logp, old in given) and told["clip_share"] == 0

@@ -290,13 +290,15 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkey
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
     """On CUDA the largest power of two up to 32,768 with which a run takes at most 60 % of what is free, and at least 2,048;
     2,048 on a CPU."""
+    def cfg(device, **given):
+        return Config(prompts=1, group=2, max_new=8, device=device, **given)
+
     def of(device, **given):
-        return preflight.micro_tokens(model, Config(prompts=1, group=2, max_new=8, device=device, **given), 4)
+        return preflight.micro_tokens(model, cfg(device, **given), 4)
     model, sizes = tiny_model(), [2 ** n for n in range(11, 16)]
     assert of("cpu") == 2048 and of("cpu", micro_tokens=77) == 77
     with pretend.cuda():
-        need = {n: preflight.total(preflight.memory(model, Config(prompts=1, group=2, max_new=8, micro_tokens=n, device="cuda"), 4))
-                for n in [*sizes, 2 ** 16]}
+        need = {n: preflight.total(preflight.memory(model, cfg("cuda", micro_tokens=n), 4)) for n in [*sizes, 2 ** 16]}
         assert len({*need.values()}) == 6
         cases = [(n, 1.001, n) for n in sizes] + [(n, 0.999, max(2048, n // 2)) for n in sizes] + [(2 ** 16, 2, 2 ** 15)]
         for n, share, found in cases:
@@ -306,8 +308,9 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
 
 
 def test_the_memory_counts_what_is_chosen_on_a_cpu():
-    cfg = Config(prompts=1, group=2, max_new=8, device="cpu")
-    assert preflight.memory(tiny_model(), cfg, 4) == preflight.memory(tiny_model(), dataclasses.replace(cfg, micro_tokens=2048), 4)
+    found, given = (preflight.memory(tiny_model(), Config(prompts=1, group=2, max_new=8, device="cpu", micro_tokens=n), 4)
+                    for n in (0, 2048))
+    assert found == given
 
 
 def test_logits_at_a_time_are_256_mb_on_a_cpu_and_a_32nd_of_a_gpu(monkeypatch):

@@ -761,7 +761,7 @@ def test_what_a_task_need_not_have(tmp_path):
 def test_a_wrong_task_is_found_before_the_warm_start(tmp_path, wrong, why, capsys):
     task = SimpleNamespace(**vars(toy(lambda p, text: {"correct": 0.0})) | wrong)
     with pytest.raises(UserError, match=why):
-        grpo.train(Config(out=str(tmp_path), prompts=8, warm_steps=10), task)
+        grpo.train(Config(task="sums", out=str(tmp_path), prompts=8, warm_steps=10), task)
     assert capsys.readouterr().out == ""
 
 

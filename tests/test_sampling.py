@@ -170,7 +170,7 @@ def test_a_prompt_that_does_not_fit():
 # ------------------------------------------------------------------------------ drawing of a token
 
 def assert_drawn_where_the_sum_passes(token, p, u):
-    """Tokens of (r,), against the float64 sums of p (r, V): of no token of probability 0, and up to 3e-6 where they pass u."""
+    """Tokens (r,) against the float64 sums of p (r, V): none of probability 0, and each where they pass u, up to 3e-6."""
     p = p.double()
     cdf, drawn = p.cumsum(-1) / p.sum(-1, keepdim=True), (torch.arange(len(p)), token)
     assert (p[drawn] > 0).all()

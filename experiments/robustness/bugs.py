@@ -164,7 +164,7 @@ BUGS = [
      'F.pad(critic(ids[:, :-1], mask[:, 1:], h), (1, 0))',
      'critic(ids, mask, model(ids))', 'credit'),
     ('GAE bootstraps from padding', 'grpo.py',
-     'next_value = torch.where(mask[:, t], value[:, t], 0)',
+     'next_value = torch.where(mask[:, t], value[:, t], next_value)',
      'next_value = value[:, t]', 'credit'),
     ('GAE without lambda', 'grpo.py',
      'delta + gamma * lam * next_adv',

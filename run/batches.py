@@ -59,13 +59,8 @@ def micro_batches(ids, mask, budget):
     """Splits rows of ids and mask (B, T) into chunks of at most `budget` tokens (0: MICRO_TOKENS),
     padding included, or of one longer row; yields (row indices on the host, longest length). Rows
     are sorted, so that rows with a common prefix are neighbours and share it. Every rank yields as
-<<<<<<< HEAD
     many chunks, empty ones at the end if need be: with sharded models all take part in each pass.
     """
-=======
-    many chunks, empty ones at the end if need be: with sharded models all ranks take part in every
-    pass."""
->>>>>>> tests2
     rows, length, chunks, longest = ids.tolist(), row_lengths(mask.cpu()).tolist(), [], 0
     budget = budget or MICRO_TOKENS
     for row in sorted(range(len(rows)), key=rows.__getitem__):

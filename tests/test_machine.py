@@ -96,9 +96,11 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     options, config = [], SimpleNamespace(recompile_limit=8)
     monkeypatch.setitem(vars(torch), "_dynamo", SimpleNamespace(config=config))     # without its import
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: options.append((type(self), given)))
+    monkeypatch.setattr(torch, "compile", lambda f, **given: options.append((f.__name__, given)) or f)
     machine.compile_all(Config(device="cpu", compile=asked), tiny_model(), None, ScalarHead(32, tiny_model()),
                         ScalarHead(32))
-    assert options == [(Block, dict(dynamic=True))] * 4 * (asked == "on")
+    of_a_model = [(what, dict(dynamic=True)) for what in ("probs", "logps", Block, Block)]
+    assert options == of_a_model * 2 * (asked == "on")
     assert config.recompile_limit == (64 if asked == "on" else 8)
 
 

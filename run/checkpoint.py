@@ -166,7 +166,8 @@ def restore(agent, checkpoint):
     agent.beta = checkpoint.beta
     tensors.clear()                     # they are mapped from the file and keep it open
 
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every"}       # settings, when a run is resumed
+# Settings, when a run is resumed. A size of micro-batches changes a gradient only by rounding.
+MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "micro_tokens"}
 
 def resume(folder, config, flags):
     """The Config and the Checkpoint to continue from. `flags` may change only the settings named in

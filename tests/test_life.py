@@ -93,6 +93,7 @@ def run(tmp_path):
 
 # All others must be what they are in the run. With several iterations, `steps` is that of each and must be too.
 MAY_CHANGE = {"out": "the run stays where it is", "steps": "the run goes on to it", "eval_every": "from now on",
+              "micro_tokens": "less memory may be free",
               "save_every": "from now on"}
 NAMES = [f.name for f in dataclasses.fields(Config)]
 

@@ -120,7 +120,7 @@ def test_other_constants_that_are_claims():
     assert batches.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
     assert model.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
     assert batches.MICRO_TOKENS == 2048
-    assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every"}
+    assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "micro_tokens"}
     assert grpo.LEAST == dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=0.001,
                               grad_clip=1e-9, truncated_reward=-1e9)
     assert grpo.MOST == dict(gamma=1, lam=1, samples=1024, choices=100, warm_batch=1_000_000)

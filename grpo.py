@@ -194,12 +194,12 @@ class Batch:
 
 def inverse_cdf(p, u):
     """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
-    total, and how far u is within that element; both (r,). u is in [0, 1), but at least 2^-25, so
-    that an element of nearly 0 is not chosen. In float64: on a GPU, sums are added in an order in
-    which rounding might make one smaller than the one before, and choose an element of 0."""
-    cdf = p.to(machine.double(p.device)).cumsum(-1)     # faster than cumsum(dtype=...)
+    total, and how far u is within that element; both (r,). u in [0, 1) is clamped to what float32
+    can tell from 0 and 1, so that an element of nearly 0 is not chosen."""
+    # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
+    cdf = p.to(machine.double(p.device)).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
-    i = torch.searchsorted(cdf, share, right=True)
+    i = torch.searchsorted(cdf, share, right=True).clamp(max=p.size(1) - 1)     # of NaN: the last
     within = 1 - (cdf.gather(1, i) - share) / p.gather(1, i)
     return i[:, 0], within[:, 0]
 

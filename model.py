@@ -239,7 +239,7 @@ class GPT(nn.Module):
         return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
-        """log pi (n,) of the tokens (n,) that come next, in the same way."""
+        """log pi (n,) of the tokens (n,) that come next; h as in `probs`."""
         return self.head(h).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
     def autocast(self):

@@ -1,7 +1,6 @@
 """The KV caches of sampling. Each has `read`, for the prompts; `append`, for a token of every row;
 and `keep`, which `grpo.sample` calls after every `every` tokens to drop rows that have ended. A
-third one, for rows with common prefixes, is in `run/sharing.py`.
-"""
+third one, for rows with common prefixes, is in `run/sharing.py`."""
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -51,12 +50,12 @@ class KVCache:
 
 # ---------------------------------------------------------------------------------- static shapes
 
-# A GPU computes a token quickly. What takes time is to launch its kernels, a thousand for 24
-# layers, and to wait: when the host reads a number from the GPU, the GPU runs out of work. So ended
-# rows are looked for only every 16 tokens, and the numbers of rows and slots are rounded up. For
-# each of their few values the model's kernels are recorded once, as a CUDA graph, which is then
-# launched as a whole for every token. A graph works on fixed addresses: keys and values are kept
-# from one rollout to the next, and weights must be changed in place.
+# On a GPU a token takes long because its kernels, 600 for 24 layers, are launched one by one, and
+# because the GPU has no work while the host waits for a number. So ended rows are looked for only
+# every 16 tokens, rows and slots are rounded up, and for each pair of these sizes the kernels from
+# embedding to final norm are recorded once, as a CUDA graph, and launched as a whole for later
+# tokens. (The host launches head and draw while the GPU works.) A graph has bare addresses: keys
+# and values are kept from one rollout to the next, and weights must be changed in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:
@@ -78,15 +77,15 @@ class Memory:
         return self.steps[rows, slots]
 
 def memory_of(model, rows, slots):
-    """A model's Memory, for at least so many rows and slots. It only grows: training and
-    evaluation, of different sizes, have the same one."""
+    """A model's Memory, for at least so many rows and slots; training and evaluation share it."""
     old, dtype = MEMORY.get(model), new_cache(model, 0, 0).dtype
     if old and old.dtype == dtype:
         rows, slots = max(rows, old.rows), max(slots, old.slots)
-    if not old or (rows, slots, dtype) != (old.rows, old.slots, old.dtype):
-        del old                                             # free it before there is a new one
-        forget(model)
-        MEMORY[model] = Memory(model, rows, slots)
+        if (rows, slots) == (old.rows, old.slots):
+            return old
+    del old
+    forget(model)                               # frees it before there is a new one
+    MEMORY[model] = Memory(model, rows, slots)
     return MEMORY[model]
 
 def forget(model):
@@ -94,26 +93,23 @@ def forget(model):
     MEMORY.pop(model, None)
 
 class Step:
-    """The hidden states (b, C) after one more token of each row, on CUDA as a graph. It writes to
-    caches of the Memory's full length, and reads the first `slots`: a compiled layer would copy a
-    cache that is not contiguous."""
+    """The hidden states (b, C) after one more token of each row, on CUDA as a graph. The first
+    `slots` of the cache are read; a compiled layer would copy a slice: it is not contiguous."""
 
     def __init__(self, cache, slots, pool):
-        rows, device = len(cache[0][0]), cache[0][0].device
         self.cache, self.slots, self.pool, self.graph = cache, slots, pool, None
+        rows, device = len(cache[0][0]), cache[0][0].device
         self.ids, self.pos = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
 
     def __call__(self, model, token, pos):
-        """Hidden states (b, C) after token (r,) at position pos (r,). Rows from r on compute an old
-        token again."""
+        """Hidden states (b, C) after token (r,) at position pos (r,). Rows from r on have ended."""
         self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
-        if self.graph is not None:
-            self.graph.replay()
-        else:       # on CUDA a first time, before it is recorded: libraries prepare, layers compile
+        if self.graph is None:      # on CUDA before recording: libraries prepare, layers compile
             self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
             if self.ids.is_cuda:
                 self.record(model)
-                self.graph.replay()         # writes the same keys and values again
+        if self.graph is not None:
+            self.graph.replay()         # the first time it writes the same keys and values again
         return self.h[:, 0]
 
     def record(self, model):
@@ -125,9 +121,9 @@ class Step:
         except RuntimeError as e:
             if "captur" not in str(e):
                 raise
+            why = str(e).splitlines()[0]
             raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for "
-                            "a number from the GPU (.item()); --static_cache off samples without a "
-                            f"graph. {str(e).splitlines()[0]}") from e
+                            f"the GPU (.item()); --static_cache off samples without: {why}") from e
         self.graph = graph
 
 class StaticCache:
@@ -149,7 +145,7 @@ class StaticCache:
         return self.model.probs(h / self.temperature).repeat_interleave(group, 0)
 
     def keep(self, active):
-        """Like `KVCache.keep`, but ended rows stay until half of the rows have ended."""
+        """Like `KVCache.keep`, but ended rows stay until the power of two is smaller."""
         kept = active.nonzero()[:, 0]
         if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(self.rows):
             return torch.arange(self.rows, device=active.device)
@@ -170,5 +166,4 @@ def power_of_two(n):
     return 1 << max(n - 1, 1).bit_length()
 
 def by_64(n):
-    """n rounded up to a multiple of 64."""
-    return -(-n // 64) * 64
+    return -(-n // 64) * 64         # rounded up

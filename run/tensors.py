@@ -49,7 +49,7 @@ def restore_optimizer(opt, named, tensors):
 def state_keys(tensors, names):
     """The keys in the optimizer's state of any of these parameters: exp_avg, momentum_buffer."""
     parts = [n.split(".", 2) for n in tensors if n.startswith("opt.")]
-    return sorted({key for _, key, name in parts if name in names})
+    return sorted({part[1] for part in parts if part[-1] in names})
 
 def wanted(agent, checkpoint):
     """The tensors that a Checkpoint must have: for each name one of the right shape and dtype. A
@@ -72,12 +72,11 @@ def wanted(agent, checkpoint):
     return want
 
 def check_tensors(agent, checkpoint):
-    """Raises UserError unless a Checkpoint has exactly the `wanted` tensors, with valid values.
-    (With moments smaller than their parameter the fused optimizer would write out of bounds.)"""
+    """Raises UserError unless a Checkpoint has exactly the `wanted` tensors, with valid values."""
     want, have = wanted(agent, checkpoint), checkpoint.tensors
     wrong = sorted(want.keys() ^ have.keys())
     wrong += [n for n in want.keys() & have.keys() if have[n].shape != want[n].shape
-              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # a GPU rounds it
+              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # rounded on a GPU
     if wrong:
         raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
                         f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))

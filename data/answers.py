@@ -14,10 +14,11 @@ APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # not a 
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
-# Possessive (`*+`): with backtracking, two optional runs of spaces would take cubic time.
+# Possessive (`*+`): with backtracking, two optional runs of spaces would take cubic time. A group
+# must not be possessive: Python before 3.11.5 matches it wrongly.
 NUMBER = re.compile(r"([-\u2212]?) *+[$\u20ac\u00a3]? *+([-\u2212]?)(?=\.?[0-9])"
-                    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]{0,15}+)(?:\.[0-9]{1,15}+)?+)"
-                    r"(?:%| *+([A-Za-z][A-Za-z ]*+))?+\.?")
+                    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{0,15}+)(?:\.[0-9]{1,15}+)?)"
+                    r"(?:%| *+([A-Za-z][A-Za-z ]*+))?\.?")
 # Words after a number that are not a unit but change its value: `5 million`, `5k`, `5 minus one`.
 NO_UNIT = re.compile(r"\b(?:[kKMB]|(?i:bn|mn|(?:m|b|tr|quadr)illions?|thousands?|hundreds?|"
                      r"dozens?|half|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths|"

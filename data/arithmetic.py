@@ -33,8 +33,8 @@ SLIP = 0.0005   # probability that a number in the working is written down wrong
 HELD_OUT = 500  # maximum number of held-out problems
 
 LINES = 200     # lines of working that are read, far more than needed; later ones count as false
-SUM = "[0-9]{1,15}+(?:[+*][0-9]{1,15}+)*+"      # a sum of products of numbers of up to 15 digits
-EQUATION = re.compile(f"{SUM}(?:={SUM})++")
+SUM = "[0-9]{1,15}(?:[+*][0-9]{1,15})*"     # a sum of products of numbers of up to 15 digits
+EQUATION = re.compile(f"{SUM}(?:={SUM})+")
 
 
 class Problem(NamedTuple):

@@ -30,8 +30,9 @@ STORIES = {
     "-": ("{name} has {a} {things} and gives {b} away. How many {things} are left?",
           "Of {a} {things}, {b} are broken. How many {things} are whole?",
           "{name} needs {a} {things} and has {b}. How many {things} are missing?")}
-# Possessive (`++`): a run of digits is matched whole, so the time is linear.
-LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+|\.[0-9]++")
+# Possessive (`++`): a run of digits is matched whole, so the time is linear. A group must not be
+# possessive: Python before 3.11.5 matches it wrongly.
+LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]++)?|\.[0-9]++")
 
 
 class Problem(NamedTuple):

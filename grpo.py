@@ -194,14 +194,13 @@ class Batch:
 
 def inverse_cdf(p, u):
     """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
-    total, and how far u is within that element; both (r,). u in [0, 1) is clamped to what float32
-    can tell from 0 and 1, so that an element of nearly 0 is not chosen."""
+    total, and by how much; both (r,). u in [0, 1) is clamped to what float32 can tell from 0 and 1,
+    so that an element of nearly 0 is not chosen."""
     # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
     cdf = p.to(machine.double(p.device)).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
     i = torch.searchsorted(cdf, share, right=True).clamp(max=p.size(1) - 1)     # of NaN: the last
-    within = 1 - (cdf.gather(1, i) - share) / p.gather(1, i)
-    return i[:, 0], within[:, 0]
+    return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
 
 def sample_token(p, u):
     """Samples a token (r,) from each row of probabilities p (r, V) by inverse CDF: the first whose
@@ -209,8 +208,10 @@ def sample_token(p, u):
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
     parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
-    part, u = inverse_cdf(parts.sum(-1), u)
-    inner, _ = inverse_cdf(parts[torch.arange(len(p), device=p.device), part], u)
+    rows, mass = torch.arange(len(p), device=p.device), parts.sum(-1)
+    part, over = inverse_cdf(mass, u)
+    within = 1 - over / mass[rows, part]                        # u is so far within that part
+    inner, _ = inverse_cdf(parts[rows, part], within)
     return PART * part + inner
 
 @torch.no_grad()

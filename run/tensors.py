@@ -8,6 +8,7 @@ from data import UserError
 from run import shard
 
 ROLES = ("policy", "ref", "critic", "reward_model")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # at least these, if the optimizer is Adam
 ROWS = dict(ids=torch.int64, mask=torch.bool, ends=torch.bool, label=torch.float32)
 
 def modules(agent):
@@ -57,9 +58,10 @@ def wanted(agent, checkpoint):
     what it likes for each parameter."""
     want, have = named_parameters(agent), checkpoint.tensors
     names = {p: n for n, p in want.items()}
+    least = set(MOMENTS if isinstance(agent.opt, torch.optim.Adam | torch.optim.AdamW) else ())
     for group in agent.opt.param_groups if checkpoint.step > 0 else ():
         trained = {names[p] for p in group["params"]}
-        for key, n in itertools.product(state_keys(have, trained), trained):
+        for key, n in itertools.product(least | {*state_keys(have, trained)}, trained):
             name = f"opt.{key}.{n}"
             if group.get("fused"):
                 want[name] = have.get(name, want[n]) if key == "step" else want[n]
@@ -80,7 +82,11 @@ def check_tensors(agent, checkpoint):
     if wrong:
         raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
                         f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
-    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)]
+    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
+             or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
+    steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
+    if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
+        wrong += steps.values()
     ids = have.get("history.ids", torch.zeros(0, 1))
     if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
             0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):

@@ -217,11 +217,12 @@ def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
     assert len(other) < 10 and ((boundary - u[other]).abs() < 1e-6).all() and one.unique().numel() > 500
 
 
-def test_how_far_u_is_within_its_token():
+def test_how_far_the_sum_exceeds_u():
     p, u = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5), torch.tensor([0.0, 0.125, 0.25, 0.5, 0.9375])
-    i, within = inverse_cdf(p, u)
-    assert i.tolist() == [0, 0, 2, 2, 3] and within.dtype == torch.float64
-    torch.testing.assert_close(within, torch.tensor([2.0 ** -23, 0.5, 0.0, 0.5, 0.75], dtype=torch.float64))
+    i, over = inverse_cdf(p, u)
+    assert i.tolist() == [0, 0, 2, 2, 3] and over.dtype == torch.float64
+    torch.testing.assert_close(over, torch.tensor([0.25 - 2.0 ** -25, 0.125, 0.5, 0.25, 0.0625], dtype=torch.float64),
+                               rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("V", [1000, 1024])

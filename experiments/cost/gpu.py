@@ -7,14 +7,15 @@
 
 The parts, most telling first; of the first three, probe.py says what a `share` is:
 
-    decode      whether a CUDA graph gives the plain cache's tokens; a token of 64, 256 and 512 rows, in five ways, in the
+    decode      whether a CUDA graph gives the plain cache's tokens; a token of 64, 256 and 512 rows, in four ways, in the
                 shapes of Qwen2.5-0.5B and SmolLM2-135M; where its time goes
     parts       products, attention and sampling, each by itself
-    update      updates of 256 rows of 512 tokens, with micro-batches and chunks of several sizes, and compiled
+    update      updates of 256 rows of 512 tokens, with micro-batches and chunks of several sizes
     steps       three steps of a run: 16 x 16 completions of 512 tokens, by random models of both shapes
     trl         two steps of the first one by this code and by TRL, if that is installed; with vLLM, if that is
     tests       the tests that need a GPU
 
+    inductor    a token and an update, compiled
     main        24 steps of the main job, not compiled: time, accuracy before and after
     compiled    the same, compiled: time, number of graphs and of graph breaks
     agree       how far sampler and trainer are apart, in float32 and bfloat16, with each KV cache
@@ -67,6 +68,7 @@ PARTS = {
     "trl": (110, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
                       "'TRL vLLM bfloat16 in parts' --turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
+    "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
     "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 --compile {{on}}"}),
     "agree": (90, {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"

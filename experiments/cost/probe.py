@@ -3,6 +3,7 @@
     python experiments/cost/probe.py decode cuda        # a token of many rows: in which way, and where its time goes
     python experiments/cost/probe.py parts cuda         # a layer's products, its attention, sampling: each by itself
     python experiments/cost/probe.py update cuda        # updates, with micro-batches and chunks of several sizes
+    python experiments/cost/probe.py inductor cuda      # a token and an update, as they are and compiled
     python experiments/cost/probe.py run cuda --task arithmetic --steps 2       # a run of grpo.py
     python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # the same; its end is not saved
 
@@ -16,6 +17,7 @@ a large one.
 """
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import importlib
 import json
@@ -50,7 +52,7 @@ SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a la
     shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
 CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": sharing.SharedCache,
-          "plain": caches.KVCache, "compiled": caches.StaticCache}
+          "plain": caches.KVCache}
 AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
 STEP = ("seconds", "rollout_tok_s", "update_tok_s", "length", "accuracy", "greedy", "pass@1", "mismatch")
 
@@ -177,7 +179,7 @@ def compute(step, model):
 @contextlib.contextmanager
 def sampling(policy, way):
     """A context in which a model samples in one of the ways of CACHES."""
-    policy.cache_class = CACHES[way]
+    policy.cache_class = CACHES.get(way, caches.StaticCache)
     reset()
     with mock.patch.object(caches.Step, "record", compute) if way == "eager" else contextlib.nullcontext():
         try:
@@ -190,7 +192,7 @@ def a_token(found, at, policy, way, rows, copied, floor):
     """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of
     the lengths. The first rollout of all compiles and records. Returns seconds."""
     place, c, took = policy.device, policy.cfg, {}
-    *counts, times = (16, 64, 3) if way in ("graph", "compiled") else (8, 24, 2)    # all within as many slots
+    *counts, times = (16, 64, 3) if way in AT_FIRST else (8, 24, 2)     # all within as many slots
 
     def seconds(n):
         began = speed.now(place)
@@ -266,34 +268,29 @@ def decode(at, device):
         with measuring(f"{name}, graph and plain cache") as found:
             found |= agree(shape, device, at.rows[0], at.group)
     policies = {name: random_gpt(shape, at.dtype, device) for name, shape in at.shapes.items()}
-    place, floors, *main = policies["0.5B"].device, {}, "0.5B", at.rows[0]
+    place = policies["0.5B"].device
     copied = speed.bandwidth(place)
     tell("copy", **{"TB/s": copied / 1e12})
-
-    def measure(name, rows, way):
-        with measuring(f"{name} {rows} {way}") as found, sampling(policies[name], way):
-            token = a_token(found, at, policies[name], way, rows, copied, floors.get((name, rows), float("nan")))
-        if [name, rows] == main and way in ("graph", "compiled") and "ms" in found:
-            with measuring(f"{name} {rows} {way}, inside a token") as found, sampling(policies[name], way):
-                where_time_goes(found, at, policies[name], token)
-            with measuring(f"kernels of a {way}"), sampling(policies[name], way):
-                of_kernels(at, policies[name], way)
-    *eager, compiled = CACHES
     for rows in at.rows:
         for name, policy in policies.items():
+            floor = float("nan")
             with measuring(f"{name} {rows} library alone") as found:
                 slots = caches.by_64(at.context + 64)
-                floors[name, rows] = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
-                found["ms"] = 1e3 * floors[name, rows]
-            for way in eager if rows == at.rows[0] else eager[:1]:
-                measure(name, rows, way)
-    if has_gpu():
-        torch._dynamo.reset()
-        for policy in policies.values():
-            machine.compile_all(grpo.make_config(task="sums", compile="on"), policy)
-        for rows in at.rows:
-            for name in policies:
-                measure(name, rows, compiled)
+                floor = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
+                found["ms"] = 1e3 * floor
+            for way in CACHES if rows == at.rows[0] else ("graph",):
+                one_way(name, at, policy, way, rows, copied, floor)
+
+
+def one_way(name, at, policy, way, rows, copied, floor=float("nan")):
+    """Measure a token in one way, and, of the first model and number of rows, where its time goes."""
+    with measuring(f"{name} {rows} {way}") as found, sampling(policy, way):
+        token = a_token(found, at, policy, way, rows, copied, floor)
+    if (name, rows) == ("0.5B", at.rows[0]) and way in AT_FIRST and "ms" in found:
+        with measuring(f"{name} {rows} {way}, inside a token") as found, sampling(policy, way):
+            where_time_goes(found, at, policy, token)
+        with measuring(f"kernels of a {way}"), sampling(policy, way):
+            of_kernels(at, policy, way)
 
 # --------------------------------------------------------------------------------------------- parts
 
@@ -373,41 +370,76 @@ def chunks(logits):
     return mock.patch.object(model, "most_logits", lambda device: logits)
 
 
-def update(at, device):
-    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches; kernels; compiled."""
+def new_agent(at, device):
+    """An agent with a random model, whose updates change nothing, and a rollout for it."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
                            **at.batch)
     with machine.resolve(cfg)[0]:
         policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))
     agent = agents.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), models.to_device(policy, cfg))
-    batch, place = random_batch(agent), policy.device
-    bound = speed.floors(agent, batch)
+    return agent, random_batch(agent)
+
+
+def one_update(agent, batch):
+    return grpo.update(agent, batch, machine.rng(agent.cfg, "update"))
+
+
+def some_updates(name, agent, batch, bound):
+    """Measure two updates; the first one warms up, or compiles."""
+    with measuring(name) as found:
+        reset()
+        for key in ("first s", "s"):
+            began = speed.now(agent.policy.device)
+            stats = one_update(agent, batch)
+            found[key] = speed.now(agent.policy.device) - began
+        found |= {"tokens/s": batch.mask.sum().item() / found["s"], "share": bound / found["s"],
+                  "mismatch": stats["mismatch"]} | memory()
+    if "error" in found:
+        agent.opt.zero_grad()
+
+
+def update(at, device):
+    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches; their kernels."""
+    agent, batch = new_agent(at, device)
+    cfg, bound = agent.cfg, speed.floors(agent, batch)
     tell("large product", **{"TFLOP/s": bound["gflops"] / 1e3})
-
-    def one():
-        return grpo.update(agent, batch, machine.rng(cfg, "update"))
-
-    def measure(name, tokens, logits):
-        with measuring(name) as found, chunks(logits):
-            agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
-            reset()
-            for key in ("first s", "s"):        # the first one warms up, or compiles
-                began = speed.now(place)
-                stats = one()
-                found[key] = speed.now(place) - began
-            found |= {"tokens/s": batch.mask.sum().item() / found["s"], "share": bound["update"] / found["s"],
-                      "mismatch": stats["mismatch"]} | memory()
-        if "error" in found:
-            agent.opt.zero_grad()
     for tokens, logits in at.updates:
-        measure(f"micro_tokens {tokens}" + (f", {logits} logits" if logits else ""), tokens, logits)
+        with chunks(logits):
+            agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+            name = f"micro_tokens {tokens}" + (f", {logits} logits" if logits else "")
+            some_updates(name, agent, batch, bound["update"])
     agent.cfg = cfg
     with measuring("kernels") as found:
-        found["of an update"] = kernels("kernels", place, one)
+        found["of an update"] = kernels("kernels", agent.policy.device, partial(one_update, agent, batch))
+
+# ------------------------------------------------------------------------------------------- compiled
+
+def inductor(at, device):
+    """A token, and an update, as they are and compiled. Every half minute stderr has where the process is, since
+    compilation once did not end in time."""
+    faulthandler.dump_traceback_later(30, repeat=True)
+    with torch.no_grad():
+        policy = random_gpt(at.shapes["0.5B"], at.dtype, device)
+        copied = speed.bandwidth(policy.device)
+        for way in AT_FIRST:
+            if way == "compiled":
+                compile_layers(policy)
+            one_way("0.5B", at, policy, way, at.rows[0], copied)
+    del policy
+    reset()
+    agent, batch = new_agent(at, device)
+    bound = speed.floors(agent, batch)["update"]
+    some_updates("update", agent, batch, bound)
+    compile_layers(agent.policy, agent.ref)
+    some_updates("update, compiled", agent, batch, bound)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def compile_layers(*models):
+    """As --compile on does; not without a GPU, where it takes minutes."""
     if has_gpu():
         torch._dynamo.reset()
-        machine.compile_all(dataclasses.replace(cfg, compile="on"), policy, agent.ref)
-        measure("compiled", *at.updates[0])
+        machine.compile_all(grpo.make_config(task="sums", compile="on"), *models)
 
 # ----------------------------------------------------------------------------------------- whole runs
 
@@ -451,7 +483,7 @@ def main(argv):
     if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE
-    f = {f.__name__: f for f in (decode, parts, update, run, steps)}[name]
+    f = {f.__name__: f for f in (decode, parts, update, inductor, run, steps)}[name]
     with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
         f(words if f in (run, steps) else at, "cuda" if device == "pretend" else device)
 

@@ -17,7 +17,6 @@ a large one.
 """
 import contextlib
 import dataclasses
-import faulthandler
 import gc
 import importlib
 import json
@@ -415,9 +414,7 @@ def update(at, device):
 # ------------------------------------------------------------------------------------------- compiled
 
 def inductor(at, device):
-    """A token, and an update, as they are and compiled. Every half minute stderr has where the process is, since
-    compilation once did not end in time."""
-    faulthandler.dump_traceback_later(30, repeat=True)
+    """A token, and an update, as they are and compiled."""
     with torch.no_grad():
         policy = random_gpt(at.shapes["0.5B"], at.dtype, device)
         copied = speed.bandwidth(policy.device)
@@ -432,7 +429,6 @@ def inductor(at, device):
     some_updates("update", agent, batch, bound)
     compile_layers(agent.policy, agent.ref)
     some_updates("update, compiled", agent, batch, bound)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def compile_layers(*models):

@@ -21,8 +21,8 @@ import data
 import model
 import reward
 from data import answers, tokenizer
-from run import agents, batches, caches, checkpoint, flags, folder, machine, models, optimizer
-from run import preflight, report, shard, show, variants, warm_start
+from run import (batches, caches, checkpoint, config, dist, files, preflight, pretrained, report,
+                 setup, show, warm_start)
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo adds a
@@ -122,7 +122,7 @@ class Config:
     shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):
-        flags.validate(self, LEAST, MOST)
+        config.validate(self, LEAST, MOST)
         if self.target_kl and not self.applies_kl:
             raise data.UserError("--target_kl adapts beta: it needs --beta and --kl loss or reward")
 
@@ -142,7 +142,7 @@ class Config:
     def needs_reference(self):
         return self.applies_kl or self.kl == "watch" or self.reward == "model"
 
-flags.read_help(Config)
+config.read_help(Config)
 # Bounds. Unless listed, the minimum is 0, or 1 for an integer whose default is not 0.
 LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
              grad_clip=1e-9, truncated_reward=-1e9)
@@ -154,13 +154,13 @@ def make_config(**given):
     for others, and `given`. Raises UserError for unknown names and bad values."""
     defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
     chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
-    row = variants.settings(chosen["algo"], ALGOS, globals())
-    fields = defaults | REWARDS[flags.choose("reward", chosen["reward"], REWARDS)] | row
+    row = config.settings(chosen["algo"], ALGOS, globals())
+    fields = defaults | REWARDS[config.choose("reward", chosen["reward"], REWARDS)] | row
     if (fields | given).get("kl") == "reward":      # then k1 gives the KL's gradient (eq. 2)
         fields |= dict(estimator="k1")
     if chosen.get("init"):      # no warm start; --warm_steps adds one, at a lower rate
         fields |= dict(warm_steps=0, warm_lr=2e-5)
-    cfg = flags.build(Config, fields, given)
+    cfg = config.build(Config, fields, given)
     return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
 
 # ------------------------------------------------------------------- sampling: prompts to a group
@@ -197,7 +197,7 @@ def inverse_cdf(p, u):
     total, and by how much; both (r,). u in [0, 1) is clamped to what float32 can tell from 0 and 1,
     so that an element of nearly 0 is not chosen."""
     # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
-    cdf = p.to(machine.double(p.device)).cumsum(-1)
+    cdf = p.to(dist.double(p.device)).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
     i = torch.searchsorted(cdf, share, right=True).clamp(max=p.size(1) - 1)     # of NaN: the last
     return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
@@ -261,7 +261,7 @@ def complete(agent, prompts, group, u, max_new=None, n_greedy=0):
 def generate(agent, problems, u, n_greedy=0):
     """Completions of this rank's share of `problems`, with their texts and rule rewards. The random
     numbers u (n, G, N) cover all ranks, so samples do not depend on the number of ranks."""
-    problems, u = machine.local_share(problems), machine.local_share(u)
+    problems, u = dist.local_share(problems), dist.local_share(u)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), n_greedy=n_greedy)
     return reward.score(agent.task, agent.encoding, problems, batch)
@@ -272,7 +272,7 @@ def outcome_scores(reward, group):
     completion's reward within its group, (B,), and which groups are dead, (P,): rewards equal up to
     rounding (1e-6 of their mean, at least 1e-7), whose scores are exactly 0. The std has no Bessel
     correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
-    r = reward.to(machine.double(reward.device)).view(-1, group)                            # (P, G)
+    r = reward.to(dist.double(reward.device)).view(-1, group)                            # (P, G)
     mean = r.mean(1, keepdim=True)
     std = r.std(1, keepdim=True, correction=0)
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
@@ -282,7 +282,7 @@ def step_scores(reward, ends, group, baseline="group", scale="group"):
     """The general form, for process supervision (4.1.3) and for other baselines and scales: the
     rewards of steps (B, T), at the columns `ends` (B, T), relative to those of all steps of the
     group. One step per row is outcome supervision. Returns scores (B, T), dead groups (P,)."""
-    r = torch.where(ends, reward, 0).to(machine.double(reward.device))
+    r = torch.where(ends, reward, 0).to(dist.double(reward.device))
     r, on = r.view(-1, group, r.size(1)), ends.view(-1, group, r.size(1))                # (P, G, T)
     n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
     mean = total / n
@@ -333,7 +333,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
 def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch and its statistics."""
     cfg = agent.cfg
-    batch = generate(agent, problems, machine.uniform(rng, len(problems), cfg.group, cfg.max_new))
+    batch = generate(agent, problems, dist.uniform(rng, len(problems), cfg.group, cfg.max_new))
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -447,13 +447,13 @@ def update(agent, batch, rng):
     cfg, zero = agent.cfg, batch.logp.new_zeros(())
     total = {"loss": zero, "clip_share": zero}          # for a step that skips every row
     norm, mismatch = 0.0, None
-    shard.release(agent)
+    dist.release(agent)
     learns = has_gradient(agent, batch)
     ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
     batch = replace(batch, ids=ids)
-    agents.train_mode(agent, True)                      # in case you add dropout
+    setup.train_mode(agent, True)                      # in case you add dropout
     for rows, size in batches.minibatches(cfg, rng, len(ids)):
-        tokens = max(1, machine.all_reduce(mask[rows].sum()).item())
+        tokens = max(1, dist.all_reduce(mask[rows].sum()).item())
         live, gaps = rows[learns[rows]], [batch.logp.new_zeros(0)]
         for micro, T in batches.micro_batches(ids[live], mask[live], cfg.micro_tokens):
             part = batch.select(live[micro], T)
@@ -465,10 +465,10 @@ def update(agent, batch, rng):
             gaps.append((logp - part.logp).abs().flatten())
         if mismatch is None:
             mismatch = batches.checked_gap(torch.cat(gaps), mask[live].sum(), agent.policy.amp)
-        norm += optimizer.optimizer_step(agent.opt, cfg.grad_clip)
-    agents.train_mode(agent, False)
-    shard.refresh(agent)
-    means = (machine.all_reduce(torch.stack([*total.values()])) / cfg.updates).tolist()
+        norm += warm_start.optimizer_step(agent.opt, cfg.grad_clip)
+    setup.train_mode(agent, False)
+    dist.refresh(agent)
+    means = (dist.all_reduce(torch.stack([*total.values()])) / cfg.updates).tolist()
     return dict(zip(total, means)) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
@@ -492,18 +492,18 @@ def begin_iteration(agent, problems, iteration):
     its completions plus 10 % old rows. Returns the metrics of the fit."""
     cfg = agent.cfg
     if agent.ref is not None:
-        shard.copy_weights(agent.ref, agent.policy)
+        dist.copy_weights(agent.ref, agent.policy)
     if agent.reward_model is None:
         return {}
-    rng = machine.rng(cfg, "fit", iteration)
-    labels_rng = machine.rng(cfg, f"labels of rank {machine.world()[0]}", iteration)
+    rng = dist.rng(cfg, "fit", iteration)
+    labels_rng = dist.rng(cfg, f"labels of rank {dist.world()[0]}", iteration)
     tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth is held out
     drawn = rng.sample(problems[:tenth], n)
     drawn += rng.sample(problems[tenth:], cfg.fit_prompts - n)
     rows = []
     size = max(1, cfg.group // cfg.choices) * cfg.prompts       # as many rows as in training
     for part in batches.in_chunks("labelling", drawn, size):
-        batch = generate(agent, part, machine.uniform(rng, len(part), cfg.choices, cfg.max_new))
+        batch = generate(agent, part, dist.uniform(rng, len(part), cfg.choices, cfg.max_new))
         batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
         if cfg.labels == "rollouts":
             batch.reward = reward.rollout_labels(complete, agent, batch, labels_rng)
@@ -517,12 +517,12 @@ def begin_iteration(agent, problems, iteration):
 def evaluate(agent, problems):
     """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    cfg, rng, n = agent.cfg, machine.rng(agent.cfg, "evaluate"), agent.cfg.samples
+    cfg, rng, n = agent.cfg, dist.rng(agent.cfg, "evaluate"), agent.cfg.samples
     names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
     total = [0.0] * (1 + len(names))                # the number of problems, then the sum of each
     size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
     for part in batches.in_chunks("evaluation", problems, size):
-        u = machine.uniform(rng, len(part), n, cfg.max_new)
+        u = dist.uniform(rng, len(part), n, cfg.max_new)
         u = torch.cat((torch.zeros_like(u[:, :1]), u), 1)           # the greedy row's are not used
         batch = generate(agent, part, u, n_greedy=1)
         said = [agent.task.answer(text) if ended else ""
@@ -531,7 +531,7 @@ def evaluate(agent, problems):
             votes = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
             found = [1, greedy, *answers.shares(right, votes).values()]
             total = [x + y for x, y in zip(total, found)]
-    count, *solved = machine.all_reduce(torch.tensor(total)).tolist()
+    count, *solved = dist.all_reduce(torch.tensor(total)).tolist()
     return dict(zip(names, (x / count for x in solved)))
 
 # --------------------------------------------------------------------------------------- the run
@@ -539,11 +539,11 @@ def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg, began = agent.cfg, time.perf_counter()
     if cfg.half_life:
-        optimizer.scale_rates(agent.opt, 0.5 ** ((step - 1) / cfg.half_life))
-    drawn = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
-    batch, stats = rollout(agent, drawn, machine.rng(cfg, "rollout", step))
+        warm_start.scale_rates(agent.opt, 0.5 ** ((step - 1) / cfg.half_life))
+    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+    batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
-    stats |= update(agent, batch, machine.rng(cfg, "update", step))
+    stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
@@ -555,9 +555,9 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`."""
     task = task or data.load_task(cfg.task)
-    variants.install(cfg.functions, globals())      # in the place of those above
-    cfg, encoding, policy, problems, held_out = agents.begin(cfg, task, saved)
-    agent = agents.new_agent(cfg, task, encoding, policy, saved)
+    config.install(cfg.functions, globals())      # in the place of those above
+    cfg, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
+    agent = setup.new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
     total, done = cfg.steps * cfg.iterations, []
     if saved and saved.stats:                               # stopped during an evaluation: redo it
@@ -571,7 +571,7 @@ def train(cfg, task=None, saved=None):
             stats |= learned
             done.append(stats)
             show.step_line(step, total, done)
-            folder.log_samples(agent, step, batch, last=total)
+            report.log_samples(agent, step, batch, last=total)
         finish_step(agent, held_out, step, stats)           # evaluate, log, save
     show.farewell(cfg, held_out[0].prompt)
     return agent
@@ -586,14 +586,14 @@ def finish_step(agent, held_out, step, stats):
         show.print0(f"step {step}  held out: {show.percentages(results)}")
         checkpoint.keep_best(agent, step, results)
         stats = stats | results
-    halt = machine.stop_asked()
-    folder.log_metrics(cfg.folder, step, stats)
+    halt = dist.stop_asked()
+    files.log_metrics(cfg.folder, step, stats)
     # At step 0 there is nothing that a run which begins again would not make again.
     if last or halt or step and (step % cfg.save_every == 0 or step % cfg.steps == 0):
         checkpoint.save(agent, step)
         report.refresh(cfg.folder)
     if halt and not last:
-        raise machine.Stopped(f"after step {step}")
+        raise dist.Stopped(f"after step {step}")
 
 def ask(agent, question):
     """A question and its greedy completion."""
@@ -606,10 +606,10 @@ def ask(agent, question):
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
     """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
-    given, mode = flags.read(Config, variants.names(ALGOS), __doc__, argv)
+    given, mode = config.read(Config, config.names(ALGOS), __doc__, argv)
     where = make_config(**given).folder
     if mode["resume"]:
-        row = variants.of_resume(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
+        row = config.of_resume(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
         return mode, *checkpoint.resume(where, Config, row | given)
     if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
         given = checkpoint.settings(given.get("init", where), given)
@@ -617,19 +617,19 @@ def read_command(argv):
 
 def main(argv=None):
     """The command line; a UserError is one line on stderr and exit code 2."""
-    machine.prepare()
+    dist.prepare()
     with show.exit_code():
         mode, cfg, saved = read_command(argv)
-        machine.start_ranks(machine.resolve(cfg)[0])
+        dist.start_ranks(dist.resolve(cfg)[0])
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
         elif mode["ask"] is not None or mode["eval_only"]:
-            variants.install(cfg.functions, globals())
-            agent = agents.Agent(cfg, data.load_task(cfg.task), *models.trained_model(cfg))
+            config.install(cfg.functions, globals())
+            agent = setup.Agent(cfg, data.load_task(cfg.task), *pretrained.trained_model(cfg))
             show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
                         if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))
         else:
-            with machine.stoppable(show.resume_command(cfg)), folder.unlocked():
+            with dist.stoppable(show.resume_command(cfg)), files.unlocked():
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

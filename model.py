@@ -174,7 +174,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False  # activation checkpointing, a layer at a time
-        self.layout_class = Rows        # of training passes; see also run/sharing.py
+        self.layout_class = Rows        # of training passes; see also run/prefixes.py
         self.cache_class = None         # of sampling; None: caches.KVCache
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))

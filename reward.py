@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from data import UserError, check_steps, rewards_of
 from data.tokenizer import decode, step_tokens
 from model import send
-from run import batches, machine, optimizer
+from run import batches, dist, warm_start
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
 LABEL_NOISE = 0.0       # fraction of wrong labels, to study imperfect annotators
@@ -122,7 +122,7 @@ def rollout_labels(complete, agent, batch, rng, tries=4):
     for row, column in (part.T for part in places.split(128) if len(part)):
         prefixes = [ids[i, :t + 1].tolist() for i, t in zip(row, column)]
         room = (agent.cfg.max_new - (column + 1 - start[row])).tolist()         # tokens left
-        u = machine.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
+        u = dist.uniform(rng, len(prefixes), tries, max(room)).flatten(0, 1)
         ended = complete(agent, prefixes, tries, u, room)
         ended.start = start[row].repeat_interleave(tries)           # texts include the prefix
         score(agent.task, agent.encoding, [batch.problems[i] for i in row], ended)
@@ -176,7 +176,7 @@ def fit(reward_model, data, K, cfg, rng):
         """The loss terms of one optimizer step, from this rank's sets."""
         sets = order.tensor_split(steps)[step]
         count = data["ends"][rows_of(sets)].sum() / K                           # over all ranks
-        sets = machine.local_share(sets)
+        sets = dist.local_share(sets)
         ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
         for micro, T in batches.micro_batches(ids, mask, budget):
             part = {name: x[rows_of(sets[micro]), :T] for name, x in data.items()}
@@ -184,7 +184,7 @@ def fit(reward_model, data, K, cfg, rng):
             score = reward_model(part["ids"], part["mask"]).flatten()[send(at, device)]
             yield reward_loss(score, send(part["label"].flatten()[at], device), K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
-    optimizer.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
+    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
 
 def quality(score, label, K):
     """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K

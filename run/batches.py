@@ -3,12 +3,12 @@ import dataclasses
 from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch import distributed
 import torch.nn.functional as F
 
 from data import UserError
 from model import send, token_logps
-from run import machine, show
+from run import dist, show
 
 # --------------------------------------------------------------------------------------- the rows
 
@@ -45,7 +45,7 @@ def minibatches(cfg, rng, n):
     rows on this rank, as indices (on the host) into this rank's batch, and its number of rows on
     all ranks. Raises UserError unless the batch has this rank's share of rows; n: how many."""
     rows = cfg.prompts * cfg.group
-    local = machine.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
+    local = dist.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
     if n != len(local):
         raise UserError(f"a rollout must have --prompts x --group rows, here {len(local)}, not {n}")
     for _ in range(cfg.epochs):
@@ -70,7 +70,7 @@ def micro_batches(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    most = machine.all_reduce(torch.tensor(len(chunks)), dist.ReduceOp.MAX).item()
+    most = dist.all_reduce(torch.tensor(len(chunks)), distributed.ReduceOp.MAX).item()
     for chunk in chunks:
         yield torch.tensor(chunk), max(length[row] for row in chunk)
     for _ in range(len(chunks), most):
@@ -100,10 +100,10 @@ def in_chunks(name, items, size):
     progress if it takes long. Raises Stopped on a signal; the work then begins again."""
     told = show.progress(name, len(items))
     for i in range(0, len(items), size):
-        if machine.stop_asked():
-            raise machine.Stopped(f"in the {name}, which will begin again")
+        if dist.stop_asked():
+            raise dist.Stopped(f"in the {name}, which will begin again")
         told(i)
-        if machine.local_share(items[i:i + size]):
+        if dist.local_share(items[i:i + size]):
             yield items[i:i + size]
 
 # ------------------------------------------------------------------------ sets of rows, as dicts
@@ -117,10 +117,10 @@ def concatenate(*sets):
 def of_all_ranks(rows, K):
     """All-gathers rows to the CPU of every rank, as sets of K in the order of their problems."""
     rows = {name: x.cpu() for name, x in rows.items()}
-    if not dist.is_initialized():
+    if not distributed.is_initialized():
         return rows
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, rows)
+    parts = [None] * distributed.get_world_size()
+    distributed.all_gather_object(parts, rows)
     return {name: torch.stack(x.unflatten(0, (len(parts), -1, K)).unbind(0), 1).flatten(0, 2)
             for name, x in concatenate(*parts).items()}
 
@@ -133,26 +133,26 @@ def statistics(batch, dead):
     stats["accuracy"] = stats.pop("correct")
     # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
     # the loss its expected gradient is 0.
-    entropy, _ = machine.mean_and_std(-batch.logp[batch.mask])
+    entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
     if batch.value is not None:             # 1: predicts all returns; 0: only their mean
-        _, error = machine.mean_and_std((batch.returns - batch.value)[batch.mask])
-        _, spread = machine.mean_and_std(batch.returns[batch.mask])
+        _, error = dist.mean_and_std((batch.returns - batch.value)[batch.mask])
+        _, spread = dist.mean_and_std(batch.returns[batch.mask])
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
-    return machine.means(stats)
+    return dist.means(stats)
 
 def whiten(x, mask):
     """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
-    x = x.to(machine.double(x.device))
-    mean, std = machine.mean_and_std(x[mask])
+    x = x.to(dist.double(x.device))
+    mean, std = dist.mean_and_std(x[mask])
     spread = mask & (std > 1e-6 * mean.abs())
     return torch.where(spread, (x - mean) / std, 0).float()
 
 def speed(batch, began, sampled, ended):
     """A step's seconds and the tokens per second of its rollout and update, from the times at which
     it began, had sampled and ended."""
-    tokens = machine.all_reduce(batch.mask.sum()).item()
+    tokens = dist.all_reduce(batch.mask.sum()).item()
     return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
             "update_tok_s": tokens / (ended - sampled)}
 
@@ -170,8 +170,8 @@ def checked_gap(gaps, tokens, dtype):
     `tokens` tokens, over all ranks; gaps of other columns are 0. Raises UserError if it, or the
     mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
-    largest = machine.all_reduce(F.pad(gaps, (0, 1)).max(), dist.ReduceOp.MAX).item()
-    mean = machine.all_reduce(gaps.sum()).item() / max(1, machine.all_reduce(tokens).item())
+    largest = dist.all_reduce(F.pad(gaps, (0, 1)).max(), distributed.ReduceOp.MAX).item()
+    mean = dist.all_reduce(gaps.sum()).item() / max(1, dist.all_reduce(tokens).item())
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "

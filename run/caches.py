@@ -1,10 +1,11 @@
 """The KV caches of sampling. Each has `read`, for the prompts; `append`, for a token of every row;
 and `keep`, which `grpo.sample` calls after every `every` tokens to drop rows that have ended. A
-third one, for rows with common prefixes, is in `run/sharing.py`."""
+third one, for rows with common prefixes, is in `run/prefixes.py`."""
 from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 
 from data import UserError
 
@@ -167,3 +168,53 @@ def power_of_two(n):
 
 def by_64(n):
     return -(-n // 64) * 64         # rounded up
+
+class SharedCache:
+    """Decoding in which completions with the same tokens so far share one state: a group starts
+    with one state, and its rows diverge when they sample different tokens."""
+    every = 1
+
+    def __init__(self, model, slots, temperature):      # at most `slots`: it grows on demand
+        self.model, self.temperature = model, temperature
+
+    def read(self, ids, length, group):
+        """Like `KVCache.read`."""
+        P, T = ids.shape
+        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
+        self.used = T
+        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
+        h = prefill(self.model, ids, length, self.cache)                                    # (P, C)
+        return self.model.probs(h / self.temperature)[self.state]
+
+    def keep(self, active):
+        """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
+        kept = active.nonzero()[:, 0]
+        self.state = self.state[kept]
+        return kept
+
+    def append(self, token, pos):
+        """Like `KVCache.append`."""
+        self.advance(token)
+        if self.used == self.cache.size(4):
+            self.cache = F.pad(self.cache, (0, 0, 0, 16))
+        self.used += 1
+        of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
+        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
+        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]                      # (b, C)
+        return self.model.probs(h / self.temperature)[self.state]
+
+    def advance(self, token):
+        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
+        same token share the next one. If no rows diverge and nine tenths of the states are still
+        needed, the cache is kept as it is, to avoid a copy."""
+        pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
+        before = pair[0]                                                                     # (b,)
+        if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
+            return
+        if len(before) == 1:                # avoids compiling again for a batch of one
+            before = before.repeat(2)
+        self.cache, self.state = self.cache.index_select(2, before), after
+
+def by_16(n):
+    """n rounded up to a multiple of 16, so that few shapes are compiled."""
+    return -(-n // 16) * 16

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,10 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import UserError, read_bytes, read_json, regular, task_file
-from run import files, machine, pretrained, shard, show, variants
-from run.folder import LOGS, clear_up, keep_previous
-from run.tensors import (check_tensors, named_parameters, restore_optimizer, sha256_of,
-                         training_state)
+from run import config, dist, files, pretrained, show
+from run.files import LOGS, clear_up, keep_previous
 
 @dataclass
 class Checkpoint:
@@ -44,9 +43,9 @@ def save(agent, step, stats=()):
     """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: the step's
     statistics, if it has not been evaluated yet."""
     folder, tensors = agent.cfg.folder, training_state(agent)
-    shard.check_alike(tensors)
-    tensors = {n: shard.for_the_first_rank(x) for n, x in tensors.items()}
-    if machine.world()[0] > 0:
+    dist.check_alike(tensors)
+    tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
+    if dist.world()[0] > 0:
         return
     tensors = {n: x.cpu() for n, x in tensors.items()}          # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
@@ -65,11 +64,11 @@ def keep_best(agent, step, results):
     best = agent.cfg.folder / "best"
     note = best / "best.json"
     known = read_json(read_bytes(note), note).get("pass@1", 0) if note.exists() else -1
-    machine.wait_for_all()                                      # every rank has read it
+    dist.wait_for_all()                                      # every rank has read it
     if results["pass@1"] > known:
-        policy = {n: shard.for_the_first_rank(p.detach())
-                  for n, p in shard.parameters(agent.policy).items()}
-        if machine.world()[0] == 0:
+        policy = {n: dist.for_the_first_rank(p.detach())
+                  for n, p in dist.parameters(agent.policy).items()}
+        if dist.world()[0] == 0:
             pretrained.save(agent.policy, best, agent.encoding.files, policy)
             files.write_whole(best / "run.json", (agent.cfg.folder / "run.json").read_text())
             files.write_whole(note, json.dumps({"step": step, **results}))
@@ -80,7 +79,7 @@ def saved_if_stopped(agent, step, stats):
     resumed run starts with the evaluation."""
     try:
         yield
-    except machine.Stopped:
+    except dist.Stopped:
         if step > 0:
             save(agent, step, stats)
         raise
@@ -159,7 +158,7 @@ def restore(agent, checkpoint):
     check_tensors(agent, checkpoint)
     named = named_parameters(agent)
     for name, p in named.items():
-        p.data.copy_(shard.like(p, tensors[name]))
+        p.data.copy_(dist.like(p, tensors[name]))
     restore_optimizer(agent.opt, named, tensors)
     agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
                      if n.startswith("history.")}
@@ -192,7 +191,7 @@ def resume(folder, config, flags):
 
 def data_of(cfg):
     """SHA-256 of the files with problems, and of an algorithm's, by the flag that names them."""
-    paths = {"train": cfg.train, "test": cfg.test, "functions": variants.file_of(cfg.functions)}
+    paths = {"train": cfg.train, "test": cfg.test, "functions": config.file_of(cfg.functions)}
     return {name: hash_of(path) for name, path in paths.items() if path}
 
 def hash_of(path):
@@ -205,7 +204,7 @@ def claim(cfg, checkpoint):
     """Locks the folder of a run; raises UserError if another process is running there or continued
     the run after the checkpoint was read, or if an unfinished run would be overwritten."""
     folder = cfg.folder
-    if machine.world()[0] == 0 and folder.exists():
+    if dist.world()[0] == 0 and folder.exists():
         files.lock(folder / "lock")
     if checkpoint or (folder / "checkpoint.safetensors").exists():
         old, found = load(folder, type(cfg), whole=False)
@@ -239,10 +238,110 @@ def open_run(cfg, checkpoint=None):
                 step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-        if file := variants.file_of(cfg.functions):
+        if file := config.file_of(cfg.functions):
             files.write_whole(cfg.folder / "functions.py", file.read_bytes())
         for name in LOGS:
             with open(regular(cfg.folder / name), "ab") as f:
                 f.truncate(checkpoint.sizes[name] if checkpoint else 0)
     except OSError as e:
         raise UserError(f"cannot write in {cfg.folder}: {e.strerror}") from e
+
+
+ROLES = ("policy", "ref", "critic", "reward_model")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")             # at least these, if the optimizer is Adam
+ROWS = dict(ids=torch.int64, mask=torch.bool, ends=torch.bool, label=torch.float32)
+
+def modules(agent):
+    """The modules that a run has, by role."""
+    return {role: getattr(agent, role) for role in ROLES if getattr(agent, role) is not None}
+
+def named_parameters(agent):
+    """The parameters of a run by role and name; of sharded ones, this rank's shards."""
+    return {f"{role}.{n}": p for role, module in modules(agent).items()
+            for n, p in dist.parameters(module).items()}
+
+def training_state(agent):
+    """Every tensor of a run by name: the parameters by role, the optimizer's state, and the
+    history of labelled rows."""
+    named = named_parameters(agent)
+    rows = {f"history.{n}": x for n, x in agent.history.items()}
+    return {n: p.detach() for n, p in named.items()} | optimizer_state(agent.opt, named) | rows
+
+def optimizer_state(opt, named):
+    """The state of any optimizer as tensors `opt.<key>.<parameter>`; named: parameters by name."""
+    state = {f"opt.{key}.{n}": x for n, p in named.items()
+             for key, x in opt.state.get(p, {}).items() if x is not None}
+    if wrong := [n for n, x in state.items() if not isinstance(x, torch.Tensor)]:
+        raise UserError(f"a checkpoint cannot hold {wrong[0]}: it is no tensor")
+    return state
+
+def restore_optimizer(opt, named, tensors):
+    """Gives an optimizer the state that `optimizer_state` returned."""
+    names = {p: n for n, p in named.items()}
+    params = [p for group in opt.param_groups for p in group["params"]]
+    keys, state = state_keys(tensors, names.values()), {}
+    for i, p in enumerate(params):
+        found = {key: tensors.get(f"opt.{key}.{names[p]}") for key in keys}
+        state[i] = {key: dist.like(p, x) if x.shape == p.shape else x.clone()
+                    for key, x in found.items() if x is not None}
+    groups = opt.state_dict()["param_groups"]
+    opt.load_state_dict({"state": {i: x for i, x in state.items() if x}, "param_groups": groups})
+
+def state_keys(tensors, names):
+    """The keys in the optimizer's state of any of these parameters: exp_avg, momentum_buffer."""
+    parts = [n.split(".", 2) for n in tensors if n.startswith("opt.")]
+    return sorted({part[1] for part in parts if part[-1] in names})
+
+def wanted(agent, checkpoint):
+    """The tensors that a Checkpoint must have: for each name one of the right shape and dtype. A
+    fused optimizer would write beyond a moment smaller than its parameter; any other one may have
+    what it likes for each parameter."""
+    want, have = named_parameters(agent), checkpoint.tensors
+    names = {p: n for n, p in want.items()}
+    least = set(MOMENTS if isinstance(agent.opt, torch.optim.Adam | torch.optim.AdamW) else ())
+    for group in agent.opt.param_groups if checkpoint.step > 0 else ():
+        trained = {names[p] for p in group["params"]}
+        for key, n in itertools.product(least | {*state_keys(have, trained)}, trained):
+            name = f"opt.{key}.{n}"
+            if group.get("fused"):
+                want[name] = have.get(name, want[n]) if key == "step" else want[n]
+            elif name in have:
+                want[name] = have[name]
+    if checkpoint.step > 0 and agent.reward_model is not None:
+        shape = checkpoint.tensors.get("history.ids", torch.zeros(0, 0)).shape
+        want |= {f"history.{n}": torch.empty(shape, dtype=dtype, device="meta")
+                 for n, dtype in ROWS.items()}
+    return want
+
+def check_tensors(agent, checkpoint):
+    """Raises UserError unless a Checkpoint has exactly the `wanted` tensors, with valid values."""
+    want, have = wanted(agent, checkpoint), checkpoint.tensors
+    wrong = sorted(want.keys() ^ have.keys())
+    wrong += [n for n in want.keys() & have.keys() if have[n].shape != want[n].shape
+              or have[n].dtype != want[n].dtype and not n.startswith("ref.")]   # rounded on a GPU
+    if wrong:
+        raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
+                        f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
+    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
+             or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
+    steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
+    if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
+        wrong += steps.values()
+    ids = have.get("history.ids", torch.zeros(0, 1))
+    if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
+            0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):
+        wrong.append("history.ids")
+    if wrong:
+        raise UserError(f"{agent.cfg.folder}: the tensor {wrong[0]} has invalid values")
+
+def sha256_of(tensors):
+    """SHA-256 of a dict of CPU tensors: names, dtypes, shapes, bytes. 2 GB take seconds."""
+    sha256 = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        sha256.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        sha256.update(x.contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()
+
+def finite(tensor):
+    """Whether all values of a tensor are finite, without allocating another of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -1,5 +1,8 @@
 """Atomic writes, and a lock that one process holds."""
+import contextlib
+import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -7,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from data import UserError, regular
+from run import dist, show
 
 try:
     import fcntl
@@ -58,3 +62,47 @@ def unlock():
     """Releases the lock of this process."""
     while LOCKS:
         LOCKS.pop().close()
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+def log_metrics(folder, step, stats):
+    """Adds a line to metrics.jsonl, on the first rank."""
+    if dist.world()[0] == 0:
+        append(folder / "metrics.jsonl", {"step": step, **stats})
+
+def append(path, record):
+    """Adds a line to a JSON lines file."""
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+@contextlib.contextmanager
+def unlocked():
+    """A context that ends by releasing the folder's lock, which `checkpoint.claim` takes."""
+    try:
+        yield
+    finally:
+        unlock()
+
+def keep_previous(folder):
+    """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""
+    previous = folder / "previous"
+    previous.mkdir(exist_ok=True)
+    for path in [*folder.iterdir()]:
+        if path.is_file() and path.name != "lock":
+            os.replace(path, previous / path.name)
+    shutil.rmtree(previous / "best", ignore_errors=True)
+    if (folder / "best").is_dir():
+        os.replace(folder / "best", previous / "best")
+    show.print0(f"the finished run in {folder} was moved to {previous}")
+
+def clear_up(folder):
+    """Removes temporary files of interrupted saves, which are as large as the model: its own, and
+    those with a random name that safetensors renames to them."""
+    for place in (folder, folder / "warm_start"):
+        for kind in ("*.json.tmp", "*.safetensors.tmp", "*.html.tmp", f".tmp{'[0-9A-Za-z]' * 6}"):
+            for path in [*place.glob(kind)]:
+                path.unlink()

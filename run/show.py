@@ -9,11 +9,11 @@ from pathlib import Path
 
 import data
 from data import UserError, tokenizer
-from run import machine
+from run import dist
 
 def print0(text):
     """Prints on the first rank. If stdout is closed, the run continues silently."""
-    if machine.world()[0] == 0:
+    if dist.world()[0] == 0:
         say(text, sys.stdout)
 
 def error(e):
@@ -27,7 +27,7 @@ def exit_code():
     code = 0
     try:
         yield
-    except machine.Stopped as when:
+    except dist.Stopped as when:
         print0(f"stopped {when}; continue with: {when.command}")
         code = 128 + when.number
     except KeyboardInterrupt:           # in --eval_only or --ask: nothing to save
@@ -35,7 +35,7 @@ def exit_code():
     except (UserError, OSError) as e:           # OSError: a full disk, a path too long
         error(e)
         code = 2
-    machine.exit_with(code)
+    dist.exit_with(code)
 
 def say(text, stream):
     """Prints to a stream that may be closed, or a pipe to a `head` that has ended."""
@@ -71,7 +71,7 @@ def percentages(results):
 
 def header(agent, problems, held_out):
     """Prints what a run works on, and with."""
-    cfg, (device, dtype, compiled) = agent.cfg, machine.resolve(agent.cfg)
+    cfg, (device, dtype, compiled) = agent.cfg, dist.resolve(agent.cfg)
     millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device} in {dtype}; {len(problems)} problems, "
            f"{len(held_out)} held out; {cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")

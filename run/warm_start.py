@@ -6,6 +6,7 @@ and if today's model.py gives its weights the log-probabilities that are noted b
 """
 import hashlib
 import json
+import math
 import random
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 import data
 from data import UserError, read_bytes, read_json
 from model import token_logps
-from run import batches, flags, machine, models, optimizer, pretrained, show
+from run import batches, config, dist, pretrained, show
 from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
@@ -35,7 +36,7 @@ ANY = frozenset("seed recompute share_prefix grad_clip".split())
 def settings(cfg):
     """The names of the settings on which a kept warm start depends. A field under no heading is one
     of them, to be safe."""
-    known = next(flags.HELP[kind] for kind in type(cfg).__mro__ if kind in flags.HELP)
+    known = next(config.HELP[kind] for kind in type(cfg).__mro__ if kind in config.HELP)
     others = {name for title, helps in known if not title.startswith(MODEL_HEADING)
               for name in helps}
     return [f.name for f in fields(cfg) if f.name not in others - DEPENDS_ON]
@@ -57,7 +58,7 @@ def checked(cfg, task, problems):
     if cfg.init != str(SHIPPED) or note is None:
         return cfg
     own = replace(cfg, init="", warm_steps=note["settings"]["warm_steps"])
-    if why := outdated(SHIPPED, own, task, problems, models.encoding_of(own, ""), ANY):
+    if why := outdated(SHIPPED, own, task, problems, pretrained.encoding_of(own, ""), ANY):
         show.print0(f"note: {SHIPPED} is not used: {why}")
         return own
     return cfg
@@ -74,11 +75,11 @@ def starting_model(cfg, task, problems, longest, encoding):
         source = where if known else cfg.init
         again = f"; --warm_steps {type(cfg).warm_steps} makes a new one"
         show.print0(f"starting from {source}{again if cfg.init == str(SHIPPED) else ''}")
-        model = models.load_model(source, cfg, encoding, longest)
+        model = pretrained.load_model(source, cfg, encoding, longest)
         if (dtype := model.hf.get("dtype") or model.hf.get("torch_dtype")) not in (None, "float32"):
             show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
         return model, warm and not known
-    return models.new_model(cfg, encoding, longest), warm
+    return pretrained.new_model(cfg, encoding, longest), warm
 
 def changed(cfg, note, ignored=frozenset()):
     """The first setting of cfg on which a warm start depends and which has another value in its
@@ -120,19 +121,19 @@ def warm_start(model, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
     def losses(step):
         """The loss terms of one optimizer step, over this rank's rows."""
-        rng = machine.rng(cfg, "warm start", step)
+        rng = dist.rng(cfg, "warm start", step)
         rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=cfg.warm_batch)]
         tokens = sum(len(text) for _, text in rows)             # over all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
-        ids, mask = padded(machine.local_share(rows))
+        ids, mask = padded(dist.local_share(rows))
         for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
-    optimizer.supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr,
+    supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr,
                              cfg.grad_clip)
 
-    if machine.world()[0] == 0:
+    if dist.world()[0] == 0:
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
         note.unlink(missing_ok=True)
         pretrained.save(model, where, encoding.files)
@@ -175,15 +176,15 @@ def new_note(cfg, task, problems, encoding):
 
 def made_with(cfg):
     """What else decides a warm start, up to its last digits."""
-    device, dtype, _ = machine.resolve(cfg)
-    files = [Path(optimizer.__file__), Path(__file__)]
+    device, dtype, _ = dist.resolve(cfg)
+    files = [Path(__file__)]
     files += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
     digests = []
     for path in files:
         with open(path, "rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return {"torch": torch.__version__, "device": device.type, "dtype": dtype,
-            "ranks": machine.world()[1], "the fit's code or --init's files": sha256_of(digests)}
+            "ranks": dist.world()[1], "the fit's code or --init's files": sha256_of(digests)}
 
 def read_note(where):
     """The note of a kept warm start; None if there is none that `new_note` could have written."""
@@ -197,3 +198,47 @@ def read_note(where):
 def sha256_of(values):
     """SHA-256 of a list, as it prints."""
     return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def new_optimizer(modules, lr, eps=1e-8):
+    """AdamW for the modules that are not None. No weight decay: it would pull weights to 0,
+    away from the pretrained ones."""
+    params = [p for module in filter(None, modules) for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=0, fused=True)
+
+def scale_rates(opt, factor):
+    """Sets the learning rate of each group to a factor times the one that it began with."""
+    for group in opt.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+def optimizer_step(opt, grad_clip):
+    """Sums the gradients over the ranks, clips, steps, clears; returns the norm before clipping,
+    which is over all weights, those of a separate critic included, as in the original PPO code
+    and in CleanRL. (Adam cancels most of a common factor.)"""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = dist.summed(torch.zeros_like(p) if p.grad is None else p.grad)
+    norm = dist.full(torch.nn.utils.clip_grad_norm_(params, grad_clip)).item()
+    if not math.isfinite(norm):
+        raise UserError(f"the norm of the gradient is {norm}")
+    opt.step()
+    opt.zero_grad()
+    return norm
+
+def supervised_fit(name, module, losses, steps, lr, grad_clip):
+    """Supervised training: `steps` optimizer steps, each on the sum of the loss terms that
+    `losses(step)` yields. The learning rate rises for 30 steps and falls linearly to 0."""
+    opt, report = new_optimizer([module], lr), show.progress(name, steps)
+    module.train()
+    for step in range(steps):
+        if dist.stop_asked():
+            raise dist.Stopped(f"in the {name}, which will begin again")
+        scale_rates(opt, min(1 - step / steps, (step + 1) / 30))
+        total = torch.zeros((), device=opt.param_groups[0]["params"][0].device)
+        for loss in losses(step):
+            loss.backward()
+            total += loss.detach()
+        optimizer_step(opt, grad_clip)
+        tenth = (step + 1) % max(1, steps // 10) == 0
+        report(step + 1, f"loss {dist.all_reduce(total).item():.3f}  ", tenth)
+    module.eval()

@@ -27,7 +27,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 import grpo  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from run import pretrained, variants  # noqa: E402
+from run import config, pretrained  # noqa: E402
 
 
 def pytest_configure(config):
@@ -283,16 +283,16 @@ def cfg():
     return Config(prompts=2, group=4, max_new=8, micro_tokens=64, lr=1e-3)
 
 
-OWN = variants.own_functions(vars(grpo))
+OWN = config.own_functions(vars(grpo))
 
 
 @pytest.fixture(autouse=True)
 def own_functions():
     """After a run of an algorithm in a file, grpo.py has its own functions again."""
     yield
-    if variants.REPLACED:
+    if config.REPLACED:
         vars(grpo).update(OWN)
-        variants.REPLACED.clear()
+        config.REPLACED.clear()
 
 
 @pytest.fixture(autouse=True)

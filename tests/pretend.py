@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import distributed
 import torch.nn.functional as F
 import torch.utils._foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -429,13 +429,13 @@ def cuda(index=0):
 @contextlib.contextmanager
 def nccl():
     """In this context the backend nccl is there: gloo, for tensors on the current device only."""
-    real = SimpleNamespace(**vars(dist))
+    real = SimpleNamespace(**vars(distributed))
 
     def init_process_group(backend):
         assert backend == "nccl"
         real.init_process_group("gloo")
 
-    def all_reduce(x, op=dist.ReduceOp.SUM):
+    def all_reduce(x, op=distributed.ReduceOp.SUM):
         if is_cpu(x) or x.index != torch.cuda.current_device():
             raise RuntimeError(f"{site()}: No backend type associated with device type {x.device}")
         real.all_reduce(x.held, op)
@@ -450,7 +450,7 @@ def nccl():
         count("waits", "barrier")
         real.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(distributed, "get_backend", lambda: "nccl")
         for stand in (init_process_group, all_reduce, all_gather_object, barrier):
-            patch.setattr(dist, stand.__name__, stand)
+            patch.setattr(distributed, stand.__name__, stand)
         yield

@@ -11,9 +11,9 @@ from conftest import tiny_model
 
 from grpo import make_config, sample
 from model import token_logps
-from run import caches, machine, models, preflight
+from run import caches, dist, preflight, pretrained
 from run.caches import KVCache, StaticCache, by_64, power_of_two
-from run.sharing import SharedCache
+from run.prefixes import SharedCache
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: rows end all the time
@@ -142,11 +142,11 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
     ("auto", True, False, StaticCache), ("off", True, True, SharedCache)])
 def test_the_flag_chooses(flag, cuda, compiled, found, monkeypatch):
     cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
-    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", compiled))
+    monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", compiled))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
-    assert models.to_device(tiny_model(), cfg).cache_class is found
+    assert pretrained.to_device(tiny_model(), cfg).cache_class is found
     cfg = make_config(task="arithmetic", static_cache="off", share_prefix="off", device="cpu")
-    assert models.to_device(tiny_model(), cfg).cache_class is None
+    assert pretrained.to_device(tiny_model(), cfg).cache_class is None
 
 
 def test_its_memory_is_counted_in_the_update_too():
@@ -168,7 +168,7 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     counters.clear()
     plain = tiny_model(scale=2.0, n_layer=24, block_size=128)
     model = static(copy.deepcopy(plain))
-    machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    dist.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
     spent = 0.0
     for seed, (prompts, group, longest) in enumerate([(PROMPTS[:2], 4, 70), (PROMPTS, 8, 12), (PROMPTS, 11, 20)]):
         u = uniform(len(prompts) * group, longest, seed)
@@ -199,7 +199,7 @@ def test_a_compiled_layer_does_not_copy_the_cache():
     from torch._inductor.utils import run_and_get_code
     plain = tiny_model(n_layer=1, block_size=128)
     model, token, pos = copy.deepcopy(plain), torch.arange(8), torch.arange(8) % 3
-    machine.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    dist.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         want = caches.Memory(plain, 16, 128).step(8, 64)(plain, token, pos)
         step = caches.Memory(model, 16, 128).step(8, 64)

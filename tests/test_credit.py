@@ -8,7 +8,7 @@ from conftest import tiny_model
 from grpo import (ALGOS, Config, advantages, gae, step_scores, kl_estimate, policy_loss,
                   token_weights, value_loss)
 from model import token_logps
-from run.models import ScalarHead
+from run.pretrained import ScalarHead
 from run.batches import last_tokens, whiten
 
 G = torch.Generator().manual_seed(0)

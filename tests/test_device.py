@@ -14,7 +14,7 @@ from dataclasses import replace
 import pretend
 import pytest
 import torch
-import torch.distributed as dist
+from torch import distributed
 import torch.nn.functional as F
 from conftest import tiny_model
 from safetensors.torch import load, load_file, save
@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import caches, checkpoint, machine, optimizer, preflight, pretrained, samples
+from run import caches, checkpoint, dist, preflight, pretrained, report, warm_start
 from run.caches import StaticCache
-from run.models import frozen
+from run.pretrained import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
 
@@ -374,7 +374,7 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
     task, real = ["--task", given["task"]], grpo.train_step
 
     def interrupted(agent, problems, step):
-        machine.ASKED.append(15)
+        dist.ASKED.append(15)
         return real(agent, problems, step)
     with pretend.cuda():
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
@@ -474,13 +474,13 @@ def as_rank(rank, port, top, where):
                        MASTER_PORT=str(port))
     try:
         with pretend.cuda(rank) as device, pretend.nccl():
-            machine.start_ranks(device)
+            dist.start_ranks(device)
             for name, changes in RANKS.items():
                 agent = run(top, name, **{"device": "cuda", "out": str(where / name)} | changes)
                 assert all(p.device == device for p in agent.policy.parameters())
             with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-                dist.all_reduce(torch.zeros(()))
-            machine.wait_for_all()
+                distributed.all_reduce(torch.zeros(()))
+            dist.wait_for_all()
     except BaseException:
         (where / f"error{rank}").write_text(traceback.format_exc())
         os._exit(1)                         # the other one does not wait for this one
@@ -550,7 +550,7 @@ def test_a_step_waits_seldom(top, tmp_path, monkeypatch, name):
     rollouts = []
     for prompts in (5, 10):
         with pretend.cuda(), calls_of(monkeypatch, (grpo, "sample"), (grpo, "rollout"), (grpo, "update"), (grpo, "total_loss"),
-                                     (optimizer, "optimizer_step"), (samples, "records"), (checkpoint, "save")) as (calls, seen):
+                                     (warm_start, "optimizer_step"), (report, "records"), (checkpoint, "save")) as (calls, seen):
             run(top, name, prompts=prompts, minibatches=2, micro_tokens=60, device="cuda", out=str(tmp_path / str(prompts)))
         assert calls["rollout"] == calls["update"] == 1 and calls["optimizer_step"] == 2 and calls["total_loss"] >= 2
         update = seen["update"]

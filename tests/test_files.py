@@ -26,8 +26,8 @@ from data import UserError
 from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
-from run import agents, checkpoint, files, preflight, pretrained, tensors
-from run.folder import LOGS, clear_up
+from run import checkpoint, files, preflight, pretrained, setup
+from run.files import LOGS, clear_up
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1").split()
@@ -169,8 +169,8 @@ def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
     _, encoding, policy, *_ = grpo.agents.begin(cfg, grpo.data.load_task(cfg.task), saved)
-    agent = agents.new_agent(cfg, None, encoding, policy, saved)
-    state = tensors.training_state(agent)
+    agent = setup.new_agent(cfg, None, encoding, policy, saved)
+    state = checkpoint.training_state(agent)
     assert not saved.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}
     files.unlock()
 

@@ -15,8 +15,8 @@ from conftest import ROOT, chat_folder, tiny_model
 import grpo
 import model
 from data import UserError
-from run import flags, models, pretrained, shard
-from run.models import frozen
+from run import config, dist, pretrained
+from run.pretrained import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
 
@@ -83,11 +83,11 @@ class Forked:
 
 
 def test_each_setting_has_its_own_help():
-    flags.read_help(Forked)
-    assert flags.HELP[Forked][1:] == [
+    config.read_help(Forked)
+    assert config.HELP[Forked][1:] == [
         ("first title", {"plain": "a plain one", "hash": "with a # in it, and # another", "long": "over two lines"}),
         ("second title: of more", {"tight": "tight", "spaced": "50 % of it"})]
-    given, _ = flags.read(Forked, grpo.ALGOS, "", ["--hash", "#", "--spaced", "1"])
+    given, _ = config.read(Forked, grpo.ALGOS, "", ["--hash", "#", "--spaced", "1"])
     assert given == {"hash": "#", "spaced": 1.0}
 
 
@@ -117,7 +117,7 @@ class Empty:
 @pytest.mark.parametrize("config", [Above, Within, Empty])
 def test_a_comment_elsewhere_is_no_help(config):
     with pytest.raises(TypeError, match=f"^{config.__name__}.n_mlp has no help"):
-        flags.read_help(config)
+        config.read_help(config)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_names_from_elsewhere_get_a_hint(argv, fault):
 
 def test_a_hint_names_a_setting_that_there_is():
     names = {f.name for f in dataclasses.fields(grpo.Config)}
-    assert {*flags.ALIASES.values()} <= names and names & {*flags.ALIASES, *flags.NOTES} == {"functions"}
+    assert {*config.ALIASES.values()} <= names and names & {*config.ALIASES, *config.NOTES} == {"functions"}
 
 
 def test_no_source_is_parsed_after_the_import(monkeypatch):
@@ -218,7 +218,7 @@ def test_a_copy_takes_weights_and_buffers():
     policy.seen += 1
     with torch.no_grad():
         policy.norm.weight += 1
-    shard.copy_weights(copied, policy)
+    dist.copy_weights(copied, policy)
     assert torch.equal(copied.seen, policy.seen) and torch.equal(copied.norm.weight, policy.norm.weight)
 
 
@@ -228,7 +228,7 @@ def test_a_parameter_that_only_the_copy_has_is_refused():
     copied = frozen(policy)
     copied.extra = torch.nn.Parameter(torch.zeros(2), False)
     with pytest.raises(UserError, match="only the frozen copy of the policy has extra$"):
-        shard.copy_weights(copied, policy)
+        dist.copy_weights(copied, policy)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -241,7 +241,7 @@ def test_what_only_the_policy_has_is_refused(tied):
     else:
         del copied.lm_head
     with pytest.raises(UserError, match=f"only the policy has {'seen' if tied else 'lm_head.weight'}$"):
-        shard.copy_weights(copied, policy)
+        dist.copy_weights(copied, policy)
 
 
 def test_a_buffer_of_another_shape_is_refused():
@@ -251,7 +251,7 @@ def test_a_buffer_of_another_shape_is_refused():
     copied = frozen(policy)
     policy.seen = torch.ones(1)
     with pytest.raises(UserError, match=r"seen has the shape \(1,\), and \(3,\) in its frozen copy"):
-        shard.copy_weights(copied, policy)
+        dist.copy_weights(copied, policy)
 
 
 def test_a_copy_whose_memory_was_released_is_filled_again():
@@ -259,7 +259,7 @@ def test_a_copy_whose_memory_was_released_is_filled_again():
     copied = frozen(policy)
     for p in copied.parameters():
         p.data = p.data.new_empty(0)
-    shard.copy_weights(copied, policy)
+    dist.copy_weights(copied, policy)
     assert all(torch.equal(p, x) for p, x in zip(copied.parameters(), policy.parameters(), strict=True))
 
 
@@ -268,7 +268,7 @@ def test_a_parameter_of_another_shape_is_refused():
     copied = frozen(policy)
     copied.norm.weight.data = torch.zeros(5)
     with pytest.raises(UserError, match=r"norm.weight has the shape \(32,\), and \(5,\) in its frozen copy"):
-        shard.copy_weights(copied, policy)
+        dist.copy_weights(copied, policy)
 
 
 def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
@@ -277,7 +277,7 @@ def test_the_head_of_a_copy_is_the_embedding_of_a_tied_policy():
     copied = frozen(policy)
     with torch.no_grad():
         policy.embed_tokens.weight += 1
-    shard.copy_weights(copied, policy)
+    dist.copy_weights(copied, policy)
     assert torch.equal(copied.lm_head.weight, policy.embed_tokens.weight.bfloat16())
 
 
@@ -454,7 +454,7 @@ def test_a_model_that_answers_is_in_evaluation_mode(init, tmp_path):
     """With --eval_only and --ask a fork's dropout was once on."""
     chat_folder(tmp_path)
     cfg = grpo.Config(**{"init" if init else "out": str(tmp_path)}, chat="none")
-    assert not models.trained_model(cfg)[1].training
+    assert not pretrained.trained_model(cfg)[1].training
 
 
 # ------------------------------------------------------------------------------- innocent changes
@@ -466,7 +466,7 @@ def test_new_files_and_prints_are_fine(forked, tmp_path):
     shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
     fork = tmp_path / "fork"
     shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
-    (fork / "run" / "mine.py").write_text("from run import machine\n\ndef world():\n    a = 1\n    b = 2\n    return machine.world(), a, b\n")
+    (fork / "run" / "mine.py").write_text("from run import machine\n\ndef world():\n    a = 1\n    b = 2\n    return dist.world(), a, b\n")
     shutil.copy(fork / "data" / "sums.py", fork / "reverse.py")
     (fork / "plot.py").write_text("import matplotlib\n\ndef plot():\n    a = 1\n    b = 2\n    return eval('a + b')" + " " * 100 + "\n")
     with open(fork / "grpo.py", "a") as f:

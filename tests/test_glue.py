@@ -15,8 +15,8 @@ import reward
 from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import agents, batches, checkpoint, folder, machine, models, optimizer, report, show
-from run.agents import Agent
+from run import batches, checkpoint, dist, files, pretrained, report, setup, show, warm_start
+from run.setup import Agent
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile="off")
@@ -34,21 +34,21 @@ def with_(**changes):
 def test_who_needs_a_reference(changes, needed):
     """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
     assert with_(**changes).needs_reference is needed
-    agent = agents.new_agent(with_(**changes), None, None, tiny_model())
+    agent = setup.new_agent(with_(**changes), None, None, tiny_model())
     assert (agent.ref is not None) is needed
 
 
 def test_an_agent_for_answers_is_a_policy_alone():
     agent = Agent(CFG, None, None, tiny_model())
     assert agent.ref is agent.critic is agent.reward_model is agent.sampler is agent.opt is None
-    assert agents.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
+    assert setup.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
 
 
 @pytest.mark.parametrize("baseline, critic, there, own", [
     ("group", "separate", False, False), ("value", "shared", True, False), ("value", "separate", True, True),
     ("group+value", "shared", True, False), ("group+value", "separate", True, True)])
 def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there, own):
-    agent = agents.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
+    agent = setup.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
     assert (agent.critic is not None) is there
     if own:
         pairs = zip(agent.policy.parameters(), agent.critic.trunk.parameters(), strict=True)
@@ -58,7 +58,7 @@ def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there
 
 def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
     """Its weights have a standard deviation of 1 / sqrt(C + 1), and follow from the seed."""
-    agent = agents.new_agent(with_(reward="model"), None, None, tiny_model())
+    agent = setup.new_agent(with_(reward="model"), None, None, tiny_model())
     number = random.Random("1/scorer/0").getrandbits(63)
     draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
     torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
@@ -68,14 +68,14 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 def test_a_run_begins_in_evaluation_mode():
     """Also heads, to which a fork may add dropout."""
-    agent = agents.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
+    agent = setup.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
     models_of = (agent.policy, agent.ref, agent.critic, agent.reward_model)
     assert not any(part.training for model in models_of for part in model.modules())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
-    agent = agents.new_agent(with_(dtype=dtype), None, None, models.to_device(tiny_model(), with_(dtype=dtype)))
+    agent = setup.new_agent(with_(dtype=dtype), None, None, pretrained.to_device(tiny_model(), with_(dtype=dtype)))
     assert (agent.sampler is not None) is (dtype == "bfloat16")
 
 
@@ -88,7 +88,7 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     """With one update per rollout the loss has its own, and only a KL in the reward needs a pass."""
     cfg, of_pass = with_(**given, **updates), several if updates else one
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)})
-    agent = agents.new_agent(cfg, task, byte_encoding(), models.to_device(tiny_model(), cfg))
+    agent = setup.new_agent(cfg, task, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     asked = []
 
     def logps(gpt, batch, cfg, critic=None):
@@ -164,7 +164,7 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
     """All rewards alike, and the critic without an opinion: a share of 0, which once could have been no number."""
     cfg = with_(baseline="value", adv_scale="none", kl="none", gamma=1.0, lam=1.0)
     task = SimpleNamespace(reward=lambda p, text: {"correct": value}, DEFAULTS={})
-    agent = agents.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent = setup.new_agent(cfg, task, byte_encoding(), tiny_model())
     agent.encoding.stop = frozenset(range(257))                     # all end with their first token
     _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     assert stats["explained_variance"] == 1 and stats["reward"] == value
@@ -193,9 +193,9 @@ def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, m
 def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked, monkeypatch):
     """The ranks label rows of their own; all else they draw alike."""
     streams, got = [], []
-    rng = machine.rng
-    monkeypatch.setattr(machine, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
-    monkeypatch.setattr(machine, "world", lambda: (rank, 2))
+    rng = dist.rng
+    monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
+    monkeypatch.setattr(dist, "world", lambda: (rank, 2))
     rows = SimpleNamespace(ids=torch.zeros(2, 3), mask=torch.ones(2, 3), ends=torch.ones(2, 3), reward=torch.zeros(2, 3))
     monkeypatch.setattr(grpo, "generate", lambda agent, part, u: rows)
     monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (batch.reward, batch.ends))
@@ -216,15 +216,15 @@ def test_a_fit_is_in_training_mode():
     def losses(step):
         seen.append(layer.training)
         yield layer(torch.ones(1, 2)).sum()
-    optimizer.supervised_fit("nothing", layer, losses, 2, 1e-3, 1.0)
+    warm_start.supervised_fit("nothing", layer, losses, 2, 1e-3, 1.0)
     assert seen == [True, True] and not layer.training
 
 
 def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     layer, asked = torch.nn.Linear(2, 1), iter([0, 15])
-    monkeypatch.setattr(machine, "stop_asked", lambda: next(asked))
-    with pytest.raises(machine.Stopped, match="^in the nothing, which will begin again$"):
-        optimizer.supervised_fit("nothing", layer, lambda step: [layer(torch.ones(1, 2)).sum()], 9, 1e-3, 1.0)
+    monkeypatch.setattr(dist, "stop_asked", lambda: next(asked))
+    with pytest.raises(dist.Stopped, match="^in the nothing, which will begin again$"):
+        warm_start.supervised_fit("nothing", layer, lambda step: [layer(torch.ones(1, 2)).sum()], 9, 1e-3, 1.0)
     assert next(asked, None) is None                # in the second step
 
 
@@ -246,25 +246,25 @@ def order(monkeypatch):
 
     def made(halt=None, saved=None, **changes):
         cfg = with_(**changes)
-        monkeypatch.setattr(agents, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
-        monkeypatch.setattr(agents, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
-        monkeypatch.setattr(machine, "stop_asked", lambda: 15 if at[0] == halt else 0)
+        monkeypatch.setattr(setup, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
+        monkeypatch.setattr(setup, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
+        monkeypatch.setattr(dist, "stop_asked", lambda: 15 if at[0] == halt else 0)
         notes.clear()
         try:
             grpo.train(cfg, task=SimpleNamespace(), saved=saved)
-        except machine.Stopped as when:
+        except dist.Stopped as when:
             notes.append(f"stopped {when}")
         return notes
     note(grpo, "begin_iteration", lambda agent, problems, i: f"iteration {i}", {})
     note(grpo, "evaluate", lambda agent, problems: f"evaluation on {problems[0].prompt}", {"greedy": 0.5})
-    note(folder, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
+    note(files, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
     note(checkpoint, "keep_best", lambda agent, step, results: f"{results['greedy']} at {step}")
     note(checkpoint, "save", lambda agent, step, *_: f"save {step}")
     monkeypatch.setattr(report, "refresh", lambda folder: None)
     note(show, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(show, "step_line", lambda *given: None)
-    monkeypatch.setattr(folder, "log_samples", lambda *given, last: None)
+    monkeypatch.setattr(files, "log_samples", lambda *given, last: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made
 
@@ -305,7 +305,7 @@ def test_a_stop_in_an_evaluation_saves_the_step_before_it(at, saved, order, monk
     def evaluate(agent, problems):
         seen.append(len(seen))
         if seen[-1] == at:
-            raise machine.Stopped("in the evaluation")
+            raise dist.Stopped("in the evaluation")
         return {"greedy": 0.5}
     monkeypatch.setattr(grpo, "evaluate", evaluate)
     notes = order(steps=3, eval_every=1, save_every=9)
@@ -353,9 +353,9 @@ def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
 def command(monkeypatch):
     """A function that gives the code with which a command ends; and what it tried, with ranks on which device."""
     tried = []
-    monkeypatch.setattr(machine, "prepare", lambda: None)
-    monkeypatch.setattr(machine, "start_ranks", tried.append)
-    monkeypatch.setattr(machine, "exit_with", tried.append)
+    monkeypatch.setattr(dist, "prepare", lambda: None)
+    monkeypatch.setattr(dist, "start_ranks", tried.append)
+    monkeypatch.setattr(dist, "exit_with", tried.append)
     monkeypatch.setattr(data, "load_task", lambda name: SimpleNamespace(
         DEFAULTS={}, problems=lambda cfg: (PROBLEMS[:20], PROBLEMS[20:])))
 
@@ -370,14 +370,14 @@ def command(monkeypatch):
 def test_a_stopped_run_ends_with_the_code_of_its_signal(number, command, monkeypatch, capsys):
     def train(cfg, saved):
         signal.raise_signal(number)
-        raise machine.Stopped("after step 3")
+        raise dist.Stopped("after step 3")
     monkeypatch.setattr(grpo, "train", train)
     assert command("--out", "there") == [torch.device("cpu"), 128 + int(number)]
     assert capsys.readouterr().out == "stopped after step 3; continue with: python grpo.py --resume --out there\n"
 
 
 def test_an_evaluation_is_on_the_problems_held_out(command, monkeypatch, capsys):
-    monkeypatch.setattr(models, "trained_model", lambda cfg: (byte_encoding(), tiny_model(block_size=2048)))
+    monkeypatch.setattr(pretrained, "trained_model", lambda cfg: (byte_encoding(), tiny_model(block_size=2048)))
     asked = []
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: asked.append(problems) or {"greedy": 0.125})
     assert command("--eval_only", "--out", "there") == [torch.device("cpu"), 0]

@@ -15,8 +15,8 @@ from test_caches import PROMPTS, STOP, static, uniform
 import model
 from data import UserError
 from grpo import sample
-from run import caches, shard
-from run.models import frozen
+from run import caches, dist
+from run.pretrained import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
 FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True, head_size=16),
@@ -95,7 +95,7 @@ def test_weights_that_change_in_place_are_seen(device):
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(torch.randn_like(p), alpha=0.3 * p.std().item())
-    shard.copy_weights(sampler, copy.deepcopy(policy).to(device))
+    dist.copy_weights(sampler, copy.deepcopy(policy).to(device))
     b = sampled(sampler, rollout)
     assert graphs(sampler)[32, 64] is recorded[32, 64]
     assert_same(b, sampled(policy, rollout))
@@ -107,17 +107,17 @@ def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
     policy, rollout = tiny_model(), (PROMPTS, 8, 20, STOP)
     agent = SimpleNamespace(policy=copy.deepcopy(policy).to(device))
     agent.sampler = static(copy.deepcopy(agent.policy))
-    shard.release(agent)                                # not sharded: nothing is freed
+    dist.release(agent)                                # not sharded: nothing is freed
     sampled(agent.sampler, rollout)
     before = graphs(agent.sampler)
     with monkeypatch.context() as patch:
-        patch.setattr(shard, "is_sharded", lambda x: x is agent.policy)
-        shard.release(agent)
+        patch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
+        dist.release(agent)
     assert agent.sampler not in caches.MEMORY and not any(p.numel() for p in agent.sampler.parameters())
     with torch.no_grad():
         for p, q in zip(policy.parameters(), agent.policy.parameters(), strict=True):
             q.copy_(p.mul_(1.1))
-    shard.refresh(agent)
+    dist.refresh(agent)
     assert_same(sampled(agent.sampler, rollout), sampled(policy, rollout))
     assert all(graph not in before.values() for graph in graphs(agent.sampler).values())
 

@@ -16,7 +16,7 @@ from safetensors.torch import load
 import grpo
 from data import UserError
 from grpo import Config, main
-from run import checkpoint, files, machine, optimizer, warm_start
+from run import checkpoint, dist, files, warm_start
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
 TASK = """
@@ -161,7 +161,7 @@ def test_a_run_goes_on_with_any_optimizer(name, run, monkeypatch):
     def new_optimizer(modules, lr, eps=None):
         return OPTIMIZERS[name]([p for module in modules if module for p in module.parameters()], lr)
     first = run("first", "--steps", 1)                      # its warm start is made by AdamW
-    monkeypatch.setattr(optimizer, "new_optimizer", new_optimizer)
+    monkeypatch.setattr(warm_start, "new_optimizer", new_optimizer)
     start = ["--init", first / "warm_start", "--warm_steps", 0, "--half_life", 1]
     whole, half = run("whole", *start, "--steps", 4), run("half", *start, "--steps", 2)
     run("half", "--resume", "--steps", 4)
@@ -177,7 +177,7 @@ def test_every_groups_rate_halves():
     weights = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
     opt = two_groups(weights, 0.1)
     for factor, want in ((0.5, [0.05, 0.5]), (0.25, [0.025, 0.25]), (1.0, [0.1, 1.0])):
-        optimizer.scale_rates(opt, factor)
+        warm_start.scale_rates(opt, factor)
         assert [group["lr"] for group in opt.param_groups] == pytest.approx(want)
 
 
@@ -309,13 +309,13 @@ def test_the_reference_of_an_iteration_is_the_policy_that_it_begins_with(run, mo
 
 def test_the_rate_falls_over_all_iterations(run, monkeypatch):
     """Its half-life is in steps of the run, not of an iteration."""
-    rates, real = [], optimizer.optimizer_step
+    rates, real = [], warm_start.optimizer_step
 
     def optimizer_step(opt, grad_clip):
         rates.append(opt.param_groups[0]["lr"])
         return real(opt, grad_clip)
     out = run("start", "--steps", 0)
-    monkeypatch.setattr(optimizer, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(warm_start, "optimizer_step", optimizer_step)
     run("run", "--init", out, "--warm_steps", 0, "--iterations", 2, "--half_life", 2, "--minibatches", 1)
     assert rates == pytest.approx([5e-3 * 0.5 ** (i / 2) for i in range(4)])
 
@@ -480,7 +480,7 @@ def test_a_shipped_start_is_checked_when_a_run_begins(run, monkeypatch):
     assert seen == [0]
 
 
-HASHED = {"optimizer.py": optimizer.__file__, "warm_start.py": warm_start.__file__}
+HASHED = {"warm_start.py": warm_start.__file__, "warm_start.py": warm_start.__file__}
 
 
 @pytest.mark.parametrize("name", [*HASHED, "model.safetensors", "config.json", "tokenizer.json"])
@@ -492,7 +492,7 @@ def test_each_file_that_a_start_was_made_with_counts(name, run, tmp_path, monkey
     if name in HASHED:
         copy = tmp_path / name
         copy.write_bytes(open(HASHED[name], "rb").read() + b"# changed\n")
-        module = optimizer if name == "optimizer.py" else SimpleNamespace()
+        module = warm_start if name == "warm_start.py" else SimpleNamespace()
         if name == "optimizer.py":
             monkeypatch.setattr(module, "__file__", str(copy))
         else:
@@ -508,7 +508,7 @@ def test_what_a_start_was_made_with_counts(key, value, run, tmp_path, monkeypatc
     cfg = grpo.make_config(task=str(tmp_path / "letters.py"), init="", device="cpu", dtype="float32")
     before = warm_start.made_with(cfg)
     monkeypatch.setattr(torch, "__version__", "0.0" if key == "torch" else torch.__version__)
-    monkeypatch.setattr(machine, "world", lambda: (0, 2 if key == "ranks" else 1))
-    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device("cuda" if key == "device" else "cpu"),
+    monkeypatch.setattr(dist, "world", lambda: (0, 2 if key == "ranks" else 1))
+    monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device("cuda" if key == "device" else "cpu"),
                                                          "bfloat16" if key == "dtype" else "float32", False))
     assert warm_start.made_with(cfg) == before | {key: value}

@@ -14,11 +14,11 @@ from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config, bounded, policy_loss, sample, token_weights
 from model import token_logps
-from run.models import ScalarHead
-from run import agents, batches, machine, models, pretrained
+from run.pretrained import ScalarHead
+from run import batches, dist, pretrained, setup
 from run.batches import last_tokens, micro_batches
-from run.optimizer import new_optimizer
-from run.agents import Agent
+from run.warm_start import new_optimizer
+from run.setup import Agent
 
 CFG = Config()
 
@@ -481,7 +481,7 @@ def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
         seen.append((problem.prompt, text))
         return {"correct": 0.0}
     agent = Agent(cfg, SimpleNamespace(reward=reward), encoding, tiny_model())
-    batch = grpo.generate(agent, problems, machine.uniform(random.Random(0), 3, 2, cfg.max_new))
+    batch = grpo.generate(agent, problems, dist.uniform(random.Random(0), 3, 2, cfg.max_new))
     prompts = [bytes(ids[:on.nonzero()[0]].tolist()).decode() for ids, on in zip(batch.ids, batch.mask)]
     assert prompts == ["ab", "ab", "c", "c", "def", "def"]
     assert seen == list(zip(prompts, batch.texts)) and len(set(batch.texts)) == 6
@@ -522,7 +522,7 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
     """With one update none is made; with several one before the first, whose log-probabilities all of them have."""
     import data.arithmetic as task
     cfg, asked, given = dataclasses.replace(cfg, kl="none", lr=1e-2, dtype="bfloat16", device="cpu", **updates), [], []
-    agent = agents.new_agent(cfg, task, encoding, models.to_device(tiny_model(), cfg))
+    agent = setup.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
     logps, loss = batches.logps, grpo.policy_loss
     monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
     monkeypatch.setattr(grpo, "policy_loss", lambda new, old, *more: (given.append((new, old)), loss(new, old, *more))[1])
@@ -607,8 +607,8 @@ def test_no_float64_where_there_is_none(monkeypatch):
             out = f(*args, **kwargs or {})
             assert getattr(out, "dtype", None) != torch.float64, f
             return out
-    assert [machine.double(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
-    monkeypatch.setattr(machine, "double", lambda device: torch.float32)
+    assert [dist.double(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
+    monkeypatch.setattr(dist, "double", lambda device: torch.float32)
     model, cfg = tiny_model(), Config(prompts=2, group=4, max_new=12)
     u = torch.rand(8, 12)
     with Watch():
@@ -629,7 +629,7 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     models = [tiny_model() for _ in range(3)]
-    machine.compile_all(Config(compile="on"), *models, None)
+    dist.compile_all(Config(compile="on"), *models, None)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
@@ -672,7 +672,7 @@ def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
         return graph.forward
     model = tiny_model()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    machine.compile_all(Config(compile="on"), model)
+    dist.compile_all(Config(compile="on"), model)
     for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
         token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
     assert 2 <= len(seen) <= 3

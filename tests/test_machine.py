@@ -10,26 +10,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import distributed
 from conftest import tiny_model
 
 from data import UserError
 from grpo import Config
 from model import Block
-from run.models import ScalarHead
-from run import batches, machine, optimizer, show
+from run.pretrained import ScalarHead
+from run import batches, dist, show, warm_start
 
 
 def two_ranks(monkeypatch, f, first, second):
     """What f gives on each of two ranks, played by threads whose all_reduce waits for the other's."""
     here, meet, given, got, errors = threading.local(), threading.Barrier(2), {}, {}, []
 
-    def all_reduce(x, op=dist.ReduceOp.SUM):
+    def all_reduce(x, op=distributed.ReduceOp.SUM):
         given[here.rank] = x
         meet.wait(10)
         both = torch.stack([given[0], given[1]])
         meet.wait(10)
-        return both.sum(0) if op == dist.ReduceOp.SUM else both.amax(0)
+        return both.sum(0) if op == distributed.ReduceOp.SUM else both.amax(0)
 
     def work(rank, args):
         here.rank = rank
@@ -38,8 +38,8 @@ def two_ranks(monkeypatch, f, first, second):
         except Exception as e:
             errors.append(e)
             meet.abort()                    # the other one need not wait
-    monkeypatch.setattr(machine, "all_reduce", all_reduce)
-    monkeypatch.setattr(machine, "world", lambda: (here.rank, 2))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "world", lambda: (here.rank, 2))
     threads = [threading.Thread(target=work, args=x) for x in enumerate((first, second))]
     for thread in threads:
         thread.start()
@@ -70,24 +70,24 @@ def gpus(monkeypatch):
 def test_the_best_device_there_is(cuda, local, device, dtype, gpus):
     gpus(cuda, local)
     for asked in ("auto", device[:4].rstrip(":")):
-        found = machine.resolve(Config(device=asked))
+        found = dist.resolve(Config(device=asked))
         assert found == (torch.device(device), dtype, False) and found[0].index == torch.device(device).index
 
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_what_is_asked_for_counts_before_what_is_best(cuda, gpus):
     gpus(cuda)
-    assert machine.resolve(Config(device="cpu"))[1:] == ("float32", False)
+    assert dist.resolve(Config(device="cpu"))[1:] == ("float32", False)
     for dtype in ("float32", "bfloat16"):
         for compiled in ("on", "off"):
-            assert machine.resolve(Config(dtype=dtype, compile=compiled))[1:] == (dtype, compiled == "on")
+            assert dist.resolve(Config(dtype=dtype, compile=compiled))[1:] == (dtype, compiled == "on")
 
 
 def test_a_device_that_is_not_there(gpus):
     gpus(False)
     for kind in ("cuda", "mps"):
         with pytest.raises(UserError, match=f"^--device {kind} is not available on this machine$"):
-            machine.resolve(Config(device=kind))
+            dist.resolve(Config(device=kind))
 
 
 @pytest.mark.parametrize("asked", ["on", "off"])
@@ -97,7 +97,7 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     monkeypatch.setitem(vars(torch), "_dynamo", SimpleNamespace(config=config))     # without its import
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: options.append((type(self), given)))
     monkeypatch.setattr(torch, "compile", lambda f, **given: options.append((f.__name__, given)) or f)
-    machine.compile_all(Config(device="cpu", compile=asked), tiny_model(), None, ScalarHead(32, tiny_model()),
+    dist.compile_all(Config(device="cpu", compile=asked), tiny_model(), None, ScalarHead(32, tiny_model()),
                         ScalarHead(32))
     of_a_model = [(what, dict(dynamic=True)) for what in ("probs", "logps", Block, Block)]
     assert options == of_a_model * 2 * (asked == "on")
@@ -105,7 +105,7 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
 
 
 def test_only_mps_has_no_float64():
-    wide = [machine.double(torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
+    wide = [dist.double(torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
     assert wide == [torch.float64, torch.float64, torch.float32]
 
 
@@ -121,7 +121,7 @@ def test_glibc_keeps_freed_memory(platform, libc, told, monkeypatch):
     known = SimpleNamespace(mallopt=lambda *given: calls.append(given)) if libc == "glibc" else SimpleNamespace()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: known)
     monkeypatch.setattr(sys, "platform", platform)
-    machine.prepare()
+    dist.prepare()
     assert calls == told
 
 
@@ -130,7 +130,7 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     monkeypatch.setattr(sys, "platform", "other")
     for stdout in (SimpleNamespace(reconfigure=lambda **x: given.append(x)), SimpleNamespace()):
         monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's has no such method
-        machine.prepare()
+        dist.prepare()
     assert given == [dict(errors="replace")]
 
 
@@ -149,15 +149,15 @@ def torchrun(monkeypatch):
 
 def test_ranks_on_gpus_join_by_nccl_each_with_its_own(torchrun):
     device = torch.device("cuda", 1)
-    machine.start_ranks(device)
+    dist.start_ranks(device)
     assert torchrun == [device, "nccl"]
 
 
 def test_ranks_on_cpus_join_by_gloo(torchrun, monkeypatch):
-    machine.start_ranks(torch.device("cpu"))
+    dist.start_ranks(torch.device("cpu"))
     assert torchrun == ["gloo"]
     monkeypatch.delenv("RANK")
-    machine.start_ranks(torch.device("cpu"))                # alone there is no one to join
+    dist.start_ranks(torch.device("cpu"))                # alone there is no one to join
     assert torchrun == ["gloo"]
 
 
@@ -165,7 +165,7 @@ def test_ranks_on_cpus_join_by_gloo(torchrun, monkeypatch):
 def test_half_of_torchruns_settings_are_none(name, torchrun, monkeypatch):
     monkeypatch.delenv(name)
     with pytest.raises(UserError, match=f"^RANK is set but {name} is not: launch with torchrun"):
-        machine.start_ranks(torch.device("cpu"))
+        dist.start_ranks(torch.device("cpu"))
     assert not torchrun
 
 
@@ -176,7 +176,7 @@ def test_a_group_that_cannot_be_joined_is_one_line(error, torchrun, monkeypatch)
         raise error("no answer\nfrom frame 1\nfrom frame 2")
     monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(UserError) as e:
-        machine.start_ranks(torch.device("cpu"))
+        dist.start_ranks(torch.device("cpu"))
     assert str(e.value) == "cannot join the other ranks: no answer"
 
 
@@ -185,15 +185,15 @@ def test_mean_and_std_are_of_the_numbers_of_all_ranks(first, second, monkeypatch
     """Of one number the std is 0, and so are both of none."""
     whole = first + second
     want = (statistics.fmean(whole), statistics.pstdev(whole)) if whole else (0, 0)
-    for got in two_ranks(monkeypatch, machine.mean_and_std, [torch.tensor(first)], [torch.tensor(second)]):
+    for got in two_ranks(monkeypatch, dist.mean_and_std, [torch.tensor(first)], [torch.tensor(second)]):
         assert [x.item() for x in got] == pytest.approx(want)
 
 
 def test_means_are_of_all_ranks(monkeypatch):
     one, two = ({"a": torch.tensor(a), "b": torch.tensor(b)} for a, b in (([1, 2, 6], [True]), ([5, 5, 5], [False])))
-    assert two_ranks(monkeypatch, machine.means, [one], [two]) == (dict(a=4.0, b=0.5),) * 2
+    assert two_ranks(monkeypatch, dist.means, [one], [two]) == (dict(a=4.0, b=0.5),) * 2
     monkeypatch.undo()
-    assert machine.means(one) == dict(a=3.0, b=1.0)
+    assert dist.means(one) == dict(a=3.0, b=1.0)
 
 
 @pytest.mark.parametrize("ranks, code, events", [
@@ -204,19 +204,19 @@ def test_ranks_end_together_unless_one_has_a_fault(ranks, code, events, monkeypa
     """With a UserError on one rank the others may never come: there is no waiting for them."""
     seen = []
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks)
-    monkeypatch.setattr(machine, "wait_for_all", lambda: seen.append("wait"))
+    monkeypatch.setattr(dist, "wait_for_all", lambda: seen.append("wait"))
     monkeypatch.setattr(os, "_exit", lambda code: seen.append(f"_exit {code}"))
     monkeypatch.setattr(sys, "exit", lambda code: seen.append(f"SystemExit {code}"))
-    machine.exit_with(code)
+    dist.exit_with(code)
     assert seen[:len(events)] == events and bool(seen) == bool(events)
 
 
 def test_each_rank_in_turn_takes_one(monkeypatch):
     """Alone it takes all."""
-    assert machine.world() == (0, 1) and machine.local_share("abcdefg") == "abcdefg"
+    assert dist.world() == (0, 1) and dist.local_share("abcdefg") == "abcdefg"
     for rank, share in enumerate(("adg", "be", "cf")):
-        monkeypatch.setattr(machine, "world", lambda: (rank, 3))
-        assert machine.local_share("abcdefg") == share
+        monkeypatch.setattr(dist, "world", lambda: (rank, 3))
+        assert dist.local_share("abcdefg") == share
 
 
 @pytest.mark.parametrize("backend, met", [(None, []), ("gloo", [None]), ("nccl", [[3]])])
@@ -227,7 +227,7 @@ def test_only_ranks_wait_for_each_other(backend, met, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
-    machine.wait_for_all()
+    dist.wait_for_all()
     assert calls == met
 
 
@@ -236,15 +236,15 @@ def test_only_ranks_wait_for_each_other(backend, met, monkeypatch):
 def test_a_stream_is_of_its_seed_purpose_and_step():
     """Without a step it is that of step 0; and no two are alike."""
     cfg = Config(seed=7)
-    assert machine.rng(cfg, "fit").random() == machine.rng(cfg, "fit", 0).random() == random.Random("7/fit/0").random()
+    assert dist.rng(cfg, "fit").random() == dist.rng(cfg, "fit", 0).random() == random.Random("7/fit/0").random()
     streams = [(cfg, "fit", 0), (cfg, "fit", 1), (cfg, "update", 0), (Config(seed=8), "fit", 0)]
-    assert len({machine.rng(*stream).random() for stream in streams}) == 4
+    assert len({dist.rng(*stream).random() for stream in streams}) == 4
 
 
 def test_numbers_are_the_same_on_every_machine():
     """To the bit, and so are the runs of a seed; a second draw from the stream is another one."""
     source = random.Random(0)
-    got = machine.uniform(source, 2, 2), machine.uniform(source, 2)
+    got = dist.uniform(source, 2, 2), dist.uniform(source, 2)
     assert [x.dtype for x in got] == [torch.float64] * 2 and got[0].shape == (2, 2)
     assert [x.flatten().tolist() for x in got] == [
         [0.7984801223563218, 0.8003479718879506, 0.8372418555995936, 0.8896066683651614],
@@ -256,22 +256,22 @@ def test_numbers_are_the_same_on_every_machine():
 def test_a_second_signal_is_obeyed_at_once():
     """With the code of a shell: 128 and its number."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with machine.stoppable():
-        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == machine.ask_to_stop
-        assert machine.stop_asked() == 0
+    with dist.stoppable():
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == dist.ask_to_stop
+        assert dist.stop_asked() == 0
         signal.raise_signal(signal.SIGINT)
-        assert machine.stop_asked() == 2
+        assert dist.stop_asked() == 2
         with pytest.raises(SystemExit) as e:
             signal.raise_signal(signal.SIGTERM)
         assert e.value.code == 143
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before and not machine.ASKED
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before and not dist.ASKED
 
 
 def test_what_stops_bears_the_signals_number():
-    with pytest.raises(machine.Stopped) as e, machine.stoppable():
+    with pytest.raises(dist.Stopped) as e, dist.stoppable():
         signal.raise_signal(signal.SIGTERM)
-        raise machine.Stopped("here")
-    assert e.value.number == 15 and machine.stop_asked() == 0
+        raise dist.Stopped("here")
+    assert e.value.number == 15 and dist.stop_asked() == 0
 
 
 def test_ranks_on_cpus_ask_each_other_there(monkeypatch):
@@ -279,8 +279,8 @@ def test_ranks_on_cpus_ask_each_other_there(monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(machine, "all_reduce", lambda x, op: asked.append((x.device.type, op)) or x + 2)
-    assert machine.stop_asked() == 2 and asked == [("cpu", dist.ReduceOp.MAX)]
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op: asked.append((x.device.type, op)) or x + 2)
+    assert dist.stop_asked() == 2 and asked == [("cpu", distributed.ReduceOp.MAX)]
 
 
 # ------------------------------------------------------------------------------ batches and training
@@ -318,13 +318,13 @@ def test_one_rank_and_one_set_stay_what_they_are():
 def test_an_optimizer_step_is_on_the_sum_of_all_ranks(monkeypatch):
     """Gradients are summed, then clipped; a weight without one has its moments too, as a checkpoint wants."""
     used, unused = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
-    opt = optimizer.new_optimizer([used, None, unused], 0.1)
-    monkeypatch.setattr(machine, "all_reduce", lambda x: 2 * x)
+    opt = warm_start.new_optimizer([used, None, unused], 0.1)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: 2 * x)
     seen, step = [], opt.step
     monkeypatch.setattr(opt, "step", lambda: (seen.append(used.weight.grad.clone()), step()))
     for clip, after in ((100.0, [6.0, 8.0]), (5.0, [3.0, 4.0])):
         used.weight.grad = torch.tensor([[3.0, 4.0]])
-        assert optimizer.optimizer_step(opt, clip) == pytest.approx(10.0)
+        assert warm_start.optimizer_step(opt, clip) == pytest.approx(10.0)
         assert seen.pop()[0].tolist() == pytest.approx(after)
         assert used.weight.grad is None or not used.weight.grad.any()
     assert opt.state[unused.weight]["step"] == 2 and not opt.state[unused.weight]["exp_avg"].any()
@@ -352,9 +352,9 @@ def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, me
 
 @pytest.mark.parametrize("error, kind", [
     (RuntimeError("a shape"), RuntimeError), (RuntimeError("[gloo] Connection closed by peer"), UserError),
-    (dist.DistBackendError("NCCL"), UserError)])
+    (distributed.DistBackendError("NCCL"), UserError)])
 def test_the_end_of_another_rank_is_told_from_other_errors(error, kind):
-    with pytest.raises(kind), machine.stoppable():
+    with pytest.raises(kind), dist.stoppable():
         raise error
 
 
@@ -367,8 +367,8 @@ def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
 def test_the_rate_of_a_short_fit(monkeypatch):
     """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
     rates, module = [], torch.nn.Linear(1, 1)
-    monkeypatch.setattr(optimizer, "optimizer_step", lambda opt, clip: rates.append((opt.param_groups[0]["lr"], clip)))
+    monkeypatch.setattr(warm_start, "optimizer_step", lambda opt, clip: rates.append((opt.param_groups[0]["lr"], clip)))
     monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
-    optimizer.supervised_fit("a fit", module, lambda step: (), 10, 3.0, 0.7)
+    warm_start.supervised_fit("a fit", module, lambda step: (), 10, 3.0, 0.7)
     assert [rate for rate, _ in rates] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
     assert {clip for _, clip in rates} == {0.7}

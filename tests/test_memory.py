@@ -16,8 +16,8 @@ import model as model_py
 from data import UserError
 from grpo import Config
 from model import GPT, GPTConfig, token_logps
-from run.models import ScalarHead, frozen
-from run import agents, caches, machine, models, preflight, pretrained, shard
+from run.pretrained import ScalarHead, frozen
+from run import caches, dist, preflight, pretrained, setup
 from run.files import save_file
 
 
@@ -110,7 +110,7 @@ def test_a_frozen_copy_is_half_and_gives_the_same():
     with torch.no_grad():                                   # later steps reach it
         model.layers[0].mlp.up_proj.weight.mul_(2)
         model.embed_tokens.weight.mul_(1.5)
-    shard.copy_weights(copied, model)
+    dist.copy_weights(copied, model)
     with torch.no_grad():
         assert torch.equal(model.head(model(ids)), copied.head(copied(ids)))
         assert torch.equal(copied.embed_tokens.weight, model.embed_tokens.weight)
@@ -126,7 +126,7 @@ SHAPES = {"qwen2": GPTConfig(n_layer=4, n_embd=64, n_head=8, n_kv_head=2, n_inne
 @pytest.mark.parametrize("family", SHAPES)
 def test_the_estimate_of_activations_is_near(family, dtype):
     cfg = Config(dtype=dtype, micro_tokens=1024, device="cpu", prompts=1, group=2, max_new=8)
-    model = models.to_device(GPT(SHAPES[family]), cfg)
+    model = pretrained.to_device(GPT(SHAPES[family]), cfg)
     own = {p.data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept = {}
     def pack(x):
@@ -147,7 +147,7 @@ def test_the_estimate_of_an_update_is_near(recompute, n_layer):
     """What lives at its peak, of one micro-batch. Recomputed activations live beside some of their gradients: without
     these the estimate was too low."""
     cfg = Config(recompute=recompute, micro_tokens=1024, device="cpu", dtype="float32", prompts=1, group=2, max_new=8)
-    model = models.to_device(tiny_model(n_layer=n_layer, n_embd=128, n_inner=512, n_head=8, n_kv_head=2, block_size=128), cfg)
+    model = pretrained.to_device(tiny_model(n_layer=n_layer, n_embd=128, n_inner=512, n_head=8, n_kv_head=2, block_size=128), cfg)
     ids = torch.randint(0, 257, (8, 128))
     with Live() as live:
         token_logps(model, ids, torch.ones(8, 128, dtype=torch.bool), 1.0)[0].sum().backward()
@@ -165,7 +165,7 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     N = sum(p.numel() for p in model.parameters())
     assert (need["weights"], need["Adam"], need["reference"]) == (4 * N, 8 * N, 4 * N)
     half = dataclasses.replace(cfg, dtype="bfloat16", kl="none")
-    sampler = sum(p.numel() * p.element_size() for p in frozen(models.to_device(tiny_model(), half)).parameters())
+    sampler = sum(p.numel() * p.element_size() for p in frozen(pretrained.to_device(tiny_model(), half)).parameters())
     assert preflight.memory(model, half, 9)["sampler"] == sampler < 4 * N and not preflight.memory(model, half, 9)["reference"]
     wide = preflight.memory(model, dataclasses.replace(cfg, prompts=10 ** 6), 9)
     assert wide["cache"] == 2 * 2 * 4 * 2 * 2 * 8 * 4 * 10 ** 6 * 25    # twice K and V, L, heads, D, rows, slots
@@ -231,7 +231,7 @@ def bytes_of(*modules):
 def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     """Of a run's own models after a step, and of a cache. The maps to a number, of a few bytes, are left out."""
     cfg = Config(prompts=3, group=4, max_new=8, micro_tokens=500, device="cpu", dtype=dtype, **settings)
-    agent = agents.new_agent(cfg, None, None, models.to_device(tiny_model(**shape), cfg))
+    agent = setup.new_agent(cfg, None, None, pretrained.to_device(tiny_model(**shape), cfg))
     trunk, learned = agent.critic and agent.critic.trunk, agent.reward_model and agent.reward_model.trunk
     trained = [p for module in (agent.policy, trunk) if module is not None for p in module.parameters()]
     for p in (p for group in agent.opt.param_groups for p in group["params"]):
@@ -254,7 +254,7 @@ def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
 def test_ranks_share_the_rows_of_a_rollout_and_nothing_else(monkeypatch):
     cfg, model = Config(prompts=600, group=4, max_new=8, micro_tokens=100, device="cpu"), tiny_model()
     alone = preflight.memory(model, cfg, 5)
-    monkeypatch.setattr(machine, "world", lambda: (1, 2))
+    monkeypatch.setattr(dist, "world", lambda: (1, 2))
     both = preflight.memory(model, cfg, 5)
     halved = {name for name in alone if both[name] != alone[name]}
     assert halved == {"cache", "logits of a token"} and all(2 * both[n] == alone[n] for n in halved)
@@ -347,7 +347,7 @@ def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
                         warm_steps=0), tiny_model(n_layer=5)
     alone = preflight.memory(model, cfg, 2)
     assert not alone["gathered layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
-    monkeypatch.setattr(machine, "world", lambda: (1, 4))
+    monkeypatch.setattr(dist, "world", lambda: (1, 4))
     parts, rollout = (preflight.memory(model, dataclasses.replace(cfg, prompts=p), 2) for p in (1, 4000))
     for name in ("weights", "Adam", "reference", "reward model"):
         assert parts[name] == rollout[name] == alone[name] / 4 > 0
@@ -365,7 +365,7 @@ def test_a_model_is_whole_before_it_is_sharded(monkeypatch):
     cfg = Config(shard="on", dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
     alone = preflight.memory(model, cfg, 1)
     assert alone["weights"] == 4 * N and "frozen copies" not in alone
-    monkeypatch.setattr(machine, "world", lambda: (1, 64))
+    monkeypatch.setattr(dist, "world", lambda: (1, 64))
     assert preflight.total(preflight.memory(model, cfg, 1)) == 4 * N + 2 * 4 * N
     assert preflight.total(preflight.memory(model, dataclasses.replace(cfg, warm_steps=1), 1)) == 12 * N + 12 * N
 

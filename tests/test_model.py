@@ -14,7 +14,7 @@ from data import UserError
 from data.tokenizer import load_encoding
 from model import GPTConfig, RMSNorm, Rows, for_products, rotate, token_logps
 from run.caches import new_cache
-from run.models import ScalarHead, frozen
+from run.pretrained import ScalarHead, frozen
 from run import pretrained
 
 

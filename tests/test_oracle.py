@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import distributed
 from conftest import tiny_model
 from oracle import Draws, FitOracle, Oracle, Row
 
@@ -18,8 +18,8 @@ import grpo
 import reward
 from data import UserError
 from model import GPT, Rows
-from run import agents, batches, machine, optimizer
-from run.sharing import share
+from run import batches, dist, setup, warm_start
+from run.prefixes import share
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
@@ -64,7 +64,7 @@ class Torch:
 def double(monkeypatch):
     """The tested side too computes in float64, where two ways to the same number agree. The first
     optimizer imports half of torch, which is not to see that."""
-    optimizer.new_optimizer([torch.nn.Linear(1, 1)], 1.0)
+    warm_start.new_optimizer([torch.nn.Linear(1, 1)], 1.0)
     threads, single = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -89,7 +89,7 @@ def new_agent(cfg):
     policy = tiny_model(cfg.seed, 3.0, vocab_size=len(TEXTS) + 2, n_layer=1, n_head=2, n_kv_head=1,
                         n_embd=16, n_inner=24, block_size=16)
     share(policy)
-    agent = agents.new_agent(cfg, TASK, ENCODING, policy)
+    agent = setup.new_agent(cfg, TASK, ENCODING, policy)
     if agent.ref is not None:
         shaken(agent.ref, 0.1, 1)
     if agent.critic is not None:
@@ -129,7 +129,7 @@ def recorded(minibatches, chosen):
     """`minibatches`; on the side the indices that it gives, in the order of the rows of all ranks:
     each rank in turn takes a group."""
     def record(cfg, *given):
-        rank, ranks = machine.world()
+        rank, ranks = dist.world()
         for rows, size in minibatches(cfg, *given):
             groups = [divmod(i, cfg.group) for i in rows.tolist()]
             chosen[rank].append([(g * ranks + rank) * cfg.group + i for g, i in groups])
@@ -143,13 +143,13 @@ def on_ranks(ranks, work, monkeypatch):
         return [work(0)]
     own, barrier, handed = threading.local(), threading.Barrier(ranks, timeout=20), [None] * ranks
 
-    def all_reduce(x, op=dist.ReduceOp.SUM):
+    def all_reduce(x, op=distributed.ReduceOp.SUM):
         """Sum, or maximum."""
         handed[own.rank] = x.detach().clone()
         barrier.wait()
         stacked = torch.stack(handed)
         barrier.wait()
-        return stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0)
+        return stacked.amax(0) if op == distributed.ReduceOp.MAX else stacked.sum(0)
 
     def of_rank(rank):
         """What a rank does; if it fails, none waits for it."""
@@ -160,8 +160,8 @@ def on_ranks(ranks, work, monkeypatch):
             if sys.exc_info()[0]:
                 barrier.abort()
     with monkeypatch.context() as patch, ThreadPoolExecutor(ranks) as pool:
-        patch.setattr(machine, "world", lambda: (own.rank, ranks))
-        patch.setattr(machine, "all_reduce", all_reduce)
+        patch.setattr(dist, "world", lambda: (own.rank, ranks))
+        patch.setattr(dist, "all_reduce", all_reduce)
         return list(pool.map(of_rank, range(ranks)))
 
 
@@ -188,8 +188,8 @@ def compare(cfg, monkeypatch, ranks=1):
         gpt.layout_class = Rows             # shares no beginnings
     oracle = Oracle(cfg, *models, None if rm is None else rm.norm.tolist())
     before, logged, seen = copy.deepcopy(oracle.params), [], []
-    minibatches, rng, streams = batches.minibatches, machine.rng, []
-    monkeypatch.setattr(machine, "rng", lambda cfg, *of: streams.append(of) or rng(cfg, *of))
+    minibatches, rng, streams = batches.minibatches, dist.rng, []
+    monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.append(of) or rng(cfg, *of))
     for step in range(1, cfg.steps + 1):
         chosen = [[] for _ in agents]
         monkeypatch.setattr(batches, "minibatches", recorded(minibatches, chosen))
@@ -363,12 +363,12 @@ FITTED = [SimpleNamespace(prompt="".join(x)) for n in (1, 2, 3) for x in itertoo
 def compare_fits(cfg, noise, monkeypatch):
     """Three iterations of both; gives the oracle."""
     agent, streams = new_agent(cfg), {}
-    oracle, rng = FitOracle(cfg, copy.deepcopy(agent.reward_model), noise, row_of), machine.rng
+    oracle, rng = FitOracle(cfg, copy.deepcopy(agent.reward_model), noise, row_of), dist.rng
     oracle.model.trunk.layout_class = Rows
     before = [p.clone() for p in oracle.model.parameters()]
     monkeypatch.setattr(reward, "LABEL_NOISE", noise)
     monkeypatch.setattr(sys.modules[__name__], "PROBLEMS", FITTED)
-    monkeypatch.setattr(machine, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
+    monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
     generate, complete, asked, made, continued = grpo.generate, grpo.complete, [], [], []
 
     def record(agent, problems, *more):

@@ -20,8 +20,8 @@ from data import UserError  # noqa: E402
 from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from model import token_logps  # noqa: E402
-from run import batches, models, pretrained  # noqa: E402
-from run.models import encoding_of, frozen  # noqa: E402
+from run import batches, pretrained  # noqa: E402
+from run.pretrained import encoding_of, frozen  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,

@@ -21,7 +21,7 @@ import model
 import reward
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import agents, batches, checkpoint, folder, machine, models, optimizer, pretrained, show, warm_start
+from run import batches, checkpoint, dist, files, pretrained, setup, show, warm_start
 
 # ------------------------------------------------------------------------------- a task, and runs
 
@@ -161,9 +161,9 @@ def watch(patch, seen, kill_at=None):
         return lambda args, got: seen.calls.setdefault(name, []).append((args, got))
 
     for module, name, look in (
-            (agents, "begin", began), (grpo, "sample", sampled), (grpo, "begin_iteration", begun),
+            (setup, "begin", began), (grpo, "sample", sampled), (grpo, "begin_iteration", begun),
             (grpo, "train_step", stepped), (grpo, "update", note("update")), (grpo, "evaluate", measured),
-            (folder, "log_metrics", logged), (checkpoint, "save", saved), (machine, "rng", drawn),
+            (files, "log_metrics", logged), (checkpoint, "save", saved), (dist, "rng", drawn),
             (warm_start, "token_logps", note("warm")), (TASK, "demonstration", note("demonstration")),
             (reward, "refit", note("refit")), (reward, "fit", note("fit")), (reward, "scores", note("scores")),
             (reward, "replay", note("replay"))):
@@ -417,16 +417,16 @@ def test_each_purpose_and_step_has_a_random_stream_of_its_own(whole):
 def test_streams_differ_by_purpose_step_and_seed(whole):
     """And each is the same again."""
     keys = [(seed, *of) for seed in (0, 1, 2, 10, 11, 101) for of in sorted(set(whole.streams))]
-    first = [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
+    first = [dist.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
     assert len(set(first)) == len(keys) == 6 * 48
-    assert first == [machine.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
+    assert first == [dist.rng(Config(seed=seed), *of).getrandbits(64) for seed, *of in keys]
 
 
 def policy_of(where, **changes):
     """An Agent with the policy of a run's folder, and the settings TINY."""
     cfg = Config(**TINY | dict(init=str(where), chat="none") | changes)
-    encoding, policy = models.trained_model(cfg)
-    return agents.new_agent(cfg, TASK, encoding, policy)
+    encoding, policy = pretrained.trained_model(cfg)
+    return setup.new_agent(cfg, TASK, encoding, policy)
 
 
 def test_a_step_is_the_same_again_and_another_step_another(places):
@@ -693,7 +693,7 @@ def made(places, tmp_path_factory):
 @pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
 def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
     base, values = SETTINGS[name]
-    if name == "device" and machine.resolve(Config(device=value))[0].type != "cpu":
+    if name == "device" and dist.resolve(Config(device=value))[0].type != "cpu":
         pytest.skip("there is a better device than the CPU")
     one, other = made(base), made(base | {"algo" if name == "functions" else name: value})
     changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]
@@ -727,7 +727,7 @@ def test_the_optimizer_is_adamw_without_weight_decay(places):
     assert not agent.critic.head.weight.any() and not agent.critic.head.bias.any()
     assert agent.critic.norm.tolist() == agent.reward_model.norm.tolist() == [0, 1]
     cfg = Config(**TINY | dict(reward="model", n_embd=1024))
-    wide = agents.new_agent(cfg, TASK, None, models.new_model(cfg, byte_encoding(), 3)).reward_model
+    wide = setup.new_agent(cfg, TASK, None, pretrained.new_model(cfg, byte_encoding(), 3)).reward_model
     assert wide.head.weight.std().item() == pytest.approx(1025 ** -0.5, rel=0.1) and not wide.head.bias.any()
 
 
@@ -737,9 +737,9 @@ def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypat
     def no_losses(step):
         """No term: nothing is to be learned."""
         return ()
-    after(monkeypatch, optimizer, "optimizer_step",
+    after(monkeypatch, warm_start, "optimizer_step",
           lambda args, got: rates.append(args[0].param_groups[0]["lr"]), SimpleNamespace(within=[]))
-    optimizer.supervised_fit("nothing", module, no_losses, 100, 0.5, 1.0)
+    warm_start.supervised_fit("nothing", module, no_losses, 100, 0.5, 1.0)
     assert rates == pytest.approx([0.5 * min((i + 1) / 30, (100 - i) / 100) for i in range(100)])
     assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
 
@@ -756,17 +756,17 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypa
         now.append(step)
         for part in (0.25, 0.75):
             yield part * step + 0 * module.weight.sum()
-    optimizer.supervised_fit("a fit", module, losses, steps, 0.1, 1.0)
+    warm_start.supervised_fit("a fit", module, losses, steps, 0.1, 1.0)
     assert capsys.readouterr().out.splitlines() == [
         f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]
 
 
 def test_a_fit_takes_64_rows_a_step(monkeypatch):
     seen = []
-    monkeypatch.setattr(optimizer, "supervised_fit", lambda *given: seen.append(given[3:]))
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda *given: seen.append(given[3:]))
     for rows in (20, 64, 126, 128, 300, 318, 320):
         mask = torch.ones(rows, 3, dtype=torch.bool)
-        head = models.ScalarHead(4)
+        head = pretrained.ScalarHead(4)
         reward.fit(head, dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
     assert seen == [(n, 1e-3, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
 
@@ -775,8 +775,8 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
 def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
     """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
     seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
-    monkeypatch.setattr(optimizer, "supervised_fit", lambda *given: seen.append(given[4]))
-    reward.fit(models.ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda *given: seen.append(given[4]))
+    reward.fit(pretrained.ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
     assert seen == [pytest.approx(lr)]
 
 

@@ -16,7 +16,7 @@ from data.answers import evaluate, one_number, steps  # noqa: E402
 from data.tokenizer import byte_encoding, composed, decode, step_tokens  # noqa: E402
 from grpo import step_scores  # noqa: E402
 from run.batches import micro_batches  # noqa: E402
-from run.sharing import by_16  # noqa: E402
+from run.prefixes import by_16  # noqa: E402
 
 settings.register_profile("here", deadline=None, derandomize=True, max_examples=200, database=None)
 settings.load_profile("here")

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 import grpo
 import reward
 from data import UserError
-from run import agents, batches, checkpoint, machine, models, optimizer, preflight, shard, show, variants, warm_start
-from run import tensors as tensors_of
-from run.tensors import sha256_of, training_state
+from run import batches, checkpoint, config, dist, preflight, pretrained, setup, show, warm_start
+from run import checkpoint as tensors_of
+from run.checkpoint import sha256_of, training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 # Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
@@ -99,36 +99,36 @@ def cache():
 
 def over_a_beta(*rewards):
     """The advantages of a variant that compares the groups of all ranks."""
-    return variants.loaded("beta_norm", vars(grpo)).outcome_scores(torch.tensor(rewards), 4)[0].tolist()
+    return config.loaded("beta_norm", vars(grpo)).outcome_scores(torch.tensor(rewards), 4)[0].tolist()
 
 
 def sums(rank):
     """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
     own = torch.tensor(rank + 1.0)
-    found = {"sum": machine.all_reduce(own).item(), "own": own.item(),
+    found = {"sum": dist.all_reduce(own).item(), "own": own.item(),
              "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
-             "spread": [x.item() for x in machine.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
+             "spread": [x.item() for x in dist.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
-             "parts": [machine.local_share(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
+             "parts": [dist.local_share(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
     return found
 
 
 def large_epsilon(modules, lr, eps):
-    return optimizer.new_optimizer(modules, lr, 1e-3)
+    return warm_start.new_optimizer(modules, lr, 1e-3)
 
 
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(agents, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
+    setattr(setup, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
     setattr(reward, "FIT_LR", 1e-2)
     setattr(reward, "LABEL_NOISE", 0.3)
 
 
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
-    opened, streams, kept, found, real, release = [], [], [], {}, reward.rollout_labels, shard.release
+    opened, streams, kept, found, real, release = [], [], [], {}, reward.rollout_labels, dist.release
 
     def note(event, args):
         """Remember the files of the runs that this process opens to write."""
@@ -147,26 +147,26 @@ def all_runs(rank, where):
             return sum(getattr(p, "_local_tensor", p).numel() for p in params)
         parts = list(tensors_of.modules(agent).values())
         for module in parts:
-            shard.parameters(module)
+            dist.parameters(module)
         share = held(*parts) / sum(p.numel() for module in parts for p in module.parameters())
         before = agent.sampler and held(agent.sampler) / sum(p.numel() for p in agent.policy.parameters())
         release(agent)
         kept.append((share, before, agent.sampler and held(agent.sampler)))
     sys.addaudithook(note)
-    reward.rollout_labels, shard.release = rollout_labels, released
-    machine.start_ranks(torch.device("cpu"))
+    reward.rollout_labels, dist.release = rollout_labels, released
+    dist.start_ranks(torch.device("cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
         state = {n: x for n, x in training_state(agent).items() if not isinstance(x, DTensor)}
         found[name] = {"state": sha256_of(state), "beta": agent.beta, "printed": printed}
     found = {"runs": found, "sums": sums(rank), "opened": opened, "streams": streams, "kept": kept}
     (where.parent / f"{where.name}{rank}.json").write_text(json.dumps(found))
-    machine.exit_with(0)
+    dist.exit_with(0)
 
 
 def interrupted(rank, receiver, sig, at, args):
     """The command line; a signal comes to the rank `receiver` alone, in an optimizer step."""
-    real, calls = optimizer.optimizer_step, []
+    real, calls = warm_start.optimizer_step, []
 
     def optimizer_step(*given):
         """The real one."""
@@ -174,7 +174,7 @@ def interrupted(rank, receiver, sig, at, args):
         if len(calls) == at and rank == receiver:
             os.kill(os.getpid(), sig)
         return real(*given)
-    optimizer.optimizer_step = optimizer_step
+    warm_start.optimizer_step = optimizer_step
     grpo.main(args)
 
 
@@ -209,7 +209,7 @@ def slow_reader(rank, path, args):
 
 def torn(rank, args):
     """The command line; a signal comes to the first rank in a step, and to the second as it stops."""
-    real, asked, sent = optimizer.optimizer_step, machine.stop_asked, []
+    real, asked, sent = warm_start.optimizer_step, dist.stop_asked, []
 
     def send():
         """Once."""
@@ -229,7 +229,7 @@ def torn(rank, args):
         if number and rank == 1:
             send()
         return number
-    optimizer.optimizer_step, machine.stop_asked = optimizer_step, stop_asked
+    warm_start.optimizer_step, dist.stop_asked = optimizer_step, stop_asked
     grpo.main(args)
 
 
@@ -245,7 +245,7 @@ def faulty(rank, args):
 
 def apart(rank, what, args):
     """The command line; on the second rank a number has changed before what it has learned is saved."""
-    real = shard.check_alike
+    real = dist.check_alike
 
     def check_alike(tensors):
         """The real one."""
@@ -255,7 +255,7 @@ def apart(rank, what, args):
             tensors |= {names[-1]: torch.where(torch.arange(x.numel()).view(x.shape) == 3, ~x if x.dtype == torch.bool
                                                else torch.nextafter(x, x + 1), x)}
         real(tensors)
-    shard.check_alike = check_alike
+    dist.check_alike = check_alike
     grpo.main(args)
 
 
@@ -372,7 +372,7 @@ def test_every_statistic_is_that_of_one_process(both, ranks, name):
     for a, b in zip(one, two):
         assert [*a] == [*b]
         for x in a.keys() - TIMES - {"mismatch"}:
-            assert a[x] == pytest.approx(b[x], rel=3e-4, abs=3e-6), f"{x} differs with 2 ranks: see `machine.means`"
+            assert a[x] == pytest.approx(b[x], rel=3e-4, abs=3e-6), f"{x} differs with 2 ranks: see `dist.means`"
         assert b.get("mismatch", 0.0) < 1e-5
 
 
@@ -472,7 +472,7 @@ def test_a_warm_start_is_of_a_number_of_ranks(both):
         where = both[0] / ranks / "warm start"
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
         task = grpo.data.load_task(cfg.task)
-        _, cold = warm_start.starting_model(cfg, task, task.problems(cfg)[0], 4, models.byte_encoding())
+        _, cold = warm_start.starting_model(cfg, task, task.problems(cfg)[0], 4, pretrained.byte_encoding())
         assert cold is (n == 2)
         assert json.loads((where / "warm_start" / "warm_start.json").read_text())["made with"]["ranks"] == n
 

@@ -19,7 +19,7 @@ import data
 import grpo
 from data import UserError
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
-from run import batches, folder, report, samples, show
+from run import batches, files, report, show
 
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
 LETTERS = '''from types import SimpleNamespace
@@ -125,12 +125,12 @@ def test_the_widest_group_is_chosen_and_another_at_random(made):
             assert line["prompt"] != widest
     batch = SimpleNamespace(reward=torch.tensor([[1.], [1], [0], [2], [3], [1], [0], [0]]), ids=torch.zeros(8, 3))
     cfg = grpo.Config(group=2)
-    assert samples.widest(batch, 2) == slice(2, 4)          # of two equal ones the first
-    at_random = {samples.chosen(cfg, step, batch)["random"].start for step in range(40)}
+    assert report.widest(batch, 2) == slice(2, 4)          # of two equal ones the first
+    at_random = {report.chosen(cfg, step, batch)["random"].start for step in range(40)}
     assert at_random == {0, 4, 6}
-    assert samples.chosen(cfg, 3, batch) == samples.chosen(cfg, 3, batch)
+    assert report.chosen(cfg, 3, batch) == report.chosen(cfg, 3, batch)
     alone = SimpleNamespace(reward=batch.reward[:2], ids=batch.ids[:2])
-    assert samples.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
+    assert report.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
 
 
 def test_no_more_logits_than_those_of_one_row(monkeypatch):
@@ -138,14 +138,14 @@ def test_no_more_logits_than_those_of_one_row(monkeypatch):
     policy, source = tiny_model(vocab_size=300, block_size=32), torch.Generator().manual_seed(0)
     ids = torch.randint(0, 300, (5, 20), generator=source)
     mask = torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]])
-    whole, most, head = samples.as_it_is_now(policy, ids, mask, 1.3), [], policy.head
+    whole, most, head = report.as_it_is_now(policy, ids, mask, 1.3), [], policy.head
     monkeypatch.setattr(policy, "head", lambda x: most.append(x.numel() // x.size(-1)) or head(x))
-    monkeypatch.setattr(samples, "PART", 900)
-    parts = samples.as_it_is_now(policy, ids, mask, 1.3)
+    monkeypatch.setattr(report, "PART", 900)
+    parts = report.as_it_is_now(policy, ids, mask, 1.3)
     assert max(most) == 3 and most.count(3) == 25
     for one, other in zip((x for kind in whole for x in kind), (x for kind in parts for x in kind), strict=True):
         assert one == pytest.approx(other, abs=1.1e-4)
-    flat = samples.as_it_is_now(policy, ids, mask, 1e6)[1]
+    flat = report.as_it_is_now(policy, ids, mask, 1e6)[1]
     assert all(x == pytest.approx([torch.tensor(300.).log().item()] * len(x), abs=1e-3) for x in flat)
 
 
@@ -169,7 +169,7 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
     run(tmp_path / "less", **settings | dict(save_every=1000))
     weights = [(x / "model.safetensors").read_bytes() for x in (made.folder, tmp_path / "less")]
     assert weights[0] == weights[1] and [x["step"] for x in lines(tmp_path / "less" / "samples.jsonl")] == [1, 1, 5, 5]
-    real = folder.log_samples
+    real = report.log_samples
 
     def log_samples(agent, step, batch, last):
         """The end of a process that had just written down step 4."""
@@ -177,7 +177,7 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
         if step == 4:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "log_samples", log_samples)
+        patch.setattr(files, "log_samples", log_samples)
         with pytest.raises(SystemExit):
             run(tmp_path / "cut", **settings)
     assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]
@@ -281,7 +281,7 @@ def test_samples_are_thinned_evenly(tmp_path):
     path, steps = tmp_path / "samples.jsonl", range(1, 101)
     for step in steps:
         for which in ("spread", "random"):
-            folder.append(path, {"step": step, "which": which, "text": "x" * 1000})
+            files.append(path, {"step": step, "which": which, "text": "x" * 1000})
     size = path.stat().st_size
     assert report.thinned(path, size) == (lines(path), 100)
     with open(path, "a") as f:
@@ -497,7 +497,7 @@ def folder_of(where, records, steps=4, **config):
     where.mkdir()
     (where / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
     for step in range(steps + 1):
-        folder.append(where / "metrics.jsonl", {"step": step} | (dict(reward=step / steps, accuracy=0.5, kl=0.01,
+        files.append(where / "metrics.jsonl", {"step": step} | (dict(reward=step / steps, accuracy=0.5, kl=0.01,
                       entropy=1.0, length=9.0, dead_groups=0.1, style=0.2) if step else {}) | (
                       {"greedy": step / 10, "pass@4": 0.7, "maj@2": 0.2, "pass@8": 0.9} if step % 2 == 0 else {}))
     (where / "run.json").write_text(json.dumps(dict(config=config, command=["grpo.py"], versions={})))
@@ -643,7 +643,7 @@ def test_the_numbers_of_the_page_are_those_of_the_logs(opened, tmp_path):
         for step in range(5):
             values = {"step": step, "greedy": round(rng.random(), 4), "pass@1": 0.25} | ({} if step == 0 else dict(
                 reward=round(rng.gauss(-1, 1), 5), accuracy=rng.choice((0.0, 0.5)), length=step / 3, kl=-1e-4 * step, entropy=1.0))
-            folder.append(where / "metrics.jsonl", values)
+            files.append(where / "metrics.jsonl", values)
         folders.append((where, records))
     page = opened(report.write([where for where, _ in folders]))
     for (where, _), row in zip(folders, find(page, "#overview tr")[1:]):
@@ -741,7 +741,7 @@ def test_what_is_hostile_shows_as_text(opened, tmp_path):
                for x in invented([1], lambda *at: HOSTILE, rows=2)]
     where = tmp_path / '<img src=x onerror="hacked=1">'
     folder_of(where, records, task=HOSTILE)
-    folder.append(where / "metrics.jsonl", {"step": 5, HOSTILE: 1.0})
+    files.append(where / "metrics.jsonl", {"step": 5, HOSTILE: 1.0})
     page = opened(report.write([where]))
     page.execute_script("for (const x of document.querySelectorAll('details')) x.open = true")
     page.execute_async_script(SETTLED)
@@ -786,7 +786,7 @@ def test_a_metric_is_described_as_what_it_is(opened, tmp_path):
     """A fork's own was once said to be a component of the reward."""
     records = [x | dict(parts={"correct": [1.0, 0.0], "style": [0.2, 0.2]}) for x in invented([1], lambda *at: "ab", rows=2)]
     where = folder_of(tmp_path / "run", records).parent
-    folder.append(where / "metrics.jsonl", {"step": 5, "odd": 1.0})
+    files.append(where / "metrics.jsonl", {"step": 5, "odd": 1.0})
     page = opened(report.write([where]))
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)

@@ -14,9 +14,9 @@ import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
-from run.models import ScalarHead
+from run.pretrained import ScalarHead
 from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import agents, batches, machine, optimizer, show
+from run import batches, dist, setup, show, warm_start
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -285,7 +285,7 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
     batch, _ = labelled(400, 2, 0)
     data, s, sizes = rows_of(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
-    monkeypatch.setattr(optimizer, "supervised_fit", lambda name, module, losses, n, lr, clip: [*losses(0)])
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr, clip: [*losses(0)])
     reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
     assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
     assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
@@ -310,7 +310,7 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
             before = len(seen)
             total = sum(losses(step)).item()
             steps.append((total, [row.tolist() for ids in seen[before:] for row in ids]))
-    monkeypatch.setattr(optimizer, "supervised_fit", fit)
+    monkeypatch.setattr(warm_start, "supervised_fit", fit)
     torch.manual_seed(1)
     reward.fit(s, data, K, cfg, random.Random(0))
     assert len(steps) == 200 // 64 and sum(len(rows) for _, rows in steps) == 200
@@ -325,7 +325,7 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
     batch, _ = labelled(3, 100, 0)
     seen = []
-    monkeypatch.setattr(optimizer, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
         sum(loss.item() for loss in losses(step)) for step in range(n)))
     reward.fit(scorer_of(), rows_of(batch) | {"label": batch.ends.float() / 100}, 100, Config(), random.Random(0))
     assert len(seen) == 3 and min(seen) > 0
@@ -336,7 +336,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     def fit(name, module, losses, steps, lr, clip):
         for step in range(steps):
             list(losses(step))
-    monkeypatch.setattr(optimizer, "supervised_fit", fit)
+    monkeypatch.setattr(warm_start, "supervised_fit", fit)
     real = reward.replay
     monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
     history = {}
@@ -399,7 +399,7 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
         made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
         return made
     toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
-    label = rollout_labels(complete, agents.Agent(Config(max_new=9), toy, byte_encoding(), None), batch, random.Random(0), tries=3)
+    label = rollout_labels(complete, setup.Agent(Config(max_new=9), toy, byte_encoding(), None), batch, random.Random(0), tries=3)
     assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
     assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
 
@@ -414,10 +414,10 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
     cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
-    agent = agents.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    agent = setup.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(Config(difficulty=1))[0]
     grpo.begin_iteration(agent, problems, 0)
-    source = machine.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
+    source = dist.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
     drawn = source.sample(problems[:5], 1) + source.sample(problems[5:], 9)
     (rows,) = seen
     assert sizes == [4, 4, 2] and len(rows["ids"]) == 20
@@ -455,7 +455,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    agent = agents.Agent(Config(max_new=64), toy, byte_encoding(), None)
+    agent = setup.Agent(Config(max_new=64), toy, byte_encoding(), None)
     label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
@@ -511,7 +511,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     def complete(agent, prefixes, tries, u, room):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
-    agent = agents.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.5}), byte_encoding(), None)
+    agent = setup.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.5}), byte_encoding(), None)
     before = r.clone()
     rollout_labels(complete, agent, batch, random.Random(0))
     assert torch.equal(batch.reward, before)

@@ -21,7 +21,7 @@ from data import UserError
 from data.tokenizer import byte_encoding, load_encoding
 from grpo import Config, evaluate, main, make_config
 from model import GPT, GPTConfig
-from run import agents, batches, checkpoint, files, machine, optimizer, preflight, pretrained, show, warm_start
+from run import batches, checkpoint, dist, files, preflight, pretrained, setup, show, warm_start
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 80 --warm_batch 16 --warm_lr 5e-3 --prompts 4 "
@@ -91,7 +91,7 @@ def test_learns_nothing_from_shuffled_rewards(tmp_path):
     """The same settings, random rewards: on the mean of three seeds no gain."""
     gains = []
     for seed in (1, 2, 3):
-        truth, r = [], machine.rng(Config(seed=seed), "shuffled")
+        truth, r = [], dist.rng(Config(seed=seed), "shuffled")
         def reward(p, text):
             truth.append(only_b(text))
             return {"correct": float(r.random() < 0.5)}
@@ -235,7 +235,7 @@ def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
 def test_ppo_has_an_epsilon_of_its_own(cfg, model):
     for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
         cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
-        assert agents.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
+        assert setup.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
 
 
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
@@ -320,7 +320,7 @@ def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
     real = grpo.begin_iteration
     def begin(agent, problems, iteration):
         if iteration == 1:
-            raise machine.Stopped("in the reward model")
+            raise dist.Stopped("in the reward model")
         return real(agent, problems, iteration)
     monkeypatch.setattr(grpo, "begin_iteration", begin)
     with pytest.raises(SystemExit):
@@ -329,7 +329,7 @@ def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
 
 
 def test_a_rank_without_rows_in_a_fit():
-    optimizer.supervised_fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
+    warm_start.supervised_fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
 
 
 # -------------------------------------------------------------------------------- what is written
@@ -435,7 +435,7 @@ def measured(monkeypatch, texts, finished):
                                components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     policy = SimpleNamespace(device=torch.device("cpu"))
-    found = evaluate(agents.Agent(Config(), task, None, policy), problems)
+    found = evaluate(setup.Agent(Config(), task, None, policy), problems)
     assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     return {name: found[name] for name in ("greedy", "pass@1", "pass@8", "maj@8")}
 
@@ -856,9 +856,9 @@ def test_ctrl_c_ends_an_evaluation_alone_at_once(unbroken, monkeypatch, capsys):
 
 
 def test_a_second_signal_is_obeyed_at_once():
-    with pytest.raises(SystemExit) as ended, machine.stoppable():
+    with pytest.raises(SystemExit) as ended, dist.stoppable():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert machine.stop_asked() == signal.SIGTERM
+        assert dist.stop_asked() == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGINT)
     assert ended.value.code == 130
 
@@ -878,7 +878,7 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch):
 
 def test_parts_stop_when_they_are_asked_to(monkeypatch):
     assert [*batches.in_chunks("labelling", "abcde", 2)] == ["ab", "cd", "e"]
-    with pytest.raises(machine.Stopped, match="in the labelling, which will begin again"), machine.stoppable():
+    with pytest.raises(dist.Stopped, match="in the labelling, which will begin again"), dist.stoppable():
         for part in batches.in_chunks("labelling", "abcde", 2):
             assert part == "ab"
             os.kill(os.getpid(), signal.SIGINT)
@@ -955,7 +955,7 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
 
 @pytest.mark.parametrize("compile", ["on", "off"])
 def test_the_header_says_with_what_a_run_works(capsys, compile):
-    agent = agents.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
+    agent = setup.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
     show.header(agent, range(70), range(5))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
@@ -967,7 +967,7 @@ def test_the_header_says_with_what_a_run_works(capsys, compile):
     (dict(lr=1e-4, baseline="value", adv_scale="none"), []), (dict(lr=1e-4, baseline="leave-one-out"), []),
     (dict(lr=1e-4, baseline="value"), ["--baseline value"])])
 def test_the_header_notes_what_a_newcomer_would_not_expect(settings, noted, capsys):
-    agent = agents.Agent(Config(device="cpu", dtype="float32", **settings), None, None, torch.nn.Linear(999, 10))
+    agent = setup.Agent(Config(device="cpu", dtype="float32", **settings), None, None, torch.nn.Linear(999, 10))
     show.header(agent, range(70), range(5))
     said = capsys.readouterr().out.splitlines()[1:]
     assert len(said) == len(noted) and all(text in line and line.startswith("note: ") for text, line in zip(noted, said))

@@ -10,7 +10,7 @@ from data.tokenizer import byte_encoding
 from grpo import inverse_cdf, sample, sample_token
 from model import token_logps
 from run.caches import KVCache, StaticCache
-from run.sharing import SharedCache, share
+from run.prefixes import SharedCache, share
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}

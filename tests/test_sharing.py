@@ -8,8 +8,8 @@ from conftest import tiny_model
 from data import UserError
 from grpo import sample
 from model import token_logps
-from run.models import ScalarHead
-from run.sharing import SharedRows, distinct, share
+from run.pretrained import ScalarHead
+from run.prefixes import SharedRows, distinct, share
 
 FAMILIES = {"llama": {}, "llama 3": dict(rope_scaling=(8.0, 1.0, 4.0, 32.0), tied=False), "qwen2": dict(bias="qkv"),
             "qwen3": dict(qk_norm=True, head_size=16),

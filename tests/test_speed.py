@@ -15,9 +15,9 @@ import grpo
 from data import arithmetic
 from data.tokenizer import byte_encoding
 from model import GPTConfig
-from run import machine, pretrained
-from run.agents import Agent, new_agent
-from run.models import to_device
+from run import dist, pretrained
+from run.setup import Agent, new_agent
+from run.pretrained import to_device
 
 TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
         "--held_out 2 --samples 1").split()

@@ -17,7 +17,7 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import agents, checkpoint, machine, models, optimizer, preflight, pretrained, warm_start
+from run import checkpoint, dist, preflight, pretrained, setup, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -33,7 +33,7 @@ def toy(**parts):
 # ------------------------------------------------------------------------------ whether it can run
 
 def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HELD_OUT):
-    monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+    monkeypatch.setattr(dist, "world", lambda: (0, ranks))
     preflight.check_run(dataclasses.replace(CFG, **changes), task or toy(), problems, held_out)
 
 
@@ -146,9 +146,9 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     monkeypatch.setattr(checkpoint, "claim", lambda *given: calls.append("claim"))
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
-    monkeypatch.setattr(models, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
+    monkeypatch.setattr(pretrained, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
-    got = agents.begin(cfg, toy(), saved)
+    got = setup.begin(cfg, toy(), saved)
     assert got[0] == cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
     assert calls == ["claim", ({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
@@ -162,11 +162,11 @@ def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
     chat, empty = chat_folder(tmp_path / "chat"), tmp_path / "empty"
     empty.mkdir()
     init = lambda where: dataclasses.replace(CFG, init=str(where))
-    sizes = [models.encoding_of(cfg, where).n_vocab for cfg, where in (
+    sizes = [pretrained.encoding_of(cfg, where).n_vocab for cfg, where in (
         (CFG, ""), (CFG, empty), (CFG, chat), (init(chat), chat))]
     assert sizes == [257, 257, 259, 259]
     with pytest.raises(UserError, match="tokenizer.json"):
-        models.encoding_of(init(empty), empty)
+        pretrained.encoding_of(init(empty), empty)
 
 
 @pytest.fixture
@@ -181,18 +181,18 @@ def saved(tmp_path):
 def test_end_tokens_are_in_the_vocabulary(stop, fits, saved, encoding):
     encoding.stop = frozenset(stop)
     if fits:
-        assert models.load_model(saved, CFG, encoding, 5)
+        assert pretrained.load_model(saved, CFG, encoding, 5)
     else:
         with pytest.raises(UserError, match=r"eos_token_id \[.*\] is outside the vocabulary of 257$"):
-            models.load_model(saved, CFG, encoding, 5)
+            pretrained.load_model(saved, CFG, encoding, 5)
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
     pretrained.save(tiny_model(vocab_size=300), tmp_path / "large")
-    assert models.load_model(tmp_path / "large", CFG, encoding).cfg.vocab_size == 300
+    assert pretrained.load_model(tmp_path / "large", CFG, encoding).cfg.vocab_size == 300
     pretrained.save(tiny_model(vocab_size=256), tmp_path / "small")
     with pytest.raises(UserError, match="small: the model has a vocabulary of 256, the tokenizer one of 257$"):
-        models.load_model(tmp_path / "small", CFG, encoding)
+        pretrained.load_model(tmp_path / "small", CFG, encoding)
 
 
 def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
@@ -200,28 +200,28 @@ def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
     whole = sum(x.nbytes for x in (*tiny_model().parameters(), *tiny_model().buffers()))
     monkeypatch.setattr(preflight, "free_memory", lambda device: whole)
     cfg = dataclasses.replace(CFG, init=str(saved), max_new=1000, prompts=10 ** 6)
-    encoding, model = models.trained_model(cfg)
+    encoding, model = pretrained.trained_model(cfg)
     assert encoding.n_vocab == model.cfg.vocab_size == 257
     with pytest.raises(UserError, match="do not fit the model's context of 64"):
-        models.load_model(saved, cfg, encoding, 1)
+        pretrained.load_model(saved, cfg, encoding, 1)
 
 
 @pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
 def test_a_new_models_context_is_the_least_power_of_two(longest, context, encoding):
     cfg = dataclasses.replace(CFG, n_embd=16, n_head=2)
-    assert models.new_model(cfg, encoding, longest).cfg.block_size == context
-    assert models.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
+    assert pretrained.new_model(cfg, encoding, longest).cfg.block_size == context
+    assert pretrained.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
 
 
 def test_new_weights_follow_from_the_seed_alone(encoding):
     """By a stream of their own."""
     cfg = dataclasses.replace(CFG, n_embd=16, n_head=2, seed=5)
-    model = models.new_model(cfg, encoding, 8)
-    number = machine.rng(cfg, "weights").getrandbits(63)
+    model = pretrained.new_model(cfg, encoding, 8)
+    number = dist.rng(cfg, "weights").getrandbits(63)
     std = (2 / (5 * 16)) ** 0.5
     want = torch.randn(257, 16, generator=torch.Generator().manual_seed(number)) * std
     torch.testing.assert_close(model.embed_tokens.weight.detach(), want)
-    other = models.new_model(dataclasses.replace(cfg, seed=6), encoding, 8)
+    other = pretrained.new_model(dataclasses.replace(cfg, seed=6), encoding, 8)
     assert not torch.equal(other.embed_tokens.weight, model.embed_tokens.weight)
 
 
@@ -391,8 +391,8 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
     def fit(name, module, losses, *settings):
         terms = [*losses(0)]
         got.append((sum(terms), len(terms), (name, module, *settings)))
-    monkeypatch.setattr(optimizer, "supervised_fit", fit)
-    monkeypatch.setattr(machine, "world", lambda: world)
+    monkeypatch.setattr(warm_start, "supervised_fit", fit)
+    monkeypatch.setattr(dist, "world", lambda: world)
     monkeypatch.setattr(warm_start, "new_note", lambda *_: "the note")
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
     warm_start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
@@ -449,12 +449,12 @@ def test_a_kept_warm_start_depends_on_the_machine_to_its_last_digits(changes, fa
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     kept(cfg)
     now = {"ranks": 1, "torch": torch.__version__, "device": "cpu", "dtype": "float32"} | changes
-    monkeypatch.setattr(machine, "world", lambda: (0, now["ranks"]))
+    monkeypatch.setattr(dist, "world", lambda: (0, now["ranks"]))
     monkeypatch.setattr(torch, "__version__", now["torch"])
-    monkeypatch.setattr(machine, "resolve", lambda cfg: (torch.device(now["device"]), now["dtype"], False))
+    monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device(now["device"]), now["dtype"], False))
     if "code" in changes:
         (tmp_path / "optimizer.py").write_text("changed")
-        monkeypatch.setattr(optimizer, "__file__", str(tmp_path / "optimizer.py"))
+        monkeypatch.setattr(warm_start, "__file__", str(tmp_path / "optimizer.py"))
     assert why(cfg) == fault
     assert why(cfg, ignored=warm_start.ANY) is None
 

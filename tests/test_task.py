@@ -28,7 +28,7 @@ from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagg
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
 from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
-from run import files, models
+from run import files, pretrained
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -769,7 +769,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     whole = load_encoding(tmp_path / "whole").encode_prompt("1*1=")
     for where in ("whole", "cut", "next"):
         cfg = grpo.read_command(["--ask", "1*1=", "--out", str(tmp_path / where)])[1]
-        assert models.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
+        assert pretrained.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
     other = load_encoding(tmp_path / "cut", "no_think").frame       # what else is asked for is made now
     assert other.before == "Today is 02 Jul 2026. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
     assert "(--chat none)" in run("bare", *RUN, "--steps", "0", "--init", init, "--chat", "none")

@@ -20,13 +20,13 @@ import grpo
 from data import UserError, arithmetic
 from data.tokenizer import byte_encoding
 from model import token_logps
-from run import agents, batches, checkpoint, machine, models, show, variants
+from run import batches, checkpoint, config, dist, pretrained, setup, show
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
 
 def module_of(name):
-    return variants.loaded(name, vars(grpo))
+    return config.loaded(name, vars(grpo))
 
 
 # ----------------------------------------------------------------------------------------- the loss
@@ -50,7 +50,7 @@ def tensors(table):
 def of_code(name, log_ratio, advantages=A, **changes):
     """Loss and gradient of a variant, by grpo.py."""
     cfg = grpo.make_config(**dict(algo=name, group=2, max_new=8) | changes)
-    variants.install(name, vars(grpo))
+    config.install(name, vars(grpo))
     old, mask = tensors(OLD)
     logp = (old + tensors(log_ratio)[0]).requires_grad_(True)
     adv = torch.tensor(advantages, dtype=torch.float64)[:, None] * mask
@@ -128,7 +128,7 @@ def test_gpg(monkeypatch):
     ends, mask = torch.tensor([[False, True]] * 6), torch.ones(6, 2, dtype=torch.bool)
     adv, _, dead = module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)
     assert dead.tolist() == [False, True, True] and adv[:, 0].tolist() == [1.5, -1.5, 0, 0, 0, 0]       # one of three is live
-    monkeypatch.setattr(machine, "all_reduce", lambda counts: counts + torch.tensor([1, 1]))        # another rank: one, live
+    monkeypatch.setattr(dist, "all_reduce", lambda counts: counts + torch.tensor([1, 1]))        # another rank: one, live
     assert module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)[0][0, 0].item() == 0.5 * 4 / 2
 
 
@@ -250,8 +250,8 @@ def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
     torch.set_default_dtype(torch.float32)
     cfg = grpo.make_config(algo=name, prompts=2, group=4, max_new=8, minibatches=1, dtype=dtype, device="cpu", warm_steps=0)
     assert cfg.updates == 1
-    module, seen, asked, logps = variants.loaded(name, vars(grpo)), [], [], batches.logps
-    agent = agents.new_agent(cfg, arithmetic, byte_encoding(), models.to_device(tiny_model(), cfg))
+    module, seen, asked, logps = config.loaded(name, vars(grpo)), [], [], batches.logps
+    agent = setup.new_agent(cfg, arithmetic, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     monkeypatch.setattr(module, "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
     monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
     batch, _ = module.rollout(agent, arithmetic.problems(cfg)[0][:2], random.Random(0))
@@ -504,8 +504,8 @@ def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
         return batch, {"reward": float(n)}
     monkeypatch.setattr(module, "one_rollout", one_rollout)
     monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"] * ranks, random.Random(0)))
-    monkeypatch.setattr(machine, "world", lambda: (0, ranks))
-    monkeypatch.setattr(machine, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
+    monkeypatch.setattr(dist, "world", lambda: (0, ranks))
+    monkeypatch.setattr(dist, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
     agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
     batch, stats = module.train_step(agent, [*"rstu"], 1)
     assert len(made) == rolls and made[0] == ["p", "q"] * ranks and all({*x} <= {*"rstu"} and len(x) == 2 * ranks for x in made[1:])
@@ -539,7 +539,7 @@ def test_a_moving_reference_in_bfloat16(monkeypatch):
     module, policy = module_of("moving_reference"), tiny_model(1).float()
     monkeypatch.setattr(module, "one_step", lambda *given: None)
     policy.amp = torch.bfloat16
-    ref = models.frozen(policy)
+    ref = pretrained.frozen(policy)
     before = {name: p.float().clone() for name, p in ref.named_parameters()}
     with torch.no_grad():
         for p in policy.parameters():
@@ -578,12 +578,12 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     grpo.train(cfg)
     assert cfg.functions == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
     replaced = {x for x in before if vars(grpo)[x] is not before[x]}
-    assert replaced == {*variants.own_functions(vars(module_of(name)))} != set()
+    assert replaced == {*config.own_functions(vars(module_of(name)))} != set()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < m["finished"] < 1 for m in metrics[1:])
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
     assert (tmp_path / "functions.py").read_text() == (ROOT / "experiments" / "variants" / f"{name}.py").read_text()
-    variants.install("", vars(grpo))
+    config.install("", vars(grpo))
     assert vars(grpo) == before
 
 
@@ -697,7 +697,7 @@ def test_a_run_has_its_own_functions_alone(start, tmp_path):
     """The one before is forgotten."""
     plain = grpo.surrogate
     for name in ("cispo", "sapo", ""):
-        variants.install(name, vars(grpo))
+        config.install(name, vars(grpo))
         assert grpo.surrogate is (plain if name == "" else module_of(name).surrogate)
 
 
@@ -716,10 +716,10 @@ def test_the_command_line_itself_may_be_what_is_replaced(start, tmp_path):
 def test_a_file_that_is_read_during_a_run_of_another(first, second, wanted, tmp_path):
     """Imports grpo.py's own functions, not the replaced ones, which stay in their places."""
     plain = grpo.surrogate, grpo.token_weights
-    variants.install(first, vars(grpo))
+    config.install(first, vars(grpo))
     during = grpo.surrogate, grpo.token_weights
     path = tmp_path / f"{first}.py"
     path.write_text("from grpo import surrogate as a, token_weights as b\nSETTINGS = {}\n_both = a, b\n")
-    assert variants.loaded(str(path), vars(grpo))._both == plain and (grpo.surrogate, grpo.token_weights) == during != plain
-    variants.install(second, vars(grpo))
+    assert config.loaded(str(path), vars(grpo))._both == plain and (grpo.surrogate, grpo.token_weights) == during != plain
+    config.install(second, vars(grpo))
     assert grpo.surrogate is module_of(wanted).surrogate and grpo.token_weights is plain[1]

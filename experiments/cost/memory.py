@@ -25,7 +25,7 @@ import grpo  # noqa: E402
 from data import arithmetic  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
-from run import agents, machine, models  # noqa: E402
+from run import dist, pretrained, setup  # noqa: E402
 
 SHAPE = GPTConfig(vocab_size=152_000, n_layer=2, n_embd=128, n_inner=352, block_size=1024)
 ROWS, T = 8, 1024
@@ -61,14 +61,14 @@ def a_rank(shard, dtype):
     memory."""
     cfg = grpo.Config(task="arithmetic", difficulty=1, shard=shard, dtype=dtype, device="cpu", prompts=2, group=2,
                       max_new=4, warm_steps=0)
-    machine.start_ranks(torch.device("cpu"))
+    dist.start_ranks(torch.device("cpu"))
     before = peak()
-    policy = models.to_device(GPT(LARGE, torch.Generator().manual_seed(0)), cfg)
-    agent = agents.new_agent(cfg, arithmetic, byte_encoding(), policy)
+    policy = pretrained.to_device(GPT(LARGE, torch.Generator().manual_seed(0)), cfg)
+    agent = setup.new_agent(cfg, arithmetic, byte_encoding(), policy)
     for step in (1, 2):
         grpo.train_step(agent, arithmetic.problems(cfg)[0], step)
     print(peak() - before, flush=True)
-    machine.exit_with(0)
+    dist.exit_with(0)
 
 
 def two_ranks(*how):

@@ -39,7 +39,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.cost import speed  # noqa: E402
-from run import agents, batches, caches, checkpoint, folder, machine, models, preflight, sharing  # noqa: E402
+from run import batches, caches, checkpoint, dist, files, prefixes, preflight, pretrained, setup  # noqa: E402
 
 # The models, numbers of rows, rows and tokens of a prompt, bytes of different weights in turn (more than a GPU's cache
 # holds), and of updates: the batch, and for micro-batches the tokens and, if not the default, the logits at a time.
@@ -50,7 +50,7 @@ LARGE = SimpleNamespace(
 SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
     shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
-CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": sharing.SharedCache,
+CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": prefixes.SharedCache,
           "plain": caches.KVCache}
 AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
 STEP = ("seconds", "rollout_tok_s", "update_tok_s", "length", "accuracy", "greedy", "pass@1", "mismatch")
@@ -133,9 +133,9 @@ def kernels(name, place, f, n=1):
 def random_gpt(shape, dtype, device):
     """A model as a run samples from it, with random weights."""
     cfg = grpo.make_config(task="sums", dtype=dtype, device=device)
-    with machine.resolve(cfg)[0]:
+    with dist.resolve(cfg)[0]:
         gpt = model.GPT(model.GPTConfig(**shape))
-    return models.frozen(models.to_device(gpt, cfg))
+    return pretrained.frozen(pretrained.to_device(gpt, cfg))
 
 
 def sampled(policy, lengths, group, new, stop=(-1,)):
@@ -373,14 +373,14 @@ def new_agent(at, device):
     """An agent with a random model, whose updates change nothing, and a rollout for it."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
                            **at.batch)
-    with machine.resolve(cfg)[0]:
+    with dist.resolve(cfg)[0]:
         policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))
-    agent = agents.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), models.to_device(policy, cfg))
+    agent = setup.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), pretrained.to_device(policy, cfg))
     return agent, random_batch(agent)
 
 
 def one_update(agent, batch):
-    return grpo.update(agent, batch, machine.rng(agent.cfg, "update"))
+    return grpo.update(agent, batch, dist.rng(agent.cfg, "update"))
 
 
 def some_updates(name, agent, batch, bound):
@@ -435,13 +435,13 @@ def compile_layers(*models):
     """As --compile on does; not without a GPU, where it takes minutes."""
     if has_gpu():
         torch._dynamo.reset()
-        machine.compile_all(grpo.make_config(task="sums", compile="on"), *models)
+        dist.compile_all(grpo.make_config(task="sums", compile="on"), *models)
 
 # ----------------------------------------------------------------------------------------- whole runs
 
 def run(words, device, whole=True):
     """A run of grpo.py: its steps, and what it does not log. If it is not whole, its last checkpoint is not written."""
-    log, save, gaps = folder.log_metrics, checkpoint.save, []
+    log, save, gaps = files.log_metrics, checkpoint.save, []
 
     def logged(where, step, stats):
         log(where, step, stats)
@@ -452,7 +452,7 @@ def run(words, device, whole=True):
         if whole or step < agent.cfg.steps:
             save(agent, step, *more)
             tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
-    with (mock.patch.object(folder, "log_metrics", logged), mock.patch.object(checkpoint, "save", saved),
+    with (mock.patch.object(files, "log_metrics", logged), mock.patch.object(checkpoint, "save", saved),
           mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
           mock.patch.object(batches, "checked_gap", wraps=batches.checked_gap) as checks):
         try:
@@ -475,7 +475,7 @@ def steps(words, device):
 def main(argv):
     """Make the measurement that the first word names, on the device that the second one names."""
     name, device, *words = argv
-    machine.prepare()
+    dist.prepare()
     if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE

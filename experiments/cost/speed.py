@@ -41,7 +41,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding, load_encoding  # noqa: E402
-from run import agents, batches, machine, models, pretrained, sharing  # noqa: E402
+from run import batches, dist, prefixes, pretrained, setup  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
 SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
@@ -93,7 +93,7 @@ def ours(size, who):
     """A function that makes the step of a given number, and returns its measurements."""
     cfg = settings(size, who)
     task = load_task(cfg.task)
-    agent = agents.new_agent(cfg, task, *models.trained_model(cfg))
+    agent = setup.new_agent(cfg, task, *pretrained.trained_model(cfg))
     problems = task.problems(cfg)[0]
 
     def turn(step):
@@ -127,7 +127,7 @@ def with_trl(size, who):
 
     def drawn(step):
         """The problems that this code samples at a step, as a data set."""
-        chosen = machine.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+        chosen = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
         return Dataset.from_list([{"prompt": [dict(role="user", content=p.prompt)] if frame else p.prompt} for p in chosen])
 
     class Marks(TrainerCallback):
@@ -138,7 +138,7 @@ def with_trl(size, who):
         def on_step_end(self, *_, **__):
             marks["ended"] = now(device)
 
-    device, bf16 = machine.resolve(cfg)[0], cfg.dtype == "bfloat16"
+    device, bf16 = dist.resolve(cfg)[0], cfg.dtype == "bfloat16"
     gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
     opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scratch = tempfile.mkdtemp()
@@ -213,7 +213,7 @@ def states(ids, mask):
     """For rows (B, T): how many tokens are read, and the columns of those after which a token is sampled. A
     prefix that adjacent rows share counts once."""
     ids, sampled = ids[:, :-1], mask[:, 1:]
-    new, at = sharing.distinct(sampled, ids)
+    new, at = prefixes.distinct(sampled, ids)
     once = at[sampled].unique()
     return len(new), new[once] % ids.size(1)
 
@@ -221,7 +221,7 @@ def states(ids, mask):
 def floors(agent, batch):
     """Lower bounds on the seconds of a rollout and of its update."""
     cfg, policy, c = agent.cfg, agent.policy, agent.policy.cfg
-    device, dtype, _ = machine.resolve(cfg)
+    device, dtype, _ = dist.resolve(cfg)
     linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
     head, width = policy.cfg.vocab_size * policy.cfg.n_embd, 2 if dtype == "bfloat16" else 4
     trained = batch.adv.any(1) | (agent.ref is not None or agent.critic is not None)
@@ -296,7 +296,7 @@ def main():
     parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     os.chdir(ROOT)
-    machine.prepare()
+    dist.prepare()
     SAME["device"] = args.device
     for size in SIZES.values():
         if size["task"] == "arithmetic":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import model  # noqa: E402
 from experiments.cost import probe  # noqa: E402
-from run import caches, machine  # noqa: E402
+from run import caches, dist  # noqa: E402
 
 
 def joint(x, *layers):
@@ -125,7 +125,7 @@ def main():
         with mock.patch.object(caches.Step, "record", lambda step, gpt: record(n, step, gpt)):
             token(f"{n} branches", at, policy)
     if device == "cuda":
-        machine.compile_all(grpo.make_config(task="sums", compile="on"), policy)
+        dist.compile_all(grpo.make_config(task="sums", compile="on"), policy)
         token("compiled", at, policy)
     of_attention(at, policy.device)
 

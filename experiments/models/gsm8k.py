@@ -34,7 +34,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
 from data import gsm8k  # noqa: E402
-from run import models, warm_start  # noqa: E402
+from run import pretrained, warm_start  # noqa: E402
 from runs import about  # noqa: E402
 
 # Evaluations: at 5 %, a standard error of one point on 512 rows. A completion may have 256 tokens, as in nanochat's RL on
@@ -89,7 +89,7 @@ def write_rows(args, flags, where):
     """Write the training and held-out rows of a run into its folder; returns their files, with SHA-256, and numbers. Rows
     whose solution has more than --max_new tokens are not trained on; --tiny takes the 20 with the shortest."""
     cfg = grpo.read_command(flags)[1]
-    encoding = models.encoding_of(cfg, cfg.init)
+    encoding = pretrained.encoding_of(cfg, cfg.init)
 
     def length(line):
         return len(warm_start.row(gsm8k.problem_of(json.loads(line)), gsm8k, encoding, None)[1])

@@ -114,13 +114,13 @@ def kl_to_the_start(where):
     problem."""
     import grpo
     from data import sums
-    from run import agents, batches, machine, models
+    from run import batches, dist, pretrained, setup
     cfg = grpo.make_config(task="sums", init=str(where))
-    encoding, policy = models.trained_model(cfg)
-    _, first = models.trained_model(grpo.make_config(task="sums", init=str(INIT)))
+    encoding, policy = pretrained.trained_model(cfg)
+    _, first = pretrained.trained_model(grpo.make_config(task="sums", init=str(INIT)))
     held_out = sums.problems(cfg)[1]
-    u = machine.uniform(machine.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
-    batch = grpo.generate(agents.Agent(cfg, sums, encoding, policy), held_out, u)
+    u = dist.uniform(dist.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
+    batch = grpo.generate(setup.Agent(cfg, sums, encoding, policy), held_out, u)
     logp, ref_logp = (batches.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
     return grpo.kl_estimate(logp, ref_logp, None, "k3").mean().item()
 

@@ -11,7 +11,7 @@ ends at once, a removed decorator, another exception. An operator is replaced on
 test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
 element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
 mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
-are left out. Results are kept in out/mutations/, under the text of the mutated line. run/shard.py is left out: it
+are left out. Results are kept in out/mutations/, under the text of the mutated line. run/dist.py is left out: it
 runs in the processes that tests/test_ranks.py starts, which are not watched.
 """
 import ast
@@ -41,9 +41,9 @@ from cosmic_ray.mutating import mutate_code
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
-FILES = ["grpo.py", "reward.py", "model.py", "run/agents.py", "run/batches.py", "run/caches.py", "run/machine.py", "run/models.py",
-         "run/checkpoint.py", "run/optimizer.py", "run/preflight.py", "run/pretrained.py", "run/report.py",
-         "run/samples.py", "run/sharing.py", "run/variants.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
+FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/batches.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
+         "run/checkpoint.py", "run/warm_start.py", "run/preflight.py", "run/pretrained.py", "run/report.py",
+         "run/report.py", "run/prefixes.py", "run/config.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
          "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr

@@ -6,8 +6,8 @@ import torch
 
 import grpo
 import reward
-from run import batches, machine, optimizer
-from run.models import ScalarHead
+from run import batches, dist, warm_start
+from run.pretrained import ScalarHead
 
 ROWS, EACH, RATE = 64, 4, 3e-4          # completions of a step of a fit, those of a problem, the peak learning rate
 
@@ -26,12 +26,12 @@ def critic_step(critic, opt, batch, returns, cfg):
         value = critic(b.ids[:, :-1], b.mask[:, 1:])
         error = torch.where(b.mask[:, 1:], value - returns[rows, 1:T], 0).square().sum() / batch.mask.sum()
         error.backward()
-    optimizer.optimizer_step(opt, 1.0)
+    warm_start.optimizer_step(opt, 1.0)
 
 
 def completed(agent, problems, n, each, rng):
     """`each` completions of n problems, with their rewards, and the return of each token, relative to the baseline."""
-    batch = grpo.generate(agent, rng.sample(problems, n), machine.uniform(rng, n, each, agent.cfg.max_new))
+    batch = grpo.generate(agent, rng.sample(problems, n), dist.uniform(rng, n, each, agent.cfg.max_new))
     outcome = dataclasses.replace(agent.cfg, supervision="outcome")
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, outcome, agent.encoding)
     batch.reward = reward.at_the_limit(batch, agent.cfg.truncated_reward)
@@ -41,7 +41,7 @@ def completed(agent, problems, n, each, rng):
 
 def fit(critic, agent, problems, steps, rng):
     """Fit a critic to the returns of the fixed policy's completions; in the second half the rate falls to 0."""
-    opt = optimizer.new_optimizer([critic], RATE)
+    opt = warm_start.new_optimizer([critic], RATE)
     for step in range(steps):
         opt.param_groups[0]["lr"] = RATE * min(1, 2 - 2 * step / steps)
         critic_step(critic, opt, *completed(agent, problems, ROWS // EACH, EACH, rng), agent.cfg)

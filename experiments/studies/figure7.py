@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 import runs  # noqa: E402
 from data import UserError, load_task  # noqa: E402
-from run import agents, machine, models, preflight  # noqa: E402
+from run import dist, preflight, pretrained, setup  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -49,7 +49,7 @@ def shares(folder, problems, samples, temperature=None):
     found = {}
     for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
         its = dataclasses.replace(cfg, init=os.path.abspath(where))
-        agent = agents.Agent(its, task, *models.trained_model(its))
+        agent = setup.Agent(its, task, *pretrained.trained_model(its))
         found[when] = grpo.evaluate(agent, preflight.problems_of(its, task)[1])
     return name, cfg.seed, found
 
@@ -82,7 +82,7 @@ def main():
     for folder in args.folders:
         if not (folder / "run.json").exists():
             parser.error(f"{folder} has no run.json: give the --out folder of a run")
-    machine.prepare()
+    dist.prepare()
     where = HERE / "answers" if args.readme else args.out
     where.mkdir(parents=True, exist_ok=True)
     file, found = where / "figure7.json", {}

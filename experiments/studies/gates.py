@@ -26,7 +26,7 @@ import grpo  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
 from data import load_task  # noqa: E402
-from run import agents, batches, models  # noqa: E402
+from run import batches, pretrained, setup  # noqa: E402
 
 TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
@@ -38,7 +38,7 @@ def first_policy(seed, out):
     flags = [*TASK, "--seed", str(seed)]
     cfg, _ = runs.read(flags)
     cfg = dataclasses.replace(cfg, init=str(runs.warm_folder(cfg, flags, out) / "warm_start"))
-    return agents.Agent(cfg, load_task(cfg.task), *models.trained_model(cfg))
+    return setup.Agent(cfg, load_task(cfg.task), *pretrained.trained_model(cfg))
 
 
 def completed(agent, problems, n, each, rng):
@@ -65,7 +65,7 @@ def explained(agent, critic, problems, n, tries, rng):
 def reward_model_auc(agent, problems, held_out, prompts, rng):
     """The AUC on fresh completions of a reward model of lines, fitted on labels of `prompts` problems."""
     cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process", fit_prompts=prompts, choices=CHOICES)
-    fitted = agents.new_agent(cfg, agent.task, agent.encoding, agent.policy)
+    fitted = setup.new_agent(cfg, agent.task, agent.encoding, agent.policy)
     grpo.begin_iteration(fitted, problems, 0)
     batch, _ = completed(agent, held_out, 200, 4, rng)
     score = reward.scores(fitted.reward_model, batch.ids, batch.mask, cfg)[batch.ends]

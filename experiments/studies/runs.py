@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import agents, batches, machine, models, preflight, warm_start  # noqa: E402
+from run import batches, dist, preflight, pretrained, setup, warm_start  # noqa: E402
 
 CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -71,7 +71,7 @@ def patch_reference(value):
 
 def patch_critic_lr(value):
     """The critic's learning rate, as a multiple of the policy's."""
-    make = agents.new_agent
+    make = setup.new_agent
 
     def with_own_rate(*given):
         agent = make(*given)
@@ -80,7 +80,7 @@ def patch_critic_lr(value):
         group["params"] = [p for p in whole if id(p) not in own]
         agent.opt.add_param_group({"params": [p for p in whole if id(p) in own], "lr": group["lr"] * float(value)})
         return agent
-    agents.new_agent = with_own_rate
+    setup.new_agent = with_own_rate
 
 
 def patch_critic_fit(value):
@@ -89,7 +89,7 @@ def patch_critic_fit(value):
 
     def fit_first(agent, problems, iteration):
         if iteration == 0:
-            critics.fit(agent.critic, agent, problems, int(value), machine.rng(agent.cfg, "critic fit"))
+            critics.fit(agent.critic, agent, problems, int(value), dist.rng(agent.cfg, "critic fit"))
         return begin(agent, problems, iteration)
     grpo.begin_iteration = fit_first
 
@@ -113,7 +113,7 @@ def patch_drawn(value):
     rollout, first = grpo.rollout, []
 
     def of_the_first(agent, problems, rng):
-        first.extend([] if first else [models.frozen(agent.policy)])
+        first.extend([] if first else [pretrained.frozen(agent.policy)])
         batch, stats = rollout(dataclasses.replace(agent, policy=first[0]), problems, rng)
         batch.logp = batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
@@ -128,7 +128,7 @@ def patch_sampler(value):
 
     def rounded(agent, problems, rng):
         sampling = copy.copy(agent)             # with what an algorithm may have added
-        sampling.policy = models.frozen(agent.policy)
+        sampling.policy = pretrained.frozen(agent.policy)
         for p in sampling.policy.parameters():
             p.copy_(p.bfloat16())
         batch, stats = rollout(sampling, problems, rng)
@@ -150,12 +150,12 @@ def patch_wrong(value):
 def patch_format(value):
     """`moves`: on the task mines a step is good if it is a true move, wherever it leads."""
     assert value == "moves"
-    make = agents.new_agent
+    make = setup.new_agent
 
     def with_form(cfg, task, *more):
         task.steps = lambda problem, text: [(end, place is not None) for end, place in task.walk(problem, text) if end]
         return make(cfg, task, *more)
-    agents.new_agent = with_form
+    setup.new_agent = with_form
 
 
 def patch_label_noise(value):
@@ -223,7 +223,7 @@ def explained(to_come, value):
 
 def completions(agent, policy, problems, purpose):
     """Four completions of each problem, from the given policy."""
-    u = machine.uniform(machine.rng(agent.cfg, purpose), len(problems), 4, agent.cfg.max_new)
+    u = dist.uniform(dist.rng(agent.cfg, purpose), len(problems), 4, agent.cfg.max_new)
     return grpo.generate(dataclasses.replace(agent, policy=policy, sampler=None), problems, u)
 
 
@@ -267,7 +267,7 @@ def no_change(*_):
 def child(flags):
     """Make one run and write result.json into its folder: the curves, and the final model's evaluation on all
     held-out problems."""
-    machine.prepare()
+    dist.prepare()
     cfg, patches = read(flags)
     grpo.variants.install(cfg.functions, vars(grpo))        # before what is patched and measured, not after it
     grpo.variants.install = no_change
@@ -284,7 +284,7 @@ def child(flags):
         result["steps"]["explained_variance"] = watch.known
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)
     held_out = preflight.problems_of(agent.cfg, agent.task)[1]
-    before = models.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
+    before = pretrained.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
     cool = dataclasses.replace(agent, cfg=dataclasses.replace(agent.cfg, temperature=0.5))
     result |= {"final": grpo.evaluate(agent, held_out), "final at 0.5": grpo.evaluate(cool, held_out), **kl_to(agent, before, held_out)}
     if (cfg.folder / "start.json").exists():

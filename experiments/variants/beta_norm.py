@@ -5,17 +5,17 @@ variance.
 import torch
 
 from data import UserError
-from run import machine
+from run import dist
 
 SETTINGS = dict(kl="none")
 
 
 def outcome_scores(reward, group):
-    r = reward.view(-1, group).to(machine.double(reward.device))
+    r = reward.view(-1, group).to(dist.double(reward.device))
     if r.min() < 0 or r.max() > 1:
         raise UserError(f"--algo beta_norm: a reward is {r.min() if r.min() < 0 else r.max():g}, and must be from 0 to 1")
     p = r.mean(1, keepdim=True)                                                         # (P, 1)
-    mean, std = machine.mean_and_std(p.flatten())
+    mean, std = dist.mean_and_std(p.flatten())
     mean, var = mean.clamp(1e-3, 1 - 1e-3), std.square().clamp(min=1e-4)
     size = (mean * (1 - mean) / var - 1).clamp(min=1e-3)                                # a + b
     beta = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3)

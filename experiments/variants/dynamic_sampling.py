@@ -7,7 +7,7 @@ import torch
 from grpo import Batch
 from grpo import rollout as one_rollout
 from grpo import train_step as one_step
-from run import machine
+from run import dist
 
 SETTINGS = dict(kl="none")
 TRIES = 3
@@ -19,8 +19,8 @@ def train_step(agent, problems, step):
 
 
 def rollout(agent, problems, rng):
-    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // machine.world()[1]
-    while len(found) < TRIES and machine.all_reduce((live.sum() < own).int()).item():
+    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // dist.world()[1]
+    while len(found) < TRIES and dist.all_reduce((live.sum() < own).int()).item():
         found.append(one_rollout(agent, problems, rng))
         right = found[-1][0].components["correct"].view(own, -1).cpu()
         live = torch.cat((live, right.amin(1) < right.amax(1)))

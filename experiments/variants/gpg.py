@@ -5,14 +5,14 @@ groups are live.
 import torch
 
 from grpo import advantages as of_groups
-from run import machine
+from run import dist
 
 SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token")
 
 
 def advantages(reward, ends, mask, penalty, value, cfg):
     adv, returns, dead = of_groups(reward, ends, mask, penalty, value, cfg)
-    groups, live = machine.all_reduce(torch.tensor([len(dead), int((~dead).sum())])).tolist()
+    groups, live = dist.all_reduce(torch.tensor([len(dead), int((~dead).sum())])).tolist()
     return adv * groups / max(live, 1), returns, dead
 
 

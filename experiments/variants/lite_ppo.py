@@ -2,7 +2,7 @@
 import torch
 
 from grpo import step_scores
-from run.machine import mean_and_std
+from run.dist import mean_and_std
 
 SETTINGS = dict(kl="none", loss_mean="token")
 

@@ -1,6 +1,6 @@
 """A reference that is set to the policy every EVERY steps (TR-DPO's hard update, arXiv 2404.09656; ProRL, 2505.24864)."""
 from grpo import train_step as one_step
-from run import shard
+from run import dist
 
 SETTINGS = dict(kl="loss")
 EVERY = 25
@@ -9,5 +9,5 @@ EVERY = 25
 def train_step(agent, problems, step):
     found = one_step(agent, problems, step)
     if agent.ref and step % EVERY == 0:
-        shard.copy_weights(agent.ref, agent.policy)
+        dist.copy_weights(agent.ref, agent.policy)
     return found

@@ -278,7 +278,7 @@ def test_the_three_ways_to_log(changed, warm, tmp_path):
     of_loss, of_rollout, of_step = re.findall(r"\| `(stats\[.*?)` \|$", PAGE, re.M)
     folder = copy(tmp_path / "code")
     for file, line, before in (("grpo.py", of_loss, "    return loss, stats, logp.detach()\n"),
-                               ("run/batches.py", of_rollout, "    return machine.means(stats)\n"),
+                               ("run/batches.py", of_rollout, "    return dist.means(stats)\n"),
                                ("grpo.py", of_step, "    return batch, stats\n")):
         text = (folder / file).read_text()
         assert text.count(before) == 1

@@ -13,7 +13,7 @@ import model
 from data import chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, checkpoint, models, report
+from run import batches, checkpoint, pretrained, report
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -83,7 +83,7 @@ def test_each_task_has_its_own_settings(task):
 
 def test_a_new_model_is_the_one_of_the_readme():
     """1.9 million parameters; RoPE's base is 10000, and RMSNorm's epsilon 1e-5."""
-    policy = models.new_model(make_config(), byte_encoding(), 6)
+    policy = pretrained.new_model(make_config(), byte_encoding(), 6)
     assert dataclasses.asdict(policy.cfg) == dict(
         vocab_size=257, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, n_inner=1024, block_size=128, head_size=32,
         positions="rope", rope_theta=10000.0, rope_scaling=(), norm="rms", norm_eps=1e-5, mlp="swiglu",

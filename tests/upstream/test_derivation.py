@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import reward as rewards  # noqa: E402
 from data import arithmetic  # noqa: E402
-from run import agents, batches, flags  # noqa: E402
+from run import batches, config, setup  # noqa: E402
 
 PAGE = re.sub(r"<details>.*?</details>", "", (ROOT / "docs" / "derivation.md").read_text(), flags=re.S)        # without the table of runs
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -101,7 +101,7 @@ def rollout(monkeypatch):
     def run(cfg):
         """The Batch, with rewards and advantages."""
         policy, ref = (SimpleNamespace(name=name, amp=None) for name in models)
-        agent = agents.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
+        agent = setup.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
                            ref=ref if cfg.needs_reference else None,
                            critic="value" in cfg.baseline or None)
         return grpo.rollout(agent, [PROBLEM], random.Random(0))[0]
@@ -110,7 +110,7 @@ def rollout(monkeypatch):
 
 def config(flag):
     """The Config of a command line, for this group."""
-    chosen, _ = flags.read(grpo.Config, grpo.ALGOS, "", flag.split())
+    chosen, _ = config.read(grpo.Config, grpo.ALGOS, "", flag.split())
     return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen)
 
 
@@ -335,7 +335,7 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
     monkeypatch.setattr(grpo.shard, "copy_weights", lambda copied, policy: loaded.append((copied, policy)))
-    agent = agents.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
+    agent = setup.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):
         grpo.begin_iteration(agent, range(1000), iteration)

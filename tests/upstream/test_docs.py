@@ -19,12 +19,12 @@ import data
 import grpo
 from data import arithmetic, gsm8k
 from model import GPT, GPTConfig
-from run import agents, flags, machine, models, preflight, pretrained, warm_start
+from run import config, dist, preflight, pretrained, setup, warm_start
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 MEASURED = DOCS["measurements.md"]
-FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*flags.MODES, "algo", "help"}
+FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "algo", "help"}
 
 
 def test_the_readme_is_short_and_has_its_two_commands():
@@ -62,7 +62,7 @@ def test_the_warm_start_in_data():
     note = warm_start.read_note(where)
     assert note["command"] == "python grpo.py --task arithmetic --warm_steps 1500 --steps 0" and note["settings"]["seed"] == 1
     assert note["evaluation"]["pass@1"] <= 0.5
-    agent = agents.Agent(cfg, task, *models.trained_model(cfg))
+    agent = setup.Agent(cfg, task, *pretrained.trained_model(cfg))
     found = grpo.evaluate(agent, preflight.problems_of(cfg, task)[1])
     for name in ("greedy", "pass@1", "pass@4"):
         assert found[name] == pytest.approx(note["evaluation"][name], abs=0.15)
@@ -107,7 +107,7 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
     assert len(found) >= 11
     for _, script, *args in found:
         if script == "grpo.py":
-            given, mode = flags.read(grpo.Config, grpo.ALGOS, "", args)
+            given, mode = config.read(grpo.Config, grpo.ALGOS, "", args)
             given.pop("init", None) if mode["ask"] else None
             grpo.make_config(**given)
         else:
@@ -244,12 +244,12 @@ def test_what_fits_on_a_gpu(monkeypatch):
                                 block_size=32768, tied=name != "7"))
         cells = []
         for ranks, how in ((1, {}), (1, dict(recompute="on")), (2, dict(shard="on")), (8, dict(shard="on"))):
-            monkeypatch.setattr(machine, "world", lambda: (0, ranks))
+            monkeypatch.setattr(dist, "world", lambda: (0, ranks))
             cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
             cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
         if fits := {"0.5": (24, "18.6"), "1.5": (80, "48.2"), "3": (80, "75.7")}.get(name):     # a card of so many GB
-            monkeypatch.setattr(machine, "world", lambda: (0, 1))
+            monkeypatch.setattr(dist, "world", lambda: (0, 1))
             with monkeypatch.context() as patch:
                 patch.setattr(preflight, "most_logits", lambda device: int(fits[0] * 1e9) // 128)
                 cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", warm_steps=0,

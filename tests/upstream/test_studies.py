@@ -22,7 +22,7 @@ import slips  # noqa: E402
 import studies  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.models import filters  # noqa: E402
-from run import agents, batches, machine, variants  # noqa: E402
+from run import batches, config, dist, setup  # noqa: E402
 
 SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
@@ -75,7 +75,7 @@ def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(problem.prompt < "m")})
     problems = [SimpleNamespace(prompt=c + d) for c in "abcdefnopqrs" for d in "xyz"]
     cfg = grpo.make_config(task="arithmetic", max_new=4, prompts=2, group=2, baseline="value", critic="separate", kl="none", device="cpu", truncated_reward=1.0)
-    agent = agents.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent = setup.new_agent(cfg, task, byte_encoding(), tiny_model())
     monkeypatch.setattr(grpo, "begin_iteration", lambda agent, problems, iteration: {"began": iteration})
     monkeypatch.setattr(critics, "RATE", 3e-3)
     monkeypatch.setattr(reward, "rule_components", lambda task, batch, tokens: {
@@ -84,7 +84,7 @@ def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
         torch.where(batches.last_tokens(batch.mask), batch.components["correct"][:, None], 0), batches.last_tokens(batch.mask)))
     runs.patch_critic_fit("60")
     assert grpo.begin_iteration(agent, problems, 0) == {"began": 0}
-    batch = grpo.generate(agent, problems, machine.uniform(random.Random(0), len(problems), 1, 4))
+    batch = grpo.generate(agent, problems, dist.uniform(random.Random(0), len(problems), 1, 4))
     value = batches.logps(agent.policy, batch, cfg, agent.critic)[1]
     of_row = (value * batch.mask).sum(1) / batch.mask.sum(1)
     right = torch.tensor([p.prompt < "m" for p in problems])
@@ -96,7 +96,7 @@ def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
 
 def test_a_critic_learns_returns_relative_to_the_groups():
     cfg = grpo.make_config(task="experiments/studies/mines.py", baseline="group+value", max_new=9, group=2, prompts=2, device="cpu")
-    agent = agents.new_agent(cfg, mines, byte_encoding(), tiny_model())
+    agent = setup.new_agent(cfg, mines, byte_encoding(), tiny_model())
     problems = mines.problems(cfg)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mines, "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2)})
@@ -187,7 +187,7 @@ def test_what_is_drawn_once_is_the_first_policys(monkeypatch):
     monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
     runs.patch_drawn("once")
     for policy in ("first", "second"):
-        batch, stats = grpo.rollout(agents.Agent(grpo.make_config(), None, None, policy), None, None)
+        batch, stats = grpo.rollout(setup.Agent(grpo.make_config(), None, None, policy), None, None)
         assert asked.pop() == "copy of first" and batch.logp == batch.old_logp == f"{policy}'s" and stats == {"reward": 0.5}
 
 
@@ -202,7 +202,7 @@ def test_a_sampler_may_be_rounded(monkeypatch):
     monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (policy, None))
     monkeypatch.setattr(runs.batches, "MISMATCH", dict(runs.batches.MISMATCH))
     runs.patch_sampler("bfloat16")
-    batch, _ = grpo.rollout(agents.Agent(grpo.make_config(), None, None, policy), None, None)
+    batch, _ = grpo.rollout(setup.Agent(grpo.make_config(), None, None, policy), None, None)
     pairs = [*zip(asked[0].parameters(), policy.parameters())]
     assert all(torch.equal(a, b.bfloat16().float()) for a, b in pairs) and not all(torch.equal(a, b) for a, b in pairs)
     assert batch.old_logp is policy and batch.logp == "sampled" and runs.batches.MISMATCH[None] == runs.batches.MISMATCH[torch.bfloat16]
@@ -369,7 +369,7 @@ def test_a_result_says_how_it_was_made(study):
 
 def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
     """All its rollouts, and not what an evaluation samples."""
-    monkeypatch.setattr(variants, "LOADED", {})         # the file of an algorithm takes the functions that count
+    monkeypatch.setattr(config, "LOADED", {})         # the file of an algorithm takes the functions that count
     filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8

@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch import distributed
 
 from data import UserError
-from model import GPT, Block
+from model import Block, GPT
+from run import caches
 
 # ------------------------------------------------------------------------------------- the device
 
@@ -66,7 +67,7 @@ def prepare():
 
 def start_ranks(device):
     """Joins the other processes, if torchrun started this one."""
-    if "RANK" in os.environ and not dist.is_initialized():
+    if "RANK" in os.environ and not distributed.is_initialized():
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(f"RANK is set but {name} is not: launch with torchrun, or unset "
@@ -74,29 +75,31 @@ def start_ranks(device):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except (ValueError, RuntimeError) as e:
             raise UserError(f"cannot join the other ranks: {str(e).splitlines()[0]}") from e
 
 def world():
     """(rank, number of ranks); (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
 
 def local_share(items):
     """This rank's share of a sequence that every rank has: every n-th item, for n ranks."""
     rank, ranks = world()
     return items[rank::ranks]
 
-def all_reduce(x, op=dist.ReduceOp.SUM):
+def all_reduce(x, op=distributed.ReduceOp.SUM):
     """A tensor summed (or reduced by `op`) over all ranks, on their common device."""
-    if dist.is_initialized():
+    if distributed.is_initialized():
         x = x.to(common_device(), copy=True)
-        dist.all_reduce(x, op)
+        distributed.all_reduce(x, op)
     return x
 
 def common_device():
     """The device on which a tensor must be to be reduced over the ranks."""
-    cuda = dist.is_initialized() and dist.get_backend() == "nccl"
+    cuda = distributed.is_initialized() and distributed.get_backend() == "nccl"
     return torch.device("cuda" if cuda else "cpu")
 
 def mean_and_std(x):
@@ -111,14 +114,14 @@ def means(stats):
     return dict(zip(stats, (all_reduce(parts) / world()[1]).tolist()))
 
 def wait_for_all():
-    """A barrier: no rank writes before all have finished reading."""
-    if dist.is_initialized():       # nccl needs to know the device
+    """A distributed.barrier: no rank writes before all have finished reading."""
+    if distributed.is_initialized():       # nccl needs to know the device
         nccl = common_device().type == "cuda"
-        dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
+        distributed.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
 
 def exit_with(code):
     """Exits with a code; returns if the code is 0 and there are no ranks."""
-    if dist.is_initialized() and code != 2:     # gloo's threads can abort a normal exit
+    if distributed.is_initialized() and code != 2:     # gloo's threads can abort a normal exit
         wait_for_all()
         os._exit(code)          # all output has been flushed
     if code:
@@ -165,7 +168,7 @@ def stoppable(command=""):
         when.number, when.command = stop_asked(), command
         raise
     except RuntimeError as e:           # gloo's errors have no type of their own
-        if isinstance(e, dist.DistError) or "gloo" in str(e):
+        if isinstance(e, distributed.DistError) or "gloo" in str(e):
             raise UserError("another rank has ended; continue from the last checkpoint with "
                             "--resume") from e
         raise
@@ -177,4 +180,106 @@ def stoppable(command=""):
 def stop_asked():
     """The number of a signal that any rank received; 0 if none did."""
     number = torch.tensor(max(ASKED, default=0), device=common_device())
-    return all_reduce(number, dist.ReduceOp.MAX).item()
+    return all_reduce(number, distributed.ReduceOp.MAX).item()
+
+
+def is_on(cfg):
+    """Whether models are sharded: --shard on, and more than one rank."""
+    return cfg.shard == "on" and world()[1] > 1
+
+def shard_module(cfg, module):
+    """Shards a module in place, if sharding is on: layer by layer, then the rest, except frozen
+    parameters of a trained module (a reward model's norm)."""
+    if is_on(cfg):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh(resolve(cfg)[0].type, (world()[1],))
+        trained = any(p.requires_grad for p in module.parameters())
+        ignored = {p for p in module.parameters() if trained and not p.requires_grad}
+        blocks = [block for block in module.modules() if isinstance(block, Block)]
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+        for part in [*blocks, module]:
+            part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks
+            part.set_force_sum_reduction_for_comms(True)
+    return module
+
+def is_sharded(x):
+    """Whether a tensor or a module is sharded: a DTensor, an FSDPModule."""
+    return hasattr(x, "reshard" if isinstance(x, torch.nn.Module) else "full_tensor")
+
+def parameters(module):
+    """The parameters by name; of a sharded module, this rank's shards."""
+    if is_sharded(module):
+        module.reshard()
+    return dict(module.named_parameters())
+
+def full(x):
+    """A sharded tensor gathered from all ranks; any other tensor unchanged."""
+    return x.full_tensor() if is_sharded(x) else x
+
+def for_the_first_rank(x):
+    """A sharded tensor, gathered to the first rank's CPU; any other tensor unchanged."""
+    if not is_sharded(x):
+        return x
+    gathered = full(x)                          # a collective, called on every rank
+    return gathered.cpu() if world()[0] == 0 else x
+
+def summed(grad):
+    """A gradient summed over the ranks; FSDP2 has already summed a sharded one."""
+    return grad if is_sharded(grad) else all_reduce(grad)
+
+def like(p, x):
+    """A copy of tensor x placed like parameter p: on the same device, with the same sharding."""
+    x = x.to(p.device, copy=True)
+    if not is_sharded(p) or x.shape != p.shape:         # Adam's step count is a scalar
+        return x
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+
+def check_alike(tensors):
+    """Raises UserError if tensors that are not sharded differ between the ranks."""
+    if world()[1] == 1:
+        return
+    total = 0
+    for x in tensors.values():          # a checksum that depends on the order of the tensors
+        bits = x.new_zeros(0) if is_sharded(x) else x.contiguous().flatten()
+        total = (3 * total + bits.view(torch.uint8).sum(dtype=torch.int64).item()) % 2 ** 60
+    total = torch.tensor(total, device=common_device())
+    if all_reduce(total, distributed.ReduceOp.MIN) != all_reduce(total, distributed.ReduceOp.MAX):
+        raise UserError("the ranks no longer hold the same weights; continue from the last "
+                        "checkpoint with --resume")
+
+@torch.no_grad()
+def copy_weights(copied, policy):
+    """Copies the policy's current weights and buffers into a frozen copy. The copy's head may be
+    untied where the policy's is tied (`pretrained.frozen`); any other difference in names or shapes
+    raises UserError."""
+    source = parameters(policy) | dict(policy.named_buffers())
+    target = parameters(copied) | dict(copied.named_buffers())
+    if policy.cfg.tied and "lm_head.weight" in target:
+        source["lm_head.weight"] = source["embed_tokens.weight"]
+    if unmatched := sorted(source.keys() ^ target.keys()):
+        where = "policy" if unmatched[0] in source else "frozen copy of the policy"
+        raise UserError(f"cannot copy the policy: only the {where} has {unmatched[0]}")
+    for name, p in target.items():
+        x = source[name] if is_sharded(p) else full(source[name])
+        if p.numel() == 0:                              # freed by `release`
+            p.data = p.data.new_empty(x.shape)
+        if p.shape != x.shape:
+            raise UserError(f"cannot copy the policy: {name} has the shape {tuple(x.shape)}, and "
+                            f"{tuple(p.shape)} in its frozen copy")
+        p.copy_(x)
+
+def release(agent):
+    """Frees the unsharded copy of a sharded policy, whose memory the update needs."""
+    if is_sharded(agent.policy):
+        caches.forget(agent.sampler)
+        for p in agent.sampler.parameters():
+            p.data = p.data.new_empty(0)
+
+def refresh(agent):
+    """Copies the policy's current weights into the sampler, if there is one."""
+    if agent.sampler is not None:
+        copy_weights(agent.sampler, agent.policy)

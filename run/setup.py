@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from model import GPT
-from run import checkpoint, folder, machine, models, optimizer, preflight, pretrained, shard, show
-from run import warm_start
-from run.models import ScalarHead, frozen
+from run import checkpoint, dist, preflight, pretrained, show, warm_start
+from run.pretrained import ScalarHead, frozen
 
 @dataclass
 class Agent:
@@ -28,26 +27,26 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     """All models, as before the first step or as in the Checkpoint `saved`."""
     agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
     if cfg.needs_reference:
-        agent.ref = shard.shard_module(cfg, frozen(policy))
+        agent.ref = dist.shard_module(cfg, frozen(policy))
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        agent.critic = shard.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
+        agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
     if cfg.reward == "model":
         scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
-                            generator=machine.generator(cfg, "scorer"))
-        agent.reward_model = shard.shard_module(cfg, scorer.to(policy.device))
-    if policy.amp or shard.is_on(cfg):
+                            generator=dist.generator(cfg, "scorer"))
+        agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))
+    if policy.amp or dist.is_on(cfg):
         agent.sampler = frozen(policy)
-    shard.shard_module(cfg, policy)
+    dist.shard_module(cfg, policy)
     eps = 1e-8 if agent.critic is None else 1e-5    # as in the original PPO code and CleanRL
-    agent.opt = optimizer.new_optimizer([policy, agent.critic], cfg.lr, eps)
+    agent.opt = warm_start.new_optimizer([policy, agent.critic], cfg.lr, eps)
     if saved and saved.model:
         checkpoint.restore(agent, saved)
-    shard.refresh(agent)
+    dist.refresh(agent)
     everything = [policy, agent.ref, agent.critic, agent.reward_model, agent.sampler]
     for module in filter(None, everything):
         module.eval()
-    machine.compile_all(cfg, *everything)
+    dist.compile_all(cfg, *everything)
     return agent
 
 def train_mode(agent, on):
@@ -64,11 +63,11 @@ def begin(cfg, task, saved):
     problems, held_out = preflight.problems_of(cfg, task)
     if not (saved and saved.model):
         cfg = warm_start.checked(cfg, task, problems)
-    encoding = models.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
+    encoding = pretrained.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
     preflight.check_run(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     if saved and saved.model:
-        policy, cold = models.model_of(saved.model, cfg, longest), False
+        policy, cold = pretrained.model_of(saved.model, cfg, longest), False
     else:
         policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
@@ -76,8 +75,8 @@ def begin(cfg, task, saved):
     if own := [*pretrained.own_parameters(policy)]:
         show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "
                     f"{len(own) - 1} more: a {policy.hf['model_type']} has no such parameters")
-    machine.wait_for_all()
-    if machine.world()[0] == 0:
+    dist.wait_for_all()
+    if dist.world()[0] == 0:
         checkpoint.open_run(cfg, saved)
     if cold:
         show.print0(f"the warm start comes first, then {cfg.steps * cfg.iterations} steps of RL")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from data import UserError
 from model import causal_attention, send
-from run.caches import new_cache, prefill
+from run.caches import SharedCache
 
 def share(model):
     """Makes a model compute prefixes that rows share only once."""
@@ -74,55 +74,3 @@ class SharedRows:
         once = index[mask].unique()
         rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
         return first[once], rank[index]
-
-# ----------------------------------------------------------------------------------------- sampling
-
-class SharedCache:
-    """Decoding in which completions with the same tokens so far share one state: a group starts
-    with one state, and its rows diverge when they sample different tokens."""
-    every = 1
-
-    def __init__(self, model, slots, temperature):      # at most `slots`: it grows on demand
-        self.model, self.temperature = model, temperature
-
-    def read(self, ids, length, group):
-        """Like `KVCache.read`."""
-        P, T = ids.shape
-        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
-        self.used = T
-        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
-        h = prefill(self.model, ids, length, self.cache)                                    # (P, C)
-        return self.model.probs(h / self.temperature)[self.state]
-
-    def keep(self, active):
-        """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
-        kept = active.nonzero()[:, 0]
-        self.state = self.state[kept]
-        return kept
-
-    def append(self, token, pos):
-        """Like `KVCache.append`."""
-        self.advance(token)
-        if self.used == self.cache.size(4):
-            self.cache = F.pad(self.cache, (0, 0, 0, 16))
-        self.used += 1
-        of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
-        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
-        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]                      # (b, C)
-        return self.model.probs(h / self.temperature)[self.state]
-
-    def advance(self, token):
-        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
-        same token share the next one. If no rows diverge and nine tenths of the states are still
-        needed, the cache is kept as it is, to avoid a copy."""
-        pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
-        before = pair[0]                                                                     # (b,)
-        if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
-            return
-        if len(before) == 1:                # avoids compiling again for a batch of one
-            before = before.repeat(2)
-        self.cache, self.state = self.cache.index_select(2, before), after
-
-def by_16(n):
-    """n rounded up to a multiple of 16, so that few shapes are compiled."""
-    return -(-n // 16) * 16

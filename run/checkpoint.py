@@ -322,7 +322,7 @@ def check_tensors(agent, checkpoint):
     if wrong:
         raise UserError(f"{agent.cfg.folder}: tensors missing, unexpected, or of a wrong shape or "
                         f"dtype: {wrong[0]}" + (f" and {len(wrong) - 1} more" if wrong[1:] else ""))
-    wrong = [n for n, x in have.items() if x.is_floating_point() and not finite(x)
+    wrong = [n for n, x in have.items() if x.is_floating_point() and not pretrained.finite(x)
              or n.startswith("opt.exp_avg_sq.") and x.min() < 0]
     steps = {x.item(): n for n, x in have.items() if n.startswith("opt.step.")}
     if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
@@ -341,7 +341,3 @@ def sha256_of(tensors):
         sha256.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
         sha256.update(x.contiguous().flatten().view(torch.uint8).numpy())
     return sha256.hexdigest()
-
-def finite(tensor):
-    """Whether all values of a tensor are finite, without allocating another of its size."""
-    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

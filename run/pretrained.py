@@ -18,7 +18,6 @@ from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import caches, dist, prefixes, preflight
-from run.checkpoint import finite
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -373,3 +372,7 @@ class ScalarHead(nn.Module):
         """Scalars (B, T) from ids (B, T), or from h (B, T, C) without a trunk; `mask` as in GPT."""
         h = h if self.trunk is None else self.trunk(ids, mask=mask)
         return h.float() @ self.head.weight[0] + self.head.bias
+
+def finite(tensor):
+    """Whether all values of a tensor are finite, without allocating another of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -168,7 +168,7 @@ def test_a_look_at_the_step_reads_no_tensors(again, monkeypatch):
 def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
-    _, encoding, policy, *_ = grpo.agents.begin(cfg, grpo.data.load_task(cfg.task), saved)
+    _, encoding, policy, *_ = grpo.setup.begin(cfg, grpo.data.load_task(cfg.task), saved)
     agent = setup.new_agent(cfg, None, encoding, policy, saved)
     state = checkpoint.training_state(agent)
     assert not saved.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}

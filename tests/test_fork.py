@@ -466,7 +466,7 @@ def test_new_files_and_prints_are_fine(forked, tmp_path):
     shutil.copytree(ROOT, tmp_path / "fork", ignore=shutil.ignore_patterns(".git", "out", "__pycache__", "*.json", "*.png"))
     fork = tmp_path / "fork"
     shutil.copy(fork / "data" / "sums.py", fork / "data" / "mytask.py")
-    (fork / "run" / "mine.py").write_text("from run import machine\n\ndef world():\n    a = 1\n    b = 2\n    return dist.world(), a, b\n")
+    (fork / "run" / "mine.py").write_text("from run import dist\n\ndef world():\n    a = 1\n    b = 2\n    return dist.world(), a, b\n")
     shutil.copy(fork / "data" / "sums.py", fork / "reverse.py")
     (fork / "plot.py").write_text("import matplotlib\n\ndef plot():\n    a = 1\n    b = 2\n    return eval('a + b')" + " " * 100 + "\n")
     with open(fork / "grpo.py", "a") as f:
@@ -488,7 +488,7 @@ def test_each_way_to_chat_is_known(chat):
 
 def test_a_command_prepares_the_process_first(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(grpo.machine, "prepare", lambda: seen.append("prepared"))
+    monkeypatch.setattr(grpo.dist, "prepare", lambda: seen.append("prepared"))
     monkeypatch.setattr(grpo, "read_command", lambda argv: (seen.append(argv), sys.exit(3)))
     with pytest.raises(SystemExit):
         grpo.main(["--help"])

@@ -69,7 +69,7 @@ def run(tmp_path):
     task = ["--task", str(tmp_path / "letters.py")]
 
     def command(out, *args, kill_at=None):
-        command.saved, real, log = [], checkpoint.save, grpo.folder.log_metrics
+        command.saved, real, log = [], checkpoint.save, grpo.files.log_metrics
         def save(agent, step, *stats):
             command.saved.append(step)
             real(agent, step, *stats)
@@ -79,7 +79,7 @@ def run(tmp_path):
             log(where, step, stats)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "save", save)
-            patch.setattr(grpo.folder, "log_metrics", log_metrics)
+            patch.setattr(grpo.files, "log_metrics", log_metrics)
             given = [] if "--resume" in args else SMALL
             try:
                 main([*task, *given, *map(str, args), "--out", str(tmp_path / out)])
@@ -251,7 +251,7 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
     out = run("run", "--steps", 1)
     cfg = checkpoint.load(out, Config)[0]
     cfg = dataclasses.replace(cfg, init=str(out))
-    agent = grpo.agents.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.models.trained_model(cfg))
+    agent = grpo.setup.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.pretrained.trained_model(cfg))
     lengths = []
     for question in ("ab=", "fc=", "q"):
         ids = prompt = agent.encoding.encode_prompt(question)

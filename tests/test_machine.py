@@ -143,7 +143,7 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, "1")
     calls = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    monkeypatch.setattr(distributed, "init_process_group", calls.append)
     return calls
 
 
@@ -174,7 +174,7 @@ def test_a_group_that_cannot_be_joined_is_one_line(error, torchrun, monkeypatch)
     """torch's own messages go on with a trace of C++."""
     def refuse(backend):
         raise error("no answer\nfrom frame 1\nfrom frame 2")
-    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setattr(distributed, "init_process_group", refuse)
     with pytest.raises(UserError) as e:
         dist.start_ranks(torch.device("cpu"))
     assert str(e.value) == "cannot join the other ranks: no answer"
@@ -203,7 +203,7 @@ def test_means_are_of_all_ranks(monkeypatch):
 def test_ranks_end_together_unless_one_has_a_fault(ranks, code, events, monkeypatch):
     """With a UserError on one rank the others may never come: there is no waiting for them."""
     seen = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: ranks)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: ranks)
     monkeypatch.setattr(dist, "wait_for_all", lambda: seen.append("wait"))
     monkeypatch.setattr(os, "_exit", lambda code: seen.append(f"_exit {code}"))
     monkeypatch.setattr(sys, "exit", lambda code: seen.append(f"SystemExit {code}"))
@@ -223,10 +223,10 @@ def test_each_rank_in_turn_takes_one(monkeypatch):
 def test_only_ranks_wait_for_each_other(backend, met, monkeypatch):
     """nccl is told on which device."""
     calls = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
+    monkeypatch.setattr(distributed, "barrier", lambda device_ids: calls.append(device_ids))
     dist.wait_for_all()
     assert calls == met
 
@@ -277,8 +277,8 @@ def test_what_stops_bears_the_signals_number():
 def test_ranks_on_cpus_ask_each_other_there(monkeypatch):
     """Only nccl needs the number on a GPU."""
     asked = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda x, op: asked.append((x.device.type, op)) or x + 2)
     assert dist.stop_asked() == 2 and asked == [("cpu", distributed.ReduceOp.MAX)]
 
@@ -293,9 +293,9 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
 
     def all_gather_object(parts, own):
         parts[:] = [own, rows([1, 3, 5], 5)]
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
     got = batches.of_all_ranks(rows([0, 2, 4], 4), 2)
     assert got["ids"][:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
     assert got["ids"][:, 4].tolist() == [0, 0, 10, 11, 0, 0, 30, 31, 0, 0, 50, 51]         # padding, on the right

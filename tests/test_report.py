@@ -177,7 +177,7 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
         if step == 4:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(files, "log_samples", log_samples)
+        patch.setattr(report, "log_samples", log_samples)
         with pytest.raises(SystemExit):
             run(tmp_path / "cut", **settings)
     assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]

@@ -281,5 +281,5 @@ def release(agent):
 
 def refresh(agent):
     """Copies the policy's current weights into the sampler, if there is one."""
-    if agent.sampler is not None:
+    if agent.sampler is not agent.policy:
         copy_weights(agent.sampler, agent.policy)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from data import UserError, check_steps, require, rewards_of
-from model import most_logits
+from run.passes import most_logits
 from run import config, dist, show
-from run.batches import MICRO_TOKENS
+from run.passes import MICRO_TOKENS
 from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):

@@ -16,8 +16,8 @@ from torch import nn
 
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
-from model import GPT, GPTConfig
-from run import caches, dist, prefixes, preflight
+from model import GPT, GPTConfig, ScalarHead  # noqa: F401
+from run import dist, preflight
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -178,10 +178,10 @@ def of_config(hf, source="config.json"):
 def allocate(model):
     """Allocates a model on the meta device; its weights are uninitialised."""
     uninitialised = dict(model.to_empty(device="cpu").named_buffers())
-    model.set_angles()
+    model.precompute_rope()
     for name, x in model.named_buffers():
         if x is uninitialised[name]:
-            raise UserError(f"files do not hold the buffer {name}: compute it in set_angles, in "
+            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope, in "
                             f"model.py")
     return model
 
@@ -297,10 +297,9 @@ def to_device(model, cfg):
     device, dtype, _ = dist.resolve(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
     model.recompute = cfg.recompute == "on"
-    if cfg.share_prefix == "on":
-        prefixes.share(model)
+    model.kv_cache = "shared" if cfg.share_prefix == "on" else "plain"
     if dist.has_static_cache(cfg):
-        model.cache_class = caches.StaticCache
+        model.kv_cache = "static"
     return model.to(device).eval()
 
 def load_model(where, cfg, encoding, longest=0):
@@ -356,22 +355,6 @@ def frozen(model):
             for p in layer.parameters():
                 p.data = p.data.to(model.amp)
     return copied
-
-class ScalarHead(nn.Module):
-    """A critic or a reward model: a scalar per token, linear in the hidden state of its own GPT
-    `trunk` or, without a trunk, in hidden states passed in."""
-
-    def __init__(self, size, trunk=None, std=0.0, generator=None):
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(size, 1)
-        nn.init.normal_(self.head.weight, std=std, generator=generator)
-        nn.init.zeros_(self.head.bias)
-        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
-
-    def forward(self, ids, mask=None, h=None):
-        """Scalars (B, T) from ids (B, T), or from h (B, T, C) without a trunk; `mask` as in GPT."""
-        h = h if self.trunk is None else self.trunk(ids, mask=mask)
-        return h.float() @ self.head.weight[0] + self.head.bias
 
 def finite(tensor):
     """Whether all values of a tensor are finite, without allocating another of its size."""

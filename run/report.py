@@ -17,7 +17,7 @@ import torch
 from data import UserError, read_bytes, read_json
 from data.tokenizer import pieces
 from model import send
-from run import batches, dist, files, show
+from run import batches, dist, files, passes, show
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
@@ -205,7 +205,7 @@ def as_it_is_now(policy, ids, mask, temperature):
     """log pi of each sampled token and the entropy at its position, in nats, under the policy after
     the update: for each, a list per row. Computes one row at a time, PART logits at a time."""
     logps, entropies = [], []
-    for row, on, T in zip(ids, mask, batches.row_lengths(mask).tolist()):
+    for row, on, T in zip(ids, mask, passes.row_lengths(mask).tolist()):
         with torch.compiler.set_stance("force_eager"):      # a single row would be compiled again
             h = policy(row[None, :T - 1])[0]                                                # (T, C)
         h, tokens = h[on[1:T]], send(row[:T][on[:T]], h.device)                     # (n, C), (n,)

@@ -1,58 +1,38 @@
 """All models of a run, and how a run begins."""
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import torch
 
-from model import GPT
+
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
 from run.pretrained import ScalarHead, frozen
 
-@dataclass
-class Agent:
-    """All state of a run; ref, critic, reward_model and sampler are None if they are not needed."""
-    cfg: object
-    task: object
-    encoding: object
-    policy: GPT
-    ref: GPT = None                     # the reference, frozen
-    critic: ScalarHead = None           # the value of a state
-    reward_model: ScalarHead = None
-    sampler: GPT = None                 # a copy to sample from, in bfloat16 or unsharded
-    opt: torch.optim.Optimizer = None   # for policy and critic
-    beta: float = 0.0                   # KL coefficient, adapted under --target_kl
-    history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
-
-def new_agent(cfg, task, encoding, policy, saved=None):
-    """All models, as before the first step or as in the Checkpoint `saved`."""
-    agent, C = Agent(cfg, task, encoding, policy, beta=cfg.beta), policy.cfg.n_embd
+def add_models(agent):
+    """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
+    from; sharded, if they are to be."""
+    cfg, policy = agent.cfg, agent.policy
+    C = policy.cfg.n_embd
     if cfg.needs_reference:
         agent.ref = dist.shard_module(cfg, frozen(policy))
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
     if cfg.reward == "model":
-        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
+        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,      # scores of variance 1
                             generator=dist.generator(cfg, "scorer"))
         agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))
-    if policy.amp or dist.is_on(cfg):
-        agent.sampler = frozen(policy)
+    agent.sampler = frozen(policy) if policy.amp or dist.is_on(cfg) else policy
     dist.shard_module(cfg, policy)
-    eps = 1e-8 if agent.critic is None else 1e-5    # as in the original PPO code and CleanRL
-    agent.opt = warm_start.new_optimizer([policy, agent.critic], cfg.lr, eps)
+
+def make_ready(agent, saved):
+    """Restores a Checkpoint, if there is one; then all models are as they sample and compile."""
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.refresh(agent)
-    everything = [policy, agent.ref, agent.critic, agent.reward_model, agent.sampler]
-    for module in filter(None, everything):
+    models = {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model} - {None}
+    for module in models:
         module.eval()
-    dist.compile_all(cfg, *everything)
-    return agent
-
-def train_mode(agent, on):
-    """Switches policy and critic to training mode or, with on=False, to evaluation mode."""
-    for module in filter(None, (agent.policy, agent.critic)):
-        module.train(on)
+    dist.compile_all(agent.cfg, *models)
 
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import data
 from data import UserError, read_bytes, read_json
-from model import token_logps
-from run import batches, config, dist, pretrained, show
+from run.passes import token_logps
+from run import config, dist, passes, pretrained, show
 from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
@@ -127,7 +127,7 @@ def warm_start(model, task, problems, cfg, encoding):
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
         ids, mask = padded(dist.local_share(rows))
-        for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
+        for micro, T in passes.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
     supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr,

@@ -5,7 +5,7 @@ authors' code for verl. For rewards by the task's rule.
 import grpo
 from data import UserError
 from grpo import rollout as of_the_sum
-from run.batches import whiten
+from grpo import whiten
 
 SETTINGS = dict(kl="none")
 

@@ -3,7 +3,7 @@ its reward falls linearly, by at most FACTOR: half the difference between right 
 are -1 and 1 and it falls by 1.
 """
 from grpo import advantages as unpunished
-from run.batches import last_tokens
+from run.passes import last_tokens
 
 SETTINGS = dict(kl="none")
 BUFFER, FACTOR = 0.2, 0.5

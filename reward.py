@@ -8,6 +8,8 @@ from model import send
 from run import batches, dist, warm_start
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
+TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new
+CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 LABEL_NOISE = 0.0       # fraction of wrong labels, to study imperfect annotators
 
 # ------------------------------------------------------------------------------- the rule's reward
@@ -57,11 +59,11 @@ def of_steps(task, batch, cfg, encoding):
         reward[i, [column for column, truth in zip(at, good) if not truth]] = 0.0
     return send(reward, device), send(ends, device)
 
-def at_the_limit(batch, truncated_reward):
-    """The rewards (B, T), capped at `truncated_reward` at the last token of each row that was cut
+def at_the_limit(batch):
+    """The rewards (B, T), capped at TRUNCATED_REWARD at the last token of each row that was cut
     off. A learned reward below the cap is kept."""
     cut = batches.last_tokens(batch.mask) & ~batch.finished[:, None]
-    return torch.where(cut, batch.reward.clamp(max=truncated_reward), batch.reward)
+    return torch.where(cut, batch.reward.clamp(max=TRUNCATED_REWARD), batch.reward)
 
 # -------------------------------------------------------------------------------- learned rewards
 
@@ -132,14 +134,14 @@ def rollout_labels(complete, agent, batch, rng, tries=4):
 # ---------------------------------------------------------------------------------------- the fit
 
 def refit(reward_model, rows, history, cfg, rng):
-    """Fits the reward model to this rank's labelled rows, `cfg.choices` completions per problem,
+    """Fits the reward model to this rank's labelled rows, CHOICES completions per problem,
     plus a tenth as many from `history`. The first tenth of the rows is held out to measure the fit;
     its labels are as noisy as the others. Returns the history with the fitted rows added, and the
     metrics. rows: ids, mask, ends, and the truth of each step as label, (R, T).
     """
-    K = cfg.choices if cfg.supervision == "outcome" else 1
-    rows = noisy_labels(batches.of_all_ranks(rows, cfg.choices), K, LABEL_NOISE, rng)
-    apart = cfg.fit_prompts // 10 * cfg.choices
+    K = CHOICES if cfg.supervision == "outcome" else 1
+    rows = noisy_labels(batches.of_all_ranks(rows, CHOICES), K, LABEL_NOISE, rng)
+    apart = len(rows["ids"]) // CHOICES // 10 * CHOICES
     train, test = ({name: x[part] for name, x in rows.items()}
                    for part in (slice(apart, None), slice(apart)))
     data = train
@@ -184,7 +186,7 @@ def fit(reward_model, data, K, cfg, rng):
             score = reward_model(part["ids"], part["mask"]).flatten()[send(at, device)]
             yield reward_loss(score, send(part["label"].flatten()[at], device), K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
-    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
+    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
     """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K

@@ -5,7 +5,7 @@ a CPU a step takes about half the time.
 
 Rows share a token if they have the same tokens and positions up to it. This assumes that a token's
 state depends on nothing else: a bidirectional prefix, or a router that sees other tokens, needs
-`--share_prefix off`.
+`--cache plain`.
 """
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class SharedRows:
         if q.shape[:2] != self.ids.shape:
             raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
                             f"{tuple(q.shape[:2])}: rows that differ in more than ids and "
-                            f"positions need --share_prefix off")
+                            f"positions need --cache plain")
         heads = self.gather(torch.cat((q, k, v), 2)).split((q.size(2), k.size(2), v.size(2)), 2)
         y = causal_attention(*heads)                                                  # (B, T, H, D)
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))

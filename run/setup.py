@@ -20,7 +20,7 @@ class Agent:
     reward_model: ScalarHead = None
     sampler: GPT = None                 # a copy to sample from, in bfloat16 or unsharded
     opt: torch.optim.Optimizer = None   # for policy and critic
-    beta: float = 0.0                   # KL coefficient, adapted under --target_kl
+    beta: float = 0.0                   # KL coefficient; a variant may adapt it
     history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
 
 def new_agent(cfg, task, encoding, policy, saved=None):
@@ -31,7 +31,7 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
-    if cfg.reward == "model":
+    if cfg.learns_reward:
         scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,
                             generator=dist.generator(cfg, "scorer"))
         agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))

@@ -12,9 +12,12 @@ SETTINGS = dict(kl="none")
 
 def rollout(agent, problems, rng):
     cfg = agent.cfg
-    if cfg.supervision == "process" or cfg.reward == "model" or cfg.kl == "reward" or cfg.truncated_reward:
-        raise UserError("--algo gdpo has no --supervision process, --reward model, --kl reward or --truncated_reward")
+    if cfg.supervision == "process" or cfg.learns_reward or cfg.kl == "reward":
+        raise UserError("--algo gdpo has no --supervision process, --reward model or --kl reward")
     batch, stats = of_the_sum(agent, problems, rng)
     parts = [grpo.outcome_scores(x, cfg.group)[0] for x in batch.components.values()]
     batch.adv = whiten(sum(parts)[:, None] * batch.mask, batch.mask)
     return batch, stats
+
+
+grpo.rollout = rollout

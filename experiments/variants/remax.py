@@ -11,11 +11,14 @@ SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token",
 
 
 def rollout(agent, problems, rng):
-    if agent.cfg.reward == "model":
+    if agent.cfg.learns_reward:
         raise UserError("--algo remax has no --reward model")
     batch, stats = of_samples(agent, problems, rng)
     greedy = grpo.generate(agent, problems, torch.zeros(len(problems), 1, agent.cfg.max_new), n_greedy=1)
     greedy.reward, _ = grpo.reward.of_steps(agent.task, greedy, agent.cfg, agent.encoding)
-    baseline = grpo.reward.at_the_limit(greedy, agent.cfg.truncated_reward).sum(1)
+    baseline = grpo.reward.at_the_limit(greedy).sum(1)
     batch.adv = batch.adv - baseline.repeat_interleave(agent.cfg.group)[:, None] * batch.mask
     return batch, stats
+
+
+grpo.rollout = rollout

@@ -42,6 +42,7 @@ ALGOS = {
 }
 Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
 LossMean = Literal["sequence", "token", "constant"]
+Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
@@ -100,7 +101,7 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; over a minute at first
-    cache: Literal["auto", "plain", "shared", "static"] = "auto"    # see docs; auto: static on cuda
+    cache: Cache = "auto"       # KV cache; plain: prefixes are not shared; auto: static on cuda
     shard: bool = False         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):

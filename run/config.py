@@ -2,16 +2,14 @@
 import argparse
 import difflib
 import functools
-import importlib.util
 import inspect
-import math
 import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from data import UserError, load_task, regular
+from data import UserError, import_file, load_task
 from run import show
 
 # ------------------------------------------------------------------------------- the command line
@@ -65,7 +63,7 @@ def read(config, about, argv):
             if known[name].type is not dict:
                 add_flag(group, name, known[name].type, known[name].default, text)
     task = load_task(task_name)
-    group = parser.add_argument_group(f"--task {task_name}", task.problems.__doc__)
+    group = parser.add_argument_group(f"--task {task_name}", inspect.getdoc(task.problems))
     own = own_settings(task, config)
     for name, default in own.items():
         add_flag(group, name, type(default), default, "")
@@ -123,8 +121,6 @@ def build(config, task, chosen):
         if name not in names and name not in own:
             raise no_setting(name, [*names, *own])
     args = {name: chosen.get(name, default) for name, default in own.items()}
-    for name, value in args.items():
-        check_type(name, value, type(own[name]))
     rest = {name: x for name, x in chosen.items() if name not in own}
     return config(**rest | {"task_args": args})
 
@@ -134,26 +130,20 @@ def check(cfg, least, most):
     most[name], or not finite."""
     for f in fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
-        if choices and value not in choices:
-            raise UserError(f"--{f.name} must be one of {', '.join(choices)}, got {value!r}")
-        if not choices:
-            check_type(f.name, value, f.type)
-        if f.type in (int, float):
-            low = least.get(f.name, int(f.type is int and f.default != 0))
-            high = most.get(f.name, 2 ** 63 if f.type is int else sys.float_info.max)
-            if not low <= value or value == math.inf:
-                raise UserError(f"--{f.name} must be at least {low}, got {value}")
-            if value > high:
-                raise UserError(f"--{f.name} must be at most {high}, got {value}")
-
-def check_type(name, value, kind):
-    """Raises UserError for a value of another type; an integer may stand for a float."""
-    kinds = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or isinstance(value, bool) and kind is not bool:
-        article = "an" if kind is int else "a"
-        raise UserError(f"--{name} must be {article} {kind.__name__}, got {value!r}")
-    if kind is str and "\0" in value:
-        raise UserError(f"--{name} must be a text without NUL, got {value!r}")
+        kinds = (int, float) if f.type is float else f.type
+        low = least.get(f.name, int(f.type is int and f.default != 0))
+        high = most.get(f.name, 2 ** 63)
+        wrong = ""
+        if choices:
+            wrong = value not in choices and f"one of {', '.join(choices)}"
+        elif not isinstance(value, kinds) or isinstance(value, bool) is not (f.type is bool):
+            wrong = f"of the type {f.type.__name__}"
+        elif f.type in (int, float) and not low <= value:
+            wrong = f"at least {low}"
+        elif f.type in (int, float) and not value <= high:
+            wrong = f"at most {high}"
+        if wrong:
+            raise UserError(f"--{f.name} must be {wrong}, got {value!r}")
 
 # --------------------------------------------------------------------------------- the algorithms
 
@@ -177,40 +167,27 @@ def algorithm(algo, rows, grpo):
     REPLACED.clear()
     if algo in rows:
         return rows[algo]
-    if not isinstance(algo, str) or file_of(algo) is None:
+    path = file_of(str(algo))
+    if path is None:
         near = difflib.get_close_matches(str(algo), algorithms(rows), 1, 0.8)
-        known = near or [*algorithms(rows), "the path of a .py file"]
-        raise UserError(f"--algo must be one of {', '.join(known)}, got {algo!r}")
-    before = dict(vars(grpo))
-    try:
-        found = execute(file_of(algo), grpo)
-    finally:
-        now = vars(grpo)
-        new = [name for name in now if name not in before]
-        REPLACED.update({name: x for name, x in before.items() if now[name] is not x})
-        for name in new:
-            del now[name]
-    if new:
-        raise UserError(f"{algo}: grpo.py has no {new[0]} to replace")
-    if not isinstance(getattr(found, "SETTINGS", None), dict):
-        raise UserError(f"{algo} is not an algorithm: it needs a dict named SETTINGS")
-    return found.SETTINGS
-
-def execute(path, grpo):
-    """Imports the file of an algorithm, and those of experiments/variants that it imports, anew."""
-    if not regular(path).is_file():
-        raise UserError(f"no file {path}")
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(algorithms(rows))}"
+        raise UserError(f"there is no --algo {algo}: {hint}")
     sys.modules["grpo"] = grpo                              # which may be __main__
     for name in [name for name in sys.modules if name.startswith("experiments.variants")]:
-        del sys.modules[name]
-    name = f"experiments.variants.{path.stem}" if path.parent == VARIANTS else f"algo_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        del sys.modules[name]                               # so that what they import runs again
+    before = dict(vars(grpo))
     try:
-        spec.loader.exec_module(module)
-    except SyntaxError as e:
-        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
-    return module
+        found = import_file(path, f"experiments.variants.{path.stem}")
+    finally:
+        new = vars(grpo).keys() - before.keys()
+        for name in new:
+            delattr(grpo, name)
+        REPLACED.update({n: x for n, x in before.items() if getattr(grpo, n) is not x})
+    if new:
+        raise UserError(f"{path}: grpo.py has no {min(new)} to replace")
+    if not isinstance(getattr(found, "SETTINGS", None), dict):
+        raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
+    return found.SETTINGS
 
 def check_called(cfg):
     """Raises UserError if the run would never call an algorithm's own `outcome_scores`."""

@@ -87,10 +87,11 @@ def changed(cfg, note, ignored=frozenset()):
     """The first setting of cfg on which a warm start depends and which has another value in its
     note, as text; None if there is none. A setting that the note lacks had its default."""
     default = {field.name: field.default for field in fields(cfg)}
-    for name in settings(cfg):
-        was, now = note["settings"].get(name, default[name]), getattr(cfg, name)
-        if name not in ignored and was != now:
-            return f"--{name} was {was}, and is {now}"
+    then = default | note["settings"] | note["settings"].get("task_args", {})
+    now = vars(cfg) | cfg.task_args
+    for name in [*cfg.task_args, *settings(cfg)]:
+        if name not in ignored and then.get(name) != now[name]:
+            return f"--{name} was {then.get(name)}, and is {now[name]}"
     return None
 
 def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):

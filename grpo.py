@@ -11,9 +11,10 @@ reference, a copy of the policy made as each iteration begins (Algorithm 1).
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
 """
 import math
+import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -33,23 +34,22 @@ from run import (batches, caches, checkpoint, config, dist, files, passes, prefl
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo adds a
 # clip and a reference; grpo replaces the critic by the group. Other settings differ too.
-UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
+NEVER = 1e9             # a ratio is never clipped
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
     "reinforce": dict(baseline="none", adv_scale="none", kl="none", loss_mean="constant",
-                      **UNCLIPPED),
-    "a2c": dict(baseline="value", adv_scale="batch", kl="none", **UNCLIPPED),
+                      clip_low=NEVER, clip_high=NEVER),
+    "a2c": dict(baseline="value", adv_scale="batch", kl="none", clip_low=NEVER, clip_high=NEVER),
     "ppo": dict(baseline="value", adv_scale="batch", kl="reward"),
     "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", loss_mean="constant",
-                 **UNCLIPPED),                                                      # 2402.14740
+                 clip_low=NEVER, clip_high=NEVER),                                  # 2402.14740
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),             # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),       # 2507.18071
 }
-BETAS = (0.9, 0.95)
-VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
-# The paper divides a learned reward by the group's std too. But once all completions of a group are
-# good, that std is only the reward model's noise, and dividing by it would amplify the noise.
-REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
+BETAS = (0.9, 0.95)     # of AdamW
+Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
+LossMean = Literal["sequence", "token", "constant"]
+Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
@@ -57,7 +57,8 @@ class Config:
     default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
-    functions: str = ""         # file whose functions replace those of grpo.py; set by --algo
+    task_args: dict = field(default_factory=dict)   # settings of the task's own
+    algo: str = "grpo"          # algorithm: a name in ALGOS or experiments/variants, or a .py file
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps (a rollout and its update) in each of --iterations
@@ -66,10 +67,7 @@ class Config:
     max_new: int = 1024         # maximum tokens per completion (N)
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
-    # problems and prompts
-    difficulty: int = 2         # digits per factor (arithmetic), or numbers per problem (countdown)
-    train: str = ""             # file with the training problems (gsm8k)
-    test: str = ""              # file with the held-out problems (gsm8k)
+    # prompts and sampling
     chat: Literal["auto", "none", "think", "no_think"] = "auto"  # chat template, thinking on or off
     system: str = ""            # system message for the chat template; empty: its own
     temperature: float = 1.0    # temperature of sampling and of all log-probabilities
@@ -79,17 +77,13 @@ class Config:
     samples: int = 8            # completions per held-out problem, plus one greedy
     save_every: int = 10        # steps between checkpoints, and between entries in samples.jsonl
     # reward
-    reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # task's, or model of it or of rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
-    truncated_reward: float = 0.0       # maximum reward of a completion cut off at --max_new
     # advantage
-    baseline: Literal["none", "group", "leave-one-out", "value",
-                      "group+value"] = "group"          # value subtracted from the rewards
-    adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides the advantages
-    gamma: float = 1.0          # discount, used only with a critic
+    baseline: Baseline = "group"                            # value subtracted from the rewards
+    adv_scale: Literal["none", "group", "batch"] = "group"  # std that divides the advantages
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
-    value_coef: float = 0.1     # weight of the critic's loss
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
@@ -97,41 +91,29 @@ class Config:
     kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
-    target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
-    loss_mean: Literal["sequence", "token",
-        "constant"] = "sequence"  # divide by own length (GRPO), tokens (DAPO), constant (Dr. GRPO)
+    loss_mean: LossMean = "sequence"    # divide by own length (GRPO), tokens, constant (Dr. GRPO)
     # update
     iterations: int = 1         # outer iterations: new reference and refitted reward model in each
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens per forward and backward pass; 0: by the memory
-    recompute: Literal["off", "on"] = "off"     # activation checkpointing
+    recompute: bool = False     # activation checkpointing
     half_life: int = 0          # steps after which the learning rate has halved; 0: never
-    grad_clip: float = 1.0      # maximum gradient norm
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
-    n_head: int = 8             # query heads
-    n_kv_head: int = 1          # key/value heads
-    n_embd: int = 256           # width (channels) of a new model
+    n_embd: int = 256           # width (channels) of a new model; its heads have 32 channels
     warm_steps: int = 1500      # optimizer steps of the warm start; with --init, 0
-    warm_batch: int = 48        # demonstrations per optimizer step
     warm_lr: float = 1.2e-3     # peak learning rate of the warm start
-    # learned reward: the reward model is fitted at the start of each iteration
-    fit_prompts: int = 256      # problems whose completions are labelled
-    choices: int = 4            # completions compared per label; 2: Bradley-Terry
-    labels: Literal["rule", "rollouts"] = "rule"        # step labels: task's rule, or rollouts
     # machine
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
-    compile: Literal["off", "on"] = "off"       # torch.compile; over a minute at first
-    share_prefix: Literal["on", "off"] = "on"   # shared computation of common prefixes
-    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV, CUDA graphs; auto: cuda
-    shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
+    compile: bool = False       # torch.compile; over a minute at first
+    cache: Cache = "auto"       # KV cache; plain: prefixes are not shared; auto: static on cuda
+    shard: bool = False         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):
-        config.validate(self, LEAST, MOST)
-        if self.target_kl and not self.applies_kl:
-            raise data.UserError("--target_kl adapts beta: it needs --beta and --kl loss or reward")
+        at_least = dict(group=2, seed=0, steps=0, warm_steps=0, temperature=1e-3)
+        config.check(self, at_least, most=dict(lam=1, samples=1024))
 
     @property
     def folder(self):
@@ -146,33 +128,44 @@ class Config:
         return self.steps * self.iterations
 
     @property
+    def learns_reward(self):
+        return self.reward != "rule"
+
+    @property
     def applies_kl(self):
         return self.beta > 0 and self.kl in ("loss", "reward")
 
     @property
     def needs_reference(self):
-        return self.applies_kl or self.kl == "watch" or self.reward == "model"
-
-config.read_help(Config)
-# Bounds. Unless listed, the minimum is 0, or 1 for an integer whose default is not 0.
-LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, truncated_reward=-1e9)
-MOST = dict(gamma=1, lam=1, samples=1024, choices=100, warm_batch=10 ** 6)
+        return self.applies_kl or self.kl == "watch" or self.learns_reward
 
 def make_config(**given):
-    """The Config for a command line or a notebook. Later entries override earlier ones: the task's
-    DEFAULTS, the rows of REWARDS and ALGOS (chosen by `reward` and `algo`), what a setting implies
-    for others, and `given`. Raises UserError for unknown names and bad values."""
-    defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
-    chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
-    row = config.settings(chosen["algo"], ALGOS, globals())
-    fields = defaults | REWARDS[config.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":      # then k1 gives the KL's gradient (eq. 2)
-        fields |= dict(estimator="k1")
-    if chosen.get("init"):      # no warm start; --warm_steps adds one, at a lower rate
-        fields |= dict(warm_steps=0, warm_lr=2e-5)
-    cfg = config.build(Config, fields, given)
-    return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
+    """The Config for a command line or a notebook, which may also give a task's own settings, such
+    as `difficulty`. Raises UserError for unknown names and bad values."""
+    given = given.pop("task_args", {}) | given
+    task = data.load_task(given.get("task", Config.task))
+    algo = (task.DEFAULTS | given).get("algo", Config.algo)
+    # From here on each line overrides those above it.
+    chosen = {f.name: f.default for f in fields(Config) if f.name != "task_args"}
+    chosen |= task.DEFAULTS
+    chosen |= config.algorithm(algo, ALGOS, sys.modules[__name__])
+    chosen |= implied(chosen | given)
+    chosen |= given
+    cfg = config.build(Config, task, chosen)
+    if "init" in given or "warm_steps" in given:
+        return cfg
+    return warm_start.shipped(cfg)          # --init data/warm_start, if it serves
+
+def implied(chosen):
+    """What some settings imply for others, unless these are given too."""
+    others = {}
+    if chosen["kl"] == "reward":
+        others["estimator"] = "k1"          # it has the KL's gradient there (eq. 2)
+    if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
+        others["adv_scale"] = "none"        # once all are good, the group's std is only noise
+    if chosen["init"]:
+        others |= dict(warm_steps=0, warm_lr=2e-5)      # lower, if --warm_steps adds one
+    return others
 
 # ----------------------------------------------------------------------------- the state of a run
 @dataclass
@@ -342,6 +335,8 @@ def group_scores(reward, ends, cfg):
         r = torch.where(dead, r, r / std)
     return torch.where(at, r, 0).view_as(reward).float(), dead.flatten()
 
+GAMMA = 1.0             # discount, used only with a critic
+
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
     delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
@@ -374,7 +369,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
         adv = torch.where(mask, to_come, 0)
     else:
         score, dead = group_scores(reward, ends, cfg)
-        adv = gae(score - penalty, value, mask, cfg.gamma, cfg.lam)
+        adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
         adv = whiten(adv, mask)
@@ -389,7 +384,7 @@ def rollout(agent, problems, rng):
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
-    batch.reward = reward.cap_truncated(batch, cfg.truncated_reward)
+    batch.reward = reward.cap_truncated(batch)
 
     # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
     # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
@@ -473,6 +468,9 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     stats["loss"] = loss
     return loss, stats
 
+VALUE_COEF = 0.1        # weight of the critic's loss
+VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
+
 def value_loss(value, old_value, returns, weight):
     """PPO's clipped value loss: half the squared error of the values (B, T), or of the values
     clipped to within VALUE_CLIP of the old ones, whichever is larger."""
@@ -489,11 +487,13 @@ def total_loss(agent, batch, weight, n_tokens):
     loss, stats = policy_loss(logp, batch, weight, n_tokens, cfg, agent.beta)
     if value is not None:
         error = value_loss(value, batch.value, batch.returns, weight)
-        loss = loss + cfg.value_coef * error
+        loss = loss + VALUE_COEF * error
         stats["value_loss"] = error
     return loss, stats, logp
 
 # ------------------------------------------------------------------------------------ the update
+GRAD_CLIP = 1.0         # maximum gradient norm
+
 def minibatches(cfg, rng, n):
     """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
     rows on this rank, as indices (on the host) into its batch of n rows, and its number of rows on
@@ -534,7 +534,7 @@ def update(agent, batch, rng):
         for p in params:                    # a rank without rows has no gradient
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = dist.summed(grad)      # over the ranks
-        norm += dist.full(clip_grad_norm_(params, cfg.grad_clip)).item()
+        norm += dist.full(clip_grad_norm_(params, GRAD_CLIP)).item()
         if not math.isfinite(norm):
             raise data.UserError(f"the norm of the gradient is {norm}")
         agent.opt.step()
@@ -556,27 +556,31 @@ def has_gradient(agent, batch):
     return learns if loss == 0 else everything
 
 # ------------------------------------------------------------------------------ the reward model
+FIT_STEPS = 64          # a fit labels completions of as many problems as so many steps have
+
 def refit_reward_model(agent, problems, iteration):
     """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
     old ones. The first tenth of the problems measures it. Returns the metrics of the fit."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     labels_rng = dist.rng(cfg, f"labels of rank {dist.world()[0]}", iteration)
+    n = min(FIT_STEPS * cfg.prompts, len(problems))
+    n -= n % dist.world()[1]
     tenth = len(problems) // 10
-    n = cfg.fit_prompts // 10
-    held_out = rng.sample(problems[:tenth], n)
-    drawn = held_out + rng.sample(problems[tenth:], cfg.fit_prompts - n)
-    size = max(1, cfg.group // cfg.choices) * cfg.prompts       # as many rows as in training
+    held_out = rng.sample(problems[:tenth], n // 10)
+    drawn = held_out + rng.sample(problems[tenth:], n - n // 10)
+    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts       # as many rows as in training
     rows = []
     for part in batches.in_chunks("labelling", drawn, size):
-        batch = generate(agent, part, cfg.choices, rng)
+        batch = generate(agent, part, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent.task, agent.encoding, batch, cfg)
-        if cfg.labels == "rollouts":
+        if cfg.reward == "rollouts":
             batch.reward = rollout_labels(agent, batch, labels_rng)
         rows.append(reward.labelled(batch))
-    rows = reward.of_all_ranks(reward.concatenate(*rows), cfg.choices)
-    test = {name: x[:n * cfg.choices] for name, x in rows.items()}
-    train = {name: x[n * cfg.choices:] for name, x in rows.items()}
+    rows = reward.of_all_ranks(reward.concatenate(*rows))
+    apart = len(held_out) * reward.CHOICES
+    test = {name: x[:apart] for name, x in rows.items()}
+    train = {name: x[apart:] for name, x in rows.items()}
     agent.history, measures = reward.refit(agent.reward_model, train, test, agent.history, cfg, rng)
     show.reward_model_quality(measures)
     return measures
@@ -641,16 +645,13 @@ def train_step(agent, problems, step):
     stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
-    if cfg.target_kl and "kl" in stats:     # Ziegler et al. 2019, 2.2
-        error = min(max(stats["kl"] / cfg.target_kl - 1, -0.2), 0.2)
-        agent.beta *= 1 + 0.1 * error       # a tenth of the relative error, bounded
     return batch, stats
 
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
     iteration a new reference, a refitted reward model, and --steps steps."""
     task = task or data.load_task(cfg.task)
-    config.install(cfg.functions, globals())      # in the place of those above
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a file may replace what is above
     cfg, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
@@ -706,14 +707,20 @@ def ask(agent, question):
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
     """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
-    given, mode = config.read(Config, config.names(ALGOS), __doc__, argv)
-    where = make_config(**given).folder
+    given, mode = config.read(Config, __doc__, argv)
+    cfg, saved = make_config(**given), None
     if mode["resume"]:
-        row = config.of_resume(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
-        return mode, *checkpoint.resume(where, Config, row | given)
-    if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
-        given = checkpoint.settings(given.get("init", where), given)
-    return mode, make_config(**given), None
+        cfg, saved = checkpoint.resume(cfg.folder, Config, given)
+    elif mode["eval_only"] or mode["ask"] is not None:      # with the settings of that run
+        known = checkpoint.settings(given.get("init", cfg.folder), given)
+        cfg = make_config(**known)
+    return mode, cfg, saved
+
+def trained_agent(cfg):
+    """An Agent with the model in --init or --out, which can be evaluated and asked."""
+    task = data.load_task(cfg.task)
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
+    return Agent(cfg, task, *pretrained.trained_model(cfg))
 
 def main(argv=None):
     """The command line; a UserError is one line on stderr and exit code 2."""
@@ -723,11 +730,13 @@ def main(argv=None):
         dist.start_ranks(dist.resolve(cfg)[0])
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
-        elif mode["ask"] is not None or mode["eval_only"]:
-            config.install(cfg.functions, globals())
-            agent = setup.Agent(cfg, data.load_task(cfg.task), *pretrained.trained_model(cfg))
-            show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
-                        if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))
+        elif mode["ask"] is not None:
+            answer = ask(trained_agent(cfg), mode["ask"])
+            show.print0(show.printable(answer))
+        elif mode["eval_only"]:
+            agent = trained_agent(cfg)
+            results = evaluate(agent, preflight.held_out_of(agent))
+            show.print0(show.percentages(results))
         else:
             with dist.stoppable(show.resume_command(cfg)), files.unlocked():
                 train(cfg, saved=saved)

@@ -9,6 +9,8 @@ from model import send
 from run import dist, passes, warm_start
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
+TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new
+CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
 # ------------------------------------------------------------------------------- the rule's reward
 
@@ -66,11 +68,11 @@ def of_rule(task, encoding, batch, cfg):
         return of_outcomes(batch)
     return of_steps(task, encoding, batch)
 
-def cap_truncated(batch, most):
-    """The rewards (B, T), but at most `most` at the last token of a row that was cut off. A learned
-    reward below that is kept."""
+def cap_truncated(batch):
+    """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row that was cut off.
+    A learned reward below that is kept."""
     cut_off = passes.last_tokens(batch.mask) & ~batch.finished[:, None]
-    return torch.where(cut_off, batch.reward.clamp(max=most), batch.reward)
+    return torch.where(cut_off, batch.reward.clamp(max=TRUNCATED_REWARD), batch.reward)
 
 # -------------------------------------------------------------------------------- learned rewards
 
@@ -124,15 +126,15 @@ def concatenate(*sets):
         joined[name] = torch.cat(padded)
     return joined
 
-def of_all_ranks(rows, K):
-    """The labelled rows of all ranks, on every rank, as sets of K in the order of their problems."""
+def of_all_ranks(rows):
+    """The labelled rows of all ranks, on every rank, in the order of their problems."""
     if dist.world()[1] == 1:
         return rows
     parts = [None] * dist.world()[1]
     distributed.all_gather_object(parts, rows)
     gathered = {}
-    for name, x in concatenate(*parts).items():         # (ranks * sets * K, T)
-        by_rank = x.unflatten(0, (len(parts), -1, K))
+    for name, x in concatenate(*parts).items():         # (ranks * problems * K, T)
+        by_rank = x.unflatten(0, (len(parts), -1, CHOICES))
         gathered[name] = by_rank.transpose(0, 1).flatten(0, 2)
     return gathered
 
@@ -154,14 +156,12 @@ def replay(history, rows, K, rng):
 # ---------------------------------------------------------------------------------------- the fit
 
 def refit(reward_model, train, test, history, cfg, rng):
-    """Fits the reward model to labelled rows and a tenth as many from `history`, and measures it on
-    other ones. Rows: `cfg.choices` completions of each problem, of this rank. Returns the history
-    with the fitted rows added, and the metrics."""
+    """Fits the reward model to labelled rows, CHOICES completions of each problem, and a tenth as
+    many from `history`, and measures it on `test`. Returns the history with the fitted rows added,
+    and the metrics."""
     K = 1
-    train = of_all_ranks(train, cfg.choices)
-    test = of_all_ranks(test, cfg.choices)
     if cfg.supervision == "outcome":        # which of K completions is best
-        K = cfg.choices
+        K = CHOICES
         train, test = choices(train, K), choices(test, K)
     rows = train
     if history:
@@ -206,7 +206,7 @@ def fit(reward_model, rows, K, cfg, rng):
             label = send(part["label"].flatten()[at], device)
             yield reward_loss(score, label, K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
-    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr, cfg.grad_clip)
+    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
     """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K

@@ -189,7 +189,7 @@ class Step:
                 raise
             why = str(e).splitlines()[0]
             raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for "
-                            f"the GPU (.item()); --static_cache off samples without: {why}") from e
+                            f"the GPU (.item()); --cache shared samples without: {why}") from e
         self.graph = graph
 
 class StaticCache(KVCache):

@@ -24,7 +24,7 @@ class Checkpoint:
     step, so they are not stored."""
     step: int           # last complete step; -1 before there is a model
     stats: dict         # of that step, if it has not been evaluated yet; else empty
-    beta: float         # current KL coefficient, see --target_kl
+    beta: float         # current KL coefficient
     model: dict         # the policy's config.json; empty before there is a model
     sizes: dict         # bytes of the logs at this step
     data: dict          # SHA-256 of the task's and the problems' files when the run began
@@ -125,18 +125,14 @@ def load(folder, config, whole=True):
         raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
                         f"or delete the file") from e
 
-def flag_of(name):
-    """The flag that sets a setting."""
-    return "algo" if name == "functions" else name
-
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError if the settings `found` in a folder name a task or functions in a file that
-    the flags `given` do not: opening somebody else's folder must not execute code."""
-    for name in ("task", "functions"):
+    """Raises UserError if the settings `found` in a folder name a task or an algorithm in a file
+    that the flags `given` do not: opening somebody else's folder must not execute code."""
+    for name in ("task", "algo"):
         file = found.get(name)
         if str(file).endswith(".py") and given.get(name) != file:
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
-                            f"be executed; to allow it, add --{flag_of(name)} {file}")
+                            f"be executed; to allow it, add --{name} {file}")
 
 def settings(folder, given):
     """The flags `given` with the settings of the run in a folder, if there is one, for all that
@@ -145,8 +141,11 @@ def settings(folder, given):
     try:
         if path.exists():
             found = read_json(read_bytes(path), path)["config"]
-            found = {name: x for name, x in found.items() if name not in ("out", "functions")}
+            found = {name: x for name, x in found.items() if name not in ("out", "algo")}
             refuse_foreign_code(found, given, folder)
+            args = found.pop("task_args", {})
+            if given.get("task", found["task"]) == found["task"]:
+                found |= args
     except (OSError, LookupError, AttributeError, TypeError) as e:
         raise UserError(f"{path} was not written by grpo.py ({type(e).__name__}: {e})") from e
     return found | {"init": str(folder)} | given
@@ -174,25 +173,28 @@ def resume(folder, config, flags):
     cfg, checkpoint = load(folder, config, whole=False)
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE - ({"steps"} if cfg.iterations > 1 else set())  # of each iteration
+    has = vars(cfg) | cfg.task_args
     for name in flags.keys() - may_change:
-        if flags[name] != getattr(cfg, name):
-            raise UserError(f"the run in {folder} has --{flag_of(name)} {getattr(cfg, name)}, not "
+        if flags[name] != has.get(name):
+            raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not "
                             f"{flags[name]}; a resumed run may change only "
                             f"{', '.join(sorted(may_change))}")
     changed = {name: flags[name] for name in may_change & flags.keys()}
     cfg = dataclasses.replace(cfg, **changed | {"out": str(folder)})
     if cfg.steps * cfg.iterations < checkpoint.step:
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
-    for name, sha256 in data_of(cfg).items():
-        if checkpoint.data.get(name) != sha256:
-            raise UserError(f"--{flag_of(name)} {getattr(cfg, name)} has changed since the run in "
-                            f"{folder} began: restore the file, or start a new run")
+    now = data_of(cfg) | {"task": checkpoint.data.get("task")}
+    for name in sorted(now.keys() | checkpoint.data.keys()):
+        if now.get(name) != checkpoint.data.get(name):
+            raise UserError(f"--{name} {has.get(name)} has changed since the run in {folder} "
+                            f"began: restore the file, or start a new run")
     return cfg, load(folder, config)[1]
 
 def data_of(cfg):
-    """SHA-256 of the files with problems, and of an algorithm's, by the flag that names them."""
-    paths = {"train": cfg.train, "test": cfg.test, "functions": config.file_of(cfg.functions)}
-    return {name: hash_of(path) for name, path in paths.items() if path}
+    """SHA-256 of the files that the task's own settings name, and of an algorithm's, by flag."""
+    paths = {"algo": config.file_of(cfg.algo), **cfg.task_args}
+    return {name: hash_of(path) for name, path in paths.items()
+            if isinstance(path, (str, Path)) and Path(path).is_file()}
 
 def hash_of(path):
     """SHA-256 of a file."""
@@ -238,7 +240,7 @@ def open_run(cfg, checkpoint=None):
                 step=-1, stats={}, beta=cfg.beta, model={}, sizes=dict.fromkeys(LOGS, 0),
                 data=data_of(cfg) | {"task": task}, tensors={}))
         files.write_whole(cfg.folder / "run.json", json.dumps(about, indent=1))
-        if file := config.file_of(cfg.functions):
+        if file := config.file_of(cfg.algo):
             files.write_whole(cfg.folder / "functions.py", file.read_bytes())
         for name in LOGS:
             with open(regular(cfg.folder / name), "ab") as f:
@@ -328,7 +330,7 @@ def check_tensors(agent, checkpoint):
     if len(steps) > 1 or min(steps, default=1) < 1:         # one step count for all parameters
         wrong += steps.values()
     ids = have.get("history.ids", torch.zeros(0, 1))
-    if ids.dim() != 2 or len(ids) % agent.cfg.choices or len(ids) and not (
+    if ids.dim() != 2 or len(ids) and not (
             0 <= ids.min() and ids.max() < agent.policy.cfg.vocab_size):
         wrong.append("history.ids")
     if wrong:

@@ -25,12 +25,13 @@ def resolve(cfg):
         raise UserError(f"--device {kind} is not available on this machine")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     dtype = ("bfloat16" if kind == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
-    return device, dtype, cfg.compile == "on"
+    return device, dtype, cfg.compile
 
 def has_static_cache(cfg):
     """Whether sampling uses static shapes: by default on cuda, as CUDA graphs need them."""
-    cuda = resolve(cfg)[0].type == "cuda"
-    return cuda if cfg.static_cache == "auto" else cfg.static_cache == "on"
+    if cfg.cache == "auto":
+        return resolve(cfg)[0].type == "cuda"
+    return cfg.cache == "static"
 
 def double(device):
     """float64, or float32 on mps, which has no float64."""
@@ -184,8 +185,8 @@ def stop_asked():
 
 
 def is_on(cfg):
-    """Whether models are sharded: --shard on, and more than one rank."""
-    return cfg.shard == "on" and world()[1] > 1
+    """Whether models are sharded: --shard, and more than one rank."""
+    return cfg.shard and world()[1] > 1
 
 def shard_module(cfg, module):
     """Shards a module in place, if sharding is on: layer by layer, then the rest, except frozen

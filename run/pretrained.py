@@ -296,8 +296,8 @@ def to_device(model, cfg):
     not what, it computes."""
     device, dtype, _ = dist.resolve(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
-    model.recompute = cfg.recompute == "on"
-    model.kv_cache = "shared" if cfg.share_prefix == "on" else "plain"
+    model.recompute = cfg.recompute
+    model.kv_cache = "plain" if cfg.cache == "plain" else "shared"
     if dist.has_static_cache(cfg):
         model.kv_cache = "static"
     return model.to(device).eval()
@@ -328,13 +328,16 @@ def model_of(config, cfg, longest):
     preflight.check_room(model, cfg, longest)
     return to_device(allocate(model), cfg)
 
+HEAD = 32               # channels of a head of a new model, with one key/value head for all
+
 def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two that fits prompts of
     `longest` tokens and their completions."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
-    sizes = shape(vocab_size=encoding.n_vocab, n_layer=cfg.n_layer, n_head=cfg.n_head,
-                             n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd,
-                             block_size=context)
+    D = min(HEAD, cfg.n_embd)
+    sizes = shape(vocab_size=encoding.n_vocab, block_size=context, n_layer=cfg.n_layer,
+                  n_head=cfg.n_embd // D, n_kv_head=1, head_size=D, n_embd=cfg.n_embd,
+                  n_inner=4 * cfg.n_embd)
     with torch.device("meta"):
         preflight.check_room(GPT(sizes), cfg, longest)
     model = to_device(GPT(sizes, dist.generator(cfg, "weights")), cfg)

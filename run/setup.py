@@ -17,7 +17,7 @@ def add_models(agent):
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
-    if cfg.reward == "model":
+    if cfg.learns_reward:
         scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,      # scores of variance 1
                             generator=dist.generator(cfg, "scorer"))
         agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))

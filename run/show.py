@@ -81,6 +81,11 @@ def header(agent, problems, held_out):
     if cfg.adv_scale == "group" and cfg.baseline in ("none", "value"):
         print0(f"note: with --baseline {cfg.baseline}, advantages are still divided by the group's "
                f"std; --adv_scale none leaves that out")
+    if cfg.kl == "reward" and cfg.estimator == "k1":
+        print0("--kl reward implies --estimator k1, whose gradient there is that of the KL")
+    if cfg.learns_reward and cfg.adv_scale == "none":
+        print0(f"--reward {cfg.reward} implies --adv_scale none: once all completions of a group "
+               f"are good, their std is only the model's noise")
     if compiled:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init and Path(cfg.init) != Path(data.__file__).parent / "warm_start":
@@ -97,7 +102,7 @@ def farewell(cfg, question):
 
 def resume_command(cfg):
     """The command that continues a run. It must name files with code, as they are executed."""
-    named = {"task": cfg.task, "algo": cfg.functions}.items()
+    named = {"task": cfg.task, "algo": cfg.algo}.items()
     files = [f"--{name} {shlex.quote(file)}" for name, file in named if file.endswith(".py")]
     return " ".join(["python grpo.py --resume --out", shlex.quote(str(cfg.folder)), *files])
 
@@ -115,7 +120,7 @@ def step_line(step, total, done):
                      if name in stats)
            + f"{times[-1]:.2f} s  left {clock(left)}")
     warnings = {"all rewards of every group were equal": [s["dead_groups"] == 1 for s in done],
-                "most completions were cut off at --max_new, and earned at most --truncated_reward":
+                "most completions were cut off at --max_new, and earned at most 0":
                 [s["finished"] < 0.5 for s in done]}
     for text, held in warnings.items():
         if held[-3:] == [True] * 3 and held[-4:] != [True] * 4:

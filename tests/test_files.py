@@ -29,7 +29,7 @@ from model import GPT, GPTConfig
 from run import checkpoint, files, preflight, pretrained, setup
 from run.files import LOGS, clear_up
 
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
+TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1").split()
 
 
@@ -37,7 +37,7 @@ TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prom
 def done(tmp_path_factory):
     """A run of 2 steps, with a reward model, so that its checkpoint has all kinds of tensors."""
     where = tmp_path_factory.mktemp("done")
-    main([*TINY, "--reward", "model", "--fit_prompts", "10", "--steps", "2", "--out", str(where)])
+    main([*TINY, "--reward", "model", "--steps", "2", "--out", str(where)])
     return where
 
 
@@ -118,7 +118,7 @@ def test_the_state_in_a_checkpoint_is_checked(change, says):
 
 TOY = """from types import SimpleNamespace
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     made = [SimpleNamespace(prompt=c) for c in "abcdefgh"]
     return made, made[:2]
 def demonstration(problem, rng): return "a"
@@ -217,10 +217,10 @@ def test_eos_beyond_the_vocabulary(model_folder, capsys):
         assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
 
 
-@pytest.mark.parametrize("args", ["--n_embd 200000 --n_head 2", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
-                                  "--n_embd 1048576 --n_head 2", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
+@pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
+                                  "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
-                                  "--reward model --fit_prompts 10 --choices 1000000000"])
+                                  "--reward model"])
 def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
     fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -575,7 +575,7 @@ def test_scores_that_say_nothing(x, spread, says, tmp_path, capsys, monkeypatch)
     import reward
     real = reward.scores
     monkeypatch.setattr(reward, "scores", lambda *args: x + spread * real(*args))
-    assert says in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1, "--out", tmp_path)
+    assert says in fault(capsys, *TINY, "--reward", "model", "--steps", 1, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("env, says", [({"RANK": "0"}, "WORLD_SIZE"),

@@ -24,7 +24,7 @@ from run import batches, files, report, show
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
 LETTERS = '''from types import SimpleNamespace
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     made = [SimpleNamespace(prompt=a + b + "=") for a in "abcd" for b in "efgh"]
     return made[2:], made[:2]
 def demonstration(problem, rng):
@@ -36,9 +36,9 @@ def steps(problem, text):
 def answer(text):
     return text
 '''
-TINY = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, warm_steps=12, warm_batch=8, warm_lr=3e-2, prompts=3,
+TINY = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3,
             group=4, max_new=8, minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu",
-            dtype="float32", compile="off")
+            dtype="float32", compile=False)
 
 
 def lines(path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+import grpo
 from grpo import rollout as of_sampler
 from grpo import total_loss as unweighted
 from run import passes
@@ -24,3 +25,7 @@ def rollout(agent, problems, rng):
 def total_loss(agent, batch, weight, tokens):
     ratio = ((batch.old_logp - batch.logp) * batch.mask).sum(1, True).exp()
     return unweighted(agent, replace(batch, adv=batch.adv * torch.where(ratio <= C, ratio, 0)), weight, tokens)
+
+
+grpo.rollout = rollout
+grpo.total_loss = total_loss

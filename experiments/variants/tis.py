@@ -2,7 +2,7 @@
 each token's surrogate is weighted by min(pi_trainer / pi_sampler, C).
 """
 from dataclasses import replace
-
+import grpo
 from grpo import rollout as of_sampler
 from grpo import total_loss as unweighted
 from run import passes
@@ -21,3 +21,7 @@ def rollout(agent, problems, rng):
 def total_loss(agent, batch, weight, tokens):
     ratio = (batch.old_logp - batch.logp).exp()
     return unweighted(agent, replace(batch, adv=batch.adv * ratio.clamp(max=C)), weight, tokens)
+
+
+grpo.rollout = rollout
+grpo.total_loss = total_loss

@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, LORA, DROPOUT, BOARD = DIFFS
 CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
-SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
+SMALL = dict(difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 
 

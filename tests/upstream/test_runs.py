@@ -21,7 +21,7 @@ import runs  # noqa: E402
 import studies  # noqa: E402
 from data import arithmetic  # noqa: E402
 
-TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 "
+TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
 
 
@@ -59,7 +59,7 @@ def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkey
 
 def test_what_a_run_measures(tmp_path):
     """A whole one, as it is in its own process."""
-    runs.child([*TINY, "--reward", "model", "--supervision", "process", "--fit_prompts", "10", "--labels", "rollouts", "--patch", "tries=2",
+    runs.child([*TINY, "--reward", "model", "--supervision", "process", "--labels", "rollouts", "--patch", "tries=2",
                 "--out", str(tmp_path)])
     found = json.loads((tmp_path / "result.json").read_text())
     assert [p["step"] for p in found["points"]] == [0, 0, 1, 2] and len(found["steps"]["length"]) == 2
@@ -74,7 +74,7 @@ def test_what_a_run_measures(tmp_path):
 
 
 @pytest.mark.parametrize("row, kept", (
-    ("--reward model --fit_prompts 10 --iterations 2 --patch history=0.5 --patch reference=kept", 3 + 2),
+    ("--reward model --iterations 2 --patch history=0.5 --patch reference=kept", 3 + 2),
     ("--algo ppo --critic separate --patch critic_lr=10", 3)))
 def test_a_run_with_patches_goes_through(row, kept, tmp_path):
     (tmp_path / "start.json").write_text('{"start": {"greedy": 2.0}}')
@@ -179,7 +179,7 @@ def test_what_a_reward_model_costs_is_counted_where_it_is_fitted():
 
 def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
     """By the masks of a run's samples: a fit's, a critic's, the rollouts'."""
-    cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--fit_prompts", "10", "--choices", "2", "--iterations", "2",
+    cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--iterations", "2",
                         "--steps", "1", "--out", str(tmp_path)])
     drawn, inside, sample = [], [], grpo.sample
     real = {name: getattr(grpo, name) for name in ("begin_iteration", "train_step")}

@@ -629,7 +629,7 @@ def main(argv=None):
             show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
                         if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))
         else:
-            with dist.stoppable(show.resume_command(cfg)), files.unlocked():
+            with dist.stoppable(show.resume_command(cfg)), files.LOCK:
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import caches, dist, prefixes, preflight
-from run.checkpoint import finite
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -229,6 +228,10 @@ def fill_new(model, missing, folder):
     for name, parts in missing.items():
         for p in parts:
             p.fill_(values[name])
+
+def finite(tensor):
+    """Whether all values of a tensor are finite, without allocating another of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""

@@ -738,7 +738,7 @@ def main(argv=None):
             results = evaluate(agent, preflight.held_out_of(agent))
             show.print0(show.percentages(results))
         else:
-            with dist.stoppable(show.resume_command(cfg)), files.unlocked():
+            with dist.stoppable(show.resume_command(cfg)), files.LOCK:
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

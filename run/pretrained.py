@@ -229,6 +229,10 @@ def fill_new(model, missing, folder):
         for p in parts:
             p.fill_(values[name])
 
+def finite(tensor):
+    """Whether all values of a tensor are finite, without allocating another of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
+
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
     folder = Path(folder)
@@ -358,7 +362,3 @@ def frozen(model):
             for p in layer.parameters():
                 p.data = p.data.to(model.amp)
     return copied
-
-def finite(tensor):
-    """Whether all values of a tensor are finite, without allocating another of its size."""
-    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

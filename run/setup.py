@@ -37,7 +37,6 @@ def make_ready(agent, saved):
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
     tokenizer, the policy, and the training and held-out problems."""
-    checkpoint.claim(cfg, saved)
     if saved and saved.step == cfg.steps * cfg.iterations and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
     problems, held_out = preflight.problems_of(cfg, task)

@@ -5,6 +5,7 @@ Two processes make all of RUNS in one go while this one makes them alone, and th
 both have left.
 """
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -26,8 +27,7 @@ import grpo
 import reward
 from data import UserError
 from run import batches, checkpoint, config, dist, preflight, pretrained, setup, show, warm_start
-from run import checkpoint as tensors_of
-from run.checkpoint import sha256_of, training_state
+from run.checkpoint import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 # Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
@@ -126,6 +126,12 @@ def set_constants(setattr=setattr):
     setattr(reward, "LABEL_NOISE", 0.3)
 
 
+def sha256_of(tensors):
+    """SHA-256 of a dict of tensors."""
+    parts = (name.encode() + x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for name, x in sorted(tensors.items()))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
     opened, streams, kept, found, real, release = [], [], [], {}, reward.rollout_labels, dist.release
@@ -145,7 +151,7 @@ def all_runs(rank, where):
             """How many numbers."""
             params = [p for module in modules for p in module.parameters()]
             return sum(getattr(p, "_local_tensor", p).numel() for p in params)
-        parts = list(tensors_of.modules(agent).values())
+        parts = [*filter(None, (agent.policy, agent.ref, agent.critic, agent.reward_model))]
         for module in parts:
             dist.parameters(module)
         share = held(*parts) / sum(p.numel() for module in parts for p in module.parameters())

@@ -143,14 +143,13 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     """And goes on, with the model of its checkpoint, which needs no warm start; the longest prompt has 3 tokens."""
     cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
     saved = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
-    monkeypatch.setattr(checkpoint, "claim", lambda *given: calls.append("claim"))
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(pretrained, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
     got = setup.begin(cfg, toy(), saved)
     assert got[0] == cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
-    assert calls == ["claim", ({"a": "config"}, 3), "open"]
+    assert calls == [({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
         f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
 

@@ -742,7 +742,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         try:
             grpo.main([*args, "--out", str(tmp_path / out)])
         finally:
-            files.unlock()
+            files.LOCK.close()
         return capsys.readouterr().out
 
     on_day(monkeypatch, 1)
@@ -787,7 +787,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monk
         patch.setattr(grpo, "evaluate", killed)
         with pytest.raises(SystemExit):
             grpo.main([*RUN, "--init", str(chat_folder(tmp_path / "m")), "--out", str(tmp_path / "x")])
-    files.unlock()
+    files.LOCK.close()
     assert not (tmp_path / "x" / "tokenizer.json").exists()
     grpo.main(["--resume", "--out", str(tmp_path / "x")])
     assert "step 2/2" in capsys.readouterr().out

@@ -261,7 +261,7 @@ def complete(agent, prompts, group, u, max_new=None, n_greedy=0):
 def generate(agent, problems, u, n_greedy=0):
     """Completions of this rank's share of `problems`, with their texts and rule rewards. The random
     numbers u (n, G, N) cover all ranks, so samples do not depend on the number of ranks."""
-    problems, u = dist.local_share(problems), dist.local_share(u)
+    problems, u = dist.of_rank(problems), dist.of_rank(u)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), n_greedy=n_greedy)
     return reward.score(agent.task, agent.encoding, problems, batch)
@@ -447,7 +447,7 @@ def update(agent, batch, rng):
     cfg, zero = agent.cfg, batch.logp.new_zeros(())
     total = {"loss": zero, "clip_share": zero}          # for a step that skips every row
     norm, mismatch = 0.0, None
-    dist.release(agent)
+    dist.free_sampler(agent)
     learns = has_gradient(agent, batch)
     ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
     batch = replace(batch, ids=ids)
@@ -467,7 +467,7 @@ def update(agent, batch, rng):
             mismatch = batches.checked_gap(torch.cat(gaps), mask[live].sum(), agent.policy.amp)
         norm += warm_start.optimizer_step(agent.opt, cfg.grad_clip)
     setup.train_mode(agent, False)
-    dist.refresh(agent)
+    dist.sync_sampler(agent)
     means = (dist.all_reduce(torch.stack([*total.values()])) / cfg.updates).tolist()
     return dict(zip(total, means)) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
@@ -496,7 +496,7 @@ def begin_iteration(agent, problems, iteration):
     if agent.reward_model is None:
         return {}
     rng = dist.rng(cfg, "fit", iteration)
-    labels_rng = dist.rng(cfg, f"labels of rank {dist.world()[0]}", iteration)
+    labels_rng = dist.rng(cfg, f"labels of rank {dist.rank()}", iteration)
     tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth is held out
     drawn = rng.sample(problems[:tenth], n)
     drawn += rng.sample(problems[tenth:], cfg.fit_prompts - n)
@@ -620,7 +620,7 @@ def main(argv=None):
     dist.prepare()
     with show.exit_code():
         mode, cfg, saved = read_command(argv)
-        dist.start_ranks(dist.resolve(cfg)[0])
+        dist.start_ranks(dist.device_of(cfg))
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
         elif mode["ask"] is not None or mode["eval_only"]:

@@ -176,7 +176,7 @@ def fit(reward_model, data, K, cfg, rng):
         """The loss terms of one optimizer step, from this rank's sets."""
         sets = order.tensor_split(steps)[step]
         count = data["ends"][rows_of(sets)].sum() / K                           # over all ranks
-        sets = dist.local_share(sets)
+        sets = dist.of_rank(sets)
         ids, mask = whole["ids"][sets].flatten(1), whole["mask"][sets].any(1)
         for micro, T in batches.micro_batches(ids, mask, budget):
             part = {name: x[rows_of(sets[micro]), :T] for name, x in data.items()}

@@ -45,7 +45,7 @@ def minibatches(cfg, rng, n):
     rows on this rank, as indices (on the host) into this rank's batch, and its number of rows on
     all ranks. Raises UserError unless the batch has this rank's share of rows; n: how many."""
     rows = cfg.prompts * cfg.group
-    local = dist.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
+    local = dist.of_rank(torch.arange(rows).view(-1, cfg.group)).flatten()
     if n != len(local):
         raise UserError(f"a rollout must have --prompts x --group rows, here {len(local)}, not {n}")
     for _ in range(cfg.epochs):
@@ -103,7 +103,7 @@ def in_chunks(name, items, size):
         if dist.stop_asked():
             raise dist.Stopped(f"in the {name}, which will begin again")
         told(i)
-        if dist.local_share(items[i:i + size]):
+        if dist.of_rank(items[i:i + size]):
             yield items[i:i + size]
 
 # ------------------------------------------------------------------------ sets of rows, as dicts

@@ -45,7 +45,7 @@ def save(agent, step, stats=()):
     folder, tensors = agent.cfg.folder, training_state(agent)
     dist.check_alike(tensors)
     tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
-    if dist.world()[0] > 0:
+    if dist.rank() > 0:
         return
     tensors = {n: x.cpu() for n, x in tensors.items()}          # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
@@ -68,7 +68,7 @@ def keep_best(agent, step, results):
     if results["pass@1"] > known:
         policy = {n: dist.for_the_first_rank(p.detach())
                   for n, p in dist.parameters(agent.policy).items()}
-        if dist.world()[0] == 0:
+        if dist.rank() == 0:
             pretrained.save(agent.policy, best, agent.encoding.files, policy)
             files.write_whole(best / "run.json", (agent.cfg.folder / "run.json").read_text())
             files.write_whole(note, json.dumps({"step": step, **results}))
@@ -204,7 +204,7 @@ def claim(cfg, checkpoint):
     """Locks the folder of a run; raises UserError if another process is running there or continued
     the run after the checkpoint was read, or if an unfinished run would be overwritten."""
     folder = cfg.folder
-    if dist.world()[0] == 0 and folder.exists():
+    if dist.rank() == 0 and folder.exists():
         files.lock(folder / "lock")
     if checkpoint or (folder / "checkpoint.safetensors").exists():
         old, found = load(folder, type(cfg), whole=False)

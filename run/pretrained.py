@@ -295,7 +295,7 @@ def encoding_of(cfg, where):
 def to_device(model, cfg):
     """Moves a model to its device in evaluation mode, and applies the settings that change how, but
     not what, it computes."""
-    device, dtype, _ = dist.resolve(cfg)
+    device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
     model.recompute = cfg.recompute == "on"
     if cfg.share_prefix == "on":

@@ -304,8 +304,8 @@ def generate(agent, problems, group, rng=None):
     N, u = agent.cfg.max_new, None
     if rng is not None:     # of all ranks: samples do not depend on their number
         u = dist.uniform(rng, len(problems), group, N)
-        u = dist.local_share(u).flatten(0, 1)                                               # (B, N)
-    problems = dist.local_share(problems)
+        u = dist.of_rank(u).flatten(0, 1)                                               # (B, N)
+    problems = dist.of_rank(problems)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     batch = complete(agent, prompts, group, [N] * len(prompts), u)
     reward.score_by_rule(agent.task, agent.encoding, problems, batch)
@@ -499,7 +499,7 @@ def minibatches(cfg, rng, n):
     rows on this rank, as indices (on the host) into its batch of n rows, and its number of rows on
     all ranks."""
     rows = cfg.prompts * cfg.group
-    own = dist.local_share(torch.arange(rows).view(-1, cfg.group)).flatten()
+    own = dist.of_rank(torch.arange(rows).view(-1, cfg.group)).flatten()
     assert n == len(own), "a rollout must have --prompts x --group rows"
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(rows), rows))
@@ -563,9 +563,9 @@ def refit_reward_model(agent, problems, iteration):
     old ones. The first tenth of the problems measures it. Returns the metrics of the fit."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
-    labels_rng = dist.rng(cfg, f"labels of rank {dist.world()[0]}", iteration)
+    labels_rng = dist.rng(cfg, f"labels of rank {dist.rank()}", iteration)
     n = min(FIT_STEPS * cfg.prompts, len(problems))
-    n -= n % dist.world()[1]
+    n -= n % dist.ranks()
     tenth = len(problems) // 10
     held_out = rng.sample(problems[:tenth], n // 10)
     drawn = held_out + rng.sample(problems[tenth:], n - n // 10)
@@ -639,9 +639,8 @@ def train_step(agent, problems, step):
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
-    dist.release(agent)
-    stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    dist.refresh(agent)
+    with dist.updating(agent):
+        stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
@@ -727,7 +726,7 @@ def main(argv=None):
     dist.prepare()
     with show.exit_code():
         mode, cfg, saved = read_command(argv)
-        dist.start_ranks(dist.resolve(cfg)[0])
+        dist.start_ranks(dist.device_of(cfg))
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
         elif mode["ask"] is not None:

@@ -128,9 +128,9 @@ def concatenate(*sets):
 
 def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
-    if dist.world()[1] == 1:
+    if dist.ranks() == 1:
         return rows
-    parts = [None] * dist.world()[1]
+    parts = [None] * dist.ranks()
     distributed.all_gather_object(parts, rows)
     gathered = {}
     for name, x in concatenate(*parts).items():         # (ranks * problems * K, T)
@@ -197,7 +197,7 @@ def fit(reward_model, rows, K, cfg, rng):
     def losses(step):
         """The loss terms of one optimizer step, from this rank's sets."""
         count = rows["ends"][rows_of(order[step])].sum() / K                    # over all ranks
-        sets = dist.local_share(order[step])
+        sets = dist.of_rank(order[step])
         for micro, T in passes.micro_batches(ids[sets].flatten(1), mask[sets].any(1), budget):
             part = {name: x[rows_of(sets[micro]), :T] for name, x in rows.items()}
             at = part["ends"].flatten().nonzero()[:, 0]

@@ -24,7 +24,7 @@ def in_chunks(name, items, size):
         if dist.stop_asked():
             raise dist.Stopped(f"in the {name}, which will begin again")
         told(i)
-        if dist.local_share(items[i:i + size]):
+        if dist.of_rank(items[i:i + size]):
             yield items[i:i + size]
 
 # ---------------------------------------------------------------------------------- the statistics

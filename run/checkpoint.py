@@ -35,7 +35,7 @@ def save(agent, step, stats=()):
     folder, tensors = agent.cfg.folder, training_state(agent)
     dist.check_alike(tensors)
     tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
-    if dist.world()[0] > 0:
+    if dist.rank() > 0:
         return
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
     pretrained.save(agent.policy, folder, agent.encoding.files, policy)
@@ -81,7 +81,7 @@ def keep_best(agent, step, results):
         return
     policy = {n: dist.for_the_first_rank(p.detach())
               for n, p in dist.parameters(agent.policy).items()}
-    if dist.world()[0] == 0:
+    if dist.rank() == 0:
         pretrained.save(agent.policy, best, agent.encoding.files, policy)
         files.write_whole(best / "run.json", (folder / "run.json").read_text())
         files.write_whole(note, json.dumps({"step": step, **results}))

@@ -67,7 +67,7 @@ def append(path, record):
 
 def log_metrics(folder, step, stats):
     """Adds a line to metrics.jsonl, on the first rank."""
-    if dist.world()[0] == 0:
+    if dist.rank() == 0:
         append(folder / "metrics.jsonl", {"step": step, **stats})
 
 def keep_previous(folder):

@@ -55,7 +55,7 @@ def check_run(cfg, task, problems, held_out):
                         f"{cfg.prompts * cfg.group} rows")
     for problem in problems[:1]:            # fail before the warm start
         check_rule(cfg, task, problem)
-    ranks = dist.world()[1]
+    ranks = dist.ranks()
     if cfg.prompts > len(problems):
         raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems to "
                         f"draw from")
@@ -89,7 +89,7 @@ def check_room(model, cfg, longest):
     tokens would not fit its context or the memory; longest 0: only the weights must fit."""
     if longest:
         check_context(model, cfg, longest)
-    need, free = memory(model, cfg, longest), free_memory(dist.resolve(cfg)[0])
+    need, free = memory(model, cfg, longest), free_memory(dist.device_of(cfg))
     if not longest:
         need = {"weights": 4 * sum(p.numel() for p in model.parameters()),
                 "RoPE's tables": rope_tables(model.cfg)}
@@ -119,12 +119,12 @@ def rope_tables(shape):
 def memory(model, cfg, longest):
     """Bytes that a run needs, by purpose. Rollout and update alternate, so only the larger of the
     two counts. The activations are an estimate."""
-    c, half = model.cfg, dist.resolve(cfg)[1] == "bfloat16"
+    c, half = model.cfg, dist.dtype_of(cfg) == "bfloat16"
     N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: bytes in products
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     frozen = 4 * N - (4 - b) * linear + b * c.vocab_size * c.n_embd * (half and c.tied)
     learned, slots, V = cfg.learns_reward, longest + cfg.max_new, c.vocab_size
-    rows = cfg.prompts * max(cfg.group, 4 * learned) // dist.world()[1]
+    rows = cfg.prompts * max(cfg.group, 4 * learned) // dist.ranks()
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots * (4 if learned else 1))     # CHOICES
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # per token
@@ -132,8 +132,8 @@ def memory(model, cfg, longest):
     if cfg.recompute:           # one layer's, half as much for their gradients, all inputs
         stored = layer * 3 // 2 + 4 * c.n_embd * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
-    sharded = dist.is_on(cfg)
-    own = N / (dist.world()[1] if sharded else 1)    # a model's parameters on one rank
+    sharded = dist.is_sharding(cfg)
+    own = N / (dist.ranks() if sharded else 1)    # a model's parameters on one rank
     # A cache counts twice, as it is copied when rows diverge or finish; a static one is not, but it
     # is kept during the update.
     static = dist.has_static_cache(cfg)
@@ -143,7 +143,7 @@ def memory(model, cfg, longest):
                "full sampler": frozen * sharded}
     # A sharded model gathers two layers at a time, and the weights outside the layers.
     update = {"gradients": 4 * own * trained, "activations": stored * tokens * trained,
-              "logits": 12 * min(most_logits(dist.resolve(cfg)[0]), V * tokens),
+              "logits": 12 * min(most_logits(dist.device_of(cfg)), V * tokens),
               "gathered layers": 4 * (N - linear + 2 * linear // c.n_layer) * sharded}
     update |= {"static cache": cache} if static else {}
     models = trained + cfg.needs_reference + (half or sharded) + learned
@@ -162,15 +162,15 @@ def total(need):
 def micro_tokens(model, cfg, longest):
     """--micro_tokens or, if it is 0, 2,048 on a CPU, and on CUDA the largest power of two up to
     32,768 with which a run takes at most 60 % of the free memory."""
-    if cfg.micro_tokens or dist.resolve(cfg)[0].type != "cuda":
+    if cfg.micro_tokens or dist.device_of(cfg).type != "cuda":
         return cfg.micro_tokens or MICRO_TOKENS
-    free, n = 0.6 * free_memory(dist.resolve(cfg)[0]), MICRO_TOKENS
+    free, n = 0.6 * free_memory(dist.device_of(cfg)), MICRO_TOKENS
     while n < 32768 and total(memory(model, replace(cfg, micro_tokens=2 * n), longest)) < free:
         n *= 2
     return n
 
 def costs(model, cfg, longest):
     """A line with the memory that a run with prompts of up to `longest` tokens needs."""
-    need, free = total(memory(model, cfg, longest)), free_memory(dist.resolve(cfg)[0])
+    need, free = total(memory(model, cfg, longest)), free_memory(dist.device_of(cfg))
     known = "" if free is None else f" of {free / 1e9:.1f} free"
     return f"memory: about {need / 1e9:.1f} GB{known}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
-from model import GPT, GPTConfig, ScalarHead  # noqa: F401
+from model import GPT, GPTConfig
 from run import dist, preflight
 from run.files import write_tensors, write_whole
 
@@ -298,7 +298,7 @@ def encoding_of(cfg, where):
 def to_device(model, cfg):
     """Moves a model to its device in evaluation mode, and applies the settings that change how, but
     not what, it computes."""
-    device, dtype, _ = dist.resolve(cfg)
+    device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
     model.recompute = cfg.recompute
     model.kv_cache = "plain" if cfg.cache == "plain" else "shared"

@@ -21,7 +21,7 @@ MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
 
 def refresh(folder):
     """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
-    if dist.world()[0] == 0:
+    if dist.rank() == 0:
         try:
             write([folder])
         except (UserError, OSError) as e:
@@ -107,7 +107,7 @@ def log_samples(agent, step, batch, last):
     two to samples.jsonl, on the first rank."""
     if step not in (1, last) and step % agent.cfg.save_every != 0:
         return
-    first, batch = dist.world()[0] == 0, batches.on_host(batch)
+    first, batch = dist.rank() == 0, batches.on_host(batch)
     if first:
         show.group(batch, widest(batch, agent.cfg.group), agent.encoding)
     if first or dist.is_sharded(agent.policy):         # every rank takes part in its passes

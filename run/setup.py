@@ -5,7 +5,8 @@ from dataclasses import replace
 
 
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
-from run.pretrained import ScalarHead, frozen
+from model import ScalarHead
+from run.pretrained import frozen
 
 def add_models(agent):
     """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
@@ -21,14 +22,14 @@ def add_models(agent):
         scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,      # scores of variance 1
                             generator=dist.generator(cfg, "scorer"))
         agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))
-    agent.sampler = frozen(policy) if policy.amp or dist.is_on(cfg) else policy
+    agent.sampler = frozen(policy) if policy.amp or dist.is_sharding(cfg) else policy
     dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
     """Restores a Checkpoint, if there is one; then all models are as they sample and compile."""
     if saved and saved.model:
         checkpoint.restore(agent, saved)
-    dist.refresh(agent)
+    dist.sync_sampler(agent)
     models = {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model} - {None}
     for module in models:
         module.eval()
@@ -37,16 +38,22 @@ def make_ready(agent, saved):
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
     tokenizer, the policy, and the training and held-out problems."""
-    if saved and saved.step == cfg.steps * cfg.iterations and not saved.stats:
+    has_model = bool(saved and saved.model)
+    if has_model and saved.step == cfg.total_steps and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
+
     problems, held_out = preflight.problems_of(cfg, task)
-    if not (saved and saved.model):
+    if has_model:
+        encoding = pretrained.encoding_of(cfg, cfg.folder)
+    else:
         cfg = warm_start.checked(cfg, task, problems)
-    encoding = pretrained.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
+        encoding = pretrained.encoding_of(cfg, cfg.init)
     preflight.check_run(cfg, task, problems, held_out)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
-    if saved and saved.model:
-        policy, cold = pretrained.model_of(saved.model, cfg, longest), False
+
+    cold = False                        # whether it still needs a warm start
+    if has_model:
+        policy = pretrained.model_of(saved.model, cfg, longest)
     else:
         policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
@@ -54,10 +61,11 @@ def begin(cfg, task, saved):
     if own := [*pretrained.own_parameters(policy)]:
         show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "
                     f"{len(own) - 1} more: a {policy.hf['model_type']} has no such parameters")
-    dist.wait_for_all()
-    if dist.world()[0] == 0:
+
+    dist.wait_for_all()                 # all have read what is in the folder
+    if dist.rank() == 0:
         checkpoint.open_run(cfg, saved)
     if cold:
-        show.print0(f"the warm start comes first, then {cfg.steps * cfg.iterations} steps of RL")
+        show.print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start.warm_start(policy, task, problems, cfg, encoding)
     return cfg, encoding, policy, problems, held_out

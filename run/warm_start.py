@@ -131,13 +131,13 @@ def warm_start(model, task, problems, cfg, encoding):
         tokens = sum(len(text) for _, text in rows)             # over all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
-        ids, mask = padded(dist.local_share(rows))
+        ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
     supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr)
 
-    if dist.world()[0] == 0:
+    if dist.rank() == 0:
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
         note.unlink(missing_ok=True)
         pretrained.save(model, where, encoding.files)
@@ -180,7 +180,7 @@ def new_note(cfg, task, problems, encoding):
 
 def made_with(cfg):
     """What else decides a warm start, up to its last digits."""
-    device, dtype, _ = dist.resolve(cfg)
+    device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
     files = [Path(__file__)]
     files += sorted(filter(Path.is_file, Path(cfg.init).glob("*"))) if cfg.init else []
     digests = []
@@ -188,7 +188,7 @@ def made_with(cfg):
         with open(path, "rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return {"torch": torch.__version__, "device": device.type, "dtype": dtype,
-            "ranks": dist.world()[1], "the fit's code or --init's files": sha256_of(digests)}
+            "ranks": dist.ranks(), "the fit's code or --init's files": sha256_of(digests)}
 
 def read_note(where):
     """The note of a kept warm start; None if there is none that `new_note` could have written."""

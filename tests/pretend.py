@@ -444,13 +444,8 @@ def nccl():
         count("waits", "all_gather_object")
         real.all_gather_object(*args)
 
-    def barrier(device_ids=None):
-        if device_ids != [torch.cuda.current_device()]:
-            raise RuntimeError(f"{site()}: a barrier that does not know its device")
-        count("waits", "barrier")
-        real.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "get_backend", lambda: "nccl")
-        for stand in (init_process_group, all_reduce, all_gather_object, barrier):
+        for stand in (init_process_group, all_reduce, all_gather_object):
             patch.setattr(distributed, stand.__name__, stand)
         yield

@@ -40,7 +40,7 @@ def test_who_needs_a_reference(changes, needed):
 
 def test_an_agent_for_answers_is_a_policy_alone():
     agent = Agent(CFG, None, None, tiny_model())
-    assert agent.ref is agent.critic is agent.reward_model is agent.sampler is agent.opt is None
+    assert agent.ref is agent.critic is agent.reward_model is agent.opt is None and agent.sampler is agent.policy
     assert setup.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
 
 
@@ -76,7 +76,7 @@ def test_a_run_begins_in_evaluation_mode():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
     agent = setup.new_agent(with_(dtype=dtype), None, None, pretrained.to_device(tiny_model(), with_(dtype=dtype)))
-    assert (agent.sampler is not None) is (dtype == "bfloat16")
+    assert (agent.sampler is not agent.policy) is (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("given, one, several", [
@@ -195,7 +195,8 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked,
     streams, got = [], []
     rng = dist.rng
     monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
-    monkeypatch.setattr(dist, "world", lambda: (rank, 2))
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
     rows = SimpleNamespace(ids=torch.zeros(2, 3), mask=torch.ones(2, 3), ends=torch.ones(2, 3), reward=torch.zeros(2, 3))
     monkeypatch.setattr(grpo, "generate", lambda agent, part, u: rows)
     monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (batch.reward, batch.ends))

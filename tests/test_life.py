@@ -513,7 +513,8 @@ def test_what_a_start_was_made_with_counts(key, value, run, tmp_path, monkeypatc
     cfg = grpo.make_config(task=str(tmp_path / "letters.py"), init="", device="cpu", dtype="float32")
     before = warm_start.made_with(cfg)
     monkeypatch.setattr(torch, "__version__", "0.0" if key == "torch" else torch.__version__)
-    monkeypatch.setattr(dist, "world", lambda: (0, 2 if key == "ranks" else 1))
-    monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device("cuda" if key == "device" else "cpu"),
-                                                         "bfloat16" if key == "dtype" else "float32", False))
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+    monkeypatch.setattr(dist, "ranks", lambda: 2 if key == "ranks" else 1)
+    monkeypatch.setattr(dist, "device_of", lambda cfg: torch.device("cuda" if key == "device" else "cpu"))
+    monkeypatch.setattr(dist, "dtype_of", lambda cfg: "bfloat16" if key == "dtype" else "float32")
     assert warm_start.made_with(cfg) == before | {key: value}

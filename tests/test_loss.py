@@ -629,7 +629,7 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     models = [tiny_model() for _ in range(3)]
-    dist.compile_all(Config(compile=True), *models, None)
+    dist.compile_all(Config(compile=True), *models)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))

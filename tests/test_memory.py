@@ -254,7 +254,8 @@ def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
 def test_ranks_share_the_rows_of_a_rollout_and_nothing_else(monkeypatch):
     cfg, model = Config(prompts=600, group=4, max_new=8, micro_tokens=100, device="cpu"), tiny_model()
     alone = preflight.memory(model, cfg, 5)
-    monkeypatch.setattr(dist, "world", lambda: (1, 2))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
     both = preflight.memory(model, cfg, 5)
     halved = {name for name in alone if both[name] != alone[name]}
     assert halved == {"cache", "logits of a token"} and all(2 * both[n] == alone[n] for n in halved)
@@ -347,7 +348,8 @@ def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
                         warm_steps=0), tiny_model(n_layer=5)
     alone = preflight.memory(model, cfg, 2)
     assert not alone["gathered layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
-    monkeypatch.setattr(dist, "world", lambda: (1, 4))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    monkeypatch.setattr(dist, "ranks", lambda: 4)
     parts, rollout = (preflight.memory(model, dataclasses.replace(cfg, prompts=p), 2) for p in (1, 4000))
     for name in ("weights", "Adam", "reference", "reward model"):
         assert parts[name] == rollout[name] == alone[name] / 4 > 0
@@ -365,7 +367,8 @@ def test_a_model_is_whole_before_it_is_sharded(monkeypatch):
     cfg = Config(shard=True, dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
     alone = preflight.memory(model, cfg, 1)
     assert alone["weights"] == 4 * N and "frozen copies" not in alone
-    monkeypatch.setattr(dist, "world", lambda: (1, 64))
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    monkeypatch.setattr(dist, "ranks", lambda: 64)
     assert preflight.total(preflight.memory(model, cfg, 1)) == 4 * N + 2 * 4 * N
     assert preflight.total(preflight.memory(model, dataclasses.replace(cfg, warm_steps=1), 1)) == 12 * N + 12 * N
 

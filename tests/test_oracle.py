@@ -129,7 +129,7 @@ def recorded(minibatches, chosen):
     """`minibatches`; on the side the indices that it gives, in the order of the rows of all ranks:
     each rank in turn takes a group."""
     def record(cfg, *given):
-        rank, ranks = dist.world()
+        rank, ranks = dist.rank(), dist.ranks()
         for rows, size in minibatches(cfg, *given):
             groups = [divmod(i, cfg.group) for i in rows.tolist()]
             chosen[rank].append([(g * ranks + rank) * cfg.group + i for g, i in groups])
@@ -160,7 +160,8 @@ def on_ranks(ranks, work, monkeypatch):
             if sys.exc_info()[0]:
                 barrier.abort()
     with monkeypatch.context() as patch, ThreadPoolExecutor(ranks) as pool:
-        patch.setattr(dist, "world", lambda: (own.rank, ranks))
+        patch.setattr(dist, "rank", lambda: own.rank)
+        patch.setattr(dist, "ranks", lambda: ranks)
         patch.setattr(dist, "all_reduce", all_reduce)
         return list(pool.map(of_rank, range(ranks)))
 

@@ -693,7 +693,7 @@ def made(places, tmp_path_factory):
 @pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
 def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
     base, values = SETTINGS[name]
-    if name == "device" and dist.resolve(Config(device=value))[0].type != "cpu":
+    if name == "device" and dist.device_of(Config(device=value)).type != "cpu":
         pytest.skip("there is a better device than the CPU")
     one, other = made(base), made(base | {"algo" if name == "functions" else name: value})
     changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]

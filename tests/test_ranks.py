@@ -109,7 +109,7 @@ def sums(rank):
              "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
              "spread": [x.item() for x in dist.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
-             "parts": [dist.local_share(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
+             "parts": [dist.of_rank(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
     return found
@@ -134,7 +134,7 @@ def sha256_of(tensors):
 
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
-    opened, streams, kept, found, real, release = [], [], [], {}, reward.rollout_labels, dist.release
+    opened, streams, kept, found, real, free = [], [], [], {}, reward.rollout_labels, dist.free_sampler
 
     def note(event, args):
         """Remember the files of the runs that this process opens to write."""
@@ -145,7 +145,7 @@ def all_runs(rank, where):
         """The real one; remember where its random stream stands."""
         streams.append(str(source.getstate()))
         return real(complete, agent, batch, source)
-    def released(agent):
+    def freed(agent):
         """The real one; remember which share of its models this process keeps, and of the sampler before and after."""
         def held(*modules):
             """How many numbers."""
@@ -155,11 +155,11 @@ def all_runs(rank, where):
         for module in parts:
             dist.parameters(module)
         share = held(*parts) / sum(p.numel() for module in parts for p in module.parameters())
-        before = agent.sampler and held(agent.sampler) / sum(p.numel() for p in agent.policy.parameters())
-        release(agent)
-        kept.append((share, before, agent.sampler and held(agent.sampler)))
+        before = held(agent.sampler) / sum(p.numel() for p in agent.policy.parameters())
+        free(agent)
+        kept.append((share, before, held(agent.sampler)))
     sys.addaudithook(note)
-    reward.rollout_labels, dist.release = rollout_labels, released
+    reward.rollout_labels, dist.free_sampler = rollout_labels, freed
     dist.start_ranks(torch.device("cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
@@ -432,7 +432,7 @@ def test_both_ranks_end_alike_to_the_bit(both, name):
 
 def test_a_rank_keeps_its_part_of_the_models(both):
     """The sampler is whole between updates, and let go of in one. A rank alone keeps all."""
-    assert all(entry == [1, None, None] for rank in both[2] for entry in rank["kept"])
+    assert all(share == before == 1 and after > 0 for rank in both[2] for share, before, after in rank["kept"])
     for rank in both[3]:
         assert len(rank["kept"]) > len(SHARDED)
         for share, before, after in rank["kept"]:

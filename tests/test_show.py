@@ -19,12 +19,13 @@ def terminal(monkeypatch):
 
 def test_tokens_are_coloured_by_the_sign_of_their_advantage(terminal):
     """Green above 0, red below it, grey at it; in a terminal only, and not where NO_COLOR is set, to anything."""
-    pieces, adv = ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]
+    def coloured():
+        return "".join(map(show.coloured, ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]))
     terminal(True)
-    assert show.coloured(pieces, adv) == "\x1b[32ma\x1b[0m\x1b[31mb ⏎ \x1b[0m\x1b[90mc\x1b[0m\x1b[90md\x1b[0m"
+    assert coloured() == "\x1b[32ma\x1b[0m\x1b[31mb ⏎ \x1b[0m\x1b[90mc\x1b[0m\x1b[90md\x1b[0m"
     for given in ((True, True), (False, False)):
         terminal(*given)
-        assert show.coloured(pieces, adv) == "ab ⏎ cd"
+        assert coloured() == "ab ⏎ cd"
 
 
 def test_a_model_cannot_change_the_terminal(terminal):
@@ -32,7 +33,7 @@ def test_a_model_cannot_change_the_terminal(terminal):
     text = "a\x1b]0;b\x07\r\x9bc\td\x7f\u00e9"
     assert show.printable(text + "\n") == "a\\x1b]0;b\\x07\\x0d\\x9bc\td\\x7f\u00e9\n"
     terminal(False)
-    assert show.coloured(["\x1b[2J", "\n"], [1.0, 1.0]) == "\\x1b[2J ⏎ "
+    assert show.coloured("\x1b[2J\n", 1.0) == "\\x1b[2J ⏎ "
 
 
 GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))

@@ -33,7 +33,8 @@ def toy(**parts):
 # ------------------------------------------------------------------------------ whether it can run
 
 def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HELD_OUT):
-    monkeypatch.setattr(dist, "world", lambda: (0, ranks))
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+    monkeypatch.setattr(dist, "ranks", lambda: ranks)
     preflight.check_run(dataclasses.replace(CFG, **changes), task or toy(), problems, held_out)
 
 
@@ -391,7 +392,8 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
         terms = [*losses(0)]
         got.append((sum(terms), len(terms), (name, module, *settings)))
     monkeypatch.setattr(warm_start, "supervised_fit", fit)
-    monkeypatch.setattr(dist, "world", lambda: world)
+    monkeypatch.setattr(dist, "rank", lambda: world[0])
+    monkeypatch.setattr(dist, "ranks", lambda: world[1])
     monkeypatch.setattr(warm_start, "new_note", lambda *_: "the note")
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
     warm_start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
@@ -448,9 +450,11 @@ def test_a_kept_warm_start_depends_on_the_machine_to_its_last_digits(changes, fa
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     kept(cfg)
     now = {"ranks": 1, "torch": torch.__version__, "device": "cpu", "dtype": "float32"} | changes
-    monkeypatch.setattr(dist, "world", lambda: (0, now["ranks"]))
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+    monkeypatch.setattr(dist, "ranks", lambda: now["ranks"])
     monkeypatch.setattr(torch, "__version__", now["torch"])
-    monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device(now["device"]), now["dtype"], False))
+    monkeypatch.setattr(dist, "device_of", lambda cfg: torch.device(now["device"]))
+    monkeypatch.setattr(dist, "dtype_of", lambda cfg: now["dtype"])
     if "code" in changes:
         (tmp_path / "optimizer.py").write_text("changed")
         monkeypatch.setattr(warm_start, "__file__", str(tmp_path / "optimizer.py"))

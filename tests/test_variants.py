@@ -519,7 +519,8 @@ def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
         return batch, {"reward": float(n)}
     monkeypatch.setattr(module, "one_rollout", one_rollout)
     monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"] * ranks, random.Random(0)))
-    monkeypatch.setattr(dist, "world", lambda: (0, ranks))
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+    monkeypatch.setattr(dist, "ranks", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
     agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
     batch, stats = module.train_step(agent, [*"rstu"], 1)

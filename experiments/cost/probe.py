@@ -133,7 +133,7 @@ def kernels(name, place, f, n=1):
 def random_gpt(shape, dtype, device):
     """A model as a run samples from it, with random weights."""
     cfg = grpo.make_config(task="sums", dtype=dtype, device=device)
-    with dist.resolve(cfg)[0]:
+    with dist.device_of(cfg):
         gpt = model.GPT(model.GPTConfig(**shape))
     return pretrained.frozen(pretrained.to_device(gpt, cfg))
 
@@ -373,7 +373,7 @@ def new_agent(at, device):
     """An agent with a random model, whose updates change nothing, and a rollout for it."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
                            **at.batch)
-    with dist.resolve(cfg)[0]:
+    with dist.device_of(cfg):
         policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))
     agent = setup.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), pretrained.to_device(policy, cfg))
     return agent, random_batch(agent)

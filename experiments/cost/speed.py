@@ -138,7 +138,7 @@ def with_trl(size, who):
         def on_step_end(self, *_, **__):
             marks["ended"] = now(device)
 
-    device, bf16 = dist.resolve(cfg)[0], cfg.dtype == "bfloat16"
+    device, bf16 = dist.device_of(cfg), cfg.dtype == "bfloat16"
     gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
     opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scratch = tempfile.mkdtemp()
@@ -221,7 +221,7 @@ def states(ids, mask):
 def floors(agent, batch):
     """Lower bounds on the seconds of a rollout and of its update."""
     cfg, policy, c = agent.cfg, agent.policy, agent.policy.cfg
-    device, dtype, _ = dist.resolve(cfg)
+    device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
     linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
     head, width = policy.cfg.vocab_size * policy.cfg.n_embd, 2 if dtype == "bfloat16" else 4
     trained = batch.adv.any(1) | (agent.ref is not None or agent.critic is not None)

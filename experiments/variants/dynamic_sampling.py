@@ -20,7 +20,7 @@ def train_step(agent, problems, step):
 
 
 def rollout(agent, problems, rng):
-    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // dist.world()[1]
+    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // dist.ranks()
     while len(found) < TRIES and dist.all_reduce((live.sum() < own).int()).item():
         found.append(one_rollout(agent, problems, rng))
         right = found[-1][0].components["correct"].view(own, -1).cpu()

@@ -327,7 +327,7 @@ def test_the_board_gets_the_metrics(changed, warm, tmp_path, board, monkeypatch)
     assert run(grpo, out, init=warm, steps=2) == logged and len(logged) == 3
     assert begun[0]["config"] == json.loads((out / "run.json").read_text())["config"]
     assert begun[0]["name"] == str(out) and begun[0]["mode"] is None
-    monkeypatch.setattr(grpo.dist, "world", lambda: (1, 2))          # the second of two ranks
+    monkeypatch.setattr(dist, "rank", lambda: 1)          # the second of two ranks
     run(grpo, out, init=warm, steps=1)
     assert begun[1]["mode"] == "disabled"
 

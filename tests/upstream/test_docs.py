@@ -244,12 +244,14 @@ def test_what_fits_on_a_gpu(monkeypatch):
                                 block_size=32768, tied=name != "7"))
         cells = []
         for ranks, how in ((1, {}), (1, dict(recompute=True)), (2, dict(shard=True)), (8, dict(shard=True))):
-            monkeypatch.setattr(dist, "world", lambda: (0, ranks))
+            monkeypatch.setattr(dist, "rank", lambda: 0)
+            monkeypatch.setattr(dist, "ranks", lambda: ranks)
             cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
             cells.append(f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}")
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
         if fits := {"0.5": (24, "18.6"), "1.5": (80, "48.2"), "3": (80, "75.7")}.get(name):     # a card of so many GB
-            monkeypatch.setattr(dist, "world", lambda: (0, 1))
+            monkeypatch.setattr(dist, "rank", lambda: 0)
+            monkeypatch.setattr(dist, "ranks", lambda: 1)
             with monkeypatch.context() as patch:
                 patch.setattr(preflight, "most_logits", lambda device: int(fits[0] * 1e9) // 128)
                 cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", warm_steps=0,

@@ -64,7 +64,7 @@ def begin(cfg, task, saved):
     if not (saved and saved.model):
         cfg = warm_start.checked(cfg, task, problems)
     encoding = pretrained.encoding_of(cfg, cfg.folder if saved and saved.model else cfg.init)
-    preflight.check_run(cfg, task, problems, held_out)
+    preflight.check_run(cfg, task, problems)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
     if saved and saved.model:
         policy, cold = pretrained.model_of(saved.model, cfg, longest), False
@@ -72,9 +72,6 @@ def begin(cfg, task, saved):
         policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
     show.print0(preflight.costs(policy, cfg, longest))
-    if own := [*pretrained.own_parameters(policy)]:
-        show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "
-                    f"{len(own) - 1} more: a {policy.hf['model_type']} has no such parameters")
     dist.wait_for_all()
     if dist.world()[0] == 0:
         checkpoint.open_run(cfg, saved)

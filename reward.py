@@ -15,18 +15,20 @@ CHOICES = 4             # completions that an annotator compares; 2: Bradley-Ter
 
 # ------------------------------------------------------------------------------- the rule's reward
 
-def score_by_rule(task, encoding, problems, batch):
+def score_by_rule(agent, problems, batch):
     """Fills in each row's problem, what the policy said as text, and the components (B,) of its
     rule reward by name; their sum is the reward. A completion that was cut off earns 0."""
     group = len(batch.ids) // len(problems)
     batch.problems = [p for p in problems for _ in range(group)]
-    said = [row[on].tolist() for row, on in zip(batch.ids.cpu(), batch.mask.cpu())]
-    batch.texts = [decode(encoding, ids) for ids in said]
-    parts = rewards_of(task, batch.problems, batch.texts, [len(ids) for ids in said])
+    rows = zip(batch.ids.cpu(), batch.mask.cpu())
+    said = [ids[mask].tolist() for ids, mask in rows]
+    batch.texts = [decode(agent.encoding, ids) for ids in said]
+    lengths = [len(ids) for ids in said]
+    parts = rewards_of(agent.task, batch.problems, batch.texts, lengths)
     batch.components = {}
     for name in parts[0]:
-        values = torch.tensor([float(part[name]) for part in parts], device=batch.ids.device)
-        batch.components[name] = values * batch.finished
+        x = torch.tensor([float(part[name]) for part in parts])
+        batch.components[name] = x.to(batch.ids.device) * batch.finished
 
 def of_outcomes(batch):
     """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens: the
@@ -119,7 +121,7 @@ def reward_loss(score, label, K):
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
     return -(label.view(-1, K) * score.view(-1, K).log_softmax(1)).sum()
 
-# ------------------------------------------------------------------- the labelled rows, as a dict
+# -------------------------------------------------------------------------------------- the labels
 
 def problems_to_label(problems, cfg, rng):
     """Problems whose completions are labelled for a fit: a tenth of them held out, from the first
@@ -129,6 +131,33 @@ def problems_to_label(problems, cfg, rng):
     tenth = len(problems) // 10
     held_out = rng.sample(problems[:tenth], n // 10)
     return held_out, rng.sample(problems[tenth:], n - n // 10)
+
+def rollout_labels(agent, complete, batch, at, tries=4):
+    """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
+    are right. A last step keeps its true label. `complete` is grpo.complete; `at` names the random
+    stream."""
+    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", at)
+    ids, mask, start = batch.ids.cpu(), batch.mask.cpu(), batch.start.cpu()
+    label = batch.reward.cpu().clone()
+    places = batch.ends.cpu() & ~passes.last_tokens(mask)
+    for part in places.nonzero().split(128):                                                # (n, 2)
+        if len(part) == 0:
+            continue
+        row, column = part.T
+        prefixes = [ids[i, :t + 1].tolist() for i, t in part]
+        room = agent.cfg.max_new - (column + 1 - start[row])                # tokens left
+        u = dist.uniform(rng, len(part), tries, room.max()).flatten(0, 1)
+        played = complete(agent, prefixes, tries, room.tolist(), send(u.float(), batch.ids.device))
+        T = played.ids.size(1)
+        said = F.pad(mask[row], (0, T - mask.size(1)))      # the prefix is the policy's, too
+        said &= torch.arange(T) <= column[:, None]
+        played.mask |= send(said.repeat_interleave(tries, 0), played.mask.device)
+        score_by_rule(agent, [batch.problems[i] for i in row], played)
+        right = played.components["correct"].view(-1, tries)
+        label[row, column] = right.mean(1).cpu()
+    return send(label, batch.ids.device)
+
+# ------------------------------------------------------------------- the labelled rows, as a dict
 
 def concatenate(*sets):
     """Joins sets of labelled rows into one, padded to the longest."""

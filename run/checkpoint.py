@@ -137,9 +137,13 @@ def refuse_foreign_code(found, given, folder):
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
                             f"be executed; to allow it, add --{name} {file}")
 
-def settings(cfg, given):
-    """The flags `given` with the settings of the run in --init or --out, if there is one, for all
-    that they leave open; `init` is the folder."""
+def settings(mode, cfg, given):
+    """The settings of the run in --out, changed by the flags `given`, and its Checkpoint, to resume
+    it; or, to evaluate or ask its model, those of the run in --init or --out, if there is one, for
+    all that the flags leave open, with the folder as `init`, and None."""
+    if mode.resume:
+        cfg, saved = resume(cfg.folder, type(cfg), given)
+        return vars(cfg), saved
     folder = given.get("init", cfg.folder)
     found = about(folder).get("config", {})
     found = {name: x for name, x in found.items() if name not in ("out", "algo")}
@@ -147,7 +151,7 @@ def settings(cfg, given):
     args = found.pop("task_args", {})
     if found and given.get("task", found["task"]) == found["task"]:
         found |= args
-    return found | {"init": str(folder)} | given
+    return found | {"init": str(folder)} | given, None
 
 def about(folder):
     """What run.json says of the run in a folder; empty if there is none."""

@@ -17,12 +17,12 @@ def problems_of(cfg, task):
         raise UserError("the task has no held-out problems to evaluate on")
     return train, held_out[:cfg.held_out or None]
 
-def held_out_of(agent):
-    """The held-out problems of an agent's task; raises UserError if they do not fit the context."""
-    held_out = problems_of(agent.cfg, agent.task)[1]
-    longest = max(len(agent.encoding.encode_prompt(p.prompt)) for p in held_out)
-    check_context(agent.policy, agent.cfg, longest)
-    return held_out
+def held_out(cfg, task, encoding, policy):
+    """A task's held-out problems; raises UserError if they do not fit the context."""
+    found = problems_of(cfg, task)[1]
+    longest = max(len(encoding.encode_prompt(p.prompt)) for p in found)
+    check_context(policy, cfg, longest)
+    return found
 
 def check_run(cfg, task, problems, held_out):
     """Raises UserError for what would otherwise end a run only after its warm start."""

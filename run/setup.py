@@ -39,6 +39,7 @@ def make_ready(agent, saved):
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
     task, the tokenizer, the policy, and the training and held-out problems."""
+    dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps and not saved.stats:
@@ -74,9 +75,8 @@ def shipped(cfg):
     return warm_start.shipped(cfg)
 
 def trained_model(cfg):
-    """The task, and the tokenizer and the model in --init or --out."""
-    return load_task(cfg.task), *pretrained.trained_model(cfg)
-
-def held_out_of(agent):
-    """The held-out problems of an agent's task."""
-    return preflight.held_out_of(agent)
+    """The task, the tokenizer and the model in --init or --out, and the held-out problems."""
+    dist.start(cfg)
+    task = load_task(cfg.task)
+    encoding, policy = pretrained.trained_model(cfg)
+    return task, encoding, policy, preflight.held_out(cfg, task, encoding, policy)

@@ -11,8 +11,8 @@ SETTINGS = dict(clip_low=1, clip_high=1, kl="none", loss_mean="token")
 SHARE, LOW, HIGH = 2e-4, 1.0, 5.0
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
-    gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
+def surrogate(logp, old_logp, adv, mask, cfg):
+    gain, clipped = clipped_once(logp, old_logp, adv, mask, cfg)
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
     found = ((cov > LOW) & (cov < HIGH) & mask & ~clipped).nonzero()
     same = torch.Generator().manual_seed(len(found))            # the same choice in a run that was resumed

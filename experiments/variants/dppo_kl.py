@@ -9,7 +9,8 @@ SETTINGS = dict(kl="none")
 DELTA = 0.05
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
     p = logp.detach().exp()             # of the token under the new policy,
     q = p / ratio.detach()              # and under the old one
     p, q = p.clamp(1e-12, 1 - 1e-6), q.clamp(1e-12, 1 - 1e-6)

@@ -10,8 +10,9 @@ SETTINGS = dict(kl="none")
 C = 3.0
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
-    gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+    gain, clipped = clipped_once(logp, old_logp, adv, mask, cfg)
     far = (adv < 0) & (ratio > C)
     return torch.where(far, C * adv, gain), clipped | far
 

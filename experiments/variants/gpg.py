@@ -17,7 +17,7 @@ def advantages(reward, ends, mask, penalty, value, cfg):
     return adv * groups / max(live, 1), returns, dead
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
+def surrogate(logp, old_logp, adv, mask, cfg):
     return adv * logp, torch.zeros_like(mask)
 
 

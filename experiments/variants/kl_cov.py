@@ -10,7 +10,8 @@ SETTINGS = dict(kl="none", loss_mean="token")
 SHARE, COEFFICIENT = 2e-3, 1.0
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
     ranked = cov[mask].sort(descending=True).values             # none if a rank has no rows
     held = mask & (cov >= ranked[max(1, int(SHARE * len(ranked))) - 1]) if len(ranked) else mask

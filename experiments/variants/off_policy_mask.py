@@ -9,8 +9,9 @@ SETTINGS = dict(kl="loss", estimator="ratio*k3")
 DELTA = 0.5
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
-    gain, clipped = of_all(ratio, adv, logp, mask, cfg)
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+    gain, clipped = of_all(logp, old_logp, adv, mask, cfg)
     kl = -(ratio.log() * mask).sum(1, True).detach() / mask.sum(1, True).clamp(min=1)
     out = (adv < 0) & (kl > DELTA)
     return gain * ~out, clipped | out

@@ -13,7 +13,7 @@ def rollout(agent, problems, rng):
         raise UserError("--algo remax has no --reward model")
     batch, stats = of_samples(agent, problems, rng)
     greedy = grpo.generate(agent, problems, 1)
-    greedy.reward, _ = grpo.reward.of_rule(agent.task, agent.encoding, greedy, agent.cfg)
+    greedy.reward, _ = grpo.reward.of_rule(agent, greedy)
     baseline = grpo.reward.cap_truncated(greedy).sum(1)
     batch.adv = batch.adv - baseline.repeat_interleave(agent.cfg.group)[:, None] * batch.mask
     return batch, stats

@@ -9,7 +9,8 @@ SETTINGS = dict(kl="none")
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
     tau = (adv > 0) * TAU_POSITIVE + (adv <= 0) * TAU_NEGATIVE
     return (tau * (ratio - 1)).sigmoid() * 4 / tau * adv, torch.zeros_like(mask)
 

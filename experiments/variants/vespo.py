@@ -7,7 +7,8 @@ SETTINGS = dict(kl="none", loss_mean="token")
 POSITIVE, NEGATIVE = (2.0, 3.0), (3.0, 2.0)         # k and c, by the sign of the advantage
 
 
-def surrogate(ratio, adv, logp, mask, cfg):
+def surrogate(logp, old_logp, adv, mask, cfg):
+    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
     w = (ratio.log() * mask).sum(1, True).detach().clamp(-18.42, 20).exp()
     k, c = ((adv >= 0) * a + (adv < 0) * b for a, b in zip(POSITIVE, NEGATIVE))
     return (c + k * w.log() - c * w).exp() * adv * logp, w.expand_as(adv) != w

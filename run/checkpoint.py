@@ -231,8 +231,8 @@ def restore(agent, checkpoint):
     shapes = {n: x.shape for n, x in tensors.items() if n.split(".")[0] in ROLES}
     wrong = {n: p.shape for n, p in named.items()}.items() ^ shapes.items()
     if wrong:
-        raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: see the shape of "
-                        f"{min(wrong)[0]}")
+        raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: "
+                        f"{min(wrong)[0]} differs")
     for n, p in named.items():
         p.data.copy_(dist.like(p, tensors[n]))
     restore_optimizer(agent.opt, named, tensors)

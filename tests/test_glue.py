@@ -264,7 +264,7 @@ def order(monkeypatch):
     note(show, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(show, "step_line", lambda *given: None)
-    monkeypatch.setattr(files, "log_samples", lambda *given, last: None)
+    monkeypatch.setattr(report, "log_samples", lambda *given, last: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made
 

@@ -101,11 +101,9 @@ def load(folder, config):
             state = json.loads(f.metadata()["grpo"])
             tensors = {n: f.get_tensor(n) for n in f.keys()}
         return config(**state.pop("config")), Checkpoint(**state, tensors=tensors)
-    except SafetensorError as e:
-        raise UserError(f"{path} is not a complete safetensors file: {e}") from e
-    except (KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
-                        f"or delete the file") from e
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path} is cut off, or not of this version of grpo.py ({e}): choose "
+                        f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
     """Raises UserError if the settings `found` in a folder name a task or functions in a file that

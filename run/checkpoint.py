@@ -32,17 +32,18 @@ class Checkpoint:
 def save(agent, step, stats=()):
     """Writes the policy and the checkpoint after `step`, on the first rank. `stats`: the step's
     statistics, if it has not been evaluated yet."""
-    folder, tensors = agent.cfg.folder, training_state(agent)
+    tensors = training_state(agent)
     dist.check_alike(tensors)
     tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
     if dist.rank() > 0:
         return
+    tensors = {n: x.cpu() for n, x in tensors.items()}          # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
-    pretrained.save(agent.policy, folder, agent.encoding.files, policy)
+    pretrained.save(agent.policy, agent.cfg.folder, agent.encoding.files, policy)
+    model = pretrained.config_json(agent.policy)
+    sizes = {name: size_on_disk(agent.cfg.folder / name) for name in LOGS}
     write_checkpoint(agent.cfg, Checkpoint(
-        step=step, stats=dict(stats), beta=agent.beta, tensors=tensors,
-        model=pretrained.config_json(agent.policy),
-        sizes={name: size_on_disk(folder / name) for name in LOGS}))
+        step=step, stats=dict(stats), beta=agent.beta, model=model, sizes=sizes, tensors=tensors))
 
 def size_on_disk(path):
     """The bytes of a file, after syncing it to disk: checkpoints rely on the logs."""
@@ -96,7 +97,8 @@ def keep_best(agent, step, results):
     highest pass@1 of the run so far, with the run's settings and the step in best.json."""
     if not agent.cfg.eval_every:
         return
-    folder, best = agent.cfg.folder, agent.cfg.folder / "best"
+    folder = agent.cfg.folder
+    best = folder / "best"
     note = best / "best.json"
     known = read_json(note.read_bytes(), note)["pass@1"] if note.exists() else -1
     dist.wait_for_all()                                      # every rank has read it
@@ -122,11 +124,9 @@ def load(folder, config):
             state = json.loads(f.metadata()["grpo"])
             tensors = {n: f.get_tensor(n) for n in f.keys()}
         return config(**state.pop("config")), Checkpoint(**state, tensors=tensors)
-    except SafetensorError as e:
-        raise UserError(f"{path} is not a complete safetensors file: {e}") from e
-    except (KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} was not written by this version of grpo.py: choose another --out, "
-                        f"or delete the file") from e
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path} is cut off, or not of this version of grpo.py ({e}): choose "
+                        f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
     """Raises UserError if the settings `found` in a folder name a task or an algorithm in a file
@@ -184,10 +184,11 @@ def open_run(cfg, checkpoint=None):
     """Locks the folder of a new run, or of one that is resumed from a Checkpoint; writes what it is
     to run.json, and cuts its logs to the Checkpoint's step, as later steps are repeated. Raises
     UserError if another process runs there or an unfinished run would be lost."""
-    folder, data = cfg.folder, data_of(cfg)
+    folder = cfg.folder
     folder.mkdir(parents=True, exist_ok=True)
     files.lock(folder / "lock")
     files.clear_up(folder)
+    data = data_of(cfg)
     if checkpoint:
         data |= data_at_start(cfg, data)
     else:
@@ -259,12 +260,13 @@ def training_state(agent):
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file; raises
     UserError if they do not fit this run's models."""
-    named, tensors = named_parameters(agent), checkpoint.tensors
-    shapes = {n: x.shape for n, x in tensors.items() if n.split(".")[0] in ROLES}
-    wrong = {n: p.shape for n, p in named.items()}.items() ^ shapes.items()
-    if wrong:
-        raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: see the shape of "
-                        f"{min(wrong)[0]}")
+    named = named_parameters(agent)
+    tensors = checkpoint.tensors
+    want = {n: p.shape for n, p in named.items()}
+    have = {n: x.shape for n, x in tensors.items() if n.split(".")[0] in ROLES}
+    if wrong := want.items() ^ have.items():
+        raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: "
+                        f"{min(wrong)[0]} differs")
     for n, p in named.items():
         p.data.copy_(dist.like(p, tensors[n]))
     restore_optimizer(agent.opt, named, tensors)

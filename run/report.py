@@ -73,7 +73,8 @@ def thinned(path, most):
     sizes = Counter()                                   # bytes by step: the file may be large
     for line in whole_lines(path):
         sizes[step_of(line)] += len(line)
-    steps, n = sorted(sizes), len(sizes)
+    steps = sorted(sizes)
+    n = len(steps)
     while sum(sizes[step] for step in spread(steps, n)) > most:
         n = n * 9 // 10
     return logged(path, spread(steps, n)), len(steps)
@@ -131,18 +132,23 @@ def widest(batch, group):
 def chosen(cfg, step, batch):
     """The rows of two of this rank's groups by reason: the widest spread of rewards, and a random
     other group, if there is one."""
-    rows = {"spread": widest(batch, cfg.group)}
-    others = [at for at in range(0, len(batch.ids), cfg.group) if at != rows["spread"].start]
-    if others:
-        begin = dist.rng(cfg, "samples", step).choice(others)
-        rows["random"] = slice(begin, begin + cfg.group)
-    return rows
+    spread = widest(batch, cfg.group)
+    others = [*range(0, len(batch.ids), cfg.group)]
+    others.remove(spread.start)
+    if not others:
+        return {"spread": spread}
+    begin = dist.rng(cfg, "samples", step).choice(others)
+    return {"spread": spread, "random": slice(begin, begin + cfg.group)}
 
 def record(agent, batch, rows):
     """What samples.jsonl holds of a group, given by its rows in a rollout that is on the host. An
     inner list has an entry per token; `ends` are indices, from 0, of tokens that end a step."""
-    ids, mask, ends = batch.ids[rows], batch.mask[rows], batch.ends[rows]
-    ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
+    ids = batch.ids[rows]
+    mask = batch.mask[rows]
+    ends = batch.ends[rows]
+    ref_logp = None
+    if batch.ref_logp is not None:
+        ref_logp = numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
     return {
         "prompt": batch.problems[rows.start].prompt,
@@ -172,12 +178,13 @@ def as_it_is_now(policy, ids, mask, temperature):
     """log pi of each sampled token and the entropy at its position, in nats, under the policy after
     the update: for each, a list per row. Computes one row at a time, PART logits at a time."""
     logps, entropies = [], []
+    size = max(1, PART // policy.cfg.vocab_size)
     for row, on, T in zip(ids, mask, passes.row_lengths(mask).tolist()):
         with torch.compiler.set_stance("force_eager"):      # a single row would be compiled again
             h = policy(row[None, :T - 1])[0]                                                # (T, C)
-        h, tokens = h[on[1:T]], send(row[:T][on[:T]], h.device)                     # (n, C), (n,)
+        h = h[on[1:T]]                                                                  # (n, C)
+        tokens = send(row[:T][on[:T]], h.device)                                        # (n,)
         logp, entropy = [], []
-        size = max(1, PART // policy.cfg.vocab_size)
         for part, token in zip(h.split(size), tokens.split(size)):
             logits = policy.head(part / temperature).log_softmax(-1)                        # (n, V)
             logp += rounded(logits.gather(-1, token[:, None])[:, 0])

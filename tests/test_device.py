@@ -550,14 +550,14 @@ def test_a_step_waits_seldom(top, tmp_path, monkeypatch, name):
     rollouts = []
     for prompts in (5, 10):
         with pretend.cuda(), calls_of(monkeypatch, (grpo, "sample"), (grpo, "rollout"), (grpo, "update"), (grpo, "total_loss"),
-                                     (warm_start, "optimizer_step"), (report, "records"), (checkpoint, "save")) as (calls, seen):
+                                     (warm_start, "optimizer_step"), (report, "record"), (checkpoint, "save")) as (calls, seen):
             run(top, name, prompts=prompts, minibatches=2, micro_tokens=60, device="cuda", out=str(tmp_path / str(prompts)))
         assert calls["rollout"] == calls["update"] == 1 and calls["optimizer_step"] == 2 and calls["total_loss"] >= 2
         update = seen["update"]
         assert update["waits"].total() <= calls["total_loss"] + 4 * 2, update["waits"]
         assert not update["copies"], update["copies"]
         rollouts.append(seen["rollout"]["waits"].total() - seen["sample"]["waits"].total() // calls["sample"])
-        assert seen["records"]["waits"].total() <= 4 * 2 + 4, seen["records"]["waits"]         # twice for each row
+        assert seen["record"]["waits"].total() <= 4 * 2 + 4, seen["record"]["waits"]         # twice for each row
         whole = load_file(tmp_path / str(prompts) / "checkpoint.safetensors")
         assert seen["save"]["waits"].total() <= calls["save"] * len(whole)       # each tensor once, for both files
     assert max(rollouts) <= 20 + 2 * (calls["total_loss"] + 1), rollouts

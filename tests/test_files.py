@@ -92,8 +92,9 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     path = again / "checkpoint.safetensors"
     rewrite_state(again, change)
     for flags in (["--resume"], TINY):
-        assert fault(capsys, *flags, "--out", again) == (
-            f"error: {path} was not written by this version of grpo.py: choose another --out, or delete the file\n")
+        said = fault(capsys, *flags, "--out", again)
+        assert said.startswith(f"error: {path} is cut off, or not of this version of grpo.py (")
+        assert said.endswith("): choose another --out, or delete the file\n")
 
 
 TOY = """from types import SimpleNamespace
@@ -130,7 +131,7 @@ def test_a_file_that_is_cut_off_is_found(again):
     whole = path.read_bytes()
     for size in [0, 1, 7, 8, 9, *range(10, len(whole), len(whole) // 20), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="checkpoint.safetensors is not a complete safetensors file"):
+        with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
             checkpoint.load(again, Config)
 
 

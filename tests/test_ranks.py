@@ -115,13 +115,18 @@ def sums(rank):
     return found
 
 
-def large_epsilon(modules, lr, eps):
-    return warm_start.new_optimizer(modules, lr, 1e-3)
+class LargeEpsilon:
+    """run/warm_start.py with another epsilon for the optimizer of a run; not for that of a fit."""
+    def new_optimizer(self, modules, lr, eps):
+        return warm_start.new_optimizer(modules, lr, 1e-3)
+
+    def __getattr__(self, name):
+        return getattr(warm_start, name)
 
 
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(setup, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
+    setattr(setup, "warm_start", LargeEpsilon())
     setattr(reward, "FIT_LR", 1e-2)
     setattr(reward, "LABEL_NOISE", 0.3)
 

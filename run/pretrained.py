@@ -129,7 +129,7 @@ def load(folder):
     model = without_memory(folder)
     try:
         return fill(model, read_weights(model, folder))
-    except (OSError, SafetensorError, RuntimeError) as e:
+    except (OSError, SafetensorError, RuntimeError, LookupError, TypeError) as e:
         why = " ".join(str(e).split())          # PyTorch's has several lines
         raise UserError(f"{folder}: cannot read its tensors: {why:.300}") from e
 
@@ -141,7 +141,7 @@ def without_memory(folder):
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
-    except UserError as e:
+    except (UserError, AttributeError, TypeError) as e:         # what should be a dict is none
         raise UserError(f"{path}: {e}") from e
 
 def of_config(hf):

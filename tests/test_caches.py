@@ -148,14 +148,6 @@ def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     assert pretrained.to_device(tiny_model(), cfg).cache_class is None
 
 
-def test_its_memory_is_counted_in_the_update_too():
-    """2 * 6,000 rows are 16,384, 8 tokens 64 slots, each with a key and a value in 2 layers of 2 heads of 8."""
-    cfg = dict(task="arithmetic", group=2, max_new=4, device="cpu", dtype="float32", cache="static")
-    rollout, update = (preflight.memory(tiny_model(), make_config(**cfg, prompts=n), 4) for n in (6000, 1))
-    assert rollout["cache"] == 4 * 2 * 2 * 2 * 8 * 16384 * 64 and "gradients" not in rollout
-    assert update["static cache"] == 4 * 2 * 2 * 2 * 8 * 2 * 64 and "gradients" in update
-
-
 @pytest.mark.slow
 def test_compiled_layers_have_few_graphs(monkeypatch):
     """24 layers have the same ones: for prompts, for a token, for a training pass with and without a gradient; and

@@ -304,7 +304,8 @@ def model_of(family, where):
     names = pretrained.GPT2_NAMES if family == "gpt2" else pretrained.NAMES
     hf = {theirs: SHAPE[ours] for ours, theirs in names.items()} | FAMILIES[family] | dict(
         model_type=family, eos_token_id=[*range(0, 257, 2)])
-    model, generator = pretrained.allocate(pretrained.of_config(hf)), torch.Generator().manual_seed(0)
+    model, generator = GPT(pretrained.read_config(hf)), torch.Generator().manual_seed(0)
+    model.hf = hf
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=generator)
     pretrained.save(model, where, byte_encoding().files)
@@ -399,7 +400,7 @@ def test_a_run_keeps_the_tokens_of_a_micro_batch_that_it_found(top, tmp_path, mo
     def micro_tokens(model, cfg, longest):
         """With 1.2 times the memory that it would take, fewer would be found now."""
         if found:
-            need = preflight.total(preflight.memory(model, cfg, longest))
+            need = preflight.memory(model, cfg, longest)
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1.2 * need, 8e10))
             assert real(model, replace(cfg, micro_tokens=0), longest) < 32768
         found.append(real(model, cfg, longest))

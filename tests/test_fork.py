@@ -323,9 +323,9 @@ def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
 
 
 @pytest.mark.parametrize("wrong, fault", [
-    (dict(window=2.0), "window must be an integer, not 2.0"), (dict(window=True), "window must be an integer, not True"),
-    (dict(window=-1), "window must be between 0 and 1048576, not -1"), (dict(gated=1), "gated must be a bool, not 1"),
-    (dict(own_gain="1"), "own_gain must be a number, not '1'"), (dict(act="gelu"), "act must be one of silu, relu")])
+    (dict(window=2.0), "window must be of type int, not 2.0"), (dict(window=True), "window must be of type int, not True"),
+    (dict(window=-1), "window must be between 0 and 1048576, not -1"), (dict(gated=1), "gated must be of type bool, not 1"),
+    (dict(own_gain="1"), "gain must be of type float, not '1'"), (dict(act="gelu"), "act must be one of silu, relu")])
 def test_a_field_of_ones_own_is_checked(wrong, fault, wider):
     hf = pretrained.config_json(model.GPT(Wider()))
     with pytest.raises(UserError, match=f"^{fault}$"):
@@ -382,16 +382,14 @@ def test_a_parameter_of_ones_own_is_saved_and_loaded(family, tmp_path, monkeypat
         pretrained.save(gpt, folder)
         return gpt
     plain = saved(tmp_path / "plain")
-    assert not any(".of_" in name for name in pretrained.own_parameters(plain))
     monkeypatch.setattr(model, "Attention", Scaled)
     gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
     assert all(torch.equal(p, x) for p, x in zip(gpt.parameters(), loaded.parameters(), strict=True))
-    assert [name.split(".", 2)[2] for name in pretrained.own_parameters(gpt) if ".of_" in name] == [
-        f"{i}.self_attn.{name}" for i in range(2) for name in ("of_heads", "of_all")]
-    for new, left in (({}, "of_all is missing, and 3 more"), ({"attn.of_all": 1.5}, "of_heads is missing, and 1 more")):
+    for new, left in (({}, "of_"), ({"attn.of_all": 1.5}, "of_heads")):
         monkeypatch.setattr(pretrained, "NEW", new)
-        with pytest.raises(UserError, match=f"0.self_attn.{left}; NEW in run/pretrained.py can give it a value$"):
+        with pytest.raises(UserError, match=f'Missing key.*"layers.0.self_attn.{left}') as e:
             pretrained.load(tmp_path / "plain")
+        assert ("of_all" in str(e.value)) is (left == "of_")
     monkeypatch.setattr(pretrained, "NEW", {"attn.of_all": 1.5, "self_attn.of_heads": 2})
     filled = pretrained.load(tmp_path / "plain")
     assert filled.layers[1].self_attn.of_all.item() == 1.5 and (filled.layers[0].self_attn.of_heads == 2).all()
@@ -419,16 +417,13 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch, capsys):
-    """Trained, saved, resumed and started from; a line says that others will not read them."""
+def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch):
+    """Trained, saved, resumed and started from."""
     small = "--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --warm_lr 5e-3 --prompts 2 --group 4 " \
             "--max_new 12 --held_out 20 --lr 1e-2".split()
     grpo.main([*small, "--steps", "0", "--out", str(tmp_path / "plain")])
-    assert "other programs" not in capsys.readouterr().out
     monkeypatch.setattr(model, "Attention", Scaled)
     grpo.main([*small, "--steps", "2", "--out", str(tmp_path / "own")])
-    assert capsys.readouterr().out.count("note: other programs will ignore model.layers.0.self_attn.of_heads in the saved "
-                                         "model, and 1 more: a llama has no such parameters\n") == 1
     grpo.main(["--resume", "--steps", "3", "--out", str(tmp_path / "own")])
     learned = pretrained.load(tmp_path / "own").layers[0].self_attn
     assert learned.of_all != 1.5 and (learned.of_heads != 1).all()

@@ -93,8 +93,9 @@ def command(**given):
 
 
 def cache():
-    """Bytes that the cache of a rollout needs on a rank."""
-    return preflight.memory(tiny_model(), grpo.Config(group=512), 8)["cache"]
+    """Bytes that a rank needs for as many rows more as fill most of the memory."""
+    small, large = (preflight.memory(tiny_model(), grpo.Config(group=n), 8) for n in (10 ** 5, 2 * 10 ** 5))
+    return large - small
 
 
 def over_a_beta(*rewards):
@@ -475,17 +476,6 @@ def test_sums_are_of_both_ranks(both):
         assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
         assert f["beta"] == pytest.approx(over_a_beta(1.0, 0, 0, 0, 1, 1, 1, 0)[4 * own - 4:4 * own])
         assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5]) and f["cache"] == cache() / 2
-
-
-def test_a_warm_start_is_of_a_number_of_ranks(both):
-    """Made by two processes it differs in its last digits: one process makes its own."""
-    for ranks, n in (("one", 1), ("two", 2)):
-        where = both[0] / ranks / "warm start"
-        cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
-        task = grpo.data.load_task(cfg.task)
-        _, cold = warm_start.starting_model(cfg, task, task.problems()[0], 4, pretrained.byte_encoding())
-        assert cold is (n == 2)
-        assert json.loads((where / "warm_start" / "warm_start.json").read_text())["made with"]["ranks"] == n
 
 
 # --------------------------------------------------------------- what one meets reaches the other

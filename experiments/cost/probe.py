@@ -459,7 +459,7 @@ def run(words, device, whole=True):
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
-                tell("estimate", GB=preflight.total(preflight.memory(*args)) / 1e9, **memory())
+                tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
             gaps = [x.sum().item() / max(1, tokens.item()) for (x, tokens, _), _ in checks.call_args_list]
             tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
             if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):

@@ -292,8 +292,8 @@ BUGS = [
      'flags.build(Config, fields, given)',
      'flags.build(Config, fields | given, row)', 'run -k overridden'),
     ('a warm start made with other code is reused', 'run/warm_start.py',
-     '    if known and (why := outdated(',
-     '    if False and (why := outdated(', 'run -k changed_task'),
+     '        if why := outdated(kept',
+     '        if False and outdated(kept', 'run -k changed_task'),
     ('a copied run writes into its original folder', 'run/checkpoint.py',
      '**flags | {"out": str(folder)})',
      '**flags)', 'run -k copied'),
@@ -349,7 +349,7 @@ BUGS = [
      'if not title.startswith(MODEL_HEADING)',
      'if title', 'start'),
     ('micro-batches are as large as can be, whatever memory is free', 'run/preflight.py',
-     'while n < 32768 and total(memory(model, replace(cfg, micro_tokens=2 * n), longest)) < free:',
+     'while n < 32768 and memory(model, replace(cfg, micro_tokens=2 * n), longest) < free:',
      'while n < 32768:', 'memory'),
 ]
 

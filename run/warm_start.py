@@ -39,7 +39,7 @@ def settings(cfg):
     others = set()
     for kind in filter(is_dataclass, type(cfg).__mro__):
         for heading, helps in config.sections(kind).items():
-            if not heading.startswith(MODEL_HEADING):
+            if heading and not heading.startswith(MODEL_HEADING):
                 others |= helps.keys()
     return [f.name for f in fields(cfg) if f.name not in others - DEPENDS_ON]
 

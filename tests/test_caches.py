@@ -138,10 +138,10 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
 
 
 @pytest.mark.parametrize("flag, cuda, compiled, found", [
-    ("auto", False, True, SharedCache), ("on", False, False, StaticCache), ("auto", True, True, StaticCache),
-    ("auto", True, False, StaticCache), ("off", True, True, SharedCache)])
+    ("auto", False, True, SharedCache), ("static", False, False, StaticCache), ("auto", True, True, StaticCache),
+    ("auto", True, False, StaticCache), ("shared", True, True, SharedCache)])
 def test_the_flag_chooses(flag, cuda, compiled, found, monkeypatch):
-    cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
+    cfg = make_config(task="arithmetic", cache=flag, device="cpu")
     monkeypatch.setattr(dist, "resolve", lambda cfg: (torch.device("cuda" if cuda else "cpu"), "float32", compiled))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     assert pretrained.to_device(tiny_model(), cfg).cache_class is found

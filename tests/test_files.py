@@ -220,7 +220,7 @@ def test_eos_beyond_the_vocabulary(model_folder, capsys):
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
-                                  "--reward model"])
+
 def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
     fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()

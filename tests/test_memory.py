@@ -141,7 +141,7 @@ def test_the_estimate_of_activations_is_near(family, dtype):
     assert h.requires_grad
 
 
-@pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("n_layer", [2, 8])
 def test_the_estimate_of_an_update_is_near(recompute, n_layer):
     """What lives at its peak, of one micro-batch. Recomputed activations live beside some of their gradients: without
@@ -226,7 +226,7 @@ def bytes_of(*modules):
 @pytest.mark.parametrize("settings", [
     {}, dict(kl="none"), dict(kl="watch"), dict(kl="none", critic="separate"), dict(kl="none", baseline="value"),
     dict(baseline="value", critic="separate"), dict(baseline="group+value", critic="separate", kl="none"),
-    dict(reward="model", kl="none", choices=6), dict(reward="model", baseline="value", critic="separate")],
+    dict(reward="model", kl="none"), dict(reward="model", baseline="value", critic="separate")],
     ids=lambda x: " ".join(map(str, x.values())) or "grpo")
 def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     """Of a run's own models after a step, and of a cache. The maps to a number, of a few bytes, are left out."""
@@ -246,7 +246,7 @@ def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     all_models = [x for x in (agent.policy, trunk, agent.ref, agent.sampler, learned) if x is not None]
     assert need["RoPE's tables"] == sum(x.cos.nbytes + x.sin.nbytes for x in all_models)
     rollout = preflight.memory(agent.policy, dataclasses.replace(cfg, prompts=600), 5)
-    rows = 600 * max(4, cfg.choices if cfg.reward == "model" else 0)
+    rows = 600 * 4
     cache = caches.new_cache(agent.policy, rows, 5 + 8)
     assert rollout["cache"] == 2 * cache.nbytes and rollout["logits of a token"] == rows * 257 * 24
 
@@ -275,8 +275,7 @@ ONE = {"float32": 4 * 128 + 4 * (64 + 144 + 256), "bfloat16": 4 * 128 + 2 * (64 
     (dict(micro_tokens=100, baseline="value", critic="separate"), 2 * 100 * 2 * ONE["float32"]),
     (dict(micro_tokens=100, critic="separate"), 100 * 2 * ONE["float32"]),          # of no use without a value
     (dict(micro_tokens=5), 12 * 2 * ONE["float32"]),                # a row does not fit: it is taken alone
-    (dict(micro_tokens=5, choices=50), 12 * 2 * ONE["float32"]),
-    (dict(micro_tokens=5, choices=50, reward="model"), 50 * 12 * 2 * ONE["float32"])])      # nor does a set of 50
+    (dict(micro_tokens=5, reward="model"), 4 * 12 * 2 * ONE["float32"])])       # nor does a set of 4
 def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkeypatch):
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", **settings)
     need = preflight.memory(tiny_model(), cfg, 4)

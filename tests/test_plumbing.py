@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder
+from conftest import chat_folder, flags
 
 import data
 import data.arithmetic as arithmetic
@@ -59,10 +59,19 @@ def answer(text):
 
 TASK = SimpleNamespace(DEFAULTS={}, problems=problems, demonstration=demonstration, reward=rule,
                        steps=steps, answer=answer)
-TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3, warm_batch=8,
+TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3,
             warm_lr=3e-2, prompts=3, group=4, max_new=6, minibatches=2, micro_tokens=1000, steps=2,
             lr=1e-2, device="cpu",
             dtype="float32", compile=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_fits():
+    """Of two completions a problem, of 21 problems."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "CHOICES", 2)
+        patch.setattr(grpo, "FIT_STEPS", 7)
+        yield
 
 
 class Killed(BaseException):
@@ -181,7 +190,7 @@ def run(*mode, kill_at=None, **settings):
         if "task" not in settings:
             patch.setattr(data, "load_task", lambda name: TASK)
         try:
-            grpo.main([*mode, *(str(x) for name, value in settings.items() for x in (f"--{name}", value))])
+            grpo.main([*mode, *flags(settings)])
         except Killed:
             pass
     return seen
@@ -585,16 +594,13 @@ SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
-    functions=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
+    algo=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
     steps=({}, {2: "policy"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
     max_new=({}, {5: "samples"}),
     lr=({}, {1e-3: "policy"}),
     seed=(COLD, {2: "start"}),
-    difficulty=({}, {2: "problems"}),
-    train=(FILES, {"@two.jsonl": "problems"}),
-    test=(FILES, {"@two.jsonl": "held out"}),
     chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts", "no_think": "prompts"}),
     system=(dict(init="@chat"), {"Be brief.": "prompts"}),
     temperature=({}, {0.7: "samples"}),
@@ -602,47 +608,36 @@ SETTINGS = dict(
     held_out=({}, {2: "held out"}),
     samples=({}, {3: "evaluations"}),
     save_every=(dict(steps=3), {2: "saves"}),
-    reward=({}, {"model": "fit"}),
+    reward=(dict(supervision="process"), {"model": "fit", "rollouts": "fit"}),
     supervision=({}, {"process": "rewards"}),
-    truncated_reward=({}, {-1: "rewards"}),
     baseline=({}, {"none": "credit", "leave-one-out": "credit", "value": "credit", "group+value": "credit"}),
     adv_scale=({}, {"none": "credit", "batch": "credit"}),
-    gamma=(CRITIC, {0.9: "credit"}),
     lam=(CRITIC, {0.5: "credit"}),
     critic=(CRITIC, {"separate": "policy"}),
-    value_coef=(CRITIC, {1.0: "policy"}),
     ratio=(dict(epochs=2), {"sequence": "policy"}),
     clip_low=(dict(epochs=2), {0.01: "policy"}),
     clip_high=(dict(epochs=2), {0.01: "policy"}),
     kl=(KL, {"reward": "policy", "watch": "policy", "none": "policy"}),
     estimator=(KL, {"k1": "policy", "k2": "policy", "ratio*k3": "policy"}),
     beta=({}, {0.5: "policy", 0: "policy"}),
-    target_kl=(KL, {1e-4: "policy"}),
     loss_mean=({}, {"token": "policy", "constant": "policy"}),
     iterations=({}, {2: "policy"}),
     epochs=({}, {2: "policy"}),
     minibatches=({}, {1: "policy"}),
     micro_tokens=({}, {20: "passes"}),
-    recompute=({}, {"on": "passes"}),
+    recompute=({}, {True: "passes"}),
     half_life=(dict(steps=2), {1: "policy"}),
-    grad_clip=({}, {1e-3: "policy"}),
     n_layer=(COLD, {2: "start"}),
-    n_head=(COLD, {4: "start"}),
-    n_kv_head=(COLD, {2: "start"}),
     n_embd=(COLD, {32: "start"}),
     warm_steps=(COLD, {4: "start"}),
-    warm_batch=(COLD, {9: "start"}),
     warm_lr=(COLD, {1e-3: "start"}),
-    fit_prompts=(LEARNED, {22: "fit"}),
-    choices=(LEARNED, {4: "fit"}),
-    labels=(dict(reward="model", supervision="process"), {"rollouts": "fit"}),
     device=({}, {"auto": None}),
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
-    compile=({}, {"on": "compiled"}),
-    share_prefix=({}, {"off": None}),
-    static_cache=({}, {"on": None, "off": None}),
-    shard=({}, {"on": None}))
-TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
+    compile=({}, {True: "compiled"}),
+    cache=({}, {"plain": None, "shared": None, "static": None}),
+    shard=({}, {True: None}))
+OWN = dict(difficulty=({}, {2: "problems"}), train=(FILES, {"@two.jsonl": "problems"}), test=(FILES, {"@two.jsonl": "held out"}))
+TURNS = [(name, value) for name, (_, values) in (SETTINGS | OWN).items() for value in values]
 
 
 def stages(seen, where):
@@ -692,10 +687,10 @@ def made(places, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
 def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
-    base, values = SETTINGS[name]
+    base, values = (SETTINGS | OWN)[name]
     if name == "device" and dist.resolve(Config(device=value))[0].type != "cpu":
         pytest.skip("there is a better device than the CPU")
-    one, other = made(base), made(base | {"algo" if name == "functions" else name: value})
+    one, other = made(base), made(base | {name: value})
     changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]
     assert changed[:1] == [values[value]] * (values[value] is not None)
 
@@ -703,7 +698,7 @@ def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, mad
 @pytest.mark.parametrize("name", ["baseline", "adv_scale", "kl", "estimator", "loss_mean"])
 def test_choices_differ_from_each_other(name, made):
     """In where they lead; but watching a KL leads where none does."""
-    base, values = SETTINGS[name]
+    base, values = (SETTINGS | OWN)[name]
     for a, b in itertools.combinations(values, 2):
         one, other = (made(base | {name: value})["policy"] for value in (a, b))
         assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)

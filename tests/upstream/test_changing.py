@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import flags
 import torch
 from safetensors.torch import load
 from torch.testing import assert_close
@@ -45,7 +46,7 @@ def copy(folder, *diffs, above=""):
 
 
 def flags(settings):
-    return [str(x) for name, value in settings.items() for x in (f"--{name}", value)]
+    return flags(settings)
 
 
 def run(grpo, out, **settings):

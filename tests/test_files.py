@@ -168,7 +168,7 @@ def test_a_look_at_the_step_reads_no_tensors(again, monkeypatch):
 def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
-    _, encoding, policy, *_ = grpo.agents.begin(cfg, grpo.data.load_task(cfg.task), saved)
+    _, encoding, policy, *_ = grpo.setup.begin(cfg, grpo.data.load_task(cfg.task), saved)
     agent = setup.new_agent(cfg, None, encoding, policy, saved)
     state = checkpoint.training_state(agent)
     assert not saved.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}
@@ -219,8 +219,7 @@ def test_eos_beyond_the_vocabulary(model_folder, capsys):
 
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
-                                  "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
-
+                                  "--micro_tokens 1" + "0" * 12])
 def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
     fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -593,7 +592,7 @@ def test_other_problems_on_resume(tmp_path, capsys, monkeypatch):
     args = [*TINY[2:], "--task", "gsm8k", "--max_new", "90", "--train", str(rows), "--test", str(rows), "--prompts", "1"]
     monkeypatch.setattr(grpo, "evaluate", lambda *_: rows.write_text(rows.read_text() * 2) and {"greedy": 0.0})
     main([*args, "--steps", "0", "--out", str(tmp_path / "x")])
-    assert "--train" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+    assert "rows.jsonl has changed since" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
     rows.unlink()
     fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
 

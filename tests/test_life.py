@@ -69,7 +69,7 @@ def run(tmp_path):
     task = ["--task", str(tmp_path / "letters.py")]
 
     def command(out, *args, kill_at=None):
-        command.saved, real, log = [], checkpoint.save, grpo.folder.log_metrics
+        command.saved, real, log = [], checkpoint.save, grpo.files.log_metrics
         def save(agent, step, *stats):
             command.saved.append(step)
             real(agent, step, *stats)
@@ -79,7 +79,7 @@ def run(tmp_path):
             log(where, step, stats)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "save", save)
-            patch.setattr(grpo.folder, "log_metrics", log_metrics)
+            patch.setattr(grpo.files, "log_metrics", log_metrics)
             given = [] if "--resume" in args else SMALL
             try:
                 main([*task, *given, *map(str, args), "--out", str(tmp_path / out)])

@@ -280,7 +280,7 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(settings, stored, monkey
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", **settings)
     need = preflight.memory(tiny_model(), cfg, 4)
     assert need["activations"] == stored
-    tokens = 100 if cfg.micro_tokens == 100 else 600 if cfg.reward == "model" else 12
+    tokens = 100 if cfg.micro_tokens == 100 else 48 if cfg.reward == "model" else 12
     assert need["logits"] == 257 * tokens * 12
     monkeypatch.setattr(preflight, "most_logits", lambda device: 1000)      # more are never made at a time
     assert preflight.memory(tiny_model(), cfg, 4)["logits"] == 12000

@@ -264,8 +264,8 @@ def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
             assert on[begin:end] == [True] * (end - begin) and row[end - 1] == 256
             learned.append((bytes(row[:begin]).decode(), bytes(row[begin:end - 1]).decode()))
     shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
-    noted = shown[20 * 8:]
-    assert Counter(learned) == Counter(shown[:20 * 8]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
+    noted = shown[20 * 48:]
+    assert Counter(learned) == Counter(shown[:20 * 48]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
     answers = {p.prompt: p.answer for p in TRAIN}
     assert all(set(text) == {answers[prompt]} for prompt, text in learned)
     assert len({prompt for prompt, _ in shown}) > 20
@@ -292,7 +292,7 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
 def test_each_fit_labels_fresh_problems(whole):
     """No problem twice in a fit, and another choice of them in each."""
     first, second = (sum(x, []) for x in (fit_prompts(whole, 0), fit_prompts(whole, 1)))
-    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 20
+    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 21
     assert set(first) != set(second)
     assert all(group == 2 for by, _, _, group in whole.prompts if by == "begin_iteration")
 
@@ -319,13 +319,13 @@ def test_a_fit_learns_all_but_the_problems_that_it_is_measured_on(whole):
         assert [x for x, _ in labelled] == [x for x in sum(fit_prompts(whole, i), []) for _ in range(2)]
         tested = [args for args, _ in whole.calls["scores"] if len(args[1]) == 4][i]
         tested = completions(dict(ids=tested[1], mask=tested[2]))
-        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:36]) == Counter(labelled)
-        replayed = fitted[36:]
-        assert len(replayed) == (0, 2)[i]       # a tenth of 36 rows, down to whole sets of 2
+        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:38]) == Counter(labelled)
+        replayed = fitted[38:]
+        assert len(replayed) == (0, 2)[i]       # a tenth of 38 rows, down to whole sets of 2
         assert set(replayed) <= set(earlier) and len({x for x, _ in replayed}) <= 1
         measured |= {x for x, _ in tested}
         learned |= {x for x, _ in fitted}
-        earlier += fitted[:36]
+        earlier += fitted[:38]
     assert i == 1 and len(whole.calls["replay"]) == 1 and measured.isdisjoint(learned)
 
 
@@ -433,7 +433,7 @@ def test_streams_differ_by_purpose_step_and_seed(whole):
 
 def policy_of(where, **changes):
     """An Agent with the policy of a run's folder, and the settings TINY."""
-    cfg = Config(**TINY | dict(init=str(where), chat="none") | changes)
+    cfg = make_config(**TINY | dict(init=str(where), chat="none") | changes)
     encoding, policy = pretrained.trained_model(cfg)
     return setup.new_agent(cfg, TASK, encoding, policy)
 
@@ -496,7 +496,7 @@ def test_reward_model_and_history_are_carried_on(whole, resumed):
     """The second fit begins from the first one's model and rows; a resumed run has both."""
     assert not same(whole.fits[0].model, whole.fits[1].model)
     history = whole.calls["refit"][1][0][2]
-    fitted = [completions(args[1])[:36] for args, _ in whole.calls["fit"]]
+    fitted = [completions(args[1])[:38] for args, _ in whole.calls["fit"]]
     assert completions(history) == fitted[0] and completions(whole.agent.history) == sum(fitted, [])
     assert same(weights(whole.agent.reward_model), weights(resumed.agent.reward_model))
     assert same(whole.fits[1].model, weights(whole.agent.reward_model))     # no step moves it
@@ -721,7 +721,7 @@ def test_the_optimizer_is_adamw_without_weight_decay(places):
     assert type(agent.opt) is torch.optim.AdamW and len(agent.opt.param_groups) == 1
     assert not agent.critic.head.weight.any() and not agent.critic.head.bias.any()
     assert agent.critic.norm.tolist() == agent.reward_model.norm.tolist() == [0, 1]
-    cfg = Config(**TINY | dict(reward="model", n_embd=1024))
+    cfg = make_config(**TINY | dict(reward="model", n_embd=1024))
     wide = setup.new_agent(cfg, TASK, None, pretrained.new_model(cfg, byte_encoding(), 3)).reward_model
     assert wide.head.weight.std().item() == pytest.approx(1025 ** -0.5, rel=0.1) and not wide.head.bias.any()
 
@@ -734,7 +734,7 @@ def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypat
         return ()
     after(monkeypatch, warm_start, "optimizer_step",
           lambda args, got: rates.append(args[0].param_groups[0]["lr"]), SimpleNamespace(within=[]))
-    warm_start.supervised_fit("nothing", module, no_losses, 100, 0.5, 1.0)
+    warm_start.supervised_fit("nothing", module, no_losses, 100, 0.5)
     assert rates == pytest.approx([0.5 * min((i + 1) / 30, (100 - i) / 100) for i in range(100)])
     assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
 
@@ -751,7 +751,7 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypa
         now.append(step)
         for part in (0.25, 0.75):
             yield part * step + 0 * module.weight.sum()
-    warm_start.supervised_fit("a fit", module, losses, steps, 0.1, 1.0)
+    warm_start.supervised_fit("a fit", module, losses, steps, 0.1)
     assert capsys.readouterr().out.splitlines() == [
         f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]
 
@@ -763,7 +763,7 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
         mask = torch.ones(rows, 3, dtype=torch.bool)
         head = pretrained.ScalarHead(4)
         reward.fit(head, dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
-    assert seen == [(n, 1e-3, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
+    assert seen == [(n, 1e-3) for n in (1, 1, 1, 2, 4, 4, 5)]
 
 
 @pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])

@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -73,7 +74,8 @@ def read(config, about, argv):
     for name, default in own.items():
         add_flag(group, name, type(default), default, "")
     defaults = ", ".join(f"{name} {x}" for name, x in task.DEFAULTS.items())
-    parser.epilog = f"Defaults are in brackets, but --task {task_name} has its own: {defaults}"
+    epilog = f"Defaults are in brackets, but --task {task_name} has its own: {defaults}"
+    parser.epilog = textwrap.fill(epilog, 100, break_on_hyphens=False)
 
     given, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -230,7 +230,7 @@ def test_what_a_run_tells(run, capsys):
     """Each line that stands for a number in metrics.jsonl, in its place; the page at the end is of the whole run."""
     out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model")
     said = [line for line in capsys.readouterr().out.splitlines()
-            if not line.startswith((" ", "note", "memory", "warm start", "reward model 1/"))]
+            if not line.startswith((" ", "--reward model implies", "note", "memory", "warm start", "reward model 1/"))]
     results = metrics(out)
 
     def shares(m):
@@ -253,7 +253,7 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
     out = run("run", "--steps", 1)
     cfg = checkpoint.load(out, Config)[0]
     cfg = dataclasses.replace(cfg, init=str(out))
-    agent = grpo.agents.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.models.trained_model(cfg))
+    agent = grpo.setup.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.pretrained.trained_model(cfg))
     lengths = []
     for question in ("ab=", "fc=", "q"):
         ids = prompt = agent.encoding.encode_prompt(question)

@@ -200,12 +200,12 @@ def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
 @pytest.mark.slow
 def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch):
     """It follows from the step alone; 0: it stays as it is."""
-    rates, real = [], grpo.optimizer.optimizer_step
+    rates, real = [], grpo.warm_start.optimizer_step
 
     def step(opt, grad_clip):
         rates.append(opt.param_groups[0]["lr"])
         return real(opt, grad_clip)
-    monkeypatch.setattr(grpo.optimizer, "optimizer_step", step)
+    monkeypatch.setattr(grpo.warm_start, "optimizer_step", step)
     for name, half_life in (("constant", "0"), ("falling", "2"), ("cut", "2")):
         copy_warm_start(unbroken, tmp_path / name)
         main([*SMALL, "--half_life", half_life, "--steps", "2" if name == "cut" else "3", "--out", str(tmp_path / name)])
@@ -438,7 +438,7 @@ def measured(monkeypatch, texts, finished):
     (["--beta", "-0.1"], "--beta must be at least 0, got -0.1"),
     (["--compile", "on"], "there is no setting on: see --help"),
     (["--temperature", "0"], "--temperature must be at least"),
-    (["--loss_mean", "median"], "argument --loss_mean: invalid choice: 'median' (choose from "),,
+    (["--loss_mean", "median"], "argument --loss_mean: invalid choice: 'median' (choose from "),
     (["--minibatches", "9999"], "--minibatches 9999"),
     (["--prompts", "8000"], "--prompts 8000: the task has only 7600 problems"),
     (["--task", "chess"], "no task 'chess': choose"),

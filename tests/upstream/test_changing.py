@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import flags
 import torch
 from safetensors.torch import load
 from torch.testing import assert_close
@@ -46,7 +45,7 @@ def copy(folder, *diffs, above=""):
 
 
 def flags(settings):
-    return flags(settings)
+    return [part for name, x in settings.items() for part in ([f"--no-{name}"] if x is False else [f"--{name}", str(x)])]
 
 
 def run(grpo, out, **settings):
@@ -100,7 +99,7 @@ def test_diffs_find_lines_that_moved(tmp_path):
 
 def test_the_algorithm_in_a_file_is_that_file():
     """And the functions of the table are replaced by those that it names, with the same arguments."""
-    shown = re.search(r"^```python\n(SETTINGS.*?)^```", PAGE, re.M | re.S)[1]
+    shown = re.search(r"^```python\n(import grpo\n\nSETTINGS.*?)^```", PAGE, re.M | re.S)[1]
     assert (ROOT / "experiments" / "variants" / "cispo.py").read_text().endswith(shown)
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \| (.*) \|$", PAGE, re.M)
     assert len(rows) == 7
@@ -112,12 +111,12 @@ def test_the_algorithm_in_a_file_is_that_file():
 
 def test_a_formula_can_be_checked_as_the_page_says():
     """CISPO's, a token at a time: a mean over all tokens of r, clipped and constant, times A log pi."""
-    code = re.search(r"^```python\n(import torch\n\nimport grpo\nfrom run import variants.*?)^```", PAGE, re.M | re.S)[1]
+    code = re.search(r"^```python\n(import torch\n\nimport grpo\n\ncfg = grpo.make_config\(algo=.*?)^```", PAGE, re.M | re.S)[1]
     known = {}
     try:
         exec(code, known)
     finally:
-        unchanged.variants.install("", vars(unchanged))
+        unchanged.config.algorithm("grpo", unchanged.ALGOS, unchanged)
     logp, old, adv, mask = (known[name].tolist() for name in ("logp", "old_logp", "adv", "mask"))
     gain, slope = 0.0, [[0.0] * 4 for _ in mask]
     for i, row in enumerate(mask):
@@ -171,7 +170,7 @@ def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypat
     assert [*dict.fromkeys(used)] == pytest.approx([0.1, 0.2, 0.3])
     for m in steps[1:]:     # on-policy the advantages sum to 0; what is left weighs short rows more
         assert m["kl"] > 1e-3 and m["loss"] == pytest.approx(m["beta"] * m["kl"], rel=0.3)
-    steered = run(grpo, tmp_path / "steered", **rise, steps=5, target_kl=1e-6)[1:]
+    steered = run(grpo, tmp_path / "steered", **rise, steps=5, algo="adaptive_kl", kl="loss")[1:]
     assert [m["beta"] for m in steered] == pytest.approx([0.1, 0.2, 0.3, 0.306, 0.31212])
     assert {m["beta"] for m in run(grpo, tmp_path / "off", init=warm, steps=2)[1:]} == {0.04}
 
@@ -239,8 +238,8 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
             x = x + 2 * b @ a
         assert_close(last[name], x)
     assert [m["kl"] > 1e-6 for m in steps[1:]] == [True] * 3 and steps[1]["kl"] < steps[3]["kl"]
-    agent = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(tmp_path / "whole")), None, *grpo.models.trained_model(cfg))
-    base = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(warm)), None, *grpo.models.trained_model(cfg))
+    agent = grpo.setup.Agent(cfg := grpo.make_config(task="arithmetic", init=str(tmp_path / "whole")), None, *grpo.pretrained.trained_model(cfg))
+    base = grpo.setup.Agent(cfg := grpo.make_config(task="arithmetic", init=str(warm)), None, *grpo.pretrained.trained_model(cfg))
     ids = torch.arange(10)[None]
     before = base.policy(ids)
     from run import lora as adapters
@@ -257,7 +256,7 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path, capsys):
     """From a model that lacks it, and from a new one."""
-    grpo, hot = changed(PARAMETER), lambda where: grpo.agents.pretrained.load(where).layers[0].self_attn.temperature
+    grpo, hot = changed(PARAMETER), lambda where: grpo.pretrained.load(where).layers[0].self_attn.temperature
     grpo.main(flags({**SMALL, "warm_steps": 0, "init": warm, "steps": 0, "out": tmp_path / "begun"}))
     begun = hot(tmp_path / "begun")
     assert begun.shape == (4, 1) and (begun == 1).all()
@@ -328,7 +327,7 @@ def test_the_board_gets_the_metrics(changed, warm, tmp_path, board, monkeypatch)
     assert run(grpo, out, init=warm, steps=2) == logged and len(logged) == 3
     assert begun[0]["config"] == json.loads((out / "run.json").read_text())["config"]
     assert begun[0]["name"] == str(out) and begun[0]["mode"] is None
-    monkeypatch.setattr(grpo.machine, "world", lambda: (1, 2))          # the second of two ranks
+    monkeypatch.setattr(grpo.dist, "world", lambda: (1, 2))          # the second of two ranks
     run(grpo, out, init=warm, steps=1)
     assert begun[1]["mode"] == "disabled"
 
@@ -350,7 +349,7 @@ def test_the_script_runs(tmp_path, monkeypatch, capsys):
     reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
     assert len(rows) == 8 and reward.max() > reward.min()
     assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
-    assert "variants.install(cfg.functions, vars(grpo))" in PAGE.partition(code)[2]
+    assert "`make_config(algo=...)` on" in PAGE.partition(code)[2]
     off = float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1])
     norm = float(re.search(r"norm of the gradient (\S+)$", said, re.M)[1])
     assert off < 1e-6 and norm > 0.01

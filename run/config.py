@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +26,18 @@ COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)
 
 @functools.cache
 def sections(config):
-    """The help of a dataclass, from its source: for each heading the text of each field."""
+    """The help of a dataclass, from its source: for each heading the text of each field. Fields
+    without a comment or a heading are under ""."""
     found, heading = {}, ""
     for name, text in COMMENT.findall(inspect.getsource(config)):
         if name:
             found.setdefault(heading, {})[name] = text
         else:
             heading = text
+    known = {name for helps in found.values() for name in helps}
+    for f in fields(config):
+        if f.name not in known:
+            found.setdefault("", {})[f.name] = ""
     return found
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +65,7 @@ def read(config, about, argv):
         modes.add_argument(f"--{name}", **options)
     known = {f.name: f for f in fields(config)}
     for heading, helps in sections(config).items():
-        group = parser.add_argument_group(heading)
+        group = parser.add_argument_group(heading or "more")
         for name, text in helps.items():
             if known[name].type is not dict:
                 add_flag(group, name, known[name].type, known[name].default, text)
@@ -69,7 +75,8 @@ def read(config, about, argv):
     for name, default in own.items():
         add_flag(group, name, type(default), default, "")
     defaults = ", ".join(f"{name} {x}" for name, x in task.DEFAULTS.items())
-    parser.epilog = f"Defaults are in brackets, but --task {task_name} has its own: {defaults}"
+    epilog = f"Defaults are in brackets, but --task {task_name} has its own: {defaults}"
+    parser.epilog = textwrap.fill(epilog, 100, break_on_hyphens=False)
 
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -106,8 +113,8 @@ def own_settings(task, config):
     own = [p for p in own if p.name not in {f.name for f in fields(config)}]
     for p in own:
         if type(p.default) not in (bool, int, float, str):
-            raise UserError(f"{task.__name__}: the parameter {p.name} of problems is no setting of "
-                            f"Config, so it needs a default, a number or a string")
+            raise UserError(f"the parameter {p.name} of the task's problems() is no setting of the "
+                            f"run, so it needs a default: a number or a text")
     return {p.name: p.default for p in own}
 
 def problems_of(task, cfg):

@@ -34,7 +34,7 @@ def settings(cfg):
     others = set()
     for kind in filter(is_dataclass, type(cfg).__mro__):
         for heading, helps in config.sections(kind).items():
-            if not heading.startswith(MODEL_HEADING):
+            if heading and not heading.startswith(MODEL_HEADING):
                 others |= helps.keys()
     names = [f.name for f in fields(cfg) if f.name not in others or f.name in DEPENDS_ON]
     return {name: getattr(cfg, name) for name in names} | cfg.task_args

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import grpo
+import reward as reward_module
+
 
 @dataclass
 class Row:
@@ -61,7 +64,7 @@ def numbers(tensors):
 
 # ---------------------------------------------------------------------------------------- rewards
 
-def step_rewards(row, cfg, norm):
+def step_rewards(row, cfg, norm, limit=None):
     """[(index of a token, reward)], one for each step; under outcome supervision the completion is
     one step. `norm`: mean and std of the reward model's scores."""
     last = len(row.completion) - 1
@@ -72,19 +75,19 @@ def step_rewards(row, cfg, norm):
         found, steps = {}, row.steps or [(last, False)]
         for index, true in [*steps[:-1], (last, steps[-1][1] and correct)]:
             found[index] = min(found.get(index, 1.0), float(true))      # two may end in one token
-    if cfg.reward == "model":
+    if cfg.reward != "rule":
         for index in found:
             score = row.score[index]
             found[index] = ((score - norm[0]) / norm[1] if cfg.supervision == "outcome" else
                             1 / (1 + math.exp(-score)))
     if not row.finished:
-        found[last] = min(found[last], cfg.truncated_reward)
+        found[last] = min(found[last], reward_module.TRUNCATED_REWARD if limit is None else limit)
     return sorted(found.items())
 
 
 def by_rule(row, cfg):
     """`step_rewards` of the task's rule, whether the row ended or not."""
-    return step_rewards(row, replace(cfg, reward="rule", labels="rule", truncated_reward=1e9), None)
+    return step_rewards(row, replace(cfg, reward="rule"), None, limit=math.inf)
 
 
 def group_scores(rewards, cfg):
@@ -136,7 +139,7 @@ def credit(rows, rewards, penalties, value, cfg):
             adv.append([sum(x for end, x in scores[i].items() if end >= t) for t in range(n)])
         else:
             reward = [scores[i].get(t, 0.0) - penalties[i][t] for t in range(n)]
-            adv.append(gae(reward, value[i], cfg.gamma, cfg.lam))
+            adv.append(gae(reward, value[i], grpo.GAMMA, cfg.lam))
     if value is not None:
         returns = [[a + v for a, v in zip(*both)] for both in zip(adv, value)]
     if cfg.adv_scale == "batch":
@@ -218,9 +221,6 @@ class Oracle:
         stats["mismatch"] = 0.0
         if cfg.beta and cfg.kl in ("loss", "reward"):
             stats["beta"] = self.beta
-        if cfg.target_kl:
-            error = (stats["kl"] - cfg.target_kl) / cfg.target_kl
-            self.beta *= 1 + 0.1 * max(-0.2, min(0.2, error))
         return stats
 
     def measures(self, rows, rewards, dead):
@@ -228,7 +228,7 @@ class Oracle:
         stats = {name: mean([row.components[name] * row.finished for row in rows])
                  for name in rows[0].components}
         stats["accuracy"] = stats.pop("correct")
-        if self.cfg.reward == "model":
+        if self.cfg.reward != "rule":
             stats["rule_reward"] = mean([sum(r for _, r in by_rule(row, self.cfg)) for row in rows])
         return stats | {"reward": mean([sum(r for _, r in found) for found in rewards]),
                         "length": mean([len(row.completion) for row in rows]),
@@ -267,7 +267,7 @@ class Oracle:
         stats |= {"kl": mean(kls)} if kls else {}
         if self.critic is not None:
             stats["value_loss"] = errors.item()
-        return stats | {"grad_norm": self.descend(loss + cfg.value_coef * errors)}
+        return stats | {"grad_norm": self.descend(loss + grpo.VALUE_COEF * errors)}
 
     def descend(self, loss):
         """Clip the gradient to a norm, all models together (torch adds 1e-6 to the denominator),
@@ -276,7 +276,7 @@ class Oracle:
         norm = math.sqrt(sum((g * g).sum().item() for g in grads))
         self.updates += 1
         for p, g, (m, v) in zip(self.params, grads, self.moments):
-            g = g * min(1.0, self.cfg.grad_clip / (norm + 1e-6))
+            g = g * min(1.0, grpo.GRAD_CLIP / (norm + 1e-6))
             m.copy_(0.9 * m + 0.1 * g)
             v.copy_(0.95 * v + 0.05 * g * g)
             first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
@@ -314,7 +314,7 @@ class FitOracle:
     def __init__(self, cfg, model, noise, row_of):
         """`row_of(prompt, completion)`: a Row from tokens."""
         self.cfg, self.model, self.noise, self.row_of, self.history, self.norm = cfg, model, noise, row_of, [], None
-        self.K = cfg.choices if cfg.supervision == "outcome" else 1
+        self.K = reward_module.CHOICES if cfg.supervision == "outcome" else 1
 
     def scores(self, row, labels):
         """The score of each token that has a label."""
@@ -326,7 +326,7 @@ class FitOracle:
         the same with each continuation."""
         chances, others = iter(draws["random"]), iter(draws["choice"])
         found = [dict(by_rule(row, self.cfg)) for row in rows]
-        for row, labels in zip(rows, found) if self.cfg.labels == "rollouts" else ():
+        for row, labels in zip(rows, found) if self.cfg.reward == "rollouts" else ():
             for index in sorted(labels)[:-1]:
                 before, tries = next(continued)
                 assert before == row.prompt + row.completion[:index + 1] and len(tries) == 4
@@ -366,7 +366,7 @@ class FitOracle:
         """An iteration. The first tenth of the rows, of problems apart, measures; a tenth as many rows of history are
         learned again. Gives accuracy and calibration error. `draws`: what was drawn for it, in `Draws`."""
         sets = self.labels(rows, continued, draws.of)
-        apart = self.cfg.fit_prompts // 10 * self.cfg.choices // self.K
+        apart = 50 // 10 * reward_module.CHOICES // self.K
         test, own = sets[:apart], sets[apart:]
         *more, (numbers_of, n, order) = draws.of["sample"][2:]
         assert len(more) == bool(self.history)

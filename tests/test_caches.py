@@ -138,9 +138,9 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
 
 
 @pytest.mark.parametrize("flag, cuda, found", [
-    ("auto", False, SharedCache), ("on", False, StaticCache), ("auto", True, StaticCache), ("off", True, SharedCache)])
+    ("auto", False, "shared"), ("static", False, "static"), ("auto", True, "static"), ("shared", True, "shared"), ("plain", True, "plain")])
 def test_the_flag_chooses(flag, cuda, found, monkeypatch):
-    cfg = make_config(task="arithmetic", static_cache=flag, device="cpu")
+    cfg = make_config(task="arithmetic", cache=flag, device="cpu")
     monkeypatch.setattr(dist, "device_of", lambda cfg: torch.device("cuda" if cuda else "cpu"))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     assert pretrained.to_device(tiny_model(), cfg).cache_class is found

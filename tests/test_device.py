@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import distributed
 import torch.nn.functional as F
-from conftest import tiny_model
+from conftest import flags, tiny_model
 from safetensors.torch import load, load_file, save
 from torch.utils.checkpoint import checkpoint as recomputed
 
@@ -292,9 +292,9 @@ RUNS = {
     "dapo, nothing shared": dict(algo="dapo", cache="plain"),
     "gspo, recompute": dict(algo="gspo", recompute=True),
     "ppo, critic of its own": dict(algo="ppo", critic="separate", baseline="group+value"),
-    "steps rewarded, target_kl": dict(supervision="process", target_kl=0.01),
+    "steps rewarded, adaptive KL": dict(supervision="process", algo="adaptive_kl"),
     "reward learned": dict(reward="model", iterations=2, **TEN),
-    "steps learned": dict(reward="model", supervision="process", labels="rollouts", algo="ppo", **TEN),
+    "steps learned": dict(reward="rollouts", supervision="process", algo="ppo", **TEN),
     "warm start": dict(family="", n_layer=1, n_embd=16, warm_steps=6, warm_lr=0.1),
 }
 
@@ -371,7 +371,7 @@ def test_a_run_in_bfloat16(top, tmp_path, name):
 @pytest.mark.slow
 def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
     """Then it is evaluated, asked, shown."""
-    given = settings(top, "steps learned", critic="separate", labels="rule", steps=2, device="cuda", out=str(tmp_path))
+    given = settings(top, "steps learned", critic="separate", reward="model", steps=2, device="cuda", out=str(tmp_path))
     task, real = ["--task", given["task"]], grpo.train_step
 
     def interrupted(agent, problems, step):
@@ -380,7 +380,7 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
     with pretend.cuda():
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
             patch.setattr(grpo, "train_step", interrupted)
-            grpo.main([part for name, x in given.items() for part in (f"--{name}", str(x))])
+            grpo.main(flags(given))
         assert stopped.value.code == 128 + 15 and metrics(tmp_path)[-1]["step"] == 1
         grpo.main(["--resume", *task, "--out", str(tmp_path)])
         assert metrics(tmp_path)[-1]["step"] == 2
@@ -544,7 +544,7 @@ def test_sampling_waits_once_in_16_tokens(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "ppo, critic of its own", "steps rewarded, target_kl"])
+@pytest.mark.parametrize("name", ["grpo", "ppo, critic of its own", "steps rewarded, adaptive KL"])
 def test_a_step_waits_seldom(top, tmp_path, monkeypatch, name):
     """At most once in a micro-batch, and four times more in an optimizer step; nothing but the rows' indices, from
     pinned memory, is copied to the device. The rest of a rollout waits as often for ten rows as for twenty."""

@@ -189,8 +189,7 @@ def test_an_eos_that_is_no_token(model_folder, capsys):
 
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
-                                  "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
-                                  "--reward model"])
+                                  "--micro_tokens 1" + "0" * 12])
 def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
     fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -559,7 +558,7 @@ def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
     named = load((model_folder / "model.safetensors").read_bytes())      # no map of the file
     save_file({n: x.bfloat16() for n, x in named.items()}, model_folder / "model.safetensors")
     rewrite(model_folder / "config.json", dtype="bfloat16")
-    main([*TINY, "--steps", "1", "--lr", "1e-6", "--reward", "model", "--fit_prompts", "10",
+    main([*TINY, "--steps", "1", "--lr", "1e-6", "--reward", "model",
           "--init", str(model_folder), "--out", str(tmp_path / "x")])
     assert "its weights are bfloat16; they are trained, and saved, in float32" in capsys.readouterr().out
     after = load_file(tmp_path / "x" / "model.safetensors")

@@ -14,7 +14,7 @@ from conftest import ROOT, chat_folder, tiny_model
 
 import grpo
 import model
-from data import UserError
+from data import UserError, load_task
 from run import config, dist, pretrained
 from run.pretrained import frozen
 
@@ -56,11 +56,10 @@ def run_tests(folder, *files):
 
 # ------------------------------------------------------------------------------------- a new setting
 
-def test_a_setting_without_help_is_refused_with_its_name(forked, tmp_path):
+def test_a_setting_without_help_is_a_flag_too(forked, tmp_path):
     folder = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD))
-    code, _, err = forked(tmp_path / "process", command_line, folder, "--help").end()
-    assert code and err.splitlines()[-1] == ("TypeError: Config.n_mlp has no help: write it at the end of its line, as in "
-                                            "`n_mlp: int = 4    # width of the MLP`")
+    code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
+    assert code == 0 and re.search(r"\n  --n_mlp INT +\[4\]\n", said)
 
 
 @dataclasses.dataclass
@@ -69,12 +68,11 @@ class Forked:
     # first title
     plain: int = 1              # a plain one
     hash: str = "#"             # with a # in it, and # another
-    long: Literal["a",          # the first choice
-                  # the second choice
-                  "b"] = "a"    # over two lines
     # second title: of more
     tight: int = 2  #tight
     spaced : float = 0.5        # 50 % of it
+    bare: bool = True
+    task: str = "arithmetic"
 
     def method(self):
         # no title
@@ -83,107 +81,109 @@ class Forked:
 
 
 def test_each_setting_has_its_own_help():
-    config.read_help(Forked)
-    assert config.HELP[Forked][1:] == [
-        ("first title", {"plain": "a plain one", "hash": "with a # in it, and # another", "long": "over two lines"}),
-        ("second title: of more", {"tight": "tight", "spaced": "50 % of it"})]
-    given, _ = config.read(Forked, grpo.ALGOS, "", ["--hash", "#", "--spaced", "1"])
-    assert given == {"hash": "#", "spaced": 1.0}
-
-
-@dataclasses.dataclass
-class Above:
-    """Its comment is a title."""
-    # how wide
-    n_mlp: int = 4
-    n_more: int = 5         # its own
-
-
-@dataclasses.dataclass
-class Within:
-    """Its comment does not end the definition."""
-    n_mlp: Literal["a",     # the first choice
-                   "b"] = "a"
-    n_more: int = 5         # its own
-
-
-@dataclasses.dataclass
-class Empty:
-    """Its comment says nothing."""
-    n_mlp: int = 4          #
-    n_more: int = 5         # its own
-
-
-@pytest.mark.parametrize("config", [Above, Within, Empty])
-def test_a_comment_elsewhere_is_no_help(config):
-    with pytest.raises(TypeError, match=f"^{config.__name__}.n_mlp has no help"):
-        config.read_help(config)
+    assert config.sections(Forked) == {
+        "first title": {"plain": "a plain one", "hash": "with a # in it, and # another"},
+        "second title: of more": {"tight": "tight", "spaced": "50 % of it"}, "": {"bare": "", "task": ""}}
+    given, _ = config.read(Forked, "", ["--hash", "#", "--spaced", "1", "--no-bare"])
+    assert given == {"hash": "#", "spaced": 1.0, "bare": False}
 
 
 @pytest.mark.slow
-def test_the_help_has_the_defaults_of_the_task(capsys, monkeypatch, tmp_path):
-    (tmp_path / "mine.py").write_text("DEFAULTS = dict(lr=0.125, prompts=7)\nproblems = reward = answer = print\n")
-    for words, said in (([], "--task arithmetic has its own: difficulty 2, steps 24, "),
-                        (["--task", str(tmp_path / "mine.py"), "--lr", "1"], "mine.py has its own: lr 0.125, prompts 7")):
+def test_the_help_has_the_defaults_of_the_task(capsys, tmp_path):
+    """And its own settings, with what its `problems` says of them."""
+    (tmp_path / "mine.py").write_text('def problems(size=3, file=""):\n    """Of `size` digits."""\n'
+                                      "DEFAULTS = dict(lr=0.125, prompts=7)\nreward = answer = print\n")
+    for words, said in (([], ("--task arithmetic has its own: steps 24, ", "--difficulty INT", "factors of `difficulty` digits")),
+                        (["--task", str(tmp_path / "mine.py"), "--lr", "1"],
+                         ("mine.py has its own: lr 0.125, prompts 7", "Of `size` digits.", "--size INT", "--file STR"))):
         with pytest.raises(SystemExit):
             grpo.read_command([*words, "--help"])
-        assert said in capsys.readouterr().out.replace("\n", " ")
-
-
-def test_an_unknown_name_in_a_tasks_defaults_is_told_apart(tmp_path):
-    (tmp_path / "mine.py").write_text("DEFAULTS = dict(lrr=0.125)\nproblems = reward = answer = print\n")
-    with pytest.raises(UserError, match=r"^there is no setting 'lrr' \(in the task's DEFAULTS, or the algorithm's SETTINGS\): did you mean 'lr'\?$"):
-        grpo.make_config(task=str(tmp_path / "mine.py"))
+        out = capsys.readouterr().out.replace("\n", " ")
+        assert all(text in out for text in said), out
 
 
 def test_a_new_setting_is_a_flag_with_its_help(forked, tmp_path):
     """And the one after it is still there."""
-    field = '    n_mlp: Literal["a",\n                   "b"] = "a"  # width (#) of the MLP\n'
-    folder = fork(tmp_path, lambda text: text.replace(FIELD, field + FIELD))
+    folder = fork(tmp_path, lambda text: text.replace(FIELD, '    n_mlp: Literal["a", "b"] = "a"  # width (#) of the MLP\n' + FIELD))
     code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
     assert code == 0 and "--n_mlp {a,b}" in said and "width (#) of the MLP [a]" in said
     assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in said
 
 
-@pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("learning_rate", "lr"), ("num_generations", "group"),
-                                         ("epsilon", "clip_low"), ("max_completion_length", "max_new"), ("max-new", "max_new"), ("actor_rollout_ref.actor.kl_loss_coef", "beta"),
-                                         ("num_iterations", "epochs"), ("loss_type", "loss_mean"), ("scale_rewards", "adv_scale"), ("max-new-tokens", "max_new"), ("gae_lambda", "lam"), ("resum", "resume")])
-def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
-    with pytest.raises(UserError, match=f"^there is no setting '{name}': did you mean '{meant}'\\?$"):
-        grpo.read_command([f"--{name}", "1"])
-    with pytest.raises(UserError, match=f"did you mean '{meant}'"):
-        grpo.read_command([f"--{name}=1"])
+# ------------------------------------------------------------------------------ a task's own settings
+
+@pytest.fixture
+def mine(tmp_path):
+    """A task with settings of its own, which it also reads from the run's."""
+    (tmp_path / "mine.py").write_text("DEFAULTS = dict(size=4)\ndef problems(seed, size=3, share=0.5, file='', hard=False):\n"
+                                      "    return [(seed, size, share, file, hard)], []\nreward = answer = print\n")
+    return str(tmp_path / "mine.py")
+
+
+def test_the_parameters_of_problems_are_flags(mine):
+    """The task's DEFAULTS may have others than its signature."""
+    for argv, own in (([], (1, 4, 0.5, "", False)), ("--size 2 --share 1 --file x --hard --seed 7".split(), (7, 2, 1.0, "x", True))):
+        cfg = grpo.read_command(["--task", mine, *argv])[1]
+        assert cfg.task_args == dict(zip(("size", "share", "file", "hard"), own[1:]))
+        assert config.problems_of(load_task(mine), cfg) == ([own], [])
+        assert grpo.make_config(**vars(cfg)) == cfg
+    assert grpo.make_config(task="arithmetic", difficulty=3).task_args == {"difficulty": 3}
+    assert grpo.make_config(task="gsm8k").task_args == {"train": "", "test": ""}
 
 
 @pytest.mark.parametrize("argv, fault", [
-    (["--loss_type", "dr_grpo"], "there is no setting 'loss_type': did you mean '--algo dr_grpo'?"),
-    (["--loss-type=dapo", "--lr", "1"], "there is no setting 'loss-type': did you mean '--algo dapo'?"),
-    (["--loss_type", "bnpo"], "there is no setting 'loss_type': did you mean 'loss_mean'?"),
-    (["--gradient_accumulation_steps", "4"], "there is no setting 'gradient_accumulation_steps': a lower --micro_tokens "
-                                             "accumulates more"),
-    (["algorithm.adv_estimator=grpo"], "there is no setting 'algorithm.adv_estimator': did you mean '--algo grpo'?"),
-    (["algorithm.adv_estimator=gae"], "there is no setting 'algorithm.adv_estimator': did you mean 'baseline'?"),
-    (["actor_rollout_ref.rollout.n=8"], "there is no setting 'actor_rollout_ref.rollout.n': did you mean 'group'?"),
-    (["actor_rollout_ref.actor.ppo_mini_batch_size=8"], "there is no setting 'actor_rollout_ref.actor.ppo_mini_batch_size': "
-                                                        "--minibatches is their number in a rollout"),
-    (["actor_rollout_ref.actor.optim.lr=1e-6"], "there is no setting 'actor_rollout_ref.actor.optim.lr': did you mean 'lr'?"),
-    (["--functions", "cispo"], "there is no setting 'functions': did you mean '--algo cispo'?"),
-    (["--functions=./my.py"], "there is no setting 'functions': --algo FILE sets it"),
-    (["lr=1e-6"], "unrecognized argument: lr=1e-6: did you mean '--lr=1e-6'?"), (["grpo"], "unrecognized argument: grpo; see --help")])
-def test_names_from_elsewhere_get_a_hint(argv, fault):
+    (["--size", "x"], "argument --size: invalid int value: 'x'; see --help"),
+    (["--sizze", "3"], "there is no setting --sizze: did you mean --size?"),
+    (["--difficulty", "3"], "there is no setting --difficulty: see --help")])
+def test_a_tasks_own_settings_are_checked(argv, fault, mine):
+    with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
+        grpo.read_command(["--task", mine, *argv])
+
+
+@pytest.mark.parametrize("given", ["cfg", "size=None", "*sizes"])
+def test_a_parameter_of_problems_needs_a_default(given, tmp_path):
+    (tmp_path / "mine.py").write_text(f"DEFAULTS = {{}}\ndef problems({given}): pass\nreward = answer = print\n")
+    with pytest.raises(UserError, match="of the task's problems() is no setting of the run, so it needs a default".replace("(", r"\(").replace(")", r"\)")):
+        grpo.make_config(task=str(tmp_path / "mine.py"))
+
+
+# ------------------------------------------------------------------------------------ names of settings
+
+@pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("max-new", "max_new"),
+                                         ("resum", "resume"), ("dificulty", "difficulty")])
+def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
+    for argv in ([f"--{name}", "1"], [f"--{name}=1"]):
+        with pytest.raises(UserError, match=f"^there is no setting {argv[0]}: did you mean --{meant}\\?$"):
+            grpo.read_command(argv)
+
+
+@pytest.mark.parametrize("argv, fault", [
+    (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], "there is no setting --zzz: see --help"),
+    (["--compile", "on"], "there is no setting on: see --help")])
+def test_what_is_no_flag_is_one_line(argv, fault):
     with pytest.raises(UserError) as e:
         grpo.read_command(argv)
     assert str(e.value) == fault
 
 
-def test_a_hint_names_a_setting_that_there_is():
-    names = {f.name for f in dataclasses.fields(grpo.Config)}
-    assert {*config.ALIASES.values()} <= names and names & {*config.ALIASES, *config.NOTES} == {"functions"}
+@pytest.mark.parametrize("given", [dict(lrr=1), dict(algo="mine.py")], ids=str)
+def test_an_unknown_name_in_a_notebook_or_in_defaults(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("SETTINGS = DEFAULTS = dict(lrr=0.125)\ndef problems(): pass\nreward = answer = print\n")
+    with pytest.raises(UserError, match=r"^there is no setting lrr: did you mean --lr\?$"):
+        grpo.make_config(**given)
+    with pytest.raises(UserError, match=r"^there is no setting lrr: did you mean --lr\?$"):
+        grpo.make_config(task="mine.py")
 
 
-def test_no_source_is_parsed_after_the_import(monkeypatch):
-    monkeypatch.setattr(inspect, "getsource", lambda *_: pytest.fail("parsed"))
-    assert grpo.read_command(["--lr", "1"])[1].lr == 1
+def test_what_settings_imply_for_others():
+    """Unless these are given; an algorithm's own scale stays."""
+    make = grpo.make_config
+    assert [make(**given).estimator for given in (dict(kl="reward"), dict(algo="ppo"), dict(kl="reward", estimator="k2"))] == ["k1", "k1", "k2"]
+    learned = dict(reward="model"), dict(reward="rollouts"), dict(reward="model", adv_scale="group"), dict(reward="model", algo="ppo")
+    assert [make(**given).adv_scale for given in learned] == ["none", "none", "group", "batch"]
+    begun = dict(init="x"), dict(init="x", warm_steps=5), dict(init="x", warm_steps=5, warm_lr=1.0)
+    assert [(make(**given).warm_steps, make(**given).warm_lr) for given in begun] == [(0, 2e-5), (5, 2e-5), (5, 1.0)]
 
 
 @dataclasses.dataclass(frozen=True)

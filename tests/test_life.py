@@ -114,7 +114,9 @@ def another(cfg, name):
     value, field = getattr(cfg, name), next(f for f in dataclasses.fields(Config) if f.name == name)
     if choices := get_args(field.type):
         return next(x for x in choices if x != value)
-    return {int: lambda: value + 3, float: lambda: value / 2 + 0.25, str: lambda: value + "x"}[field.type]()
+    if name == "task_args":
+        return {"difficulty": 3}
+    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: value / 2 + 0.25, str: lambda: value + "x"}[field.type]()
 
 
 @pytest.mark.parametrize("iterations", ["one", "two"])
@@ -129,7 +131,7 @@ def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
         found = checkpoint.resume(begun / iterations, Config, {name: new})[0]
         assert found == dataclasses.replace(cfg, **{name: new})
     else:
-        with pytest.raises(UserError, match=f"has --{'algo' if name == 'functions' else name} .*, not ") as e:
+        with pytest.raises(UserError, match=f"has --{name} .*, not ") as e:
             checkpoint.resume(begun / iterations, Config, {name: new})
         allowed = [x for x in sorted(MAY_CHANGE) if (x, iterations) != ("steps", "two")]
         assert str(e.value).endswith(f"may change only {', '.join(allowed)}")
@@ -227,9 +229,9 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
 
 def test_what_a_run_tells(run, capsys):
     """Each line that stands for a number in metrics.jsonl, in its place; the page at the end is of the whole run."""
-    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model", "--choices", 2)
+    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model")
     said = [line for line in capsys.readouterr().out.splitlines()
-            if not line.startswith((" ", "note", "memory", "warm start", "reward model 1/"))]
+            if not line.startswith((" ", "--reward model implies", "note", "memory", "warm start", "reward model 1/"))]
     results = metrics(out)
 
     def shares(m):
@@ -312,9 +314,9 @@ def test_the_rate_falls_over_all_iterations(run, monkeypatch):
     """Its half-life is in steps of the run, not of an iteration."""
     rates, real = [], warm_start.optimizer_step
 
-    def optimizer_step(opt, grad_clip):
+    def optimizer_step(opt, clip):
         rates.append(opt.param_groups[0]["lr"])
-        return real(opt, grad_clip)
+        return real(opt, clip)
     out = run("start", "--steps", 0)
     monkeypatch.setattr(warm_start, "optimizer_step", optimizer_step)
     run("run", "--init", out, "--warm_steps", 0, "--iterations", 2, "--half_life", 2, "--minibatches", 1)

@@ -284,10 +284,16 @@ def a_rollout(model, cfg, length=12):
     return b
 
 
+@pytest.fixture(autouse=True)
+def unbounded(monkeypatch):
+    """No gradient is clipped."""
+    monkeypatch.setattr(grpo, "GRAD_CLIP", 1e9)
+
+
 def gradient(cfg, **changes):
     """What one update hands to the optimizer: with SGD of rate 1 the weights' change, negated."""
     model = tiny_model()
-    cfg = Config(**{**dict(prompts=2, group=4, max_new=12, grad_clip=1e9), **changes})
+    cfg = Config(**{**dict(prompts=2, group=4, max_new=12), **changes})
     before = [p.detach().clone() for p in model.parameters()]
     b = a_rollout(model, cfg)
     stats = update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
@@ -329,7 +335,7 @@ def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Where there is no KL and no critic: the same update as with them in it, also if no row is left."""
-    cfg = Config(prompts=2, group=4, max_new=12, grad_clip=1e9, loss_mean=mean, kl="watch", minibatches=2)
+    cfg = Config(prompts=2, group=4, max_new=12, loss_mean=mean, kl="watch", minibatches=2)
     seen, real, after = [], grpo.model.token_logps, []
     monkeypatch.setattr(grpo.model, "token_logps",
                         lambda model, ids, *x, **more: (seen.append(len(ids)), real(model, ids, *x, **more))[1])
@@ -384,7 +390,7 @@ def test_dropout_is_on_in_the_update_alone(monkeypatch):
 
 def test_a_critic_learns_from_rows_without_an_advantage():
     """And the KL of the loss from theirs."""
-    cfg = Config(prompts=2, group=4, max_new=12, baseline="value", kl="none", grad_clip=1e9)
+    cfg = Config(prompts=2, group=4, max_new=12, baseline="value", kl="none")
     model, critic = tiny_model(), ScalarHead(tiny_model().cfg.n_embd)
     b = a_rollout(model, cfg)
     b.adv, b.ref_logp, b.value = torch.zeros_like(b.adv), None, torch.zeros_like(b.adv)
@@ -449,7 +455,7 @@ def test_minibatches_are_halves_of_the_rollout():
     the whole's. Not with the denominator of the whole, or gradients that are never cleared."""
     def change(minibatches):
         model = tiny_model()
-        cfg = Config(prompts=2, group=4, max_new=12, minibatches=minibatches, grad_clip=1e9)
+        cfg = Config(prompts=2, group=4, max_new=12, minibatches=minibatches)
         before = [p.detach().clone() for p in model.parameters()]
         opt = torch.optim.SGD(model.parameters(), 1e-4)
         update(model, opt, a_rollout(model, cfg), cfg, random.Random(0))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder
+from conftest import chat_folder, flags
 
 import data
 import data.arithmetic as arithmetic
@@ -59,10 +59,19 @@ def answer(text):
 
 TASK = SimpleNamespace(DEFAULTS={}, problems=problems, demonstration=demonstration, reward=rule,
                        steps=steps, answer=answer)
-TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3, warm_batch=8,
+TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3,
             warm_lr=3e-2, prompts=3, group=4, max_new=6, minibatches=2, micro_tokens=1000, steps=2,
             lr=1e-2, device="cpu",
             dtype="float32", compile=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_fits():
+    """Of two completions a problem, of 21 problems."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "CHOICES", 2)
+        patch.setattr(grpo, "FIT_STEPS", 7)
+        yield
 
 
 class Killed(BaseException):
@@ -181,7 +190,7 @@ def run(*mode, kill_at=None, **settings):
         if "task" not in settings:
             patch.setattr(data, "load_task", lambda name: TASK)
         try:
-            grpo.main([*mode, *(str(x) for name, value in settings.items() for x in (f"--{name}", value))])
+            grpo.main([*mode, *flags(settings)])
         except Killed:
             pass
     return seen
@@ -255,8 +264,8 @@ def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
             assert on[begin:end] == [True] * (end - begin) and row[end - 1] == 256
             learned.append((bytes(row[:begin]).decode(), bytes(row[begin:end - 1]).decode()))
     shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
-    noted = shown[20 * 8:]
-    assert Counter(learned) == Counter(shown[:20 * 8]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
+    noted = shown[20 * 48:]
+    assert Counter(learned) == Counter(shown[:20 * 48]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
     answers = {p.prompt: p.answer for p in TRAIN}
     assert all(set(text) == {answers[prompt]} for prompt, text in learned)
     assert len({prompt for prompt, _ in shown}) > 20
@@ -283,7 +292,7 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
 def test_each_fit_labels_fresh_problems(whole):
     """No problem twice in a fit, and another choice of them in each."""
     first, second = (sum(x, []) for x in (fit_prompts(whole, 0), fit_prompts(whole, 1)))
-    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 20
+    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 21
     assert set(first) != set(second)
     assert all(group == 2 for by, _, _, group in whole.prompts if by == "begin_iteration")
 
@@ -310,13 +319,13 @@ def test_a_fit_learns_all_but_the_problems_that_it_is_measured_on(whole):
         assert [x for x, _ in labelled] == [x for x in sum(fit_prompts(whole, i), []) for _ in range(2)]
         tested = [args for args, _ in whole.calls["scores"] if len(args[1]) == 4][i]
         tested = completions(dict(ids=tested[1], mask=tested[2]))
-        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:36]) == Counter(labelled)
-        replayed = fitted[36:]
-        assert len(replayed) == (0, 2)[i]       # a tenth of 36 rows, down to whole sets of 2
+        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:38]) == Counter(labelled)
+        replayed = fitted[38:]
+        assert len(replayed) == (0, 2)[i]       # a tenth of 38 rows, down to whole sets of 2
         assert set(replayed) <= set(earlier) and len({x for x, _ in replayed}) <= 1
         measured |= {x for x, _ in tested}
         learned |= {x for x, _ in fitted}
-        earlier += fitted[:36]
+        earlier += fitted[:38]
     assert i == 1 and len(whole.calls["replay"]) == 1 and measured.isdisjoint(learned)
 
 
@@ -424,7 +433,7 @@ def test_streams_differ_by_purpose_step_and_seed(whole):
 
 def policy_of(where, **changes):
     """An Agent with the policy of a run's folder, and the settings TINY."""
-    cfg = Config(**TINY | dict(init=str(where), chat="none") | changes)
+    cfg = make_config(**TINY | dict(init=str(where), chat="none") | changes)
     encoding, policy = pretrained.trained_model(cfg)
     return setup.new_agent(cfg, TASK, encoding, policy)
 
@@ -487,7 +496,7 @@ def test_reward_model_and_history_are_carried_on(whole, resumed):
     """The second fit begins from the first one's model and rows; a resumed run has both."""
     assert not same(whole.fits[0].model, whole.fits[1].model)
     history = whole.calls["refit"][1][0][2]
-    fitted = [completions(args[1])[:36] for args, _ in whole.calls["fit"]]
+    fitted = [completions(args[1])[:38] for args, _ in whole.calls["fit"]]
     assert completions(history) == fitted[0] and completions(whole.agent.history) == sum(fitted, [])
     assert same(weights(whole.agent.reward_model), weights(resumed.agent.reward_model))
     assert same(whole.fits[1].model, weights(whole.agent.reward_model))     # no step moves it
@@ -585,16 +594,13 @@ SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
-    functions=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
+    algo=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
     steps=({}, {2: "policy"}),
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
     max_new=({}, {5: "samples"}),
     lr=({}, {1e-3: "policy"}),
     seed=(COLD, {2: "start"}),
-    difficulty=({}, {2: "problems"}),
-    train=(FILES, {"@two.jsonl": "problems"}),
-    test=(FILES, {"@two.jsonl": "held out"}),
     chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts", "no_think": "prompts"}),
     system=(dict(init="@chat"), {"Be brief.": "prompts"}),
     temperature=({}, {0.7: "samples"}),
@@ -602,47 +608,36 @@ SETTINGS = dict(
     held_out=({}, {2: "held out"}),
     samples=({}, {3: "evaluations"}),
     save_every=(dict(steps=3), {2: "saves"}),
-    reward=({}, {"model": "fit"}),
+    reward=(dict(supervision="process"), {"model": "fit", "rollouts": "fit"}),
     supervision=({}, {"process": "rewards"}),
-    truncated_reward=({}, {-1: "rewards"}),
     baseline=({}, {"none": "credit", "leave-one-out": "credit", "value": "credit", "group+value": "credit"}),
     adv_scale=({}, {"none": "credit", "batch": "credit"}),
-    gamma=(CRITIC, {0.9: "credit"}),
     lam=(CRITIC, {0.5: "credit"}),
     critic=(CRITIC, {"separate": "policy"}),
-    value_coef=(CRITIC, {1.0: "policy"}),
     ratio=(dict(epochs=2), {"sequence": "policy"}),
     clip_low=(dict(epochs=2), {0.01: "policy"}),
     clip_high=(dict(epochs=2), {0.01: "policy"}),
     kl=(KL, {"reward": "policy", "watch": "policy", "none": "policy"}),
     estimator=(KL, {"k1": "policy", "k2": "policy", "ratio*k3": "policy"}),
     beta=({}, {0.5: "policy", 0: "policy"}),
-    target_kl=(KL, {1e-4: "policy"}),
     loss_mean=({}, {"token": "policy", "constant": "policy"}),
     iterations=({}, {2: "policy"}),
     epochs=({}, {2: "policy"}),
     minibatches=({}, {1: "policy"}),
     micro_tokens=({}, {20: "passes"}),
-    recompute=({}, {"on": "passes"}),
+    recompute=({}, {True: "passes"}),
     half_life=(dict(steps=2), {1: "policy"}),
-    grad_clip=({}, {1e-3: "policy"}),
     n_layer=(COLD, {2: "start"}),
-    n_head=(COLD, {4: "start"}),
-    n_kv_head=(COLD, {2: "start"}),
     n_embd=(COLD, {32: "start"}),
     warm_steps=(COLD, {4: "start"}),
-    warm_batch=(COLD, {9: "start"}),
     warm_lr=(COLD, {1e-3: "start"}),
-    fit_prompts=(LEARNED, {22: "fit"}),
-    choices=(LEARNED, {4: "fit"}),
-    labels=(dict(reward="model", supervision="process"), {"rollouts": "fit"}),
     device=({}, {"auto": None}),
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
-    compile=({}, {"on": "compiled"}),
-    share_prefix=({}, {"off": None}),
-    static_cache=({}, {"on": None, "off": None}),
-    shard=({}, {"on": None}))
-TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
+    compile=({}, {True: "compiled"}),
+    cache=({}, {"plain": None, "shared": None, "static": None}),
+    shard=({}, {True: None}))
+OWN = dict(difficulty=({}, {2: "problems"}), train=(FILES, {"@two.jsonl": "problems"}), test=(FILES, {"@two.jsonl": "held out"}))
+TURNS = [(name, value) for name, (_, values) in (SETTINGS | OWN).items() for value in values]
 
 
 def stages(seen, where):
@@ -692,10 +687,10 @@ def made(places, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, value", TURNS, ids=[f"{name}={value}" for name, value in TURNS])
 def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, made):
-    base, values = SETTINGS[name]
+    base, values = (SETTINGS | OWN)[name]
     if name == "device" and dist.device_of(Config(device=value)).type != "cpu":
         pytest.skip("there is a better device than the CPU")
-    one, other = made(base), made(base | {"algo" if name == "functions" else name: value})
+    one, other = made(base), made(base | {name: value})
     changed = [stage for stage in STAGES if not alike(one[stage], other[stage])]
     assert changed[:1] == [values[value]] * (values[value] is not None)
 
@@ -703,7 +698,7 @@ def test_a_setting_changes_what_it_should_and_nothing_before_it(name, value, mad
 @pytest.mark.parametrize("name", ["baseline", "adv_scale", "kl", "estimator", "loss_mean"])
 def test_choices_differ_from_each_other(name, made):
     """In where they lead; but watching a KL leads where none does."""
-    base, values = SETTINGS[name]
+    base, values = (SETTINGS | OWN)[name]
     for a, b in itertools.combinations(values, 2):
         one, other = (made(base | {name: value})["policy"] for value in (a, b))
         assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)
@@ -726,7 +721,7 @@ def test_the_optimizer_is_adamw_without_weight_decay(places):
     assert type(agent.opt) is torch.optim.AdamW and len(agent.opt.param_groups) == 1
     assert not agent.critic.head.weight.any() and not agent.critic.head.bias.any()
     assert agent.critic.norm.tolist() == agent.reward_model.norm.tolist() == [0, 1]
-    cfg = Config(**TINY | dict(reward="model", n_embd=1024))
+    cfg = make_config(**TINY | dict(reward="model", n_embd=1024))
     wide = setup.new_agent(cfg, TASK, None, pretrained.new_model(cfg, byte_encoding(), 3)).reward_model
     assert wide.head.weight.std().item() == pytest.approx(1025 ** -0.5, rel=0.1) and not wide.head.bias.any()
 
@@ -739,7 +734,7 @@ def test_the_learning_rate_of_a_fit_rises_over_30_steps_and_falls_to_0(monkeypat
         return ()
     after(monkeypatch, warm_start, "optimizer_step",
           lambda args, got: rates.append(args[0].param_groups[0]["lr"]), SimpleNamespace(within=[]))
-    warm_start.supervised_fit("nothing", module, no_losses, 100, 0.5, 1.0)
+    warm_start.supervised_fit("nothing", module, no_losses, 100, 0.5)
     assert rates == pytest.approx([0.5 * min((i + 1) / 30, (100 - i) / 100) for i in range(100)])
     assert rates[0] == pytest.approx(0.5 / 30) and rates[-1] == pytest.approx(0.005)
 
@@ -756,7 +751,7 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypa
         now.append(step)
         for part in (0.25, 0.75):
             yield part * step + 0 * module.weight.sum()
-    warm_start.supervised_fit("a fit", module, losses, steps, 0.1, 1.0)
+    warm_start.supervised_fit("a fit", module, losses, steps, 0.1)
     assert capsys.readouterr().out.splitlines() == [
         f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]
 
@@ -768,7 +763,7 @@ def test_a_fit_takes_64_rows_a_step(monkeypatch):
         mask = torch.ones(rows, 3, dtype=torch.bool)
         head = pretrained.ScalarHead(4)
         reward.fit(head, dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
-    assert seen == [(n, 1e-3, 1.0) for n in (1, 1, 1, 2, 4, 4, 5)]
+    assert seen == [(n, 1e-3) for n in (1, 1, 1, 2, 4, 4, 5)]
 
 
 @pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, tiny_model
+from conftest import ROOT, Forked, flags, tiny_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -53,15 +53,15 @@ SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epoch
 RUNS = {
     **{algo: dict(algo=algo) for algo in grpo.ALGOS},
     "critic of its own": dict(algo="ppo", critic="separate"),
-    "whitened": dict(adv_scale="batch", loss_mean="token", target_kl=0.01),
-    "steps rewarded": dict(supervision="process", truncated_reward=-1.0),
+    "whitened": dict(adv_scale="batch", loss_mean="token"),
+    "steps rewarded": dict(supervision="process"),
     "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
     "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),       # one rank has it, one has none
     "few rows": dict(prompts=2, group=3),                   # fewer than an evaluation has of a problem
     "warm start": dict(init="", warm_steps=15, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1),
-    "labels by rollouts": dict(reward="model", supervision="process", labels="rollouts", steps=1),
+    "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
@@ -89,7 +89,7 @@ def run(name, where):
 
 def command(**given):
     """Settings as a command line."""
-    return [part for name, x in given.items() for part in (f"--{name}", str(x))]
+    return flags(given)
 
 
 def cache():
@@ -593,8 +593,7 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given, says", [
-    (dict(init=""), "--warm_batch 1 is less than one row for each of 2 ranks"),
-    (dict(reward="model"), "--fit_prompts 11 is not divisible by 2 ranks")])
+    (dict(prompts=3), "--prompts 3 is not divisible by 2 ranks")])
 def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
     codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
     assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import ROOT, flags, tiny_model
 
 import data
 import grpo
@@ -47,7 +47,7 @@ def run(where, *mode, **settings):
     """A run on the command line."""
     given = {"task": where.parent / "letters.py", "out": where} | settings
     given["task"].write_text(LETTERS)
-    grpo.main([*mode, *(str(x) for name, value in given.items() for x in (f"--{name}", value))])
+    grpo.main([*mode, *flags(given)])
 
 
 @pytest.fixture(scope="module")

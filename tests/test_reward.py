@@ -33,13 +33,13 @@ def batch_of(texts, prompt="47*58=", end=True):
     return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
 
 
-def rewards_of(texts, supervision, end=True, truncated_reward=0.0):
+def rewards_of(texts, supervision, end=True):
     problem = task.Problem("47*58=", "2726")
-    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision, truncated_reward=truncated_reward)
+    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision)
     reward.score(task, byte_encoding(), [problem], batch)
     assert batch.texts == texts and batch.problems == [problem] * len(texts)
     batch.reward, batch.ends = reward.of_steps(task, batch, cfg, byte_encoding())
-    return (reward.at_the_limit(batch, cfg.truncated_reward), batch.ends), batch
+    return (reward.at_the_limit(batch), batch.ends), batch
 
 
 # ------------------------------------------------------------------------------ rewards of steps
@@ -115,11 +115,12 @@ def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
 
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
-def test_the_reward_of_a_completion_that_did_not_end(supervision):
-    (r, ends), batch = rewards_of([WORK], supervision, end=False, truncated_reward=-1.5)
+def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
+    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -1.5)
+    (r, ends), batch = rewards_of([WORK], supervision, end=False)
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
     batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
-    assert reward.at_the_limit(batch, -1.5)[0][ends[0]][-1] == -2
+    assert reward.at_the_limit(batch)[0][ends[0]][-1] == -2
 
 
 def test_step_tokens_of_bytes_and_of_longer_tokens():
@@ -223,13 +224,14 @@ def test_score_depends_on_neither_padding_nor_batch():
     torch.testing.assert_close(scores(s, dirty, batch.mask, cfg)[batch.mask], whole[batch.mask])
 
 
-def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own():
+def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own(monkeypatch):
+    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -3.0)
     s, batch = scorer_of(), batch_of(["~3000", "2726"])
     batch.finished = torch.tensor([True, False])
     for supervision in ("outcome", "process"):
         batch.ends = batches.last_tokens(batch.mask)
         batch.reward = learned(s, batch, Config(supervision=supervision))
-        r = reward.at_the_limit(batch, -3.0)
+        r = reward.at_the_limit(batch)
         raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
         want = raw.sigmoid() if supervision == "process" else raw
         assert r[0][batch.ends[0]].item() == pytest.approx(want.item()) and r[~batch.ends].sum() == 0
@@ -253,6 +255,7 @@ def rows_of(batch):
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypatch):
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
+    monkeypatch.setattr(reward, "CHOICES", 2)
     cfg = Config(supervision=supervision)
     batch, a = labelled(400, 2, 0)
     good = torch.tensor(a, dtype=torch.float)
@@ -272,7 +275,8 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
 def test_labels_that_are_all_noise_teach_nothing(monkeypatch):
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
     monkeypatch.setattr(reward, "LABEL_NOISE", 0.5)
-    cfg = Config(fit_prompts=400)
+    monkeypatch.setattr(reward, "CHOICES", 2)
+    cfg = Config()
     batch, a = labelled(400, 2, 0)
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
     _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
@@ -285,7 +289,7 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
     batch, _ = labelled(400, 2, 0)
     data, s, sizes = rows_of(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
-    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr, clip: [*losses(0)])
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: [*losses(0)])
     reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
     assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
     assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
@@ -332,8 +336,8 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
 
 
 def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
-    cfg, seen = Config(fit_prompts=100), []
-    def fit(name, module, losses, steps, lr, clip):
+    cfg, seen = Config(), []
+    def fit(name, module, losses, steps, lr):
         for step in range(steps):
             list(losses(step))
     monkeypatch.setattr(warm_start, "supervised_fit", fit)
@@ -355,7 +359,8 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
 def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision, monkeypatch):
     """Rows are named by their fit and number. What is set apart to measure a fit is never learned, nor are replayed rows
     added to the history again; over some seeds both earlier fits are drawn from, every set at most once in a fit."""
-    cfg, fitted, drawn = Config(choices=choices, supervision=supervision), [], set()
+    monkeypatch.setattr(reward, "CHOICES", choices)
+    cfg, fitted, drawn = Config(supervision=supervision), [], set()
     K = choices if supervision == "outcome" else 1
     monkeypatch.setattr(reward, "fit", lambda model, data, *_: fitted.append(data))
     monkeypatch.setattr(reward, "scores", lambda model, ids, *_: ids.float())
@@ -413,6 +418,8 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     generate = grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
+    monkeypatch.setattr(reward, "CHOICES", 2)
+    monkeypatch.setattr(grpo, "FIT_STEPS", 5)
     cfg = Config(prompts=2, group=4, max_new=12, supervision=supervision)
     agent = setup.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(1)[0]
@@ -521,14 +528,14 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
 
 
 def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypatch):
-    """A step has no rivals: `choices` only says how many completions a problem has."""
+    """A step has no rivals: CHOICES only says how many completions a problem has."""
     seen, s = [], scorer_of()
     monkeypatch.setattr(reward, "fit", lambda scorer, data, K, *_: seen.append((K, len(data["ids"]))))
     batch, a = labelled(20, 4, 0)
     batch.reward = torch.where(batch.ends, (torch.tensor(a)[:, None] > 3).float(), 0)
     refit(s, rows_of(batch), {}, Config(supervision="process"), random.Random(0))
     assert seen == [(1, 72)] and s.norm.tolist() == [0, 1]
-    refit(s, rows_of(batch), {}, Config(fit_prompts=20), random.Random(0))
+    refit(s, rows_of(batch), {}, Config(), random.Random(0))
     assert seen[1:] == [(4, 72)] and s.norm.tolist() != [0, 1]
 
 

@@ -61,7 +61,7 @@ def copy_warm_start(source, target):
 def toy(reward):
     """A task of one-byte prompts, without a warm start's help."""
     problems = [arithmetic.Problem(c, c) for c in "abcdefgh"]
-    return SimpleNamespace(DEFAULTS={}, problems=lambda cfg: (problems, problems[:2]), reward=reward,
+    return SimpleNamespace(DEFAULTS={}, problems=lambda: (problems, problems[:2]), reward=reward,
                            demonstration=lambda p, r: "ab"[r.randrange(2)] * r.randrange(1, 6),
                            answer=lambda text: text, steps=lambda p, text: [])
 
@@ -134,7 +134,7 @@ def test_half_and_half_is_the_whole(unbroken, tmp_path, capsys):
     assert [m["step"] for m in metrics(tmp_path)] == list(range(7))
 
 
-WHOLE = ["--algo ppo --critic separate", "--reward model --supervision process --labels rollouts --iterations 2",
+WHOLE = ["--algo ppo --critic separate", "--reward rollouts --supervision process --iterations 2",
          *(pytest.param(args, marks=pytest.mark.slow) for args in ("--algo ppo", "--baseline group+value",
                                                                    "--reward model --iterations 2"))]
 
@@ -216,22 +216,6 @@ def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_beta_is_steered_to_the_target_kl_and_resumed(unbroken, tmp_path):
-    """Far from the target beta moves by 0.1 * 0.2 a step; an interrupted run goes on with it."""
-    for name, target, factor in (("up", "1e-9", 1.02), ("down", "1e9", 0.98)):
-        copy_warm_start(unbroken, tmp_path / name)
-        flags = [*SMALL, "--save_every", "1", "--target_kl", target, "--out", str(tmp_path / name)]
-        main([*flags, "--steps", "3"])
-        assert metrics(tmp_path / name)[2]["kl"] > 1e-9
-        betas = [m["beta"] for m in metrics(tmp_path / name)[1:]]
-        assert betas == pytest.approx([0.005, 0.005 * factor, 0.005 * factor ** 2])
-    copy_warm_start(unbroken, tmp_path / "cut")
-    main([*flags[:-1], str(tmp_path / "cut"), "--steps", "2"])
-    main(["--resume", "--steps", "3", "--out", str(tmp_path / "cut")])
-    assert metrics(tmp_path / "cut")[-1] == metrics(tmp_path / "down")[-1]
-    assert weights(tmp_path / "cut") == weights(tmp_path / "down")
-
-
 def test_ppo_has_an_epsilon_of_its_own(cfg, model):
     for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
         cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
@@ -246,11 +230,11 @@ def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     assert one["reward"] != base["reward"] and one["kl"] > 0
 
 
-def test_what_the_limit_costs_is_no_label(unbroken, tmp_path):
+def test_what_the_limit_costs_is_no_label(unbroken, tmp_path, monkeypatch):
     """The reward of a row that did not end is set after the labels: -2 is no chance of a step."""
     copy_warm_start(unbroken, tmp_path)
-    main([*SMALL, "--steps", "1", "--reward", "model", "--supervision", "process", "--fit_prompts",
-          "20", "--truncated_reward", "-2", "--temperature", "3", "--out", str(tmp_path)])
+    monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", -2.0)
+    main([*SMALL, "--steps", "1", "--reward", "model", "--supervision", "process", "--temperature", "3", "--out", str(tmp_path)])
     rows = saved(tmp_path).tensors
     last = batches.last_tokens(rows["history.mask"])
     assert (rows["history.ids"][last] != 256).any() and metrics(tmp_path)[1]["finished"] < 1
@@ -443,30 +427,27 @@ def measured(monkeypatch, texts, finished):
 # ---------------------------------------------------------------------------------------- faults
 
 @pytest.mark.parametrize("args, says", [
-    (["--grup", "4"], "there is no setting 'grup': did you mean 'group'?"),
-    (["--top_k", "5"], "there is no setting 'top_k'"),         # would need a renormalised log-prob
+    (["--grup", "4"], "there is no setting --grup: did you mean --group?"),
+    (["--top_k", "5"], "there is no setting --top_k"),         # would need a renormalised log-prob
     (["--group", "many"], "argument --group: invalid int value: 'many'"),
-    (["arithmetic"], "unrecognized argument: arithmetic; see --help"),
+    (["arithmetic"], "there is no setting arithmetic: see --help"),
     (["--group"], "--group: expected one argument"),
     (["--group", "1"], "--group must be at least 2, got 1"),
     (["--lr", "nan"], "--lr must be at least 0, got nan"),
-    (["--gamma", "1.1"], "--gamma must be at most 1, got 1.1"),
-    (["--gamma", "1.01"], "--gamma must be at most 1, got 1.01"),
+    (["--lam", "1.01"], "--lam must be at most 1, got 1.01"),
+    (["--beta", "-0.1"], "--beta must be at least 0, got -0.1"),
+    (["--compile", "on"], "there is no setting on: see --help"),
     (["--temperature", "0"], "--temperature must be at least"),
-    (["--loss_mean", "median"], "--loss_mean must be one of sequence, token, constant"),
+    (["--loss_mean", "median"], "argument --loss_mean: invalid choice: 'median' (choose from "),
     (["--minibatches", "9999"], "--minibatches 9999"),
     (["--prompts", "8000"], "--prompts 8000: the task has only 7600 problems"),
-    (["--target_kl", "0.1", "--kl", "watch"], "--target_kl adapts beta"),
-    (["--target_kl", "0.1", "--algo", "dapo"], "--target_kl adapts beta"),
     (["--task", "chess"], "no task 'chess': choose"),
-    (["--task", "./mine.py"], "no file ./mine.py"),
+    (["--task", "./mine.py"], "no file mine.py"),
     (["--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--init", "nowhere"], "no model in nowhere"),
     (["--ask", "1*1=", "--resume"], "not allowed with argument"),
     (["--difficulty", "4"], "arithmetic takes 1 to 3"),
-    (["--algo", "trpo"], "--algo must be one of grpo, reinforce"),
-    (["--difficulty", "1", "--reward", "model"], "--fit_prompts 2048: the task has only 59"),
-    (["--fit_prompts", "9"], "--fit_prompts must be at least 10"),
+    (["--algo", "trpo"], "there is no --algo trpo: there are grpo, reinforce"),
     (["--resume", "--out", "nowhere"], "no run in nowhere"),
     (["--out", "file/in"], "Not a directory: 'file/in'"),
     (["--device", "cuda"], "--device cuda")])
@@ -518,7 +499,6 @@ def test_an_evaluation_of_nothing(unbroken, tmp_path, capsys):
 def test_sizes_have_bounds(capsys, tmp_path):
     """Past them pass@k overflows, or ten minutes of labelling come before an error."""
     assert "--samples must be at most 1024, got 1025" in fault(capsys, "--samples", 1025)
-    assert "--choices must be at most 100, got 101" in fault(capsys, "--choices", 101)
     assert data.answers.pass_at(512, [1.0] * 1024) == pytest.approx(1)
 
 
@@ -604,7 +584,7 @@ def test_damaged_checkpoint(unbroken, tmp_path, capsys, damage):
     path = tmp_path / "checkpoint.safetensors"
     whole = (unbroken / "checkpoint.safetensors").read_bytes()
     path.write_bytes({"truncated": whole[:5000], "foreign": weights(unbroken),
-                      "another version": whole.replace(b"grad_clip", b"grad_klip")}[damage])
+                      "another version": whole.replace(b"half_life", b"half_live")}[damage])
     assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", tmp_path)
 
 
@@ -620,16 +600,14 @@ def test_one_way_to_a_config():
         given = dict(zip([f[2:] for f in flags[::2]], flags[1::2]))
         given |= {"lr": float(given["lr"])} if "lr" in given else {}
         assert grpo.read_command(flags)[1] == make_config(**given)
-    with pytest.raises(TypeError):          # it once trained GRPO in silence
-        Config(algo="dapo")
-    with pytest.raises(UserError, match="--algo must be one of grpo, reinforce"):
+    with pytest.raises(UserError, match="there is no --algo trpo: there are grpo, reinforce"):
         make_config(algo="trpo")
 
 
 @pytest.mark.parametrize("given, why", [
-    (dict(clip_hi=3), "there is no setting 'clip_hi': did you mean 'clip_high'\\?$"), (dict(group="8"), "--group must be an int, got '8'"),
-    (dict(lr="1e-4"), "--lr must be a float, got '1e-4'"), (dict(seed=1.5), "must be an int, got 1.5"), (dict(out=3), "must be a str, got 3"),
-    (dict(xyz=1), "there is no setting 'xyz'; see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, got 'modl'")])
+    (dict(clip_hi=3), "there is no setting clip_hi: did you mean --clip_high\\?$"), (dict(group="8"), "--group must be of the type int, got '8'"),
+    (dict(lr="1e-4"), "--lr must be of the type float, got '1e-4'"), (dict(seed=1.5), "must be of the type int, got 1.5"), (dict(out=3), "must be of the type str, got 3"),
+    (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(UserError, match=why):
         make_config(**given)
@@ -637,7 +615,7 @@ def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
 
 def test_a_wrong_default_of_a_task_is_a_fault(monkeypatch):
     monkeypatch.setitem(arithmetic.DEFAULTS, "step", 30)
-    with pytest.raises(UserError, match=r"no setting 'step' \(in the task's DEFAULTS, or the algorithm's SETTINGS\): did you mean 'steps'"):
+    with pytest.raises(UserError, match=r"no setting step: did you mean --steps"):
         make_config()
 
 
@@ -660,13 +638,6 @@ def test_a_kl_can_be_watched_without_being_applied(unbroken, tmp_path):
         assert {k: x for k, x in one.items() if k != "kl"} == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
-def test_a_steered_beta_is_state_and_no_setting(unbroken, tmp_path):
-    copy_warm_start(unbroken, tmp_path)
-    main([*SMALL, "--target_kl", "1e-9", "--steps", "2", "--out", str(tmp_path)])
-    cfg, state = checkpoint.load(tmp_path, Config)
-    assert cfg.beta == 0.005 and state.beta == pytest.approx(0.005 * 1.02 ** 2)
-
-
 def test_main_works_in_a_notebook(unbroken, monkeypatch, capsys):
     """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards."""
     import io
@@ -680,7 +651,7 @@ def test_train_takes_a_config_alone(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     flags = dict(zip((f[2:] for f in SMALL[::2]), SMALL[1::2]))
     kinds = {f.name: f.type for f in dataclasses.fields(Config)}
-    cfg = make_config(**{name: kinds[name](x) for name, x in flags.items()}, steps=6, out=str(tmp_path))
+    cfg = make_config(**{name: kinds.get(name, int)(x) for name, x in flags.items()}, steps=6, out=str(tmp_path))
     agent = grpo.train(cfg)
     assert torch.equal(agent.policy.embed_tokens.weight, pretrained.load(tmp_path).embed_tokens.weight)
     assert weights(tmp_path) == weights(unbroken)
@@ -711,11 +682,9 @@ def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path, monkeypatch):
 
 def test_resume_with_the_algorithm_of_the_run_or_another(unbroken, capsys):
     main(["--resume", "--algo", "grpo", "--out", str(unbroken)])
-    assert "has --clip_low 0.2, not 0.0003" in fault(capsys, "--resume", "--algo", "gspo", "--kl", "loss", "--ratio", "token",
-                                                     "--clip_high", "0.2", "--out", unbroken)
-    assert "has --algo , not cispo" in fault(capsys, "--resume", "--algo", "cispo", "--kl", "loss", "--loss_mean", "sequence",
-                                                  "--clip_low", "0.2", "--clip_high", "0.2", "--out", unbroken)
-    assert "--algo must be one of" in fault(capsys, "--resume", "--algo", "trpo", "--out", unbroken)
+    for other in ("gspo", "cispo"):
+        assert f"has --algo grpo, not {other}" in fault(capsys, "--resume", "--algo", other, "--out", unbroken)
+    assert "there is no --algo trpo: there are" in fault(capsys, "--resume", "--algo", "trpo", "--out", unbroken)
 
 
 @pytest.mark.parametrize("name", ["reward", "kl", "length", "step", "greedy", "mismatch"])
@@ -954,13 +923,13 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
         assert encoding.end not in ids[on].tolist()[:-1]
 
 
-@pytest.mark.parametrize("compile", ["on", "off"])
+@pytest.mark.parametrize("compile", [True, False])
 def test_the_header_says_with_what_a_run_works(capsys, compile):
     agent = setup.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
     show.header(agent, range(70), range(5))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
-    assert ["compiling" in line for line in said[1:]] == [True] * (compile == "on")
+    assert ["compiling" in line for line in said[1:]] == [True] * compile
 
 
 @pytest.mark.parametrize("settings, noted", [

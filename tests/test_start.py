@@ -26,7 +26,7 @@ CFG = Config(prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, devic
 
 def toy(**parts):
     """A task of PROBLEMS, with all that a task can have."""
-    return SimpleNamespace(**dict(problems=lambda cfg: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
+    return SimpleNamespace(**dict(problems=lambda: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
                                   steps=lambda p, text: [], demonstration=lambda p, source: "abc", answer=lambda text: text) | parts)
 
 
@@ -40,12 +40,11 @@ def check(changes, ranks, monkeypatch, task=None):
 @pytest.mark.parametrize("changes, ranks, fault", [
     (dict(prompts=20), 1, ""),
     (dict(prompts=21), 1, "--prompts 21: the task has only 20 problems"),
-    (dict(fit_prompts=21), 1, ""),
-    (dict(fit_prompts=20, reward="model"), 1, ""),
-    (dict(fit_prompts=21, reward="model"), 1, "--fit_prompts 21: the task has only 20 problems"),
-    (dict(fit_prompts=15, reward="model"), 2, "--fit_prompts 15 is not divisible by 2 ranks"),
+    (dict(reward="model"), 2, ""),
+    (dict(reward="model", prompts=3), 3, "a learned reward needs 30 problems, the task has 20"),
     (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
     (dict(prompts=6), 3, ""),
+    (dict(prompts=6), 6, ""),
     (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),
     *((dict(init=f"a/{x}", out="a"), 1, f"--init is in --out: the model in a/{x} would be overwritten") for x in ("best", "previous", "./best/", "previous/best")),
     (dict(init="a/warm_start", out="a"), 1, ""), (dict(init="best", out="a"), 1, ""),
@@ -70,7 +69,7 @@ def test_functions_of_a_task_that_not_every_run_needs(lacks, needed, not_needed,
 
 def test_none_held_out_is_a_fault():
     with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
-        preflight.problems_of(CFG, toy(problems=lambda cfg: (PROBLEMS, [])))
+        preflight.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
 
 
 def test_the_reward_is_tried_once(monkeypatch):
@@ -286,7 +285,7 @@ def shipped(for_the_default_run, monkeypatch):
 
 @pytest.mark.parametrize("given, serves", [
     ({}, True), (dict(seed=7), True), (dict(algo="ppo", steps=3, lr=1e-3, reward="model"), True),
-    (dict(micro_tokens=4096, recompute=True, cache="plain", grad_clip=0.5), True), (dict(n_layer=2), True),
+    (dict(micro_tokens=4096, recompute=True, cache="plain"), True), (dict(n_layer=2), True),
     (dict(n_layer=3), False), (dict(difficulty=1), False), (dict(max_new=32), False), (dict(warm_steps=1500), False),
     (dict(warm_steps=0), False), (dict(warm_lr=1e-4), False), (dict(init=""), False), (dict(init="x"), False),
     (dict(task="sums"), False)])
@@ -364,7 +363,7 @@ def slow_loss(model, shown):
 def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(tmp_path, monkeypatch):
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     loss, terms, given, model, shown = demonstrated(monkeypatch, cfg)
-    assert len(shown) == 6 and len({len(text) for _, text in shown}) > 2 and terms > 1
+    assert len(shown) == 48 and len({len(text) for _, text in shown}) > 2 and terms > 1
     assert loss.item() == pytest.approx(slow_loss(model, shown), rel=1e-5)
     assert given == ("warm start", model, 3, cfg.warm_lr)
 
@@ -404,8 +403,8 @@ def test_a_kept_warm_start_depends_on_the_weights_that_init_names(tmp_path):
 
 
 # A setting of which a kept warm start depends, and another value of it.
-COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99,
-              n_layer=9, n_head=9, n_kv_head=9, n_embd=9, warm_steps=9, warm_batch=9, warm_lr=9.0)
+COUNTS = dict(task="sums", task_args={"difficulty": 1}, init="x", chat="none", system="x", seed=9, max_new=99,
+              n_layer=9, n_embd=9, warm_steps=9, warm_lr=9.0)
 
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
@@ -419,14 +418,15 @@ def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
     note = json.loads(kept(cfg).joinpath("warm_start.json").read_text())
     other = changed({name: COUNTS[name]})
     assert warm_start.changed(cfg, note) is None
-    assert warm_start.changed(other, note) == f"--{name} was {getattr(cfg, name)}, and is {COUNTS[name]}"
+    was, now = (None, 1) if name == "task_args" else (getattr(cfg, name), COUNTS[name])
+    assert warm_start.changed(other, note) == f"--{name if name != 'task_args' else 'difficulty'} was {was}, and is {now}"
 
 
 # Those of RL, evaluation, logs and the machine, by which a start is not made anew.
-OTHERS = """functions train test out steps iterations eval_every held_out samples save_every prompts group temperature reward supervision
-            truncated_reward baseline adv_scale gamma lam critic value_coef ratio clip_low clip_high kl estimator beta target_kl loss_mean
-            epochs minibatches lr half_life fit_prompts choices labels device dtype compile static_cache shard
-            micro_tokens recompute share_prefix grad_clip""".split()
+OTHERS = """algo out steps iterations eval_every held_out samples save_every prompts group temperature reward supervision
+            baseline adv_scale lam critic ratio clip_low clip_high kl estimator beta loss_mean
+            epochs minibatches lr half_life device dtype compile shard cache recompute
+            micro_tokens""".split()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -470,9 +470,14 @@ def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does
         assert capsys.readouterr().out == says
 
 
-def test_a_forks_new_setting_counts(monkeypatch):
+@dataclasses.dataclass(frozen=True)
+class Forked(Config):
+    """A setting without a comment."""
+    n_mlp: int = 4
+
+
+def test_a_forks_new_setting_counts():
     """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
-    Forked = dataclasses.make_dataclass("Forked", [("n_mlp", int, 4)], bases=(Config,), frozen=True)
     four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
     before, after = ({"settings": warm_start.settings(cfg)}
                      for cfg in (CFG, eight))           # the note of a time without the setting, and one with it

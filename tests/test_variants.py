@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import ROOT, flags, tiny_model
 
 import grpo
 from data import UserError, arithmetic
@@ -571,11 +571,6 @@ def test_a_moving_reference_in_bfloat16(monkeypatch):
 
 TINY = dict(difficulty=1, n_layer=1, n_embd=32, warm_steps=25, warm_lr=1e-2, steps=2, prompts=3, group=4, max_new=16,
             samples=1, held_out=4, device="cpu", compile=False, lr=1e-3)
-
-
-def flags(given):
-    """Settings as a command line."""
-    return [part for name, x in given.items() for part in ([f"--no-{name}"] if x is False else [f"--{name}", str(x)])]
 
 
 @pytest.fixture(scope="module")

@@ -57,8 +57,7 @@ RUN = f"{PROBE} run {{device}} --task arithmetic"
 STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
 STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
          "--held_out 2 --samples 1 --steps 3 {size} --init")
-CACHES = {"static": "--static_cache on", "shared": "--static_cache off",
-          "plain": "--static_cache off --share_prefix off"}
+CACHES = {name: f"--cache {name}" for name in ("static", "shared", "plain")}
 # The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
 PARTS = {
     "decode": (130, {"": f"{PROBE} decode {{device}} {{small}}"}),
@@ -70,7 +69,7 @@ PARTS = {
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
     "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
-    "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 --compile {{on}}"}),
+    "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 {{compile}}"}),
     "agree": (90, {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
                    for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()}),
     "learned": (90, {"ppo": f"{STEP} --algo ppo --critic separate",
@@ -88,9 +87,9 @@ def started(args, command):
     for name, where in models.items():
         if f"{{{name}}}" in command:
             speed.random_folder(where)
-    words = dict(tiny="", small="", on="on", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    words = dict(tiny="", small="", compile="--compile", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
     if args.tiny:
-        words = dict(tiny=TINY, small="--small", on="off", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
+        words = dict(tiny=TINY, small="--small", compile="", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
     return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
 
 

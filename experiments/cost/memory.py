@@ -59,14 +59,14 @@ def one(way, file):
 def a_rank(shard, dtype):
     """Two steps on one of two ranks; prints the memory they took. The environment makes malloc return freed
     memory."""
-    cfg = grpo.Config(task="arithmetic", difficulty=1, shard=shard, dtype=dtype, device="cpu", prompts=2, group=2,
+    cfg = grpo.Config(task="arithmetic", task_args=dict(difficulty=1), shard=shard, dtype=dtype, device="cpu", prompts=2, group=2,
                       max_new=4, warm_steps=0)
     dist.start_ranks(torch.device("cpu"))
     before = peak()
     policy = pretrained.to_device(GPT(LARGE, torch.Generator().manual_seed(0)), cfg)
     agent = setup.new_agent(cfg, arithmetic, byte_encoding(), policy)
     for step in (1, 2):
-        grpo.train_step(agent, arithmetic.problems(cfg)[0], step)
+        grpo.train_step(agent, arithmetic.problems(1)[0], step)
     print(peak() - before, flush=True)
     dist.exit_with(0)
 
@@ -92,7 +92,7 @@ def main():
     result = {**took, "share": took["parts"] / took["whole"],
               "largest relative difference of the gradients": worst}
     for dtype in ("float32", "bfloat16"):
-        whole_models, parts = (two_ranks(shard, dtype) for shard in ("off", "on"))
+        whole_models, parts = (two_ranks(shard, dtype) for shard in (False, True))
         result[f"a rank, {dtype}"] = {"whole": whole_models, "part": parts, "share": parts / whole_models}
     if "--readme" in sys.argv:
         (HERE / "memory.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -41,7 +41,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding, load_encoding  # noqa: E402
-from run import batches, dist, prefixes, pretrained, setup  # noqa: E402
+from run import batches, config, dist, prefixes, pretrained, setup  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
 SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
@@ -94,7 +94,7 @@ def ours(size, who):
     cfg = settings(size, who)
     task = load_task(cfg.task)
     agent = setup.new_agent(cfg, task, *pretrained.trained_model(cfg))
-    problems = task.problems(cfg)[0]
+    problems = config.problems_of(task, cfg)[0]
 
     def turn(step):
         """One rollout and its update."""
@@ -114,7 +114,7 @@ def with_trl(size, who):
 
     cfg = settings(size, who)
     task, rows = load_task(cfg.task), cfg.prompts * cfg.group
-    problems, part = task.problems(cfg)[0], PARTS[size] if "parts" in who else rows
+    problems, part = config.problems_of(task, cfg)[0], PARTS[size] if "parts" in who else rows
     tokenizer = AutoTokenizer.from_pretrained(cfg.init)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     marks, frame = {}, bool(tokenizer.chat_template)
@@ -144,7 +144,7 @@ def with_trl(size, who):
     scratch = tempfile.mkdtemp()
     trainer = GRPOTrainer(gpt, rewarded, GRPOConfig(
         scratch, per_device_train_batch_size=part, gradient_accumulation_steps=rows // part, max_steps=1,
-        num_generations=cfg.group, max_completion_length=cfg.max_new, max_grad_norm=cfg.grad_clip, beta=cfg.beta,
+        num_generations=cfg.group, max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta,
         loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no",
         report_to=[], seed=cfg.seed, use_cpu=device.type == "cpu", bf16=bf16, gradient_checkpointing=False,
         disable_tqdm=True, logging_strategy="no",

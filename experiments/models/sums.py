@@ -66,7 +66,7 @@ def with_trl(seed):
     from data import sums
     cfg, out = grpo.make_config(task="sums", init=str(INIT), seed=seed), folder("trl", seed)
     rng = random.Random(seed)
-    problems = [p for _ in range(cfg.steps) for p in rng.sample(sums.problems(cfg)[0], cfg.prompts)]
+    problems = [p for _ in range(cfg.steps) for p in rng.sample(sums.problems(**cfg.task_args)[0], cfg.prompts)]
     rows = [dict(prompt=[dict(role="user", content=p.prompt)], answer=p.answer) for p in problems]
     tokenizer = AutoTokenizer.from_pretrained(INIT)
 
@@ -94,7 +94,7 @@ def with_trl(seed):
     opt = torch.optim.AdamW(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     trainer = GRPOTrainer(model, [part("correct"), part("near")], GRPOConfig(
         str(out / "trainer"), per_device_train_batch_size=PART, gradient_accumulation_steps=cfg.prompts * cfg.group // PART,
-        num_generations=cfg.group, max_steps=cfg.steps, max_completion_length=cfg.max_new, max_grad_norm=cfg.grad_clip,
+        num_generations=cfg.group, max_steps=cfg.steps, max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP,
         beta=cfg.beta * cfg.applies_kl, loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False,
         logging_steps=1, save_strategy="no", report_to=[], seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False),
         Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Log()],
@@ -118,7 +118,7 @@ def kl_to_the_start(where):
     cfg = grpo.make_config(task="sums", init=str(where))
     encoding, policy = pretrained.trained_model(cfg)
     _, first = pretrained.trained_model(grpo.make_config(task="sums", init=str(INIT)))
-    held_out = sums.problems(cfg)[1]
+    held_out = sums.problems(**cfg.task_args)[1]
     u = dist.uniform(dist.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
     batch = grpo.generate(setup.Agent(cfg, sums, encoding, policy), held_out, u)
     logp, ref_logp = (batches.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
@@ -136,7 +136,7 @@ def check(seed):
     where = folder("s", seed)
     cfg, tokenizer = grpo.make_config(task="sums"), AutoTokenizer.from_pretrained(where)
     model, right = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32), 0
-    held_out = sums.problems(cfg)[1]
+    held_out = sums.problems(**cfg.task_args)[1]
     for p in held_out:
         ids = tokenizer.apply_chat_template([dict(role="user", content=p.prompt)], add_generation_prompt=True,
                                             return_tensors="pt", return_dict=True)

@@ -155,7 +155,7 @@ BUGS = [
     ("the reward's KL is in the loss as well", "grpo.py",
      'if cfg.kl == "loss":', "if True:", "credit"),
     ("beta is adapted in the wrong direction", "grpo.py",
-     'stats["kl"] / cfg.target_kl - 1', '1 - stats["kl"] / cfg.target_kl', "run -k steered"),
+     'stats["kl"] / TARGET - 1', '1 - stats["kl"] / TARGET', "variants -k steered"),
     ('the reference is not frozen', 'run/setup.py',
      'agent.ref = dist.shard_module(cfg, frozen(policy))',
      'agent.ref = policy', 'run -k reference_stays'),
@@ -190,7 +190,7 @@ BUGS = [
     ("a truncated completion is rewarded", "reward.py",
      "            * batch.finished for name", "            for name", "task"),
     ("truncation raises a bad score", "reward.py",
-     "batch.reward.clamp(max=truncated_reward)", "truncated_reward", "reward"),
+     "batch.reward.clamp(max=TRUNCATED_REWARD)", "TRUNCATED_REWARD", "reward"),
     # reward models
     ("the score is read one token early", "reward.py",
      "return torch.where(batch.ends, reward, 0)",

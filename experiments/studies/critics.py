@@ -34,7 +34,7 @@ def completed(agent, problems, n, each, rng):
     batch = grpo.generate(agent, rng.sample(problems, n), dist.uniform(rng, n, each, agent.cfg.max_new))
     outcome = dataclasses.replace(agent.cfg, supervision="outcome")
     batch.reward, batch.ends = reward.of_steps(agent.task, batch, outcome, agent.encoding)
-    batch.reward = reward.at_the_limit(batch, agent.cfg.truncated_reward)
+    batch.reward = reward.at_the_limit(batch)
     score, _ = grpo.step_scores(batch.reward, batch.ends, each, agent.cfg.baseline, "none")
     return batch, score.sum(1, True).expand_as(batch.mask)
 

@@ -26,7 +26,7 @@ import grpo  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
 from data import load_task  # noqa: E402
-from run import batches, pretrained, setup  # noqa: E402
+from run import batches, config, pretrained, setup  # noqa: E402
 
 TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
@@ -64,7 +64,8 @@ def explained(agent, critic, problems, n, tries, rng):
 
 def reward_model_auc(agent, problems, held_out, prompts, rng):
     """The AUC on fresh completions of a reward model of lines, fitted on labels of `prompts` problems."""
-    cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process", fit_prompts=prompts, choices=CHOICES)
+    cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process")
+    reward.CHOICES, grpo.FIT_STEPS = CHOICES, -(-prompts // cfg.prompts)
     fitted = setup.new_agent(cfg, agent.task, agent.encoding, agent.policy)
     grpo.begin_iteration(fitted, problems, 0)
     batch, _ = completed(agent, held_out, 200, 4, rng)
@@ -76,7 +77,7 @@ def measured(seed, out):
     """All of one map: an evaluation of the policy, and what is learned in each number of steps."""
     torch.set_num_threads(1)
     agent = first_policy(seed, out)
-    problems, held_out = agent.task.problems(agent.cfg)
+    problems, held_out = config.problems_of(agent.task, agent.cfg)
     rng, found = random.Random(f"gates, {seed}"), grpo.evaluate(agent, held_out)
     for steps in STEPS:
         critic = critics.new_critic(agent)

@@ -19,7 +19,7 @@ import mines  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import load_task  # noqa: E402
-from run import dist, pretrained, setup  # noqa: E402
+from run import config, dist, pretrained, setup  # noqa: E402
 
 
 def passed(agent, problems, each):
@@ -42,7 +42,7 @@ def main():
     runs.run(studies.SETTING, args.seed, args.out.resolve())
     cfg, _ = runs.read([*studies.SETTING, "--seed", str(args.seed)])
     folder = runs.folder_of(studies.SETTING, args.seed, args.out.resolve())
-    held_out, found = load_task(cfg.task).problems(cfg)[1], runs.about()
+    held_out, found = config.problems_of(load_task(cfg.task), cfg)[1], runs.about()
     found |= {"command": "python experiments/studies/grid.py --readme", "seed": args.seed, "size": mines.SIZE}
     found["mines"] = sorted(held_out[0].mines)
     for when, where in (("before", folder / "warm_start"), ("after", folder)):

@@ -37,13 +37,35 @@ CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explaine
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 
+# Former flags, with which results were recorded: now they are constants.
+CONSTANTS = {"value_coef": (grpo, "VALUE_COEF"), "gamma": (grpo, "GAMMA"), "choices": (reward, "CHOICES"),
+             "warm_batch": (warm_start, "WARM_BATCH"), "fit_prompts": (grpo, "FIT_STEPS")}
+
+
 def read(flags):
     """A command line as (Config, list of patches). Each seed has a warm start of its own."""
-    at = [i for i, x in enumerate(flags) if x == "--patch"]
-    patches = [flags[i + 1] for i in at]
-    rest = [x for i, x in enumerate(flags) if i not in at and i - 1 not in at]
+    rest, patches = [], []
+    flags = iter(flags)
+    for flag in flags:
+        if flag == "--patch":
+            patches.append(next(flags))
+        elif flag[2:] in CONSTANTS:
+            patches.append(f"{flag[2:]}={next(flags)}")
+        elif flag == "--labels":
+            rest += ["--reward", {"rule": "model", "rollouts": "rollouts"}[next(flags)]]
+        elif flag == "--n_head":
+            next(flags)                     # it was always one for 32 channels
+        else:
+            rest.append(flag)
     own = [] if "--init" in rest else ["--warm_steps", str(grpo.Config.warm_steps)]
     return grpo.read_command([*own, *rest, *HERE_ALONE])[1], patches
+
+
+def put_constant(name, value, cfg):
+    """Gives a constant its value; `fit_prompts` is a number of problems, FIT_STEPS one of steps."""
+    module, constant = CONSTANTS[name]
+    value = type(getattr(module, constant))(value)
+    setattr(module, constant, -(-value // cfg.prompts) if name == "fit_prompts" else value)
 
 
 def name_of(numbers):
@@ -66,7 +88,7 @@ def patch_history(value):
 def patch_reference(value):
     """`kept`: a new iteration keeps the reference."""
     assert value == "kept"
-    grpo.dist.copy_weights = lambda *_: None
+    dist.copy_weights = lambda *_: None
 
 
 def patch_critic_lr(value):
@@ -269,11 +291,14 @@ def child(flags):
     held-out problems."""
     dist.prepare()
     cfg, patches = read(flags)
-    grpo.config.install(cfg.functions, vars(grpo))        # before what is patched and measured, not after it
-    grpo.config.install = no_change
+    grpo.config.algorithm(cfg.algo, grpo.ALGOS, grpo)       # before what is patched and measured, not after it
+    grpo.config.algorithm = no_change
     for patch in patches:
         name, value = patch.split("=")
-        PATCHES[name](value)
+        if name in CONSTANTS:
+            put_constant(name, value, cfg)
+        else:
+            PATCHES[name](value)
     watch = Watch()
     agent = grpo.train(cfg)
     result = {"flags": flags, "label tokens": watch.label_tokens, "sources": sources()}
@@ -340,9 +365,11 @@ def made(folder):
     return found if found and found["sources"] == sources() else None
 
 
-def warm_folder(cfg, flags, out):
+def warm_folder(cfg, patches, flags, out):
     """The folder with a run's warm start, made if it is missing."""
-    folder = out / f"warm-{name_of({name: getattr(cfg, name) for name in warm_start.settings(cfg)})}-{cfg.seed}"
+    settings = {name: getattr(cfg, name) for name in warm_start.settings(cfg)}
+    batch = [patch for patch in patches if patch.startswith("warm_batch=")]
+    folder = out / f"warm-{name_of([settings, batch])}-{cfg.seed}"
     with LOCKS[folder]:
         if not made(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -363,7 +390,7 @@ def run(flags, seed, out):
     flags = [*flags, "--seed", str(seed)]
     with LOCKS[folder]:
         if not made(folder):
-            warm = warm_folder(read(flags)[0], flags, out)
+            warm = warm_folder(*read(flags), flags, out)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(warm / "warm_start", folder / "warm_start")
             first = {name: x for name, x in made(warm).items() if name.startswith("start")}

@@ -45,7 +45,7 @@ def copy(folder, *diffs, above=""):
 
 
 def flags(settings):
-    return [str(x) for name, value in settings.items() for x in (f"--{name}", value)]
+    return [part for name, x in settings.items() for part in ([f"--no-{name}"] if x is False else [f"--{name}", str(x)])]
 
 
 def run(grpo, out, **settings):
@@ -99,7 +99,7 @@ def test_diffs_find_lines_that_moved(tmp_path):
 
 def test_the_algorithm_in_a_file_is_that_file():
     """And the functions of the table are replaced by those that it names, with the same arguments."""
-    shown = re.search(r"^```python\n(SETTINGS.*?)^```", PAGE, re.M | re.S)[1]
+    shown = re.search(r"^```python\n(import grpo\n\nSETTINGS.*?)^```", PAGE, re.M | re.S)[1]
     assert (ROOT / "experiments" / "variants" / "cispo.py").read_text().endswith(shown)
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \| (.*) \|$", PAGE, re.M)
     assert len(rows) == 7
@@ -111,12 +111,12 @@ def test_the_algorithm_in_a_file_is_that_file():
 
 def test_a_formula_can_be_checked_as_the_page_says():
     """CISPO's, a token at a time: a mean over all tokens of r, clipped and constant, times A log pi."""
-    code = re.search(r"^```python\n(import torch\n\nimport grpo\nfrom run import config.*?)^```", PAGE, re.M | re.S)[1]
+    code = re.search(r"^```python\n(import torch\n\nimport grpo\n\ncfg = grpo.make_config\(algo=.*?)^```", PAGE, re.M | re.S)[1]
     known = {}
     try:
         exec(code, known)
     finally:
-        unchanged.variants.install("", vars(unchanged))
+        unchanged.config.algorithm("grpo", unchanged.ALGOS, unchanged)
     logp, old, adv, mask = (known[name].tolist() for name in ("logp", "old_logp", "adv", "mask"))
     gain, slope = 0.0, [[0.0] * 4 for _ in mask]
     for i, row in enumerate(mask):
@@ -170,7 +170,7 @@ def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypat
     assert [*dict.fromkeys(used)] == pytest.approx([0.1, 0.2, 0.3])
     for m in steps[1:]:     # on-policy the advantages sum to 0; what is left weighs short rows more
         assert m["kl"] > 1e-3 and m["loss"] == pytest.approx(m["beta"] * m["kl"], rel=0.3)
-    steered = run(grpo, tmp_path / "steered", **rise, steps=5, target_kl=1e-6)[1:]
+    steered = run(grpo, tmp_path / "steered", **rise, steps=5, algo="adaptive_kl", kl="loss")[1:]
     assert [m["beta"] for m in steered] == pytest.approx([0.1, 0.2, 0.3, 0.306, 0.31212])
     assert {m["beta"] for m in run(grpo, tmp_path / "off", init=warm, steps=2)[1:]} == {0.04}
 
@@ -349,7 +349,7 @@ def test_the_script_runs(tmp_path, monkeypatch, capsys):
     reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
     assert len(rows) == 8 and reward.max() > reward.min()
     assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
-    assert "variants.install(cfg.functions, vars(grpo))" in PAGE.partition(code)[2]
+    assert "`make_config(algo=...)` on" in PAGE.partition(code)[2]
     off = float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1])
     norm = float(re.search(r"norm of the gradient (\S+)$", said, re.M)[1])
     assert off < 1e-6 and norm > 0.01

@@ -10,10 +10,11 @@ import data.countdown as countdown
 import data.gsm8k as gsm8k
 import grpo
 import model
-from data import chat
+import reward
+from data import UserError, chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, checkpoint, pretrained, report
+from run import batches, checkpoint, pretrained, report, warm_start
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -25,13 +26,13 @@ PAPER = dict(
     ratio="token", loss_mean="sequence", kl="loss", estimator="k3",              # eq. 3 and 4
     iterations=1, reward="rule")
 PPO = dict(                     # arXiv 1707.06347; of language models, Ziegler et al. 2019
-    clip_low=0.2, clip_high=0.2, value_coef=0.1, gamma=1.0, lam=0.95, critic="shared")
+    clip_low=0.2, clip_high=0.2, lam=0.95, critic="shared")
 OURS = dict(
-    task="arithmetic", difficulty=2, train="", test="", init="", chat="auto", system="", out="", functions="",
-    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0, truncated_reward=0.0, target_kl=0.0,
-    micro_tokens=0, recompute=False, half_life=0, grad_clip=1.0, n_layer=2, n_kv_head=1,
-    n_embd=256, warm_steps=1500, warm_lr=1.2e-3, labels="rule", device="auto",
-    dtype="auto", compile=False, share_prefix="on", static_cache="auto", shard=False)
+    task="arithmetic", task_args={}, algo="grpo", init="", chat="auto", system="", out="",
+    seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0,
+    micro_tokens=0, recompute=False, half_life=0, n_layer=2,
+    n_embd=256, warm_steps=1500, warm_lr=1.2e-3, device="auto",
+    dtype="auto", compile=False, cache="auto", shard=False)
 
 WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
 ROWS = {                                        # what differs from GRPO
@@ -50,10 +51,10 @@ ROWS = {                                        # what differs from GRPO
 
 LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, save_every=50)
 TASKS = {                                       # what differs from Config
-    "arithmetic": dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2),
-    "countdown": dict(task="countdown", difficulty=3, **LARGE),
-    "gsm8k": dict(task="gsm8k", **LARGE),
-    "sums": dict(task="sums", difficulty=1, group=16, max_new=24, lr=3e-5, half_life=25, kl="none", micro_tokens=4096,
+    "arithmetic": dict(task_args={"difficulty": 2}, steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2),
+    "countdown": dict(task="countdown", task_args={"difficulty": 3}, **LARGE),
+    "gsm8k": dict(task="gsm8k", task_args={"train": "", "test": ""}, **LARGE),
+    "sums": dict(task="sums", task_args={"difficulty": 1}, group=16, max_new=24, lr=3e-5, half_life=25, kl="none", micro_tokens=4096,
                  save_every=25)}
 
 
@@ -70,6 +71,7 @@ def test_the_defaults_are_those_of_the_paper():
 def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
     assert grpo.ALGOS.keys() == ROWS.keys()
     for algo, row in ROWS.items():
+        row = row if algo == "grpo" else row | {"algo": algo}
         assert difference(make_config(algo=algo), make_config()) == row, algo
         assert difference(grpo.read_command(["--algo", algo])[1], make_config()) == row, algo
     assert difference(make_config(reward="model"), make_config()) == dict(reward="model", adv_scale="none")
@@ -121,9 +123,16 @@ def test_other_constants_that_are_claims():
     assert model.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
     assert batches.MICRO_TOKENS == 2048
     assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "micro_tokens"}
-    assert grpo.LEAST == dict(group=2, seed=0, steps=0, warm_steps=0, temperature=0.001,
-                              grad_clip=1e-9, truncated_reward=-1e9)
-    assert grpo.MOST == dict(gamma=1, lam=1, samples=1024, warm_batch=1_000_000)
+    for name, least in dict(group=2, seed=0, steps=0, warm_steps=0, temperature=0.001, prompts=1, lr=0).items():
+        make_config(**{name: least})
+        with pytest.raises(UserError, match=f"--{name} must be at least {least}, got"):
+            make_config(**{name: least - 1})
+    for name, most in dict(lam=1, samples=1024).items():
+        make_config(**{name: most})
+        with pytest.raises(UserError, match=f"--{name} must be at most {most}, got"):
+            make_config(**{name: most + 1})
+    assert (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP, grpo.FIT_STEPS) == (1.0, 0.1, 0.2, 1.0, 64)
+    assert (reward.CHOICES, reward.TRUNCATED_REWARD, reward.LABEL_NOISE, warm_start.WARM_BATCH, warm_start.GRAD_CLIP) == (4, 0, 0, 48, 1.0)
     assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
     scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
     ends = torch.ones(4, 1, dtype=torch.bool)

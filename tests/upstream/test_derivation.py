@@ -12,6 +12,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -108,9 +109,9 @@ def rollout(monkeypatch):
     return run
 
 
-def config(flag):
+def config_of(flag):
     """The Config of a command line, for this group."""
-    chosen, _ = config.read(grpo.Config, grpo.ALGOS, "", flag.split())
+    chosen, _ = config.read(grpo.Config, "", flag.split())
     return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen)
 
 
@@ -169,15 +170,15 @@ def example(section, rollout):
     """The group; what the task gives for three answers; the settings."""
     for answer in (TEXTS[0], "~221", TEXTS[1]):
         yield sum(arithmetic.reward(PROBLEM, answer).values())
-    yield from by_row(LENGTH, rollout(config("--algo grpo")).reward.sum(1), OLD, NEW, REF, VALUE)
+    yield from by_row(LENGTH, rollout(config_of("--algo grpo")).reward.sum(1), OLD, NEW, REF, VALUE)
     cfg = grpo.Config()
-    yield from [cfg.clip_low, cfg.beta, cfg.gamma, cfg.lam]
+    yield from [cfg.clip_low, cfg.beta, grpo.GAMMA, cfg.lam]
     assert cfg.clip_low == cfg.clip_high
 
 
 def raw_reward(section, rollout):
     """REINFORCE, and with 1 more for every completion."""
-    cfg = config(*flags_of(section))
+    cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
     loss, gradient, _ = loss_of(cfg, batch, OLD)
     for x in batch.adv, gradient:                       # one number for a row, alike in two and two
@@ -196,30 +197,30 @@ def raw_reward(section, rollout):
 
 def critic(section, rollout):
     """The TD error is GAE with lambda 0, the reward less the value is that with lambda 1."""
-    cfg = config(*flags_of(section))
+    cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
-    delta, adv, plain = (grpo.gae(batch.reward, VALUE, MASK, cfg.gamma, lam)
+    delta, adv, plain = (grpo.gae(batch.reward, VALUE, MASK, grpo.GAMMA, lam)
                          for lam in (0, cfg.lam, 1))
     assert torch.allclose((batch.returns - VALUE)[MASK], adv[MASK], atol=1e-6)
     yield from by_row(delta, adv, batch.adv)
 
     yield 0                                             # the value after the last token: of padding
     yield from [batch.reward[0, 2], VALUE[0, 2], adv[0, 2]]
-    yield from [delta[0, 1], cfg.gamma * cfg.lam, adv[0, 2], adv[0, 1]]
-    yield from [delta[0, 0], cfg.gamma * cfg.lam, adv[0, 1], adv[0, 0]]
+    yield from [delta[0, 1], grpo.GAMMA * cfg.lam, adv[0, 2], adv[0, 1]]
+    yield from [delta[0, 0], grpo.GAMMA * cfg.lam, adv[0, 1], adv[0, 0]]
     yield from [adv[0, 0], adv[2, 0], 0, delta[0, 0], 1, plain[0, 0], plain[2, 0]]
     assert delta[0, 0] == delta[2, 0] and plain[0, 0] == batch.reward[0].sum() - VALUE[0, 0]
     yield from [LENGTH.sum(), *mean_and_std(adv[MASK], batch.adv[MASK])]
     yield from [adv[3, 3], batch.adv[3, 3], *batch.returns[0, :3]]
     yield from [loss_of(cfg, batch, OLD)[0], old_ratio(cfg, batch)]
     yield grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
-    yield cfg.value_coef
+    yield grpo.VALUE_COEF
 
 
 def clip(section, rollout):
     """The ratio is the unclipped product with the advantage 1."""
-    cfg = config(*flags_of(section))
-    unclipped = replace(cfg, **grpo.UNCLIPPED)
+    cfg = config_of(*flags_of(section))
+    unclipped = replace(cfg, clip_low=grpo.NEVER, clip_high=grpo.NEVER)
     batch = rollout(cfg)
     ratio = surrogate(unclipped, batch, 1.0)
     loss, gradient, stats = loss_of(cfg, batch, NEW)
@@ -235,10 +236,11 @@ def clip(section, rollout):
 
 def reference(section, rollout):
     """The KL in PPO's rewards; the estimators over all first tokens, and their mean gradients."""
-    ppo, in_loss = map(config, flags_of(section))
+    ppo, in_loss = map(config_of, flags_of(section))
     batch = rollout(ppo)
     k1 = grpo.kl_estimate(OLD.log(), REF.log(), None, "k1")
-    of_token = rollout(replace(ppo, gamma=0.0)).returns             # without a future
+    with mock.patch.object(grpo, "GAMMA", 0.0):
+        of_token = rollout(ppo).returns             # without a future
     yield from by_row(k1, of_token, batch.returns - VALUE)
     yield from [loss_of(ppo, batch, NEW)[0], loss_of(replace(ppo, kl="none"), rollout(in_loss), NEW)[0]]
 
@@ -271,7 +273,7 @@ def reference(section, rollout):
 
 def group(section, rollout):
     """GRPO with the policy of step 3, and what is ours where the paper is silent."""
-    cfg = config(*flags_of(section))
+    cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
     loss, gradient, _ = loss_of(cfg, batch, NEW)
     k3 = grpo.kl_estimate(NEW.log(), REF.log(), None, cfg.estimator)
@@ -295,7 +297,7 @@ def outcome_scores(reward):
 
 def process(section, rollout):
     """Rewards of steps; their mean and std are what undoes the standardising."""
-    cfg = config(*flags_of(section))
+    cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
     score = grpo.step_scores(batch.reward, batch.ends, 4)[0]
     for i, ends in enumerate(batch.ends):
@@ -311,18 +313,18 @@ def process(section, rollout):
 def six_losses(section, rollout):
     """At the old and at the new policy, and the critic's term at its values."""
     for flag in [span for span in in_code(section) if span[:2] == "--"]:
-        cfg = config(flag)
+        cfg = config_of(flag)
         batch = rollout(cfg)
         before, after = (loss_of(cfg, batch, policy)[0] for policy in (OLD, NEW))
         assert after < before
         yield from [before, after]
         if batch.value is not None:
-            yield cfg.value_coef * grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
+            yield grpo.VALUE_COEF * grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
 
 
 def iterations(section, rollout, monkeypatch):
     """The real `begin_iteration`, twice, of models that do nothing."""
-    cfg, made, fitted, loaded = config(*flags_of(section)), [], [], []
+    cfg, made, fitted, loaded = config_of(*flags_of(section)), [], [], []
 
     def generate(agent, problems, u):
         """Completions of one token."""
@@ -344,14 +346,14 @@ def iterations(section, rollout, monkeypatch):
     assert len(agent.history["ids"]) == 2 * learned
     apart = labelled - learned
     assert loaded == [("the reference", "the policy")] * 2
-    yield from [cfg.fit_prompts, cfg.choices, labelled, apart, apart / cfg.choices]
+    yield from [grpo.FIT_STEPS * cfg.prompts, rewards.CHOICES, labelled, apart, apart / rewards.CHOICES]
     yield from [learned, replayed]
     yield round(100 * replayed / learned)
 
 
 def first_update(section, rollout):
     """Eq. 21, and the loss of the first update with other settings."""
-    cfg = config("--algo grpo")
+    cfg = config_of("--algo grpo")
     batch = rollout(cfg)
     loss, gradient, stats = loss_of(cfg, batch, OLD)
     bracket = -gradient / torch.where(MASK, weights(cfg), 1)
@@ -369,7 +371,7 @@ def first_update(section, rollout):
     yield from [batch.adv[1, 0], cfg.beta, REF[1, 0], OLD[1, 0], 1, bracket[1, 0], gradient[1, 0]]
     yield 0
     for flag in [span for span in in_code(section) if span[:2] == "--"]:
-        cfg = config(flag)
+        cfg = config_of(flag)
         yield loss_of(cfg, rollout(cfg), OLD)[0]
 
 
@@ -428,7 +430,7 @@ def test_all_code_on_the_page_is_known():
     known = {PROBLEM.prompt, *sum(LINES, []), *(line for _, line in QUOTED)} | settings
     for code in in_code(PAGE):
         if code.startswith("--") and code not in settings:
-            assert config(code)
+            assert config_of(code)
         else:
             assert code in known or function(code), code
 

@@ -43,7 +43,7 @@ def test_the_edge_of_the_grid_and_the_longest_walk():
 
 
 def test_a_map_is_that_of_its_seed():
-    of_seed = {seed: mines.problems(make_config(task="arithmetic", seed=seed)) for seed in (1, 2)}
+    of_seed = {seed: mines.problems(seed) for seed in (1, 2)}
     maps = {seed: {p.mines for part in parts for p in part} for seed, parts in of_seed.items()}
     assert all(len(x) == 1 and len(next(iter(x))) == mines.MINES for x in maps.values()) and maps[1] != maps[2]
     train, held_out = of_seed[1]
@@ -55,13 +55,13 @@ def test_a_map_is_that_of_its_seed():
 
 def test_walks_are_longer_where_the_task_is_more_difficult():
     for difficulty, lines in ((1, 6), (3, 24)):
-        for p in mines.problems(make_config(task="arithmetic", difficulty=difficulty))[1]:
+        for p in mines.problems(1, difficulty)[1]:
             assert p.lines == lines and lines / 3 <= mines.distance(p.start, p.goal) <= lines / 3 * 2
             assert len(mines.demonstration(p, random.Random(0)).split("\n")) <= lines
 
 
 def test_demonstrators_know_the_goal_and_no_mine():
-    problems, rng = mines.problems(make_config(task="arithmetic"))[0], random.Random(0)
+    problems, rng = mines.problems(1)[0], random.Random(0)
     towards = moves = mined = 0
     for problem in problems[:500]:
         text = mines.demonstration(problem, rng)

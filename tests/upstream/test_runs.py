@@ -20,6 +20,7 @@ import reward  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import arithmetic  # noqa: E402
+from run import batches, dist, setup, warm_start  # noqa: E402
 
 TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
@@ -29,8 +30,9 @@ TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_laye
 def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
-    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (grpo.dist, "copy_weights"),
-                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (grpo.setup, "new_agent"), (grpo.config, "install")):
+    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (dist, "copy_weights"),
+                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (setup, "new_agent"), (grpo.config, "algorithm"), (reward, "CHOICES"),
+                         (grpo, "FIT_STEPS"), (grpo, "VALUE_COEF"), (warm_start, "WARM_BATCH")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
 
@@ -132,9 +134,9 @@ def test_patches_change_what_they_say(monkeypatch):
     reward.replay({}, 7, 4, None)
     runs.patch_tries("16")
     assert asked == [35] and reward.rollout_labels.__defaults__ == (16,)
-    monkeypatch.setattr(grpo.dist, "copy_weights", lambda *given: asked.append(given))
+    monkeypatch.setattr(dist, "copy_weights", lambda *given: asked.append(given))
     runs.patch_reference("kept")
-    grpo.dist.copy_weights("ref", "policy")
+    dist.copy_weights("ref", "policy")
     assert len(asked) == 1
 
 
@@ -143,8 +145,8 @@ def test_a_critic_can_learn_at_a_rate_of_its_own(critic, tmp_path):
     cfg, patches = runs.read([*TINY, "--algo", "ppo", "--critic", critic, "--lr", "0.001", "--patch", "critic_lr=10"])
     runs.patch_critic_lr("10")
     task = data.load_task(cfg.task)
-    cfg, encoding, policy, *_ = grpo.setup.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
-    agent = grpo.setup.new_agent(cfg, task, encoding, policy)
+    cfg, encoding, policy, *_ = setup.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
+    agent = setup.new_agent(cfg, task, encoding, policy)
     ours, own = agent.opt.param_groups
     assert ours["lr"] == 0.001 and own["lr"] == 0.01 and own["betas"] == ours["betas"]
     assert [id(p) for p in ours["params"]] == [id(p) for p in policy.parameters() if p.requires_grad]
@@ -218,12 +220,12 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
     monkeypatch.setattr(runs, "completions", lambda *_: batch)
     monkeypatch.setattr(reward, "of_steps", lambda *_: (truth, ends))
     monkeypatch.setattr(reward, "scores", lambda *_: score)
-    found = runs.quality(grpo.setup.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
+    found = runs.quality(setup.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
     p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
     gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
     assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
     assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
-    of_outcomes = grpo.setup.Agent(grpo.make_config(), None, None, None)
+    of_outcomes = setup.Agent(grpo.make_config(), None, None, None)
     found = runs.quality(of_outcomes, None, [])         # the guess counts, too
     assert found == {"auc": pytest.approx(5 / 8), "true": pytest.approx(4 / 6), "steps": 6}
     truth.fill_(1)
@@ -237,7 +239,7 @@ def test_careless_people_slip():
     shown = [x for x in (task.demonstration(problem, source) for _ in range(4000)) if x.startswith("\n")]
     right = sum(task.reward(problem, x)["correct"] for x in shown) / len(shown)
     assert right == pytest.approx(0.97 ** 9, abs=0.03) and arithmetic.SLIP == 0.0005       # 9 numbers are written
-    assert task.problems(cfg) == arithmetic.problems(cfg) and task.reward(problem, shown[0]).keys() == {"correct"}
+    assert task.problems() == arithmetic.problems() and task.reward(problem, shown[0]).keys() == {"correct"}
 
 
 def test_only_k1_in_the_reward_has_the_exact_gradient():

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import grpo
 import reward
 from data import UserError
-from run import batches, checkpoint, config, dist, preflight, pretrained, setup, show, warm_start
+from run import batches, checkpoint, config, dist, preflight, pretrained, show, warm_start
 from run import checkpoint as tensors_of
 from run.checkpoint import sha256_of, training_state
 
@@ -115,13 +114,17 @@ def sums(rank):
     return found
 
 
-def large_epsilon(modules, lr, eps):
-    return warm_start.new_optimizer(modules, lr, 1e-3)
+new_optimizer = warm_start.new_optimizer
+
+
+def large_epsilon(modules, lr, eps=None):
+    """For the policy, whose epsilon is given; the others keep theirs."""
+    return new_optimizer(modules, lr, 1e-3 if eps else 1e-8)
 
 
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(setup, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
+    setattr(warm_start, "new_optimizer", large_epsilon)
     setattr(reward, "FIT_LR", 1e-2)
     setattr(reward, "LABEL_NOISE", 0.3)
 

@@ -254,8 +254,8 @@ def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=
 
 def complete(agent, prompts, group, u, max_new=None, n_greedy=0):
     """`sample` from the policy, with the settings of the run."""
-    cfg, policy = agent.cfg, agent.sampler or agent.policy
-    return sample(policy, prompts, group, max_new or cfg.max_new, cfg.temperature,
+    cfg = agent.cfg
+    return sample(agent.sampler, prompts, group, max_new or cfg.max_new, cfg.temperature,
                   agent.encoding.stop, u, n_greedy)
 
 def generate(agent, problems, u, n_greedy=0):
@@ -346,8 +346,7 @@ def rollout(agent, problems, rng):
     use_pass = agent.policy.amp is not None and cfg.updates > 1 or cfg.kl == "reward"
     old_logp = batch.logp
     if use_pass or agent.critic is not None:
-        pass_logp, batch.value = batches.logps(agent.sampler or agent.policy, batch, cfg,
-                                               agent.critic)
+        pass_logp, batch.value = batches.logps(agent.sampler, batch, cfg, agent.critic)
         old_logp = pass_logp if use_pass else batch.logp
     batch.old_logp = old_logp if cfg.updates > 1 else None
     if agent.ref is not None:

@@ -241,9 +241,10 @@ def test_each_part_is_the_bytes_of_what_it_stands_for(settings, shape, dtype):
     assert need["weights"] == bytes_of(agent.policy, trunk) == sum(p.nbytes for p in trained)
     assert need["Adam"] == sum(agent.opt.state[p][m].nbytes for p in trained for m in ("exp_avg", "exp_avg_sq"))
     assert need["gradients"] == sum(p.grad.nbytes for p in trained)
-    assert (need["reference"], need["sampler"]) == (bytes_of(agent.ref), bytes_of(agent.sampler))
+    sampler = agent.sampler if agent.sampler is not agent.policy else None
+    assert (need["reference"], need["sampler"]) == (bytes_of(agent.ref), bytes_of(sampler))
     assert need["reward model"] == 4 * bytes_of(learned)        # its weights, two moments and gradients
-    all_models = [x for x in (agent.policy, trunk, agent.ref, agent.sampler, learned) if x is not None]
+    all_models = [x for x in (agent.policy, trunk, agent.ref, sampler, learned) if x is not None]
     assert need["RoPE's tables"] == sum(x.cos.nbytes + x.sin.nbytes for x in all_models)
     rollout = preflight.memory(agent.policy, dataclasses.replace(cfg, prompts=600), 5)
     rows = 600 * max(4, cfg.choices if cfg.reward == "model" else 0)

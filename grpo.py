@@ -10,39 +10,46 @@ reference, a copy of the policy made as each iteration begins (Algorithm 1).
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
 """
+import math
+import sys
 import time
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
+from tiktoken import Encoding
+from torch.nn.utils import clip_grad_norm_
 
 import data
 import model
 import reward
 from data import answers, tokenizer
-from run import (batches, caches, checkpoint, config, dist, files, preflight, pretrained, report,
-                 setup, show, warm_start)
+from run import (batches, caches, checkpoint, config, dist, files, passes, preflight, pretrained,
+                 report, setup, show, warm_start)
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo adds a
 # clip and a reference; grpo replaces the critic by the group. Other settings differ too.
-UNCLIPPED = dict(clip_low=1e9, clip_high=1e9)
+NEVER = 1e9             # a ratio is never clipped
 ALGOS = {
     "grpo": {},                                                         # DeepSeekMath, 2402.03300
     "reinforce": dict(baseline="none", adv_scale="none", kl="none", loss_mean="constant",
-                      **UNCLIPPED),
-    "a2c": dict(baseline="value", adv_scale="batch", kl="none", **UNCLIPPED),
+                      clip_low=NEVER, clip_high=NEVER),
+    "a2c": dict(baseline="value", adv_scale="batch", kl="none", clip_low=NEVER, clip_high=NEVER),
     "ppo": dict(baseline="value", adv_scale="batch", kl="reward"),
     "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward", loss_mean="constant",
-                 **UNCLIPPED),                                                      # 2402.14740
+                 clip_low=NEVER, clip_high=NEVER),                                  # 2402.14740
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),             # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),       # 2507.18071
 }
-VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
-# The paper divides a learned reward by the group's std too. But once all completions of a group are
-# good, that std is only the reward model's noise, and dividing by it would amplify the noise.
-REWARDS = {"rule": {}, "model": dict(adv_scale="none")}
+BETAS = (0.9, 0.95)     # of AdamW
+Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
+LossMean = Literal["sequence", "token", "constant"]
+Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
@@ -50,7 +57,8 @@ class Config:
     default a step's sizes, lr, beta and the loss are the paper's; the rest is this code's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
-    functions: str = ""         # file whose functions replace those of grpo.py; set by --algo
+    task_args: dict = field(default_factory=dict)   # settings of the task's own
+    algo: str = "grpo"          # algorithm: a name in ALGOS or experiments/variants, or a .py file
     init: str = ""              # folder of the model to start from; empty: a new model
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps (a rollout and its update) in each of --iterations
@@ -59,10 +67,7 @@ class Config:
     max_new: int = 1024         # maximum tokens per completion (N)
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
-    # problems and prompts
-    difficulty: int = 2         # digits per factor (arithmetic), or numbers per problem (countdown)
-    train: str = ""             # file with the training problems (gsm8k)
-    test: str = ""              # file with the held-out problems (gsm8k)
+    # prompts and sampling
     chat: Literal["auto", "none", "think", "no_think"] = "auto"  # chat template, thinking on or off
     system: str = ""            # system message for the chat template; empty: its own
     temperature: float = 1.0    # temperature of sampling and of all log-probabilities
@@ -72,17 +77,13 @@ class Config:
     samples: int = 8            # completions per held-out problem, plus one greedy
     save_every: int = 10        # steps between checkpoints, and between entries in samples.jsonl
     # reward
-    reward: Literal[*REWARDS] = "rule"  # the task's rule, or a learned model
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # task's, or model of it or of rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
-    truncated_reward: float = 0.0       # maximum reward of a completion cut off at --max_new
     # advantage
-    baseline: Literal["none", "group", "leave-one-out", "value",
-                      "group+value"] = "group"          # value subtracted from the rewards
-    adv_scale: Literal["none", "group", "batch"] = "group"      # std that divides the advantages
-    gamma: float = 1.0          # discount, used only with a critic
+    baseline: Baseline = "group"                            # value subtracted from the rewards
+    adv_scale: Literal["none", "group", "batch"] = "group"  # std that divides the advantages
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
-    value_coef: float = 0.1     # weight of the critic's loss
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range (0.2 is PPO's; the paper is silent)
@@ -90,41 +91,29 @@ class Config:
     kl: Literal["loss", "reward", "watch", "none"] = "loss"  # where the KL goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
-    target_kl: float = 0.0      # KL towards which beta is adapted; 0: fixed beta
-    loss_mean: Literal["sequence", "token",
-        "constant"] = "sequence"  # divide by own length (GRPO), tokens (DAPO), constant (Dr. GRPO)
+    loss_mean: LossMean = "sequence"    # divide by own length (GRPO), tokens, constant (Dr. GRPO)
     # update
     iterations: int = 1         # outer iterations: new reference and refitted reward model in each
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens per forward and backward pass; 0: by the memory
-    recompute: Literal["off", "on"] = "off"     # activation checkpointing
+    recompute: bool = False     # activation checkpointing
     half_life: int = 0          # steps after which the learning rate has halved; 0: never
-    grad_clip: float = 1.0      # maximum gradient norm
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
-    n_head: int = 8             # query heads
-    n_kv_head: int = 1          # key/value heads
-    n_embd: int = 256           # width (channels) of a new model
+    n_embd: int = 256           # width (channels) of a new model; its heads have 32 channels
     warm_steps: int = 1500      # optimizer steps of the warm start; with --init, 0
-    warm_batch: int = 48        # demonstrations per optimizer step
     warm_lr: float = 1.2e-3     # peak learning rate of the warm start
-    # learned reward: the reward model is fitted at the start of each iteration
-    fit_prompts: int = 256      # problems whose completions are labelled
-    choices: int = 4            # completions compared per label; 2: Bradley-Terry
-    labels: Literal["rule", "rollouts"] = "rule"        # step labels: task's rule, or rollouts
     # machine
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"      # device; auto: best available
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # matmul dtype; auto: bfloat16 on cuda
-    compile: Literal["off", "on"] = "off"       # torch.compile; over a minute at first
-    share_prefix: Literal["on", "off"] = "on"   # shared computation of common prefixes
-    static_cache: Literal["auto", "on", "off"] = "auto"     # fixed-size KV, CUDA graphs; auto: cuda
-    shard: Literal["off", "on"] = "off"         # sharding of the models across the ranks (FSDP2)
+    compile: bool = False       # torch.compile; over a minute at first
+    cache: Cache = "auto"       # KV cache; plain: prefixes are not shared; auto: static on cuda
+    shard: bool = False         # sharding of the models across the ranks (FSDP2)
 
     def __post_init__(self):
-        config.validate(self, LEAST, MOST)
-        if self.target_kl and not self.applies_kl:
-            raise data.UserError("--target_kl adapts beta: it needs --beta and --kl loss or reward")
+        at_least = dict(group=2, seed=0, steps=0, warm_steps=0, temperature=1e-3)
+        config.check(self, at_least, most=dict(lam=1, samples=1024))
 
     @property
     def folder(self):
@@ -135,37 +124,50 @@ class Config:
         return self.epochs * self.minibatches
 
     @property
+    def total_steps(self):
+        return self.steps * self.iterations
+
+    @property
+    def learns_reward(self):
+        return self.reward != "rule"
+
+    @property
     def applies_kl(self):
         return self.beta > 0 and self.kl in ("loss", "reward")
 
     @property
     def needs_reference(self):
-        return self.applies_kl or self.kl == "watch" or self.reward == "model"
-
-config.read_help(Config)
-# Bounds. Unless listed, the minimum is 0, or 1 for an integer whose default is not 0.
-LEAST = dict(group=2, choices=2, fit_prompts=10, seed=0, steps=0, warm_steps=0, temperature=1e-3,
-             grad_clip=1e-9, truncated_reward=-1e9)
-MOST = dict(gamma=1, lam=1, samples=1024, choices=100, warm_batch=10 ** 6)
+        return self.applies_kl or self.kl == "watch" or self.learns_reward
 
 def make_config(**given):
-    """The Config for a command line or a notebook. Later entries override earlier ones: the task's
-    DEFAULTS, the rows of REWARDS and ALGOS (chosen by `reward` and `algo`), what a setting implies
-    for others, and `given`. Raises UserError for unknown names and bad values."""
-    defaults = data.load_task(given.get("task", Config.task)).DEFAULTS
-    chosen = {"algo": "grpo", "reward": "rule"} | defaults | given
-    row = config.settings(chosen["algo"], ALGOS, globals())
-    fields = defaults | REWARDS[config.choose("reward", chosen["reward"], REWARDS)] | row
-    if (fields | given).get("kl") == "reward":      # then k1 gives the KL's gradient (eq. 2)
-        fields |= dict(estimator="k1")
-    if chosen.get("init"):      # no warm start; --warm_steps adds one, at a lower rate
-        fields |= dict(warm_steps=0, warm_lr=2e-5)
-    cfg = config.build(Config, fields, given)
-    return cfg if {"init", "warm_steps"} & given.keys() else warm_start.shipped(cfg)
+    """The Config for a command line or a notebook, which may also give a task's own settings, such
+    as `difficulty`. Raises UserError for unknown names and bad values."""
+    given = given.pop("task_args", {}) | given
+    task = data.load_task(given.get("task", Config.task))
+    algo = (task.DEFAULTS | given).get("algo", Config.algo)
+    # From here on each line overrides those above it.
+    chosen = {f.name: f.default for f in fields(Config) if f.name != "task_args"}
+    chosen |= task.DEFAULTS
+    chosen |= config.algorithm(algo, ALGOS, sys.modules[__name__])
+    chosen |= implied(chosen | given)
+    chosen |= given
+    cfg = config.build(Config, task, chosen)
+    if "init" in given or "warm_steps" in given:
+        return cfg
+    return warm_start.shipped(cfg)          # --init data/warm_start, if it serves
 
-# ------------------------------------------------------------------- sampling: prompts to a group
-PART = 128      # tokens of a part of the vocabulary, see `sample_token`
+def implied(chosen):
+    """What some settings imply for others, unless these are given too."""
+    others = {}
+    if chosen["kl"] == "reward":
+        others["estimator"] = "k1"          # it has the KL's gradient there (eq. 2)
+    if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
+        others["adv_scale"] = "none"        # once all are good, the group's std is only noise
+    if chosen["init"]:
+        others |= dict(warm_steps=0, warm_lr=2e-5)      # lower, if --warm_steps adds one
+    return others
 
+# ----------------------------------------------------------------------------- the state of a run
 @dataclass
 class Batch:
     """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t."""
@@ -186,11 +188,49 @@ class Batch:
     returns: torch.Tensor = None    # (B, T) float32  targets of the value
 
     def select(self, rows, T):
-        """The tensors of some rows, indices on the host, cut to T columns, each on its device."""
-        there = model.send(rows, self.mask.device)
-        tensors = {n: x[rows if x.is_cpu else there] for n, x in vars(self).items()
-                   if isinstance(x, torch.Tensor)}
-        return Batch(**{n: x[:, :T] if x.dim() == 2 else x for n, x in tensors.items()})
+        """The tensors of some rows, indices on the host, cut to T columns."""
+        found = {}
+        for name, x in vars(self).items():
+            if isinstance(x, torch.Tensor):
+                x = x[model.send(rows, x.device)]
+                found[name] = x[:, :T] if x.dim() == 2 else x
+        return Batch(**found)
+
+@dataclass
+class Agent:
+    """The state of a run. What a run does not need is None."""
+    cfg: Config
+    task: ModuleType
+    encoding: Encoding
+    policy: model.GPT
+    sampler: model.GPT = None                       # the policy, or its copy in bfloat16
+    ref: model.GPT = None                           # the reference, frozen
+    critic: model.ScalarHead = None                 # the value of a state
+    reward_model: model.ScalarHead = None
+    opt: torch.optim.Optimizer = None               # for policy and critic
+    beta: float = 0.0                               # KL coefficient
+    history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
+
+def new_agent(cfg, task, encoding, policy, saved=None):
+    """All models, as before the first step or as in the Checkpoint `saved`."""
+    agent = Agent(cfg, task, encoding, policy, beta=cfg.beta)
+    setup.add_models(agent)
+    agent.opt = new_optimizer(agent)
+    setup.make_ready(agent, saved)
+    return agent
+
+def new_optimizer(agent):
+    """AdamW for policy and critic. No weight decay: it would pull weights to 0, away from the
+    pretrained ones."""
+    params = [p for p in agent.policy.parameters() if p.requires_grad]
+    if agent.critic is None:
+        return torch.optim.AdamW(params, agent.cfg.lr, BETAS, weight_decay=0, fused=True)
+    params += [p for p in agent.critic.parameters() if p.requires_grad]
+    # eps as in the original PPO code and CleanRL
+    return torch.optim.AdamW(params, agent.cfg.lr, BETAS, eps=1e-5, weight_decay=0, fused=True)
+
+# -------------------------------------------------------------------------------------- sampling
+PART = 128      # tokens of a part of the vocabulary
 
 def inverse_cdf(p, u):
     """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
@@ -199,103 +239,103 @@ def inverse_cdf(p, u):
     # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
     cdf = p.to(dist.double(p.device)).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
-    i = torch.searchsorted(cdf, share, right=True).clamp(max=p.size(1) - 1)     # of NaN: the last
+    i = torch.searchsorted(cdf, share, right=True)
+    i = i.clamp(max=p.size(1) - 1)                              # of NaN: the last
     return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
 
 def sample_token(p, u):
-    """Samples a token (r,) from each row of probabilities p (r, V) by inverse CDF: the first whose
-    cumulative probability exceeds u (r,), uniform in [0, 1)."""
+    """Samples a token (r,) from each row of probabilities p (r, V), like torch.multinomial but with
+    given random numbers u (r,), uniform in [0, 1), so that a run can be repeated on any number of
+    ranks: the first token whose cumulative probability exceeds u."""
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
     parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
-    rows, mass = torch.arange(len(p), device=p.device), parts.sum(-1)
+    rows = torch.arange(len(p), device=p.device)
+    mass = parts.sum(-1)
     part, over = inverse_cdf(mass, u)
     within = 1 - over / mass[rows, part]                        # u is so far within that part
     inner, _ = inverse_cdf(parts[rows, part], within)
     return PART * part + inner
 
 @torch.no_grad()
-def sample(policy, prompts, group, max_new, temperature, stop, u=None, n_greedy=0):
-    """Samples `group` completions, the first `n_greedy` of them greedily, of each prompt (a list of
-    ids), with at most `max_new` tokens (one number, or one per prompt). `stop`: ids that end a
-    completion. u (B, N): random numbers for `sample_token`. Returns a Batch: `ids` to `start`."""
-    device, longest = policy.device, max(map(len, prompts))
-    ids, start, most = batches.pad_prompts(prompts, group, max_new, policy.cfg.block_size, device)
+def sample(policy, prompts, group, room, temperature, stop, u=None):
+    """Samples `group` completions of each prompt (a list of ids), until one of the ids `stop`, of at
+    most `room` tokens (one number per prompt). u (B, N): random numbers for `sample_token`; None:
+    the most likely tokens. Returns a Batch: `ids` to `start`."""
+    device = policy.device
+    lengths = [len(prompt) for prompt in prompts]
+    T = max(length + new for length, new in zip(lengths, room))
+    ids = torch.zeros(len(prompts), T + 1, dtype=torch.int64)
+    for row, prompt in zip(ids, prompts):
+        row[:len(prompt)] = torch.tensor(prompt)
+    ids = ids.repeat_interleave(group, 0).to(device)                                    # (B, T + 1)
+    start = torch.tensor(lengths, device=device).repeat_interleave(group)                     # (B,)
+    room = torch.tensor(room, device=device).repeat_interleave(group)                         # (B,)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
-    rows = torch.arange(len(ids), device=device)    # (r,), the rows in the cache
-    active = torch.ones_like(finished)              # (r,), those of them that have not ended
-    is_greedy = rows % group < n_greedy                                                       # (B,)
-    u = (torch.rand(len(ids), most.max()) if u is None else u).to(device, torch.float32)
-    is_stop = torch.isin(torch.arange(policy.cfg.vocab_size), torch.tensor(sorted(stop))).to(device)
+    done = torch.zeros_like(finished)                           # finished, or cut off
+    stop = torch.tensor(sorted(stop), device=device)
 
-    cache = (policy.cache_class or caches.KVCache)(policy, ids.size(1), temperature)
-    p = cache.read(ids[::group, :longest], start[::group], group)                           # (B, V)
-    for n in range(u.size(1)):
-        token = sample_token(p, u[rows, n])                                                 # (r,)
-        if n_greedy:
-            token = torch.where(is_greedy[rows], p.argmax(-1), token)
-        token_logp = p.gather(1, token[:, None])[:, 0].log()
-        column = (start[rows] + n).clamp(max=ids.size(1) - 1)
-        ids[rows, column] = torch.where(active, token, ids[rows, column])
-        logp[rows, column] = torch.where(active, token_logp, logp[rows, column])
-        mask[rows, column] |= active
-        finished[rows] |= active & is_stop[token]
-        active = ~finished[rows] & (n + 1 < most[rows])
-        if (n + 1) % cache.every == 0 or n + 1 == u.size(1):     # the host waits
-            kept = cache.keep(active)
-            if len(kept) == 0:
-                break
-            rows, active, token, column = rows[kept], active[kept], token[kept], column[kept]
-        p = cache.append(token, column)                                                     # (r, V)
-    T = batches.row_lengths(mask).max().item()
+    cache = caches.new(policy, T, temperature)
+    p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)                   # (B, V)
+    for n in range(room.max()):
+        rows = cache.rows                                       # those not dropped yet, (r,)
+        token = p.argmax(-1) if u is None else sample_token(p, u[rows, n])                  # (r,)
+        column = torch.where(done[rows], T, start[rows] + n)    # T: after the end, cut off below
+        ids[rows, column] = token
+        mask[rows, column] = True
+        logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
+        finished[rows] |= torch.isin(token, stop) & ~done[rows]
+        done = finished | (n + 1 >= room)
+        p = cache.append(token, column, done)                                               # (r, V)
+        if len(p) == 0:
+            break
+    T = passes.row_lengths(mask[:, :T]).max()
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
-def complete(agent, prompts, group, u, max_new=None, n_greedy=0):
+def complete(agent, prompts, group, room, u=None):
     """`sample` from the policy, with the settings of the run."""
-    cfg = agent.cfg
-    return sample(agent.sampler, prompts, group, max_new or cfg.max_new, cfg.temperature,
-                  agent.encoding.stop, u, n_greedy)
+    return sample(agent.sampler, prompts, group, room, agent.cfg.temperature, agent.encoding.stop, u)
 
-def generate(agent, problems, u, n_greedy=0):
-    """Completions of this rank's share of `problems`, with their texts and rule rewards. The random
-    numbers u (n, G, N) cover all ranks, so samples do not depend on the number of ranks."""
-    problems, u = dist.of_rank(problems), dist.of_rank(u)
+def generate(agent, problems, group, rng=None):
+    """`group` completions of each problem in this rank's share, with their texts and rule rewards;
+    without a random stream rng, the most likely ones."""
+    N, u = agent.cfg.max_new, None
+    if rng is not None:     # of all ranks: samples do not depend on their number
+        u = dist.uniform(rng, len(problems), group, N)
+        u = dist.of_rank(u).flatten(0, 1)                                               # (B, N)
+    problems = dist.of_rank(problems)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    batch = complete(agent, prompts, u.size(1), u.flatten(0, 1), n_greedy=n_greedy)
-    return reward.score(agent.task, agent.encoding, problems, batch)
+    batch = complete(agent, prompts, group, [N] * len(prompts), u)
+    reward.score_by_rule(agent.task, agent.encoding, problems, batch)
+    return batch
 
 # ---------------------------------------------------------------- advantages: rewards to credit
-def outcome_scores(reward, group):
-    """GRPO's advantages under outcome supervision (DeepSeekMath 4.1.2): the z-score of each
-    completion's reward within its group, (B,), and which groups are dead, (P,): rewards equal up to
-    rounding (1e-6 of their mean, at least 1e-7), whose scores are exactly 0. The std has no Bessel
-    correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
-    r = reward.to(dist.double(reward.device)).view(-1, group)                            # (P, G)
-    mean = r.mean(1, keepdim=True)
-    std = r.std(1, keepdim=True, correction=0)
+def group_scores(reward, ends, cfg):
+    """GRPO's advantages of steps: (r - mean) / std, over the rewards of the group's completions
+    (DeepSeekMath 4.1.2) or, with process supervision, over those of all their steps (4.1.3). Other
+    baselines and scales leave out a part. reward, ends: (B, T); returns scores (B, T) at `ends`, and
+    which groups are dead, (P,): rewards equal up to rounding (1e-6 of their mean, at least 1e-7),
+    with scores of exactly 0. The std has no Bessel correction (the paper is silent), so that the
+    mean square is 1 for any G, and no epsilon."""
+    r = reward.to(dist.double(reward.device)).view(-1, cfg.group, reward.size(1))         # (P, G, T)
+    at = ends.view_as(r)
+    r = torch.where(at, r, 0)
+    n = at.sum((1, 2), keepdim=True)                                                      # (P, 1, 1)
+    mean = r.sum((1, 2), keepdim=True) / n
+    std = (torch.where(at, r - mean, 0).square().sum((1, 2), keepdim=True) / n).sqrt()
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
-    return torch.where(dead, 0, (r - mean) / std).flatten().float(), dead.flatten()
-
-def step_scores(reward, ends, group, baseline="group", scale="group"):
-    """The general form, for process supervision (4.1.3) and for other baselines and scales: the
-    rewards of steps (B, T), at the columns `ends` (B, T), relative to those of all steps of the
-    group. One step per row is outcome supervision. Returns scores (B, T), dead groups (P,)."""
-    r = torch.where(ends, reward, 0).to(dist.double(reward.device))
-    r, on = r.view(-1, group, r.size(1)), ends.view(-1, group, r.size(1))                # (P, G, T)
-    n, total = on.sum((1, 2), True), r.sum((1, 2), True)                                # (P, 1, 1)
-    mean = total / n
-    std = torch.where(on, r - mean, 0).square().sum((1, 2), True).div(n).sqrt()
-    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
-    if baseline in ("group", "group+value"):
+    if cfg.baseline == "leave-one-out":             # the mean of the other completions
+        others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)                     # (P, G, 1)
+        r = r - others / (n - at.sum(2, keepdim=True))
+    elif "group" in cfg.baseline:                   # "group", "group+value"
         r = torch.where(dead, 0, r - mean)
-    elif baseline == "leave-one-out":           # the mean of the other completions
-        r = r - (total - r.sum(2, True)) / (n - on.sum(2, True))
-    elif baseline not in ("none", "value"):
-        raise ValueError(f"no case for the baseline {baseline!r}")
-    divisor = {"group": torch.where(dead, 1, std), "batch": 1, "none": 1}   # batch: in `advantages`
-    return torch.where(on, r / divisor[scale], 0).view_as(reward).float(), dead.flatten()
+    if cfg.adv_scale == "group":
+        r = torch.where(dead, r, r / std)
+    return torch.where(at, r, 0).view_as(reward).float(), dead.flatten()
+
+GAMMA = 1.0             # discount, used only with a critic
 
 def gae(reward, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
@@ -310,69 +350,77 @@ def gae(reward, value, mask, gamma, lam):
         out[:, t] = torch.where(mask[:, t], next_adv, 0)
     return out
 
+def whiten(x, mask):
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
+    x = x.to(dist.double(x.device))
+    mean, std = dist.mean_and_std(x[mask])
+    differ = mask & (std > 1e-6 * mean.abs())
+    return torch.where(differ, (x - mean) / std, 0).float()
+
 def advantages(reward, ends, mask, penalty, value, cfg):
     """Advantages, returns or None, dead groups (P,), from the rewards of steps at `ends`, the KL
     penalty on each token's reward, and the critic's values or None; all but `dead` are (B, T)."""
-    if value is None:               # no critic: the whole KL penalty is on the last reward
-        reward = reward - torch.where(batches.last_tokens(mask), penalty.sum(1, True), 0)
-    if cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group":
-        score, dead = outcome_scores(reward.sum(1), cfg.group)
-        score = torch.where(ends, score[:, None], 0)
+    returns = None
+    if value is None:       # the whole KL penalty is on the last reward
+        last = passes.last_tokens(mask)
+        reward = reward - torch.where(last, penalty.sum(1, keepdim=True), 0)
+        score, dead = group_scores(reward, ends, cfg)
+        to_come = score.flip(1).cumsum(1).flip(1)           # of steps that end at or after a token
+        adv = torch.where(mask, to_come, 0)
     else:
-        score, dead = step_scores(reward, ends, cfg.group, cfg.baseline, cfg.adv_scale)
-    if value is None:               # a token gets the scores of the steps that end at or after it
-        adv, returns = torch.where(mask, score.flip(1).cumsum(1).flip(1), 0), None
-    else:
-        adv = gae(score - penalty, value, mask, cfg.gamma, cfg.lam)
+        score, dead = group_scores(reward, ends, cfg)
+        adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
-        adv = batches.whiten(adv, mask)
+        adv = whiten(adv, mask)
     return adv, returns, dead
 
 # ----------------------------------------------------------- rollout: completions, rewards, credit
 def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch and its statistics."""
     cfg = agent.cfg
-    batch = generate(agent, problems, dist.uniform(rng, len(problems), cfg.group, cfg.max_new))
-    batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
+    batch = generate(agent, problems, cfg.group, rng)
+    batch.reward, batch.ends = reward.of_rule(agent.task, agent.encoding, batch, cfg)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
-    batch.reward = reward.at_the_limit(batch, cfg.truncated_reward)
+    batch.reward = reward.cap_truncated(batch)
 
     # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
     # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
     # With one update per rollout the old policy is the one that is trained, see `total_loss`.
-    use_pass = agent.policy.amp is not None and cfg.updates > 1 or cfg.kl == "reward"
     old_logp = batch.logp
+    use_pass = agent.policy.amp is not None and cfg.updates > 1 or cfg.kl == "reward"
     if use_pass or agent.critic is not None:
-        pass_logp, batch.value = batches.logps(agent.sampler, batch, cfg, agent.critic)
-        old_logp = pass_logp if use_pass else batch.logp
+        logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
+        old_logp = logp if use_pass else batch.logp
     batch.old_logp = old_logp if cfg.updates > 1 else None
     if agent.ref is not None:
-        batch.ref_logp, _ = batches.logps(agent.ref, batch, cfg)
+        batch.ref_logp, _ = passes.logps(agent.ref, batch, cfg)
 
     penalty = torch.zeros_like(batch.logp)
-    if cfg.kl == "reward" and agent.ref is not None:    # 1.0: the ratio of the old policy to itself
-        penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, 1.0, cfg.estimator)
+    if cfg.kl == "reward" and agent.ref is not None:
+        penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
     return batch, batches.statistics(batch, dead)
 
 # -------------------------------------------------------------------------------------- the loss
-def token_weights(mask, loss_mean, rows, tokens, max_new):
-    """Each token's weight in the loss, (B, T). `rows` and `tokens` count the whole minibatch, over
+def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
+    """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch, over
     all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
     token: all equal; constant: all equal, and independent of the lengths (Dr. GRPO)."""
-    if loss_mean == "sequence":
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / max(rows, 1)
-    return mask / max({"token": tokens, "constant": rows * max_new}[loss_mean], 1)
+    if loss_mean == "token":
+        return mask / n_tokens
+    if loss_mean == "constant":
+        return mask / (n_rows * max_new)
+    return mask / mask.sum(1, keepdim=True).clamp(min=1) / n_rows
 
 def bounded(x):
-    """x clamped to [-20, 20] with a straight-through gradient, so that its exp stays finite."""
+    """x clamped to [-20, 20], so that its exp stays finite, with the gradient of x."""
     return x + (x.clamp(-20, 20) - x).detach()
 
-def kl_estimate(logp, ref_logp, ratio, estimator):
+def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
     its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
     of KL(ref || pi) for k3, the paper's eq. 4."""
@@ -382,204 +430,257 @@ def kl_estimate(logp, ref_logp, ratio, estimator):
     if estimator == "k2":
         return log_r.square() / 2
     k3 = log_r.expm1() - log_r          # exp(log_r) - 1 - log_r would lose its digits near 0
-    return k3 * {"k3": 1, "ratio*k3": ratio}[estimator]
+    return k3 if estimator == "k3" else ratio * k3
 
 def importance_ratio(logp, old_logp, mask, cfg):
     """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
     log_ratio = logp - old_logp
     if cfg.ratio == "sequence":                 # GSPO
-        log_ratio = (log_ratio.sum(1, True) / mask.sum(1, True).clamp(min=1)).expand_as(log_ratio)
+        length = mask.sum(1, keepdim=True).clamp(min=1)
+        mean = log_ratio.sum(1, keepdim=True) / length
+        log_ratio = mean.expand_as(log_ratio)
     return bounded(log_ratio).exp()
 
 def surrogate(ratio, adv, logp, mask, cfg):
     """PPO's clipped surrogate, which is maximized, and where the clip takes its gradient away; all
     are (B, T)."""
-    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
-    gain = torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
-    return gain, ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
+    unclipped = ratio * adv
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
+    gain = torch.minimum(unclipped, clipped)
+    return gain, clipped < unclipped
 
-def policy_loss(logp, old_logp, ref_logp, adv, mask, weight, tokens, cfg, beta):
+def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """The clipped surrogate (DeepSeekMath eq. 1, 3) plus the KL (eq. 4), from tensors (B, T), and
-    statistics, which are means over the `tokens` of the minibatch. At ratio 1 its gradient with
+    statistics, which are means over the n_tokens of the minibatch. At ratio 1 its gradient with
     respect to logp is -weight * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
-    logp, old_logp, adv = (torch.where(mask, x, 0) for x in (logp, old_logp, adv))  # NaN stays out
+    mask = batch.mask
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp      # None: ratio 1
     ratio = importance_ratio(logp, old_logp, mask, cfg)
-    gain, clipped = surrogate(ratio, adv, logp, mask, cfg)
-    per_token, stats = -gain, {"clip_share": clipped.sum() / tokens}
-    if ref_logp is not None:
-        kl = kl_estimate(logp, torch.where(mask, ref_logp, 0), ratio, cfg.estimator)
-        stats["kl"] = kl.sum() / tokens
+    gain, clipped = surrogate(ratio, batch.adv, logp, mask, cfg)
+    per_token = -gain
+    stats = {"clip_share": clipped.sum() / n_tokens}
+    if batch.ref_logp is not None:
+        kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, ratio)
+        stats["kl"] = kl.sum() / n_tokens
         if cfg.kl == "loss":
             per_token = per_token + beta * kl
     loss = (weight * per_token).sum()
     stats["loss"] = loss
-    return loss, {name: x.detach() for name, x in stats.items()}
+    return loss, stats
 
-def value_loss(value, old_value, returns, mask, weight):
+VALUE_COEF = 0.1        # weight of the critic's loss
+VALUE_CLIP = 0.2        # how far PPO's value loss lets a value move from the old one
+
+def value_loss(value, old_value, returns, weight):
     """PPO's clipped value loss: half the squared error of the values (B, T), or of the values
     clipped to within VALUE_CLIP of the old ones, whichever is larger."""
-    value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
     near = old_value + (value - old_value).clamp(-VALUE_CLIP, VALUE_CLIP)
     error = torch.maximum((value - returns).square(), (near - returns).square())
     return (weight * error).sum() / 2
 
-def total_loss(agent, batch, weight, tokens):
+def total_loss(agent, batch, weight, n_tokens):
     """The sum of all terms of the loss (a new term goes here) for some rows of a rollout, the
     statistics, and the log-probabilities (B, T)."""
     cfg = agent.cfg
-    logp, value = model.token_logps(agent.policy, batch.ids, batch.mask, cfg.temperature,
-                                    agent.critic)
-    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp     # ratio 1
-    loss, stats = policy_loss(logp, old_logp, batch.ref_logp, batch.adv, batch.mask, weight, tokens,
-                              cfg, agent.beta)
+    logp, value = passes.token_logps(agent.policy, batch.ids, batch.mask, cfg.temperature,
+                                     agent.critic)
+    loss, stats = policy_loss(logp, batch, weight, n_tokens, cfg, agent.beta)
     if value is not None:
-        error = value_loss(value, batch.value, batch.returns, batch.mask, weight)
-        loss = loss + cfg.value_coef * error
-        stats["value_loss"] = error.detach()
-    return loss, stats, logp.detach()
+        error = value_loss(value, batch.value, batch.returns, weight)
+        loss = loss + VALUE_COEF * error
+        stats["value_loss"] = error
+    return loss, stats, logp
 
 # ------------------------------------------------------------------------------------ the update
+GRAD_CLIP = 1.0         # maximum gradient norm
+
+def minibatches(cfg, rng, n):
+    """Splits the rows of a step at random into the minibatches of each epoch. Yields for each its
+    rows on this rank, as indices (on the host) into its batch of n rows, and its number of rows on
+    all ranks."""
+    rows = cfg.prompts * cfg.group
+    own = dist.of_rank(torch.arange(rows).view(-1, cfg.group)).flatten()
+    assert n == len(own), "a rollout must have --prompts x --group rows"
+    for _ in range(cfg.epochs):
+        order = torch.tensor(rng.sample(range(rows), rows))
+        for part in order.tensor_split(cfg.minibatches):
+            yield torch.isin(own, part).nonzero()[:, 0], len(part)
+
 def update(agent, batch, rng):
     """Makes one optimizer step for each minibatch of each epoch over a rollout, accumulating
     gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
     optimizer step, the sampler's and the trainer's log-probabilities disagree."""
-    cfg, zero = agent.cfg, batch.logp.new_zeros(())
-    total = {"loss": zero, "clip_share": zero}          # for a step that skips every row
+    cfg = agent.cfg
+    stats = defaultdict(float)
     norm, mismatch = 0.0, None
-    dist.free_sampler(agent)
+    params = [p for group in agent.opt.param_groups for p in group["params"]]
     learns = has_gradient(agent, batch)
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # rows are chosen on the host
+    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # layouts are made on the host
     batch = replace(batch, ids=ids)
-    setup.train_mode(agent, True)                      # in case you add dropout
-    for rows, size in batches.minibatches(cfg, rng, len(ids)):
-        tokens = max(1, dist.all_reduce(mask[rows].sum()).item())
-        live, gaps = rows[learns[rows]], [batch.logp.new_zeros(0)]
-        for micro, T in batches.micro_batches(ids[live], mask[live], cfg.micro_tokens):
-            part = batch.select(live[micro], T)
-            weight = token_weights(part.mask, cfg.loss_mean, size, tokens, cfg.max_new)
-            loss, stats, logp = total_loss(agent, part, weight, tokens)
+    for rows, n_rows in minibatches(cfg, rng, len(ids)):
+        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
+        rows = rows[learns[rows]]
+        gaps = []
+        for micro, T in passes.micro_batches(ids[rows], mask[rows], cfg.micro_tokens):
+            part = batch.select(rows[micro], T)
+            weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
+            loss, found, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
-            for name, x in stats.items():
-                total[name] = total.get(name, 0.0) + x
-            gaps.append((logp - part.logp).abs().flatten())
+            for name, x in found.items():
+                stats[name] += x.detach()
+            gaps.append((logp.detach() - part.logp).abs().flatten())
         if mismatch is None:
-            mismatch = batches.checked_gap(torch.cat(gaps), mask[live].sum(), agent.policy.amp)
-        norm += warm_start.optimizer_step(agent.opt, cfg.grad_clip)
-    setup.train_mode(agent, False)
-    dist.sync_sampler(agent)
-    means = (dist.all_reduce(torch.stack([*total.values()])) / cfg.updates).tolist()
-    return dict(zip(total, means)) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
+            mismatch = batches.checked_gap(torch.cat(gaps), mask[rows].sum(), agent.policy.amp)
+        for p in params:                    # a rank without rows has no gradient
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = dist.summed(grad)      # over the ranks
+        norm += dist.full(clip_grad_norm_(params, GRAD_CLIP)).item()
+        if not math.isfinite(norm):
+            raise data.UserError(f"the norm of the gradient is {norm}")
+        agent.opt.step()
+        agent.opt.zero_grad()
+    means = dist.all_reduce(torch.stack([*stats.values()])) / cfg.updates
+    return dict(zip(stats, means.tolist())) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
     """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
-    a reference and a critic, rows whose advantages are all 0 have none. As a check, the loss of two
-    of them is computed: if it is not 0, the loss has a new term that needs these rows."""
+    a reference and a critic, rows whose advantages are all 0 have none, unless the loss has a new
+    term: then two of them have a loss."""
+    everything = torch.ones(len(batch.ids), dtype=torch.bool)
     if agent.ref is not None or agent.critic is not None:
-        return torch.ones(len(batch.ids), dtype=torch.bool)
+        return everything
     learns = batch.adv.any(1).cpu()
-    probe = batch.select((~learns).nonzero()[:2, 0], batch.ids.size(1))
+    two = batch.select((~learns).nonzero()[:2, 0], batch.ids.size(1))
     with torch.no_grad():
-        loss, *_ = total_loss(agent, probe, probe.mask.float(), 1)
-    if loss.item() != 0:
-        raise data.UserError("rows whose advantages are 0 have a loss, but the update would skip "
-                             "them: let has_gradient in grpo.py return all rows")
-    return learns
+        loss, *_ = total_loss(agent, two, two.mask.float(), 1)
+    return learns if loss == 0 else everything
 
 # ------------------------------------------------------------------------------ the reward model
-def begin_iteration(agent, problems, iteration):
-    """Algorithm 1: the policy becomes the reference, and the reward model is fitted to labels of
-    its completions plus 10 % old rows. Returns the metrics of the fit."""
+FIT_STEPS = 64          # a fit labels completions of as many problems as so many steps have
+
+def refit_reward_model(agent, problems, iteration):
+    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
+    old ones. The first tenth of the problems measures it. Returns the metrics of the fit."""
     cfg = agent.cfg
-    if agent.ref is not None:
-        dist.copy_weights(agent.ref, agent.policy)
-    if agent.reward_model is None:
-        return {}
     rng = dist.rng(cfg, "fit", iteration)
     labels_rng = dist.rng(cfg, f"labels of rank {dist.rank()}", iteration)
-    tenth, n = len(problems) // 10, cfg.fit_prompts // 10       # the first tenth is held out
-    drawn = rng.sample(problems[:tenth], n)
-    drawn += rng.sample(problems[tenth:], cfg.fit_prompts - n)
+    n = min(FIT_STEPS * cfg.prompts, len(problems))
+    n -= n % dist.ranks()
+    tenth = len(problems) // 10
+    held_out = rng.sample(problems[:tenth], n // 10)
+    drawn = held_out + rng.sample(problems[tenth:], n - n // 10)
+    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts       # as many rows as in training
     rows = []
-    size = max(1, cfg.group // cfg.choices) * cfg.prompts       # as many rows as in training
     for part in batches.in_chunks("labelling", drawn, size):
-        batch = generate(agent, part, dist.uniform(rng, len(part), cfg.choices, cfg.max_new))
-        batch.reward, batch.ends = reward.of_steps(agent.task, batch, cfg, agent.encoding)
-        if cfg.labels == "rollouts":
-            batch.reward = reward.rollout_labels(complete, agent, batch, labels_rng)
-        rows.append(dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward))
-    agent.history, measures = reward.refit(agent.reward_model, batches.concatenate(*rows),
-                                           agent.history, cfg, rng)
+        batch = generate(agent, part, reward.CHOICES, rng)
+        batch.reward, batch.ends = reward.of_rule(agent.task, agent.encoding, batch, cfg)
+        if cfg.reward == "rollouts":
+            batch.reward = rollout_labels(agent, batch, labels_rng)
+        rows.append(reward.labelled(batch))
+    rows = reward.of_all_ranks(reward.concatenate(*rows))
+    apart = len(held_out) * reward.CHOICES
+    test = {name: x[:apart] for name, x in rows.items()}
+    train = {name: x[apart:] for name, x in rows.items()}
+    agent.history, measures = reward.refit(agent.reward_model, train, test, agent.history, cfg, rng)
     show.reward_model_quality(measures)
     return measures
+
+def rollout_labels(agent, batch, rng, tries=4):
+    """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
+    are right. A last step keeps its true label."""
+    ids, mask, start = batch.ids.cpu(), batch.mask.cpu(), batch.start.cpu()
+    label = batch.reward.cpu().clone()
+    places = batch.ends.cpu() & ~passes.last_tokens(mask)
+    for part in places.nonzero().split(128):                                                # (n, 2)
+        if len(part) == 0:
+            continue
+        row, column = part.T
+        prefixes = [ids[i, :t + 1].tolist() for i, t in part]
+        room = (agent.cfg.max_new - (column + 1 - start[row])).tolist()         # tokens left
+        u = dist.uniform(rng, len(part), tries, max(room)).flatten(0, 1)
+        played = complete(agent, prefixes, tries, room, u)
+        T = played.ids.size(1)
+        said = F.pad(mask[row], (0, T - mask.size(1)))          # the prefix is the policy's, too
+        said &= torch.arange(T) <= column[:, None]
+        played.mask |= said.repeat_interleave(tries, 0).to(played.mask.device)
+        reward.score_by_rule(agent.task, agent.encoding, [batch.problems[i] for i in row], played)
+        label[row, column] = played.components["correct"].view(-1, tries).mean(1).cpu()
+    return label.to(batch.ids.device)
 
 # ------------------------------------------------------------------------------------ evaluation
 def evaluate(agent, problems):
     """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    cfg, rng, n = agent.cfg, dist.rng(agent.cfg, "evaluate"), agent.cfg.samples
-    names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
-    total = [0.0] * (1 + len(names))                # the number of problems, then the sum of each
-    size = max(1, cfg.prompts * cfg.group // (1 + n))   # as many rows at a time as in training
-    for part in batches.in_chunks("evaluation", problems, size):
-        u = dist.uniform(rng, len(part), n, cfg.max_new)
-        u = torch.cat((torch.zeros_like(u[:, :1]), u), 1)           # the greedy row's are not used
-        batch = generate(agent, part, u, n_greedy=1)
-        said = [agent.task.answer(text) if ended else ""
-                for text, ended in zip(batch.texts, batch.finished.tolist())]
-        for i, (greedy, *right) in enumerate(batch.components["correct"].view(-1, 1 + n).tolist()):
-            votes = said[i * (1 + n) + 1:(i + 1) * (1 + n)]
-            found = [1, greedy, *answers.shares(right, votes).values()]
-            total = [x + y for x, y in zip(total, found)]
-    count, *solved = dist.all_reduce(torch.tensor(total)).tolist()
-    return dict(zip(names, (x / count for x in solved)))
+    cfg, n = agent.cfg, agent.cfg.samples
+    rng = dist.rng(cfg, "evaluate")
+    rows = cfg.prompts * cfg.group              # at a time, as in training
+    solved = defaultdict(float)
+    for part in batches.in_chunks("greedy evaluation", problems, rows):
+        solved["greedy"] += generate(agent, part, 1).components["correct"].sum().item()
+    for part in batches.in_chunks("evaluation", problems, max(1, rows // (1 + n))):
+        batch = generate(agent, part, n, rng)
+        right = batch.components["correct"].view(-1, n).tolist()
+        votes = []
+        for text, finished in zip(batch.texts, batch.finished.tolist()):
+            votes.append(agent.task.answer(text) if finished else "")
+        for i in range(len(right)):
+            for name, share in answers.shares(right[i], votes[i * n:(i + 1) * n]).items():
+                solved[name] += share
+    totals = dist.all_reduce(torch.tensor([*solved.values()])) / len(problems)
+    return dict(zip(solved, totals.tolist()))
 
 # --------------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
-    cfg, began = agent.cfg, time.perf_counter()
+    cfg = agent.cfg
+    began = time.perf_counter()
     if cfg.half_life:
         warm_start.scale_rates(agent.opt, 0.5 ** ((step - 1) / cfg.half_life))
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
-    stats |= update(agent, batch, dist.rng(cfg, "update", step))
+    with dist.updating(agent):
+        stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= batches.speed(batch, began, sampled, time.perf_counter())
     if cfg.applies_kl:
         stats["beta"] = agent.beta
-    if cfg.target_kl and "kl" in stats:     # Ziegler et al. 2019, 2.2
-        error = min(max(stats["kl"] / cfg.target_kl - 1, -0.2), 0.2)
-        agent.beta *= 1 + 0.1 * error       # a tenth of the relative error, bounded
     return batch, stats
 
 def train(cfg, task=None, saved=None):
-    """A whole run, or the rest of one from the Checkpoint `saved`."""
+    """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
+    iteration a new reference, a refitted reward model, and --steps steps."""
     task = task or data.load_task(cfg.task)
-    config.install(cfg.functions, globals())      # in the place of those above
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a file may replace what is above
     cfg, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
-    agent = setup.new_agent(cfg, task, encoding, policy, saved)
+    agent = new_agent(cfg, task, encoding, policy, saved)
     show.header(agent, problems, held_out)
-    total, done = cfg.steps * cfg.iterations, []
-    if saved and saved.stats:                               # stopped during an evaluation: redo it
-        finish_step(agent, held_out, saved.step, saved.stats)
-    for step in range(saved.step + 1 if saved else 0, total + 1):
-        stats = {}
-        if step > 0:                                        # step 0 only evaluates
-            if (step - 1) % cfg.steps == 0:
-                stats = begin_iteration(agent, problems, (step - 1) // cfg.steps)
-            batch, learned = train_step(agent, problems, step)          # rollout, update
-            stats |= learned
-            done.append(stats)
-            show.step_line(step, total, done)
-            report.log_samples(agent, step, batch, last=total)
-        finish_step(agent, held_out, step, stats)           # evaluate, log, save
+    done, history = saved.step if saved else -1, []
+    if done < 0:
+        finish_step(agent, held_out, 0, {})                 # step 0 only evaluates
+    elif saved.stats:                                       # stopped during an evaluation
+        finish_step(agent, held_out, done, saved.stats)
+
+    for iteration in range(cfg.iterations):
+        first, fitted = 1 + iteration * cfg.steps, {}
+        if first > done:
+            if agent.ref is not None:
+                dist.copy_weights(agent.ref, agent.policy)
+            if agent.reward_model is not None:
+                fitted = refit_reward_model(agent, problems, iteration)
+        for step in range(max(first, done + 1), first + cfg.steps):
+            batch, stats = train_step(agent, problems, step)
+            stats = fitted | stats if step == first else stats
+            history.append(stats)
+            show.step_line(step, cfg.total_steps, history)
+            report.log_samples(agent, step, batch, last=cfg.total_steps)
+            finish_step(agent, held_out, step, stats)
     show.farewell(cfg, held_out[0].prompt)
     return agent
 
 def finish_step(agent, held_out, step, stats):
     """Evaluates, logs and saves when due; raises Stopped after a signal."""
-    cfg = agent.cfg
-    last = step == cfg.steps * cfg.iterations
-    if last or step == 0 or cfg.eval_every and step % cfg.eval_every == 0:
+    cfg, last = agent.cfg, step == agent.cfg.total_steps
+    if step in (0, cfg.total_steps) or cfg.eval_every and step % cfg.eval_every == 0:
         with checkpoint.saved_if_stopped(agent, step, stats):
             results = evaluate(agent, held_out)
         show.print0(f"step {step}  held out: {show.percentages(results)}")
@@ -587,8 +688,8 @@ def finish_step(agent, held_out, step, stats):
         stats = stats | results
     halt = dist.stop_asked()
     files.log_metrics(cfg.folder, step, stats)
-    # At step 0 there is nothing that a run which begins again would not make again.
-    if last or halt or step and (step % cfg.save_every == 0 or step % cfg.steps == 0):
+    due = step % cfg.save_every == 0 or step % cfg.steps == 0
+    if last or halt or step > 0 and due:        # at step 0 there is nothing that could be lost
         checkpoint.save(agent, step)
         report.refresh(cfg.folder)
     if halt and not last:
@@ -597,22 +698,28 @@ def finish_step(agent, held_out, step, stats):
 def ask(agent, question):
     """A question and its greedy completion."""
     prompt = agent.encoding.encode_prompt(question)
-    room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
-    batch = sample(agent.policy, [prompt], 1, room, 1.0, agent.encoding.stop, n_greedy=1)
+    room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
+    batch = complete(agent, [prompt], 1, [max(1, room)])
     answer = tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
     return question + ("\n" if agent.encoding.frame.after else "") + answer
 
 # ------------------------------------------------------------------------------ the command line
 def read_command(argv):
     """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
-    given, mode = config.read(Config, config.names(ALGOS), __doc__, argv)
-    where = make_config(**given).folder
+    given, mode = config.read(Config, __doc__, argv)
+    cfg, saved = make_config(**given), None
     if mode["resume"]:
-        row = config.of_resume(given.pop("algo"), ALGOS, globals()) if "algo" in given else {}
-        return mode, *checkpoint.resume(where, Config, row | given)
-    if mode["ask"] is not None or mode["eval_only"]:        # with the settings of that run
-        given = checkpoint.settings(given.get("init", where), given)
-    return mode, make_config(**given), None
+        cfg, saved = checkpoint.resume(cfg.folder, Config, given)
+    elif mode["eval_only"] or mode["ask"] is not None:      # with the settings of that run
+        known = checkpoint.settings(given.get("init", cfg.folder), given)
+        cfg = make_config(**known)
+    return mode, cfg, saved
+
+def trained_agent(cfg):
+    """An Agent with the model in --init or --out, which can be evaluated and asked."""
+    task = data.load_task(cfg.task)
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
+    return Agent(cfg, task, *pretrained.trained_model(cfg))
 
 def main(argv=None):
     """The command line; a UserError is one line on stderr and exit code 2."""
@@ -622,13 +729,15 @@ def main(argv=None):
         dist.start_ranks(dist.device_of(cfg))
         if mode["report"]:
             report.print_report(mode["report"], cfg.out)
-        elif mode["ask"] is not None or mode["eval_only"]:
-            config.install(cfg.functions, globals())
-            agent = setup.Agent(cfg, data.load_task(cfg.task), *pretrained.trained_model(cfg))
-            show.print0(show.percentages(evaluate(agent, preflight.held_out_of(agent)))
-                        if mode["eval_only"] else show.printable(ask(agent, mode["ask"])))
+        elif mode["ask"] is not None:
+            answer = ask(trained_agent(cfg), mode["ask"])
+            show.print0(show.printable(answer))
+        elif mode["eval_only"]:
+            agent = trained_agent(cfg)
+            results = evaluate(agent, preflight.held_out_of(agent))
+            show.print0(show.percentages(results))
         else:
-            with dist.stoppable(show.resume_command(cfg)), files.unlocked():
+            with dist.stoppable(show.resume_command(cfg)), files.LOCK:
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ learned positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,
 L layers, S slots of the KV cache, V vocabulary. Padding is on the right: causal attention hides it.
 """
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import UserError
 
-@dataclass(frozen=True)
+@dataclass
 class GPTConfig:
     """The shape of a model. The fields from `positions` on distinguish the families."""
     vocab_size: int = 257
@@ -36,13 +36,13 @@ class GPTConfig:
     tied: bool = True           # the head shares the embedding's weights
 
     def __post_init__(self):
-        for f in fields(self):
-            if (choices := get_args(f.type)) and getattr(self, f.name) not in choices:
-                raise UserError(f"{f.name} must be one of {', '.join(choices)}")
-        if (self.n_embd % self.n_head and not self.head_size) or self.n_head % self.n_kv_head:
-            raise UserError("n_head must divide n_embd, and n_kv_head must divide n_head")
-        object.__setattr__(self, "head_size", self.head_size or self.n_embd // self.n_head)
-        if self.head_size % 2 and self.positions == "rope":
+        if not self.head_size:
+            if self.n_embd % self.n_head:
+                raise UserError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
+            self.head_size = self.n_embd // self.n_head
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+        if self.positions == "rope" and self.head_size % 2:
             raise UserError(f"RoPE needs an even head size, not {self.head_size}")
 
 class RMSNorm(nn.Module):
@@ -51,21 +51,25 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x):       # F.rms_norm: one kernel on a GPU, twice the time on a CPU
-        if not x.is_cpu:
+    def forward(self, x):
+        if not x.is_cpu:        # one kernel on a GPU, but twice the time on a CPU
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
-        return x * (square + self.eps).rsqrt() * self.weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean_square = norm.square() / x.size(-1)
+        return x * (mean_square + self.eps).rsqrt() * self.weight
 
 def for_products(x):
     """x in autocast's dtype: cast once, not in each of the products that read it."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 def rotate(x, cos, sin):
     """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each
     cosine twice, sin each sine, the first time negated."""
-    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
+    other = x.roll(x.size(-1) // 2, -1)
+    return (x * cos + other * sin).to(x.dtype)
 
 def causal_attention(q, k, v):
     """Attention of q (B, T, H, D) to k and v (B, T, K, D) of the same and earlier tokens. On a CPU
@@ -83,61 +87,74 @@ def send(x, device):
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
-class Rows:
-    """The plain layout: all tokens of all rows, (B, T). A token's cache slot is its position."""
+# -------------------------------------------------------------------- which token attends to which
 
-    def __init__(self, ids, mask=None, pos=None, device=torch.device("cpu"), keys=None, slots=None):
-        columns = torch.arange(ids.size(1), device=device)
-        self.ids, self.pos = send(ids, device), columns.expand_as(ids) if pos is None else pos
-        if keys is not None:        # of a cache, (B, K, S, D), of which the first slots are in use
-            self.row = torch.arange(len(ids), device=device)[:, None]
-            self.slots = slots or keys.size(2)
-            later = torch.arange(self.slots, device=device) > self.pos[:, None, :, None]
-            self.attn_mask = keys.new_zeros(later.shape).masked_fill_(later, float("-inf"))
+class Rows:
+    """A pass over whole rows, ids (B, T): the layout of training. run/prefixes.py has another."""
+
+    def __init__(self, ids, device):
+        self.ids = send(ids, device)
+        self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
 
     def attend(self, q, k, v, cache):
-        """Attention to k and v or, once they are added to it, to a layer's cache, (B, K, S, D).
-        Query heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
-        if cache is None:
-            return causal_attention(q, k, v)
-        cache[0][self.row, :, self.pos] = k.to(cache[0].dtype)
-        cache[1][self.row, :, self.pos] = v.to(cache[1].dtype)
-        k, v = (x[:, :, :self.slots] for x in cache)
+        """Attention for q (B, T, H, D), k and v (B, T, K, D)."""
+        return causal_attention(q, k, v)
+
+    def in_rows(self, h):
+        """Hidden states in the layout of the rows, (B, T, C)."""
+        return h
+
+class CachedRows(Rows):
+    """A pass over new tokens, ids (B, T) at positions pos (B, T), that also sees the first `slots`
+    slots of a KV cache. A token's slot is its position."""
+
+    def __init__(self, ids, pos, cache, slots):
+        keys = cache[0][0]                                                            # (B, K, S, D)
+        self.ids = ids
+        self.pos = pos
+        self.slots = slots or keys.size(2)
+        self.row = torch.arange(len(ids), device=keys.device)[:, None]                      # (B, 1)
+        later = torch.arange(self.slots, device=keys.device) > pos[:, None, :, None]
+        self.mask = keys.new_zeros(later.shape)                                       # (B, 1, T, S)
+        self.mask.masked_fill_(later, float("-inf"))
+
+    def attend(self, q, k, v, cache):
+        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query heads
+        that share keys act as tokens: on CUDA much faster than enable_gqa."""
+        for new, slots in zip((k, v), cache):
+            slots[self.row, :, self.pos] = new.to(slots.dtype)
+        k = cache[0][:, :, :self.slots]
+        v = cache[1][:, :, :self.slots]
         q = q.unflatten(2, (k.size(1), -1)).transpose(1, 2)                     # (B, K, T, H/K, D)
-        mask = self.attn_mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)   # (B, 1, T, H/K, S)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask.flatten(2, 3))
+        mask = self.mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)        # (B, 1, T, H/K, S)
+        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, mask.flatten(2, 3))
         return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
-    def in_rows(self, x):
-        """Hidden states in the layout of ids, (B, T, C)."""
-        return x
-
-    @staticmethod
-    def to_score(ids, mask):
-        """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask
-        (B, T) its index among these n, (B, T); on the host."""
-        return mask.flatten().nonzero()[:, 0], mask.flatten().cumsum(0).view_as(mask) - 1
+# -------------------------------------------------------------------------------------- the layers
 
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.n_head, self.n_kv_head, D = cfg.n_head, cfg.n_kv_head, cfg.head_size
+        C, D = cfg.n_embd, cfg.head_size
         bias = cfg.bias != "none"
-        self.q_proj = nn.Linear(cfg.n_embd, cfg.n_head * D, bias=bias)
-        self.k_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=bias)
-        self.v_proj = nn.Linear(cfg.n_embd, cfg.n_kv_head * D, bias=bias)
-        self.o_proj = nn.Linear(cfg.n_head * D, cfg.n_embd, bias=cfg.bias == "all")
+        self.n_head = cfg.n_head
+        self.n_kv_head = cfg.n_kv_head
+        self.q_proj = nn.Linear(C, cfg.n_head * D, bias=bias)
+        self.k_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
+        self.v_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
+        self.o_proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias == "all")
         self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x, rope, layout, cache):
         x = for_products(x)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_head, -1)))              # (B, T, H, D)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_head, -1)))           # (B, T, K, D)
+        q = self.q_proj(x).unflatten(-1, (self.n_head, -1))                           # (B, T, H, D)
+        k = self.k_proj(x).unflatten(-1, (self.n_kv_head, -1))                        # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (self.n_kv_head, -1))
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:        # both in one go: fewer kernels
-            heads = torch.cat((q, k), 2)
-            q, k = rotate(heads, *rope).split((self.n_head, self.n_kv_head), 2)
+            heads = rotate(torch.cat((q, k), 2), *rope)
+            q, k = heads.split((self.n_head, self.n_kv_head), 2)
         y = layout.attend(q, k, v, cache)                                             # (B, T, H, D)
         return self.o_proj(y.flatten(2))
 
@@ -172,27 +189,29 @@ class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
         super().__init__()
         self.cfg = cfg
-        self.amp = None         # torch.bfloat16: autocast to it; the weights stay float32
-        self.recompute = False  # activation checkpointing, a layer at a time
-        self.layout_class = Rows        # of training passes; see also run/prefixes.py
-        self.cache_class = None         # of sampling; None: caches.KVCache
+        self.amp = None             # torch.bfloat16: autocast to it; the weights stay float32
+        self.recompute = False      # activation checkpointing, a layer at a time
+        self.kv_cache = "plain"     # of sampling: or "shared", "static", see run/caches.py
+        norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = (RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.n_embd, cfg.norm_eps)
+        self.norm = norm(cfg.n_embd, cfg.norm_eps)
         if cfg.positions == "learned":
             self.embed_positions = nn.Embedding(cfg.block_size, cfg.n_embd)
         if not cfg.tied:
             self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
-        self.set_angles()
-        std = (2 / (5 * cfg.n_embd)) ** 0.5     # GPT-2's 0.02 at width 1000
+        self.precompute_rope()
+        std = (2 / (5 * cfg.n_embd)) ** 0.5             # GPT-2's 0.02 at width 1000
+        into_residual = std * (2 * cfg.n_layer) ** -0.5
         for name, m in self.named_modules():
-            if isinstance(m, (nn.Linear, nn.Embedding)):    # smaller for residual projections
-                scale = (2 * cfg.n_layer) ** -0.5 if name.endswith(("o_proj", "down_proj")) else 1
-                nn.init.normal_(m.weight, std=std * scale, generator=generator)
+            if name.endswith(("o_proj", "down_proj")):
+                nn.init.normal_(m.weight, std=into_residual, generator=generator)
+            elif isinstance(m, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(m.weight, std=std, generator=generator)
 
-    def set_angles(self):
-        """Sets the buffers, which no file holds: RoPE's cos and sin (block_size, 1, D). Llama 3's
-        scaling divides low frequencies (wavelengths long for the original context) by `factor`."""
+    def precompute_rope(self):
+        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling divides
+        low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:                      # arXiv 2407.21783
@@ -200,28 +219,29 @@ class GPT(nn.Module):
             kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
             inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
         angle = torch.arange(c.block_size)[:, None] * inv_freq
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        cos = angle.cos()[:, None]
+        sin = angle.sin()[:, None]
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
-    def forward(self, ids, pos=None, cache=None, mask=None, slots=None):
-        """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
-        A cache is written to, and its first `slots` are read (None: all). Without one, states after
-        a row's last True in mask are arbitrary."""
+    def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
+        """Hidden states (B, T, C) of ids (B, T), for `head`; of new tokens at pos (B, T), if there
+        is a cache, which is written to and of which the first `slots` are read (None: all)."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
+        if cache is not None:
+            layout = CachedRows(ids, pos, cache, slots)
+        elif layout is None:
+            layout = Rows(ids, self.device)
         with self.autocast():
-            if cache is None:
-                layout = self.layout_class(ids, mask, pos, self.device)
-                cache = [None] * self.cfg.n_layer
-            else:
-                layout = Rows(ids, mask, pos, self.device, cache[0][0], slots)
-            x, rope = self.embed_tokens(layout.ids), None                                # (B, T, C)
+            x = self.embed_tokens(layout.ids)                                             # (B, T, C)
+            rope = None
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
             else:
                 rope = self.cos[layout.pos], self.sin[layout.pos]                     # (B, T, 1, D)
-            for layer, kv in zip(self.layers, cache):
+            for i, layer in enumerate(self.layers):
+                kv = None if cache is None else cache[i]
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(layer, x, rope, layout, kv, use_reentrant=False)
                 else:
@@ -250,31 +270,28 @@ class GPT(nn.Module):
     def device(self):
         return self.norm.weight.device
 
-def most_logits(device):
-    """The maximum number of logits at a time: each part of them reads the head's weights again."""
-    if device.type == "cuda":       # a tenth of the memory, with their gradients
-        return torch.cuda.get_device_properties(device).total_memory // 128
-    return 2 ** 26          # 256 MiB in float32
+class ScalarHead(nn.Module):
+    """A critic or a reward model: a scalar per token, linear in the hidden state of a GPT of its
+    own, the trunk, or without one in that of the policy."""
 
-def token_logps(model, ids, mask, temperature, critic=None):
-    """log pi of each sampled token, and the critic's value of the state before it (None without a
-    critic), both (B, T), 0 where mask is False. In training the shift by one is only here. Logits
-    of more than `most_logits` are computed in parts, and again in the backward pass."""
-    ids, mask, device = ids.cpu(), mask.cpu(), model.device     # layouts are made on the host
-    h = model(ids[:, :-1], mask=mask[:, 1:])                                      # (B, T - 1, C)
-    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
-    scored, index = model.layout_class.to_score(ids, mask)                           # (n,), (B, T)
-    before = before[send(scored, device)] / temperature                                   # (n, C)
-    tokens = send(ids.flatten()[scored], device)                                            # (n,)
-    size = max(1, most_logits(device) // model.cfg.vocab_size)
-    if len(tokens) <= size:
-        logp = model.logps(before, tokens)                                                  # (n,)
-    else:
-        logp = torch.cat([checkpoint(model.logps, *part, use_reentrant=False)
-                          for part in zip(before.split(size), tokens.split(size))])
-    sampled = send(mask, device)
-    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)
-    if critic is None:
-        return logp, None
-    value = F.pad(critic(ids[:, :-1], mask[:, 1:], h), (1, 0))
-    return logp, torch.where(sampled, value, 0)
+    def __init__(self, size, trunk=None, std=0.0, generator=None):
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(size, 1)
+        nn.init.normal_(self.head.weight, std=std, generator=generator)
+        nn.init.zeros_(self.head.bias)
+        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
+
+    def forward(self, ids, layout=None, h=None):
+        """Scalars (B, T) of ids (B, T); without a trunk of the policy's states h (B, T, C)."""
+        if self.trunk is not None:
+            h = self.trunk(ids, layout=layout)
+        return h.float() @ self.head.weight[0] + self.head.bias
+
+def token_logps(model, ids, mask, temperature):
+    """log pi of each sampled token, (B, T), 0 where mask is False. Training uses a faster form, of
+    run/prefixes.py; in both the state before a token decides it."""
+    h = model(ids[:, :-1])                                                        # (B, T - 1, C)
+    logp = model.head(h / temperature).log_softmax(-1)                            # (B, T - 1, V)
+    logp = logp.gather(-1, ids[:, 1:, None])[..., 0]                  # of the token that came next
+    return F.pad(logp, (1, 0)) * mask                                 # column t belongs to token t

@@ -48,27 +48,33 @@ def task_file(name):
     return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
 
 
+def import_file(path, name):
+    """Executes a .py file as the module `name`; raises UserError if there is none, or if it is not
+    valid Python."""
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
+    return module
+
+
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
     UserError if there is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
     here, path = Path(__file__).parent, task_file(name)
-    if name.endswith(".py"):
-        if not path.is_file():
-            raise UserError(f"no file {name}")
-    elif not name.isidentifier() or not path.is_file():     # `../x` is no name and no .py path
+    if not name.endswith(".py") and not (name.isidentifier() and path.is_file()):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
-    try:
-        if path.parent == here:
-            task = importlib.import_module(f"data.{path.stem}")
-        else:
-            spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
-            task = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(task)
-    except SyntaxError as e:
-        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
+    if path.parent == here:
+        task = importlib.import_module(f"data.{path.stem}")
+    else:
+        task = import_file(path, f"task_{path.stem}")
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
     for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):

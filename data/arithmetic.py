@@ -24,8 +24,7 @@ from typing import NamedTuple
 from data import UserError
 
 # Defaults of Config for this task.
-DEFAULTS = dict(difficulty=2, steps=24, prompts=32, group=16, max_new=64, lr=1e-4,
-                minibatches=2, fit_prompts=2048)
+DEFAULTS = dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2)
 
 # Some demonstrations are guesses, made by rounding the factors; the others show the work.
 GUESS = 0.53    # share of guesses
@@ -42,14 +41,14 @@ class Problem(NamedTuple):
     answer: str     # "221"
 
 
-def problems(cfg):
-    """Training and held-out problems: all pairs of factors of `cfg.difficulty` digits.
+def problems(difficulty=2):
+    """Training and held-out problems: all pairs of factors of `difficulty` digits.
 
     a*b and b*a are on the same side of the split, which is the same for every seed.
     """
-    if cfg.difficulty > 3:
-        raise UserError(f"--difficulty {cfg.difficulty}: arithmetic takes 1 to 3")
-    end = 10 ** cfg.difficulty
+    if not 1 <= difficulty <= 3:
+        raise UserError(f"--difficulty {difficulty}: arithmetic takes 1 to 3")
+    end = 10 ** difficulty
     least = max(2, end // 10)
     pairs = [(a, b) for a in range(least, end) for b in range(a, end)]
     random.Random(0).shuffle(pairs)

@@ -13,8 +13,8 @@ from data import UserError
 from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, re-exports steps
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
-DEFAULTS = dict(difficulty=3, steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
-                save_every=50, fit_prompts=512)
+DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
+                save_every=50)
 
 DRAWS, HELD_OUT = 60000, 500     # some draws give no problem
 PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly once, to make {}. "
@@ -29,14 +29,14 @@ class Problem(NamedTuple):
     solution: str
 
 
-def problems(cfg):
-    """Training and held-out problems of `cfg.difficulty` numbers, all different; the same for every
+def problems(difficulty=3):
+    """Training and held-out problems of `difficulty` numbers, all different; the same for every
     seed."""
-    if not 2 <= cfg.difficulty <= 6:
-        raise UserError(f"--difficulty {cfg.difficulty}: countdown takes 2 to 6 numbers")
+    if not 2 <= difficulty <= 6:
+        raise UserError(f"--difficulty {difficulty}: countdown takes 2 to 6 numbers")
     rng, unique = random.Random(0), {}
     for _ in range(DRAWS):
-        numbers = tuple(sorted(rng.randrange(1, 100) for _ in range(cfg.difficulty)))
+        numbers = tuple(sorted(rng.randrange(1, 100) for _ in range(difficulty)))
         target, solution = expression(numbers, rng)
         if target.denominator == 1 and 10 <= target <= 99 and (numbers, target) not in unique:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))

@@ -13,7 +13,7 @@ from data.answers import one_number, steps, tagged  # noqa: F401, re-exports ste
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
-                save_every=50, fit_prompts=512)
+                save_every=50)
 
 PROMPT = ("{}\nThink step by step between <think> and </think>, then give the final number alone "
           "between <answer> and </answer>.\n")
@@ -25,9 +25,9 @@ class Problem(NamedTuple):
     solution: str   # the working as published, without the answer
 
 
-def problems(cfg):
+def problems(train="", test=""):
     """Training problems from --train and held-out problems from --test."""
-    return read(cfg.train, "train"), read(cfg.test, "test")
+    return read(train, "train"), read(test, "test")
 
 
 def read(path, flag):

@@ -1,6 +1,5 @@
-"""The KV caches of sampling. Each has `read`, for the prompts; `append`, for a token of every row;
-and `keep`, which `grpo.sample` calls after every `every` tokens to drop rows that have ended. A
-third one, for rows with common prefixes, is in `run/prefixes.py`."""
+"""The KV caches of sampling. Each has `prefill`, for the prompts, and `append`, for a token of each
+of its `rows`; rows that have ended leave it."""
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -24,30 +23,96 @@ def prefill(model, ids, length, cache):
 
 class KVCache:
     """Plain decoding: keys and values for each completion, (L, 2, r, K, S, D)."""
-    every = 1           # tokens between two calls of `keep`
+    every = 1           # tokens after which rows that have ended are dropped
 
     def __init__(self, model, slots, temperature):
         self.model, self.slots, self.temperature = model, slots, temperature
 
-    def read(self, ids, length, group):
+    def prefill(self, ids, length, group):
         """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
         each; returns the probabilities of the completions' first tokens, (P * group, V)."""
+        self.rows = torch.arange(len(ids) * group, device=ids.device)   # those in the cache, (r,)
+        self.appended = 0
+        return self.probs(self.read(ids, length, group))
+
+    def probs(self, h):
+        """The next token's probabilities of each row, (r, V), from hidden states."""
+        return self.model.probs(h / self.temperature)
+
+    def append(self, token, pos, done):
+        """Appends a token (r,) at position pos (r,) to each of `rows`, once those among them which
+        are done (B,) have been dropped, if it is time; returns the next one's probabilities, (r, V),
+        of the rows that are left: none if all are done."""
+        self.appended += 1
+        if self.appended % self.every == 0:         # the host waits
+            kept = self.drop(~done[self.rows])
+            self.rows, token, pos = self.rows[kept], token[kept], pos[kept]
+        if len(self.rows) == 0:
+            return token.new_zeros(0, self.model.cfg.vocab_size)
+        return self.probs(self.step(token, pos.clamp(max=self.slots - 1)))
+
+    def read(self, ids, length, group):
+        """The hidden states of each row's last prompt token."""
         self.cache = new_cache(self.model, len(ids) * group, self.slots)
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
-        return self.model.probs(prefill(self.model, ids, length, self.cache) / self.temperature)
+        return prefill(self.model, ids, length, self.cache)
 
-    def keep(self, active):
-        """Drops rows that have ended. Returns the indices of the rows that are kept: at least the
+    def drop(self, active):
+        """Drops rows that have ended; returns the indices of those that are kept: at least the
         `active` (r,) ones, but none if none are active."""
         kept = active.nonzero()[:, 0]
         self.cache = self.cache[:, :, kept]
         return kept
 
-    def append(self, token, pos):
-        """Appends token (r,) at position pos (r,); returns the probabilities of the next one,
-        (r, V)."""
-        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]
-        return self.model.probs(h / self.temperature)
+    def step(self, token, pos):
+        """The hidden states of the appended tokens."""
+        return self.model(token[:, None], pos[:, None], self.cache)[:, 0]
+
+# ------------------------------------------------------------------------------ common prefixes
+
+class SharedCache(KVCache):
+    """Decoding in which completions with the same tokens so far share one state: a group starts
+    with one state, and its rows diverge when they sample different tokens."""
+
+    def read(self, ids, length, group):         # at most `slots`: the cache grows on demand
+        P, T = ids.shape
+        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
+        self.used = T
+        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
+        return prefill(self.model, ids, length, self.cache)                               # (P, C)
+
+    def probs(self, h):
+        return super().probs(h)[self.state]
+
+    def drop(self, active):     # states that no row needs any more leave in `advance`
+        kept = active.nonzero()[:, 0]
+        self.state = self.state[kept]
+        return kept
+
+    def step(self, token, pos):
+        self.advance(token)
+        if self.used == self.cache.size(4):
+            self.cache = F.pad(self.cache, (0, 0, 0, 16))
+        self.used += 1
+        of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
+        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
+        return super().step(token, pos)                                                   # (b, C)
+
+    def advance(self, token):
+        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
+        same token share the next one. If no rows diverge and nine tenths of the states are still
+        needed, the cache is kept as it is, to avoid a copy."""
+        pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
+        before = pair[0]                                                                     # (b,)
+        if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
+            return
+        if len(before) == 1:                # avoids compiling again for a batch of one
+            before = before.repeat(2)
+        self.cache, self.state = self.cache.index_select(2, before), after
+
+def by_16(n):
+    """n rounded up to a multiple of 16, so that few shapes are compiled."""
+    return -(-n // 16) * 16
 
 # ---------------------------------------------------------------------------------- static shapes
 
@@ -124,43 +189,38 @@ class Step:
                 raise
             why = str(e).splitlines()[0]
             raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for "
-                            f"the GPU (.item()); --static_cache off samples without: {why}") from e
+                            f"the GPU (.item()); --cache shared samples without: {why}") from e
         self.graph = graph
 
-class StaticCache:
+class StaticCache(KVCache):
     """Decoding with static shapes: b rows, a power of two, and s slots, a multiple of 64."""
     every = 16
 
-    def __init__(self, model, slots, temperature):
-        self.model, self.slots, self.temperature = model, slots, temperature
-
-    def read(self, ids, length, group):
-        """Like `KVCache.read`, but each prompt is read once."""
+    def read(self, ids, length, group):         # each prompt is read once
         P, T = ids.shape
         prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
         h = prefill(self.model, ids, length, prompt)                                        # (P, C)
-        self.rows, self.used = P * group, T
-        self.memory = memory_of(self.model, power_of_two(self.rows), by_64(self.slots))
+        self.used, rows = T, P * group
+        self.memory = memory_of(self.model, power_of_two(rows), by_64(self.slots))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
-            x[:self.rows, :, :T] = read.repeat_interleave(group, 0)
-        return self.model.probs(h / self.temperature).repeat_interleave(group, 0)
+            x[:rows, :, :T] = read.repeat_interleave(group, 0)
+        return h.repeat_interleave(group, 0)
 
-    def keep(self, active):
-        """Like `KVCache.keep`, but ended rows stay until the power of two is smaller."""
+    def drop(self, active):     # ended rows stay until the power of two is smaller
         kept = active.nonzero()[:, 0]
-        if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(self.rows):
-            return torch.arange(self.rows, device=active.device)
+        if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(len(self.rows)):
+            return torch.arange(len(self.rows), device=active.device)
         for x in chain(*self.memory.cache):
             x[:len(kept)] = x[kept]
-        self.rows = len(kept)
         return kept
 
-    def append(self, token, pos):
-        """Like `KVCache.append`."""
+    def probs(self, h):         # one row would be compiled apart, so there are at least two
+        return super().probs(h)[:len(self.rows)]
+
+    def step(self, token, pos):
         self.used = min(self.used + 1, self.slots)          # no row has more
-        step = self.memory.step(power_of_two(self.rows), by_64(self.used))
-        h = step(self.model, token, pos)[:max(self.rows, 2)]    # one row would be compiled apart
-        return self.model.probs(h / self.temperature)[:self.rows]
+        step = self.memory.step(power_of_two(len(self.rows)), by_64(self.used))
+        return step(self.model, token, pos)[:max(len(self.rows), 2)]
 
 def power_of_two(n):
     """The least power of two that is at least n and 2: compilation treats 1 apart."""
@@ -169,52 +229,8 @@ def power_of_two(n):
 def by_64(n):
     return -(-n // 64) * 64         # rounded up
 
-class SharedCache:
-    """Decoding in which completions with the same tokens so far share one state: a group starts
-    with one state, and its rows diverge when they sample different tokens."""
-    every = 1
+CACHES = {"plain": KVCache, "shared": SharedCache, "static": StaticCache}
 
-    def __init__(self, model, slots, temperature):      # at most `slots`: it grows on demand
-        self.model, self.temperature = model, temperature
-
-    def read(self, ids, length, group):
-        """Like `KVCache.read`."""
-        P, T = ids.shape
-        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
-        self.used = T
-        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
-        h = prefill(self.model, ids, length, self.cache)                                    # (P, C)
-        return self.model.probs(h / self.temperature)[self.state]
-
-    def keep(self, active):
-        """Like `KVCache.keep`; states that no row needs any more leave in `advance`."""
-        kept = active.nonzero()[:, 0]
-        self.state = self.state[kept]
-        return kept
-
-    def append(self, token, pos):
-        """Like `KVCache.append`."""
-        self.advance(token)
-        if self.used == self.cache.size(4):
-            self.cache = F.pad(self.cache, (0, 0, 0, 16))
-        self.used += 1
-        of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
-        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
-        h = self.model(token[:, None], pos[:, None], self.cache)[:, 0]                      # (b, C)
-        return self.model.probs(h / self.temperature)[self.state]
-
-    def advance(self, token):
-        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
-        same token share the next one. If no rows diverge and nine tenths of the states are still
-        needed, the cache is kept as it is, to avoid a copy."""
-        pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
-        before = pair[0]                                                                     # (b,)
-        if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
-            return
-        if len(before) == 1:                # avoids compiling again for a batch of one
-            before = before.repeat(2)
-        self.cache, self.state = self.cache.index_select(2, before), after
-
-def by_16(n):
-    """n rounded up to a multiple of 16, so that few shapes are compiled."""
-    return -(-n // 16) * 16
+def new(model, slots, temperature):
+    """The kind of cache that a model samples with, for rows of at most so many tokens."""
+    return CACHES[model.kv_cache](model, slots, temperature)

@@ -36,9 +36,9 @@ def dtype_of(cfg):
 
 def has_static_cache(cfg):
     """Whether sampling uses static shapes; auto: on cuda, as CUDA graphs need them."""
-    if cfg.static_cache == "auto":
+    if cfg.cache == "auto":
         return device_of(cfg).type == "cuda"
-    return cfg.static_cache == "on"
+    return cfg.cache == "static"
 
 def double(device):
     """float64, or float32 on mps, which has no float64."""
@@ -48,7 +48,7 @@ def compile_all(cfg, *modules):
     """Compiles each layer of the modules, and what is made of logits, if cfg says so. All layers
     share their graphs: for prompts, for one token, for training with a gradient and without. The
     graphs count against one recompile limit, 8 by default."""
-    if cfg.compile == "off":
+    if not cfg.compile:
         return
     torch._dynamo.config.recompile_limit = 64
     torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
@@ -132,7 +132,7 @@ def exit_with(code):
 
 def is_sharding(cfg):
     """Whether models are sharded: --shard, and more than one rank."""
-    return cfg.shard == "on" and ranks() > 1
+    return cfg.shard and ranks() > 1
 
 def shard_module(cfg, module):
     """Shards a module in place, if models are sharded: layer by layer, then the rest, except frozen
@@ -172,8 +172,6 @@ def sync_sampler(agent):
     """Copies the policy's current weights into the sampler, if that is another module."""
     if agent.sampler is not agent.policy:
         copy_weights(agent.sampler, agent.policy)
-
-release, refresh = free_sampler, sync_sampler
 
 @torch.no_grad()
 def copy_weights(copied, policy):

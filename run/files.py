@@ -1,15 +1,13 @@
-"""Atomic writes, and a lock that one process holds."""
+"""Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
 import json
 import os
 import shutil
-from functools import partial
-from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError, regular
+from data import UserError
 from run import dist, show
 
 try:
@@ -17,75 +15,60 @@ try:
 except ImportError:         # not on Windows: two runs in one folder are not prevented
     fcntl = None
 
-UMASK = os.umask(0)     # which can only be read by setting it
-os.umask(UMASK)
-
-def write_whole(path, content):
-    """Writes a temporary file next to `path`, then renames it: a crash leaves the old file intact.
-    content: text, bytes, or a function that writes to a path."""
+@contextlib.contextmanager
+def replacing(path):
+    """A context that yields the path of a temporary file, which in the end takes the place of
+    `path`: a crash leaves the old file intact."""
     beside = path.with_name(path.name + ".tmp")
     try:
-        beside.unlink(missing_ok=True)          # it may be a link, or a pipe
-        if callable(content):
-            content(beside)
-            beside.chmod(0o666 & ~UMASK)        # safetensors lets only the owner read its files
-        else:
-            beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        beside.unlink(missing_ok=True)
+        beside.touch()
+        mode = beside.stat().st_mode
+        yield beside
+        beside.chmod(mode)      # safetensors lets only the owner read its files
         with open(beside, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(beside, path)
     except (OSError, SafetensorError) as e:     # above all a full disk: free what was written
         beside.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
+        raise UserError(f"cannot write {path}: {e}") from e
+
+def write_whole(path, content):
+    """Writes text or bytes to a file atomically."""
+    with replacing(path) as beside:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 def write_tensors(path, tensors, metadata):
     """Writes a safetensors file atomically. One metadata key: several have no fixed order."""
-    tensors = {n: t.cpu().contiguous() for n, t in tensors.items()}
-    write_whole(Path(path), partial(save_file, tensors, metadata=metadata))
+    tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
+    with replacing(path) as beside:
+        save_file(tensors, beside, metadata)
 
-LOCKS = []      # the file it has locked, at most one
-
-def lock(path):
-    """Locks the file at `path` until this process ends or calls `unlock`; raises UserError if
-    another process holds the lock."""
-    unlock()
-    if fcntl:
-        LOCKS.append(open(regular(path), "ab"))
-        try:
-            fcntl.flock(LOCKS[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            unlock()
-            raise UserError(f"another run is active in {path.parent}: wait until it ends, or "
-                            f"choose another --out") from e
-
-def unlock():
-    """Releases the lock of this process."""
-    while LOCKS:
-        LOCKS.pop().close()
-
+# ----------------------------------------------------------------------------------- a run's folder
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
+
+def lock(path):
+    """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
+    LOCK.close()
+    file = LOCK.enter_context(open(path, "ab"))
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise UserError(f"another run is active in {path.parent}: wait until it ends, or choose "
+                        f"another --out") from e
+
+def append(path, record):
+    """Adds a line to a JSON lines file."""
+    with open(path, "a") as f:
+        f.write(json.dumps(record) + "\n")
 
 def log_metrics(folder, step, stats):
     """Adds a line to metrics.jsonl, on the first rank."""
     if dist.rank() == 0:
         append(folder / "metrics.jsonl", {"step": step, **stats})
-
-def append(path, record):
-    """Adds a line to a JSON lines file."""
-    try:
-        with open(path, "a") as f:
-            f.write(json.dumps(record) + "\n")
-    except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror}") from e
-
-@contextlib.contextmanager
-def unlocked():
-    """A context that ends by releasing the folder's lock, which `checkpoint.claim` takes."""
-    try:
-        yield
-    finally:
-        unlock()
 
 def keep_previous(folder):
     """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""
@@ -100,9 +83,9 @@ def keep_previous(folder):
     show.print0(f"the finished run in {folder} was moved to {previous}")
 
 def clear_up(folder):
-    """Removes temporary files of interrupted saves, which are as large as the model: its own, and
-    those with a random name that safetensors renames to them."""
-    for place in (folder, folder / "warm_start"):
-        for kind in ("*.json.tmp", "*.safetensors.tmp", "*.html.tmp", f".tmp{'[0-9A-Za-z]' * 6}"):
+    """Removes what interrupted saves have left, files as large as the model: those of `replacing`,
+    and those with a random name that safetensors renames to them."""
+    for place in (folder, folder / "best", folder / "warm_start"):
+        for kind in ("*.safetensors.tmp", ".tmp??????"):
             for path in [*place.glob(kind)]:
                 path.unlink()

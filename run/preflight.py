@@ -7,17 +7,17 @@ from pathlib import Path
 import torch
 
 from data import UserError, check_steps, require, rewards_of
-from model import most_logits
+from run.passes import most_logits
 from run import config, dist, show
-from run.batches import MICRO_TOKENS
+from run.passes import MICRO_TOKENS
 from run.caches import by_64, power_of_two
 
 def problems_of(cfg, task):
     """A task's training and held-out problems; raises UserError if it returns anything else, or
     none to evaluate on."""
-    found = task.problems(cfg)
+    found = config.problems_of(task, cfg)
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(are_problems, found)):
-        raise UserError("the task's problems(cfg) must return two lists, training and held-out, of "
+        raise UserError("the task's problems() must return two lists, training and held-out, of "
                         "objects with a string `prompt`")
     train, held_out = found
     if not held_out:
@@ -40,7 +40,7 @@ def are_problems(found):
 def check_run(cfg, task, problems, held_out):
     """Raises UserError if the task lacks a function that the run needs, or if a step needs more
     problems than there are or a number not divisible by the ranks; notes a small held-out set."""
-    config.check(cfg)
+    config.check_called(cfg)
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
     if cfg.warm_steps:
@@ -56,18 +56,14 @@ def check_run(cfg, task, problems, held_out):
     for problem in problems[:1]:            # fail before the warm start
         check_rule(cfg, task, problem)
     ranks = dist.ranks()
-    drawn = {"prompts": cfg.prompts}          # problems drawn at a time
-    if cfg.reward == "model":
-        drawn["fit_prompts"] = cfg.fit_prompts
-    for name, n in drawn.items():
-        if n > len(problems):
-            raise UserError(f"--{name} {n}: the task has only {len(problems)} problems to draw "
-                            f"from")
-        if n % ranks:
-            raise UserError(f"--{name} {n} is not divisible by {ranks} ranks")
-    if cfg.warm_batch < ranks:
-        raise UserError(f"--warm_batch {cfg.warm_batch} is less than one row for each of {ranks} "
-                        f"ranks")
+    if cfg.prompts > len(problems):
+        raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems to "
+                        f"draw from")
+    if cfg.prompts % ranks:
+        raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
+    if cfg.learns_reward and len(problems) < 10 * ranks:
+        raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
+                        f"{len(problems)}")
     if len(held_out) < cfg.held_out:
         show.print0(f"note: --held_out {cfg.held_out}, but the task has only {len(held_out)} "
                     f"held-out problems")
@@ -127,13 +123,13 @@ def memory(model, cfg, longest):
     N, b = sum(p.numel() for p in model.parameters()), 2 if half else 4     # b: bytes in products
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     frozen = 4 * N - (4 - b) * linear + b * c.vocab_size * c.n_embd * (half and c.tied)
-    learned, slots, V = cfg.reward == "model", longest + cfg.max_new, c.vocab_size
-    rows = cfg.prompts * max(cfg.group, cfg.choices * learned) // dist.ranks()
-    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots * (cfg.choices if learned else 1))
+    learned, slots, V = cfg.learns_reward, longest + cfg.max_new, c.vocab_size
+    rows = cfg.prompts * max(cfg.group, 4 * learned) // dist.ranks()
+    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots * (4 if learned else 1))     # CHOICES
     inner, heads = c.n_inner * (4 if c.mlp == "swiglu" else 2), (c.n_head + c.n_kv_head)
     layer = 4 * 4 * c.n_embd + b * (2 * c.n_embd + 3 * heads * c.head_size + inner)   # per token
     stored = layer * c.n_layer
-    if cfg.recompute == "on":           # one layer's, half as much for their gradients, all inputs
+    if cfg.recompute:           # one layer's, half as much for their gradients, all inputs
         stored = layer * 3 // 2 + 4 * c.n_embd * c.n_layer
     trained = 1 + ("value" in cfg.baseline and cfg.critic == "separate")
     sharded = dist.is_sharding(cfg)

@@ -17,8 +17,7 @@ from torch import nn
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import caches, dist, prefixes, preflight
-from run.checkpoint import finite
+from run import dist, preflight
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -179,10 +178,10 @@ def of_config(hf, source="config.json"):
 def allocate(model):
     """Allocates a model on the meta device; its weights are uninitialised."""
     uninitialised = dict(model.to_empty(device="cpu").named_buffers())
-    model.set_angles()
+    model.precompute_rope()
     for name, x in model.named_buffers():
         if x is uninitialised[name]:
-            raise UserError(f"files do not hold the buffer {name}: compute it in set_angles, in "
+            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope, in "
                             f"model.py")
     return model
 
@@ -229,6 +228,10 @@ def fill_new(model, missing, folder):
     for name, parts in missing.items():
         for p in parts:
             p.fill_(values[name])
+
+def finite(tensor):
+    """Whether all values of a tensor are finite, without allocating another of its size."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
@@ -297,11 +300,10 @@ def to_device(model, cfg):
     not what, it computes."""
     device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
     model.amp = torch.bfloat16 if dtype == "bfloat16" else None
-    model.recompute = cfg.recompute == "on"
-    if cfg.share_prefix == "on":
-        prefixes.share(model)
+    model.recompute = cfg.recompute
+    model.kv_cache = "plain" if cfg.cache == "plain" else "shared"
     if dist.has_static_cache(cfg):
-        model.cache_class = caches.StaticCache
+        model.kv_cache = "static"
     return model.to(device).eval()
 
 def load_model(where, cfg, encoding, longest=0):
@@ -330,13 +332,16 @@ def model_of(config, cfg, longest):
     preflight.check_room(model, cfg, longest)
     return to_device(allocate(model), cfg)
 
+HEAD = 32               # channels of a head of a new model, with one key/value head for all
+
 def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two that fits prompts of
     `longest` tokens and their completions."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
-    sizes = shape(vocab_size=encoding.n_vocab, n_layer=cfg.n_layer, n_head=cfg.n_head,
-                             n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd,
-                             block_size=context)
+    D = min(HEAD, cfg.n_embd)
+    sizes = shape(vocab_size=encoding.n_vocab, block_size=context, n_layer=cfg.n_layer,
+                  n_head=cfg.n_embd // D, n_kv_head=1, head_size=D, n_embd=cfg.n_embd,
+                  n_inner=4 * cfg.n_embd)
     with torch.device("meta"):
         preflight.check_room(GPT(sizes), cfg, longest)
     model = to_device(GPT(sizes, dist.generator(cfg, "weights")), cfg)
@@ -357,19 +362,3 @@ def frozen(model):
             for p in layer.parameters():
                 p.data = p.data.to(model.amp)
     return copied
-
-class ScalarHead(nn.Module):
-    """A critic or a reward model: a scalar per token, linear in the hidden state of its own GPT
-    `trunk` or, without a trunk, in hidden states passed in."""
-
-    def __init__(self, size, trunk=None, std=0.0, generator=None):
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(size, 1)
-        nn.init.normal_(self.head.weight, std=std, generator=generator)
-        nn.init.zeros_(self.head.bias)
-        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
-
-    def forward(self, ids, mask=None, h=None):
-        """Scalars (B, T) from ids (B, T), or from h (B, T, C) without a trunk; `mask` as in GPT."""
-        h = h if self.trunk is None else self.trunk(ids, mask=mask)
-        return h.float() @ self.head.weight[0] + self.head.bias

@@ -1,76 +1,45 @@
 """All models of a run, and how a run begins."""
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import torch
 
-from model import GPT
+
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
-from run.pretrained import ScalarHead, frozen
+from model import ScalarHead
+from run.pretrained import frozen
 
-@dataclass
-class Agent:
-    """All state of a run; ref, critic and reward_model are None if they are not needed."""
-    cfg: object
-    task: object
-    encoding: object
-    policy: GPT
-    ref: GPT = None                     # the reference, frozen
-    critic: ScalarHead = None           # the value of a state
-    reward_model: ScalarHead = None
-    sampler: GPT = None                 # the policy, or a copy in bfloat16 or unsharded
-    opt: torch.optim.Optimizer = None   # for policy and critic
-    beta: float = 0.0                   # KL coefficient, adapted under --target_kl
-    history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
-
-    def __post_init__(self):
-        self.sampler = self.sampler or self.policy
-
-def new_agent(cfg, task, encoding, policy, saved=None):
-    """All models, as before the first step or as in the Checkpoint `saved`. With --shard each copy
-    of the policy is sharded once it is made, and the policy when all are made."""
-    agent = Agent(cfg, task, encoding, policy, beta=cfg.beta)
-    width, device = policy.cfg.n_embd, policy.device
+def add_models(agent):
+    """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
+    from; sharded, if they are to be."""
+    cfg, policy = agent.cfg, agent.policy
+    C = policy.cfg.n_embd
     if cfg.needs_reference:
         agent.ref = dist.shard_module(cfg, frozen(policy))
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        agent.critic = dist.shard_module(cfg, ScalarHead(width, trunk).to(device))
-    if cfg.reward == "model":
-        std = (width + 1) ** -0.5                       # scores of variance 1
-        generator = dist.generator(cfg, "scorer")
-        scorer = ScalarHead(width, copy.deepcopy(policy), std, generator)
-        agent.reward_model = dist.shard_module(cfg, scorer.to(device))
-    models = [policy, agent.ref, agent.critic, agent.reward_model]
-    if policy.amp or dist.is_sharding(cfg):
-        agent.sampler = frozen(policy)
-        models.append(agent.sampler)
+        agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
+    if cfg.learns_reward:
+        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,      # scores of variance 1
+                            generator=dist.generator(cfg, "scorer"))
+        agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))
+    agent.sampler = frozen(policy) if policy.amp or dist.is_sharding(cfg) else policy
     dist.shard_module(cfg, policy)
 
-    eps = 1e-8 if agent.critic is None else 1e-5    # as in the original PPO code and CleanRL
-    agent.opt = warm_start.new_optimizer([policy, agent.critic], cfg.lr, eps)
+def make_ready(agent, saved):
+    """Restores a Checkpoint, if there is one; then all models are as they sample and compile."""
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)
-    models = [model for model in models if model is not None]
-    for model in models:
-        model.eval()
-    dist.compile_all(cfg, *models)
-    return agent
-
-def train_mode(agent, on):
-    """Switches policy and critic to training mode or, with on=False, to evaluation mode."""
-    agent.policy.train(on)
-    if agent.critic is not None:
-        agent.critic.train(on)
+    models = {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model} - {None}
+    for module in models:
+        module.eval()
+    dist.compile_all(agent.cfg, *models)
 
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
     tokenizer, the policy, and the training and held-out problems."""
-    checkpoint.claim(cfg, saved)
     has_model = bool(saved and saved.model)
-    total = cfg.steps * cfg.iterations
-    if has_model and saved.step == total and not saved.stats:
+    if has_model and saved.step == cfg.total_steps and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
 
     problems, held_out = preflight.problems_of(cfg, task)
@@ -97,6 +66,6 @@ def begin(cfg, task, saved):
     if dist.rank() == 0:
         checkpoint.open_run(cfg, saved)
     if cold:
-        show.print0(f"the warm start comes first, then {total} steps of RL")
+        show.print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start.warm_start(policy, task, problems, cfg, encoding)
     return cfg, encoding, policy, problems, held_out

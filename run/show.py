@@ -101,7 +101,12 @@ def header(agent, problems, held_out):
     if cfg.adv_scale == "group" and cfg.baseline in ("none", "value"):
         print0(f"note: with --baseline {cfg.baseline}, advantages are still divided by the group's "
                f"std; --adv_scale none leaves that out")
-    if cfg.compile == "on":
+    if cfg.kl == "reward" and cfg.estimator == "k1":
+        print0("--kl reward implies --estimator k1, whose gradient there is that of the KL")
+    if cfg.learns_reward and cfg.adv_scale == "none":
+        print0(f"--reward {cfg.reward} implies --adv_scale none: once all completions of a group "
+               f"are good, their std is only the model's noise")
+    if cfg.compile:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init and Path(cfg.init) != Path(data.__file__).parent / "warm_start":
         frame = agent.encoding.frame
@@ -127,7 +132,7 @@ def step_line(step, total, done):
         print0("warning: for 3 steps in a row all rewards of every group were equal")
     if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
         print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "
-               "earned at most --truncated_reward")
+               "earned at most 0")
 
 def in_a_row(held):
     """How many of the last were true."""
@@ -175,7 +180,7 @@ def farewell(cfg, question):
 def resume_command(cfg):
     """The command that continues a run. It must name files with code, as they are executed."""
     command = f"python grpo.py --resume --out {shlex.quote(str(cfg.folder))}"
-    for flag, file in ("task", cfg.task), ("algo", cfg.functions):
+    for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):
             command += f" --{flag} {shlex.quote(file)}"
     return command

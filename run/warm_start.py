@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import data
 from data import UserError, read_bytes, read_json
-from model import token_logps
-from run import batches, config, dist, pretrained, show
+from run.passes import token_logps
+from run import config, dist, passes, pretrained, show
 from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
@@ -27,18 +27,20 @@ SHIPPED = Path(data.__file__).parent / "warm_start"
 # uses, and a fork's new ones count by the heading under which they stand.
 MODEL_HEADING = "new model and warm start"
 DEPENDS_ON = frozenset(
-    "task difficulty init chat system seed max_new recompute share_prefix grad_clip".split())
+    "task task_args init chat system seed max_new recompute cache".split())
 # Of these, SHIPPED may have been made with others.
-ANY = frozenset("seed recompute share_prefix grad_clip".split())
+ANY = frozenset("seed recompute cache".split())
 
 # ------------------------------------------------------------------------------- which one to use
 
 def settings(cfg):
     """The names of the settings on which a kept warm start depends. A field under no heading is one
     of them, to be safe."""
-    known = next(config.HELP[kind] for kind in type(cfg).__mro__ if kind in config.HELP)
-    others = {name for title, helps in known if not title.startswith(MODEL_HEADING)
-              for name in helps}
+    others = set()
+    for kind in filter(is_dataclass, type(cfg).__mro__):
+        for heading, helps in config.sections(kind).items():
+            if not heading.startswith(MODEL_HEADING):
+                others |= helps.keys()
     return [f.name for f in fields(cfg) if f.name not in others - DEPENDS_ON]
 
 def shipped(cfg):
@@ -85,10 +87,11 @@ def changed(cfg, note, ignored=frozenset()):
     """The first setting of cfg on which a warm start depends and which has another value in its
     note, as text; None if there is none. A setting that the note lacks had its default."""
     default = {field.name: field.default for field in fields(cfg)}
-    for name in settings(cfg):
-        was, now = note["settings"].get(name, default[name]), getattr(cfg, name)
-        if name not in ignored and was != now:
-            return f"--{name} was {was}, and is {now}"
+    then = default | note["settings"] | note["settings"].get("task_args", {})
+    now = vars(cfg) | cfg.task_args
+    for name in [*cfg.task_args, *settings(cfg)]:
+        if name not in ignored and then.get(name) != now[name]:
+            return f"--{name} was {then.get(name)}, and is {now[name]}"
     return None
 
 def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
@@ -117,21 +120,22 @@ def outdated(where, cfg, task, problems, encoding, ignored=frozenset()):
 
 # ------------------------------------------------------------------------------------ making one
 
+WARM_BATCH = 48         # demonstrations per optimizer step
+
 def warm_start(model, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
     def losses(step):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
-        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=cfg.warm_batch)]
+        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
         tokens = sum(len(text) for _, text in rows)             # over all ranks
         if (long := max(len(text) for _, text in rows)) > cfg.max_new:
             raise UserError(f"a demonstration has {long} tokens, --max_new is {cfg.max_new}")
         ids, mask = padded(dist.of_rank(rows))
-        for micro, T in batches.micro_batches(ids, mask, cfg.micro_tokens):
+        for micro, T in passes.micro_batches(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
-    supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr,
-                             cfg.grad_clip)
+    supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr)
 
     if dist.rank() == 0:
         where, note = cfg.folder / "warm_start", cfg.folder / "warm_start" / "warm_start.json"
@@ -225,7 +229,9 @@ def optimizer_step(opt, grad_clip):
     opt.zero_grad()
     return norm
 
-def supervised_fit(name, module, losses, steps, lr, grad_clip):
+GRAD_CLIP = 1.0         # maximum gradient norm of a supervised fit
+
+def supervised_fit(name, module, losses, steps, lr):
     """Supervised training: `steps` optimizer steps, each on the sum of the loss terms that
     `losses(step)` yields. The learning rate rises for 30 steps and falls linearly to 0."""
     opt, report = new_optimizer([module], lr), show.progress(name, steps)
@@ -238,7 +244,7 @@ def supervised_fit(name, module, losses, steps, lr, grad_clip):
         for loss in losses(step):
             loss.backward()
             total += loss.detach()
-        optimizer_step(opt, grad_clip)
+        optimizer_step(opt, GRAD_CLIP)
         tenth = (step + 1) % max(1, steps // 10) == 0
         report(step + 1, f"loss {dist.all_reduce(total).item():.3f}  ", tenth)
     module.eval()

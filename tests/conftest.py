@@ -283,16 +283,11 @@ def cfg():
     return Config(prompts=2, group=4, max_new=8, micro_tokens=64, lr=1e-3)
 
 
-OWN = config.own_functions(vars(grpo))
-
-
 @pytest.fixture(autouse=True)
 def own_functions():
     """After a run of an algorithm in a file, grpo.py has its own functions again."""
     yield
-    if config.REPLACED:
-        vars(grpo).update(OWN)
-        config.REPLACED.clear()
+    config.algorithm("grpo", grpo.ALGOS, grpo)
 
 
 @pytest.fixture(autouse=True)

@@ -144,13 +144,13 @@ def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     monkeypatch.setattr(dist, "device_of", lambda cfg: torch.device("cuda" if cuda else "cpu"))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     assert pretrained.to_device(tiny_model(), cfg).cache_class is found
-    cfg = make_config(task="arithmetic", static_cache="off", share_prefix="off", device="cpu")
+    cfg = make_config(task="arithmetic", cache="plain", device="cpu")
     assert pretrained.to_device(tiny_model(), cfg).cache_class is None
 
 
 def test_its_memory_is_counted_in_the_update_too():
     """2 * 6,000 rows are 16,384, 8 tokens 64 slots, each with a key and a value in 2 layers of 2 heads of 8."""
-    cfg = dict(task="arithmetic", group=2, max_new=4, device="cpu", dtype="float32", static_cache="on")
+    cfg = dict(task="arithmetic", group=2, max_new=4, device="cpu", dtype="float32", cache="static")
     rollout, update = (preflight.memory(tiny_model(), make_config(**cfg, prompts=n), 4) for n in (6000, 1))
     assert rollout["cache"] == 4 * 2 * 2 * 2 * 8 * 16384 * 64 and "gradients" not in rollout
     assert update["static cache"] == 4 * 2 * 2 * 2 * 8 * 2 * 64 and "gradients" in update
@@ -167,7 +167,7 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     counters.clear()
     plain = tiny_model(scale=2.0, n_layer=24, block_size=128)
     model = static(copy.deepcopy(plain))
-    dist.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    dist.compile_all(make_config(task="arithmetic", compile=True, device="cpu"), model)
     spent = 0.0
     for seed, (prompts, group, longest) in enumerate([(PROMPTS[:2], 4, 70), (PROMPTS, 8, 12), (PROMPTS, 11, 20)]):
         u = uniform(len(prompts) * group, longest, seed)
@@ -198,7 +198,7 @@ def test_a_compiled_layer_does_not_copy_the_cache():
     from torch._inductor.utils import run_and_get_code
     plain = tiny_model(n_layer=1, block_size=128)
     model, token, pos = copy.deepcopy(plain), torch.arange(8), torch.arange(8) % 3
-    dist.compile_all(make_config(task="arithmetic", compile="on", device="cpu"), model)
+    dist.compile_all(make_config(task="arithmetic", compile=True, device="cpu"), model)
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         want = caches.Memory(plain, 16, 128).step(8, 64)(plain, token, pos)
         step = caches.Memory(model, 16, 128).step(8, 64)

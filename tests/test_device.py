@@ -261,7 +261,7 @@ def test_nothing_is_left_of_the_pretence():
 TASK = """
 from types import SimpleNamespace as Problem
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     words = [Problem(prompt=a + b[:n] + "=") for a in "abcdef" for b in "ghi" for n in (0, 1)]
     return words[1:], words[:1]
 def demonstration(problem, rng):
@@ -279,7 +279,7 @@ SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inne
 FAMILIES = {"gpt2": {}, "qwen2": {}, "qwen3": {}, "llama": dict(
     tie_word_embeddings=False, rope_scaling=dict(zip(pretrained.LLAMA3, (8.0, 1.0, 4.0, 8.0)), rope_type="llama3"))}
 SMALL = dict(family="llama", prompts=5, group=2, max_new=3, steps=1, held_out=1, samples=1, micro_tokens=60, lr=1e-3,
-             fit_prompts=10, compile="off")
+             compile=False)
 TEN = dict(prompts=10, micro_tokens=120)         # as many as are labelled
 RUNS = {
     "grpo": {},
@@ -288,14 +288,14 @@ RUNS = {
     "ppo": dict(algo="ppo"),
     "rloo, gpt2": dict(algo="rloo", family="gpt2"),
     "dr_grpo, minibatches": dict(algo="dr_grpo", minibatches=2, epochs=2),
-    "grpo, static cache": dict(static_cache="on"),
-    "dapo, nothing shared": dict(algo="dapo", share_prefix="off"),
-    "gspo, recompute": dict(algo="gspo", recompute="on"),
+    "grpo, static cache": dict(cache="static"),
+    "dapo, nothing shared": dict(algo="dapo", cache="plain"),
+    "gspo, recompute": dict(algo="gspo", recompute=True),
     "ppo, critic of its own": dict(algo="ppo", critic="separate", baseline="group+value"),
     "steps rewarded, target_kl": dict(supervision="process", target_kl=0.01),
-    "reward learned": dict(reward="model", choices=2, iterations=2, **TEN),
-    "steps learned": dict(reward="model", supervision="process", labels="rollouts", algo="ppo", choices=2, **TEN),
-    "warm start": dict(family="", n_layer=1, n_embd=16, n_head=2, warm_steps=6, warm_batch=8, warm_lr=0.1),
+    "reward learned": dict(reward="model", iterations=2, **TEN),
+    "steps learned": dict(reward="model", supervision="process", labels="rollouts", algo="ppo", **TEN),
+    "warm start": dict(family="", n_layer=1, n_embd=16, warm_steps=6, warm_lr=0.1),
 }
 
 

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -27,9 +25,9 @@ from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
 from model import GPT, GPTConfig
 from run import checkpoint, files, preflight, pretrained, setup
-from run.files import LOGS, clear_up
+from run.files import clear_up
 
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 "
+TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1").split()
 
 
@@ -37,7 +35,7 @@ TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prom
 def done(tmp_path_factory):
     """A run of 2 steps, with a reward model, so that its checkpoint has all kinds of tensors."""
     where = tmp_path_factory.mktemp("done")
-    main([*TINY, "--reward", "model", "--fit_prompts", "10", "--steps", "2", "--out", str(where)])
+    main([*TINY, "--reward", "model", "--steps", "2", "--out", str(where)])
     return where
 
 
@@ -62,24 +60,15 @@ def fault(capsys, *args):
 P = "policy.layers.0.mlp.up_proj.weight"
 WRONG = {
     "a moment of another shape": (lambda t: t | {f"opt.exp_avg.{P}": torch.zeros(2, 3)}, "exp_avg"),
-    "a moment of another dtype": (lambda t: t | {f"opt.exp_avg.{P}": t[P].double()}, "exp_avg"),
-    "a moment that is missing": (lambda t: {n: x for n, x in t.items() if n != f"opt.step.{P}"}, "opt.step"),
-    "no moments at all": (lambda t: {n: x for n, x in t.items() if n[:4] != "opt."}, "missing"),
-    "a weight of another dtype": (lambda t: t | {P: t[P].bfloat16()}, P),
-    "a tensor of no one": (lambda t: t | {"critic.head.bias": torch.zeros(1)}, "critic.head.bias"),
-    "steps that differ": (lambda t: t | {f"opt.step.{P}": torch.tensor(7.0)}, "opt.step"),
-    "a weight that is no number": (lambda t: t | {P: t[P] * float("nan")}, P),
-    "a mean of squares below 0": (lambda t: t | {f"opt.exp_avg_sq.{P}": -torch.ones_like(t[P])}, P),
-    "a token that is none": (lambda t: t | {"history.ids": t["history.ids"] + 257}, "history.ids"),
-    "rows that make no sets": (lambda t: t | {n: x[1:] for n, x in t.items() if n[:7] == "history"},
-                               "history.ids"),
-    "rows of other lengths": (lambda t: t | {"history.mask": t["history.mask"][1:]}, "history.mask")}
+    "a weight of another shape": (lambda t: t | {P: t[P][:1].clone()}, P),
+    "a weight that is missing": (lambda t: {n: x for n, x in t.items() if n != P}, P),
+    "a tensor of no one": (lambda t: t | {"critic.head.bias": torch.zeros(1)}, "critic.head.bias")}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
-    """Signed as it should be, but not what the run needs: Adam's fused kernel once wrote beyond a
-    moment smaller than its parameter."""
+    """Those of another model are refused. Adam's fused kernel once wrote beyond a moment smaller than
+    its parameter."""
     change, says = WRONG[name]
     cfg, saved = checkpoint.load(again, Config)
     checkpoint.write_checkpoint(dataclasses.replace(cfg, out=str(again)),
@@ -87,38 +76,29 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
     assert says in fault(capsys, "--resume", "--steps", 3, "--out", again)
 
 
+def rewrite_state(where, change):
+    """Changes what the header of a run's checkpoint says."""
+    cfg, saved = checkpoint.load(where, Config)
+    state = vars(saved) | {"config": dataclasses.asdict(cfg)}
+    tensors = {n: x.clone() for n, x in state.pop("tensors").items()}
+    change(state)
+    files.write_tensors(where / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
+
+
 @pytest.mark.parametrize("change", [lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
-                                    lambda state: state["config"].update(n_mlp=4), lambda state: state.update(model={}),
-                                    lambda state: state.update(step=-1)])
+                                    lambda state: state["config"].update(n_mlp=4)])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder. Python's own error once did not."""
     path = again / "checkpoint.safetensors"
-    cfg, saved = checkpoint.load(again, Config)
-    state = {n: x for n, x in vars(saved).items() if n != "tensors"} | {"config": dataclasses.asdict(cfg)}
-    change(state)
-    checkpoint.write_state(path, state, saved.tensors)
+    rewrite_state(again, change)
     for flags in (["--resume"], TINY):
         assert fault(capsys, *flags, "--out", again) == (
             f"error: {path} was not written by this version of grpo.py: choose another --out, or delete the file\n")
 
 
-STATE = dict(step=1, stats={}, beta=0.1, model={"n_layer": 1}, sizes=dict.fromkeys(LOGS, 0), data={}, tensors={})
-
-
-@pytest.mark.parametrize("change, says", [
-    ({}, ""), ({"beta": 0}, ""), ({"step": -1, "model": {}}, ""),
-    ({"step": 1.0}, "step has"), ({"step": None, "stats": []}, "step, stats has"), ({"beta": "0.1"}, "beta has"),
-    ({"beta": math.inf}, "beta or sizes has"), ({"beta": math.nan}, "beta or sizes has"), ({"sizes": {}}, "beta or sizes has"),
-    *(({"sizes": dict.fromkeys(LOGS, 0) | {LOGS[1]: x}}, "beta or sizes has") for x in (-1, 1.5, True, None)),
-    ({"step": -1}, "only before step 0"), ({"model": {}}, "only before step 0")], ids=str)
-def test_the_state_in_a_checkpoint_is_checked(change, says):
-    with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
-        checkpoint.Checkpoint(**STATE | change)
-
-
 TOY = """from types import SimpleNamespace
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     made = [SimpleNamespace(prompt=c) for c in "abcdefgh"]
     return made, made[:2]
 def demonstration(problem, rng): return "a"
@@ -129,7 +109,7 @@ def answer(text): return text
 
 @pytest.mark.slow
 def test_a_task_that_has_changed_is_noted(tmp_path, capsys):
-    """When a run goes on, each time. A checkpoint of before the file's hash was stored says nothing."""
+    """When a run goes on, each time. Without its run.json nothing is known of the file."""
     mine, out = tmp_path / "mine.py", tmp_path / "out"
     mine.write_text(TOY)
     main([*TINY, "--task", str(mine), "--steps", "1", "--out", str(out)])
@@ -137,42 +117,31 @@ def test_a_task_that_has_changed_is_noted(tmp_path, capsys):
         mine.write_text(text)
         capsys.readouterr()
         main(["--resume", "--task", str(mine), "--steps", str(steps), "--out", str(out)])
-        assert capsys.readouterr().out.count(f"note: {mine} has changed since the run began\n") == noted
-    cfg, saved = checkpoint.load(out, Config)
-    assert saved.data.keys() == {"task"}
+        assert capsys.readouterr().out.count(f"note: {mine} has changed since the run in {out} began\n") == noted
+    assert json.loads((out / "run.json").read_text())["data"].keys() == {"task"}
     mine.write_text(TOY + "# another\n")
-    checkpoint.write_checkpoint(dataclasses.replace(cfg, out=str(out)), dataclasses.replace(saved, data={}))
+    (out / "run.json").unlink()
     main(["--resume", "--task", str(mine), "--steps", "6", "--out", str(out)])
     assert "note: " + str(mine) not in capsys.readouterr().out
 
 
-def test_a_flipped_bit_is_found(again):
+def test_a_file_that_is_cut_off_is_found(again):
     path = again / "checkpoint.safetensors"
     whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    places = [*range(0, 8 * header, 8 * header // 40), *range(8 * header, 8 * len(whole), len(whole) // 5)]
-    for bit in places:
-        bad = bytearray(whole)
-        bad[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bad)
-        with pytest.raises(UserError, match="checkpoint.safetensors"):
+    for size in [0, 1, 7, 8, 9, *range(10, len(whole), len(whole) // 20), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="checkpoint.safetensors is not a complete safetensors file"):
             checkpoint.load(again, Config)
-
-
-def test_a_look_at_the_step_reads_no_tensors(again, monkeypatch):
-    monkeypatch.setattr(checkpoint, "sha256_of", lambda tensors: pytest.fail("read") if tensors else "")
-    with pytest.raises(UserError, match="already at step 2"):
-        checkpoint.resume(again, Config, {"steps": 1})
 
 
 def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
-    _, encoding, policy, *_ = grpo.agents.begin(cfg, grpo.data.load_task(cfg.task), saved)
+    _, encoding, policy, *_ = setup.begin(cfg, grpo.data.load_task(cfg.task), saved)
     agent = setup.new_agent(cfg, None, encoding, policy, saved)
     state = checkpoint.training_state(agent)
     assert not saved.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}
-    files.unlock()
+    files.LOCK.close()
 
 
 # ---------------------------------------------------------------------------------- a model's files
@@ -217,10 +186,10 @@ def test_eos_beyond_the_vocabulary(model_folder, capsys):
         assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
 
 
-@pytest.mark.parametrize("args", ["--n_embd 200000 --n_head 2", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
-                                  "--n_embd 1048576 --n_head 2", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
+@pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
+                                  "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12, "--warm_batch 1000000000",
-                                  "--reward model --fit_prompts 10 --choices 1000000000"])
+                                  "--reward model"])
 def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
     fault(capsys, *TINY, *args.split(), "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -255,25 +224,23 @@ def test_json_that_is_none_names_its_file(name, text, model_folder, capsys):
 
 
 def test_a_header_that_is_no_run(again, capsys):
-    for text in (DEEP, "[]", "{}", json.dumps({"tensors": "", "config": DEEP})):
-        signed = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
-        files.write_tensors(again / "checkpoint.safetensors", {}, {"grpo": signed})
+    for text in ("", "[]", "{}", json.dumps({"config": []})):
+        files.write_tensors(again / "checkpoint.safetensors", {}, {"grpo": text})
         assert "checkpoint.safetensors" in fault(capsys, "--resume", "--out", again)
 
 
-@pytest.mark.parametrize("about, error", [({}, "KeyError: 'config'"), ({"config": []}, "AttributeError: ")])
-def test_a_run_json_of_something_else(about, error, model_folder, capsys):
-    (model_folder / "run.json").write_text(json.dumps(about))
-    assert f"{model_folder / 'run.json'} was not written by grpo.py ({error}" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
+def test_a_run_json_of_something_else(model_folder, capsys):
+    """Has no settings to take."""
+    (model_folder / "run.json").write_text("{}")
+    main(["--ask", "1*1=", "--init", str(model_folder), "--max_new", "12"])
+    assert capsys.readouterr().out.startswith("1*1=")
 
 
 @pytest.mark.parametrize("change", [{"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}}, {"train": "\0"}, {"x": 1}])
 def test_settings_of_a_folder_that_cannot_be(change, again, capsys):
     rewrite(again / "run.json", config=json.loads((again / "run.json").read_text())["config"] | change)
     fault(capsys, "--ask", "1*1=", "--init", again)
-    cfg, saved = checkpoint.load(again, Config)
-    state = vars(saved) | {"config": dataclasses.asdict(cfg) | change}
-    checkpoint.write_state(again / "checkpoint.safetensors", {n: x for n, x in state.items() if n != "tensors"}, {})
+    rewrite_state(again, lambda state: state["config"].update(change))
     fault(capsys, "--resume", "--out", again)
 
 
@@ -400,18 +367,22 @@ def test_two_runs_in_one_folder(again, capsys):
 
 
 def test_a_run_that_went_on_meanwhile(again, capsys):
+    """The steps are made again, and are the same."""
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     main(["--resume", "--steps", "3", "--out", str(again)])
-    with pytest.raises(UserError, match=f"has continued the run in {again} "):
-        grpo.train(cfg, saved=saved)
-    files.unlock()
+    names = ("model.safetensors", "samples.jsonl")
+    before = [(again / name).read_bytes() for name in names]
+    grpo.train(cfg, saved=saved)
+    files.LOCK.close()
+    assert [(again / name).read_bytes() for name in names] == before
 
 
 def test_what_killed_saves_left_is_cleared(again):
     """A name of six random characters is one that safetensors writes to before it renames."""
     left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp",
-            again / ".tmp0a79jC", again / "warm_start" / ".tmpABCDEF"]
-    own = [again / "notes.tmp", again / ".tmp0a79jCx", again / ".tmp-notes"]
+            again / ".tmp0a79jC", again / "warm_start" / ".tmpABCDEF", again / "best" / ".tmpABCDEF"]
+    own = [again / "notes.tmp", again / ".tmp0a79jCx"]
+    (again / "best").mkdir()
     for path in (*left, *own):
         path.write_bytes(b"x")
     main(["--resume", "--steps", "3", "--out", str(again)])
@@ -450,22 +421,19 @@ def in_place_of(path, what):
     os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero")
 
 
-READ = {"run.json": ["--eval_only", "--init"], "config.json": ["--ask", "1*1=", "--init"],
-        "model.safetensors": ["--ask", "1*1=", "--init"], "tokenizer.json": ["--ask", "1*1=", "--init"],
-        "checkpoint.safetensors": ["--resume", "--steps", "3", "--out"], "lock": ["--resume", "--steps", "3", "--out"],
-        "metrics.jsonl": ["--resume", "--steps", "3", "--out"]}
+READ = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("what", ["pipe", "zeros"])
 @pytest.mark.parametrize("name", READ)
 def test_what_is_no_file_is_refused(name, what, again, seconds, capsys):
     in_place_of(again / name, what)
-    assert fault(capsys, *READ[name], again).count(name) == 1
+    assert fault(capsys, "--ask", "1*1=", "--init", again).count(name) == 1
 
 
 def test_a_file_without_end_is_refused(again, monkeypatch, capsys):
-    monkeypatch.setattr(data, "LARGEST", (again / "run.json").stat().st_size - 1)
-    assert "run.json is too large: " in fault(capsys, "--ask", "1*1=", "--init", again)
+    monkeypatch.setattr(data, "LARGEST", (again / "tokenizer.json").stat().st_size - 1)
+    assert "tokenizer.json is too large: " in fault(capsys, "--ask", "1*1=", "--init", again)
 
 
 def test_problems_come_from_a_file(tmp_path, seconds, capsys):
@@ -532,7 +500,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(what, again, capsys, monkeypatc
             raise full
         monkeypatch.setattr(os, "fsync", fsync)
     line = fault(capsys, "--resume", "--steps", 3, "--out", again)
-    assert "cannot write" in line and what in line and "No space left" in line
+    assert "No space left" in line and (what == "metrics.jsonl" or f"cannot write {again / what}" in line)
     assert (again / "checkpoint.safetensors").read_bytes() == before and not [*again.glob("*.tmp")]
     monkeypatch.undo()
     main(["--resume", "--steps", "3", "--out", str(again)])
@@ -575,7 +543,7 @@ def test_scores_that_say_nothing(x, spread, says, tmp_path, capsys, monkeypatch)
     import reward
     real = reward.scores
     monkeypatch.setattr(reward, "scores", lambda *args: x + spread * real(*args))
-    assert says in fault(capsys, *TINY, "--reward", "model", "--fit_prompts", 10, "--steps", 1, "--out", tmp_path)
+    assert says in fault(capsys, *TINY, "--reward", "model", "--steps", 1, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("env, says", [({"RANK": "0"}, "WORLD_SIZE"),
@@ -593,7 +561,7 @@ def test_other_problems_on_resume(tmp_path, capsys, monkeypatch):
     args = [*TINY[2:], "--task", "gsm8k", "--max_new", "90", "--train", str(rows), "--test", str(rows), "--prompts", "1"]
     monkeypatch.setattr(grpo, "evaluate", lambda *_: rows.write_text(rows.read_text() * 2) and {"greedy": 0.0})
     main([*args, "--steps", "0", "--out", str(tmp_path / "x")])
-    assert "--train" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
+    assert f"{rows} has changed since" in fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
     rows.unlink()
     fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
 
@@ -618,5 +586,5 @@ def test_a_few_hostile_files_and_flags(monkeypatch, capsys):
     """The others are in the script, to be run by hand."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
     import hostile_files as hostile
-    times = ((hostile.bit_flips, 9), (hostile.files, 15), (hostile.flags, 6))
+    times = ((hostile.cuts, 9), (hostile.files, 15), (hostile.flags, 6))
     assert hostile.main(times=times) == 0, capsys.readouterr().out

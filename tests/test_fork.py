@@ -421,7 +421,7 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_run_with_parameters_of_ones_own(tmp_path, monkeypatch, capsys):
     """Trained, saved, resumed and started from; a line says that others will not read them."""
-    small = "--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_lr 5e-3 --prompts 2 --group 4 " \
+    small = "--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --warm_lr 5e-3 --prompts 2 --group 4 " \
             "--max_new 12 --held_out 20 --lr 1e-2".split()
     grpo.main([*small, "--steps", "0", "--out", str(tmp_path / "plain")])
     assert "other programs" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ from run import batches, checkpoint, dist, files, pretrained, report, setup, sho
 from run.setup import Agent
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
-CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile="off")
+CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile=False)
 
 
 def with_(**changes):
@@ -179,7 +179,7 @@ def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, m
     monkeypatch.setattr(batches, "in_chunks", lambda name, drawn, size: parts.append((drawn, size)) or [])
     monkeypatch.setattr(batches, "concatenate", lambda *rows: {})
     monkeypatch.setattr(reward, "refit", lambda *given: ({"ids": 1}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
-    cfg = with_(reward="model", fit_prompts=fit_prompts, choices=2)
+    cfg = with_(reward="model", fit_prompts=fit_prompts)
     agent = Agent(cfg, None, None, None, reward_model=1)
     assert grpo.begin_iteration(agent, PROBLEMS, 0) == {"rm_accuracy": 1.0, "rm_error": 0.0}
     (drawn, size), = parts
@@ -204,7 +204,7 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked,
         got.append(source), torch.ones(2, 3))[1])
     monkeypatch.setattr(reward, "refit", lambda model, rows, history, cfg, source: (
         rows, {"rm_accuracy": rows["label"].mean().item(), "rm_error": 0.0}))
-    cfg = with_(reward="model", supervision="process", labels=labels, fit_prompts=10, choices=2)
+    cfg = with_(reward="model", supervision="process", labels=labels)
     agent = Agent(cfg, None, None, None, reward_model=1)
     assert grpo.begin_iteration(agent, PROBLEMS, 4)["rm_accuracy"] == asked and bool(got) is asked
     assert streams == [("fit", 4), (f"labels of rank {rank}", 4)]
@@ -265,7 +265,7 @@ def order(monkeypatch):
     note(show, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(show, "step_line", lambda *given: None)
-    monkeypatch.setattr(files, "log_samples", lambda *given, last: None)
+    monkeypatch.setattr(report, "log_samples", lambda *given, last: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made
 
@@ -444,6 +444,6 @@ def test_labelling_has_as_many_rows_as_a_rollout_but_a_problem_a_prompt(group, c
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(reward, "of_steps", lambda task, b, *_: (torch.zeros(b.ids.shape), b.mask))
     monkeypatch.setattr(reward, "refit", lambda *_: ({}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
-    cfg = with_(prompts=3, group=group, choices=choices, fit_prompts=20, reward="model")
+    cfg = with_(prompts=3, group=group, choices=choices, reward="model")
     grpo.begin_iteration(Agent(cfg, None, None, None, reward_model=1), PROBLEMS, 0)
     assert seen == sizes

@@ -1,5 +1,6 @@
 """The life of a run, as a user leads it: begun, stopped, continued, evaluated, overwritten, copied; and what each flag does
 when a run goes on."""
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -16,13 +17,13 @@ from safetensors.torch import load
 import grpo
 from data import UserError
 from grpo import Config, main
-from run import checkpoint, dist, files, warm_start
+from run import checkpoint, dist, files, pretrained, setup, warm_start
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
 TASK = """
 from types import SimpleNamespace as Problem
 DEFAULTS = dict(steps=2, prompts=3, group=4, max_new=5)
-def problems(cfg):
+def problems(difficulty=2):
     words = [c + d + "=" for c in "abcdef" for d in "abcdef"]
     return [Problem(prompt=word) for word in words[6:]], [Problem(prompt=word) for word in words[:6]]
 def demonstration(problem, rng):
@@ -32,8 +33,8 @@ def reward(problem, text):
 def answer(text):
     return text[:1]
 """
-SMALL = ("--n_layer 1 --n_embd 16 --n_head 2 --warm_steps 12 --warm_lr 1e-2 --warm_batch 8 --lr 5e-3 --samples 2 "
-         "--device cpu --compile off").split()
+SMALL = ("--n_layer 1 --n_embd 16 --warm_steps 12 --warm_lr 1e-2 --lr 5e-3 --samples 2 "
+         "--device cpu --no-compile").split()
 CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
 
 
@@ -69,7 +70,7 @@ def run(tmp_path):
     task = ["--task", str(tmp_path / "letters.py")]
 
     def command(out, *args, kill_at=None):
-        command.saved, real, log = [], checkpoint.save, grpo.folder.log_metrics
+        command.saved, real, log = [], checkpoint.save, files.log_metrics
         def save(agent, step, *stats):
             command.saved.append(step)
             real(agent, step, *stats)
@@ -79,12 +80,12 @@ def run(tmp_path):
             log(where, step, stats)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "save", save)
-            patch.setattr(grpo.folder, "log_metrics", log_metrics)
+            patch.setattr(files, "log_metrics", log_metrics)
             given = [] if "--resume" in args else SMALL
             try:
                 main([*task, *given, *map(str, args), "--out", str(tmp_path / out)])
             except Killed:
-                files.unlock()
+                files.LOCK.close()
         return tmp_path / out
     return command
 
@@ -218,7 +219,7 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
     resume = ["--resume", "--steps", 2, "--out", tmp_path / "run"]
     assert f"has --{name} {paths[name]}, not {tmp_path / 'copy'}" in fault(capsys, *resume, f"--{name}", tmp_path / "copy")
     paths[name].write_text("".join(rows[:-1]))
-    assert f"--{name} {paths[name]} has changed since the run in" in fault(capsys, *resume)
+    assert f"{paths[name]} has changed since the run in" in fault(capsys, *resume)
     paths[name].write_text("".join(rows))
     main(list(map(str, resume)))
     assert metrics(tmp_path / "run")[-1]["step"] == 2
@@ -226,7 +227,7 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
 
 def test_what_a_run_tells(run, capsys):
     """Each line that stands for a number in metrics.jsonl, in its place; the page at the end is of the whole run."""
-    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model", "--fit_prompts", 10, "--choices", 2)
+    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model", "--choices", 2)
     said = [line for line in capsys.readouterr().out.splitlines()
             if not line.startswith((" ", "note", "memory", "warm start", "reward model 1/"))]
     results = metrics(out)
@@ -251,7 +252,7 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
     out = run("run", "--steps", 1)
     cfg = checkpoint.load(out, Config)[0]
     cfg = dataclasses.replace(cfg, init=str(out))
-    agent = grpo.agents.Agent(cfg, grpo.data.load_task(cfg.task), *grpo.models.trained_model(cfg))
+    agent = setup.Agent(cfg, grpo.data.load_task(cfg.task), *pretrained.trained_model(cfg))
     lengths = []
     for question in ("ab=", "fc=", "q"):
         ids = prompt = agent.encoding.encode_prompt(question)
@@ -383,6 +384,7 @@ def test_a_run_that_was_killed_before_its_first_step_begins_anew(kill_at, run):
     assert evaluated(out) == [0, 1] and not (out / "best").exists()
     about = json.loads((out / "run.json").read_text())
     assert about.pop("config")["steps"] == 1
+    assert about.pop("data").keys() == {"task"}
     assert about == {"command": sys.argv, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
 
 
@@ -404,14 +406,18 @@ def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
     """It stays locked for the run that takes its place, and the lock is not moved."""
     out = run("run", "--steps", 1)
     first, seen, real = metrics(out), [], grpo.train_step
+    inode = (out / "lock").stat().st_ino
 
     def train_step(*given):
-        inode = (out / "lock").stat().st_ino
-        seen.append([f.name for f in files.LOCKS] == [str(out / "lock")] and inode == files.os.fstat(files.LOCKS[0].fileno()).st_ino)
+        with open(out / "lock") as f, pytest.raises(BlockingIOError):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append((out / "lock").stat().st_ino)
         return real(*given)
     monkeypatch.setattr(grpo, "train_step", train_step)
     run("run", "--steps", 1, "--seed", 7)
-    assert seen == [True] and files.LOCKS == []
+    assert seen == [inode]
+    with open(out / "lock") as f:                               # it is let go in the end
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert metrics(out / "previous") == first != metrics(out) and not (out / "previous" / "lock").exists()
 
 
@@ -444,21 +450,20 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     """A run that is killed in between has no note, and its weights are not taken for a start."""
     class Stop(Exception):
         pass
-    kept, real = [], files.write_whole
+    kept, real = [], files.replacing
 
-    def write_whole(path, content):
+    @contextlib.contextmanager
+    def replacing(path):
         if path.parent.name == "warm_start":
             kept.append(path.name)
             if path.name == "warm_start.json" and kept.count(path.name) in (1, 3):
                 raise Stop
-        real(path, content)
-    for module in (files, warm_start, warm_start.pretrained):
-        if hasattr(module, "write_whole"):
-            monkeypatch.setattr(module, "write_whole", write_whole)
-    monkeypatch.setattr(files, "write_whole", write_whole)
+        with real(path) as beside:
+            yield beside
+    monkeypatch.setattr(files, "replacing", replacing)
     with pytest.raises(Stop):
         run("run", "--steps", 0)
-    files.unlock()
+    files.LOCK.close()
     assert kept[-1] == "warm_start.json" and {"model.safetensors", "config.json", "tokenizer.json"} <= {*kept[:-1]}
     out = run("run", "--steps", 0)                  # makes a new one, and takes it the next time
     assert (out / "warm_start" / "warm_start.json").exists() and kept.count("model.safetensors") == 2
@@ -466,7 +471,7 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     assert kept.count("model.safetensors") == 2
     with pytest.raises(Stop):                       # another one, in its place: the old note is not the new weights'
         run("run", "--steps", 1, "--warm_steps", 13)
-    files.unlock()
+    files.LOCK.close()
     assert kept.count("model.safetensors") == 3 and not (out / "warm_start" / "warm_start.json").exists()
 
 

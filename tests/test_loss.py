@@ -468,7 +468,7 @@ def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, en
     cfg = dataclasses.replace(cfg, temperature=0.7)
     model = tiny_model()
     agent = Agent(cfg, task, encoding, model, ref=copy.deepcopy(model), beta=cfg.beta)
-    problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
+    problems = task.problems(1)[0][:2]
     batch, _ = grpo.rollout(agent, problems, random.Random(0))
     assert batch.mask.sum() > 20
     torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=5e-5)
@@ -526,7 +526,7 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
     logps, loss = batches.logps, grpo.policy_loss
     monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
     monkeypatch.setattr(grpo, "policy_loss", lambda new, old, *more: (given.append((new, old)), loss(new, old, *more))[1])
-    problems = task.problems(SimpleNamespace(difficulty=1))[0][:2]
+    problems = task.problems(1)[0][:2]
     batch, stats = grpo.rollout(agent, problems, random.Random(0))
     fixed = batch.old_logp
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
@@ -629,7 +629,7 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     models = [tiny_model() for _ in range(3)]
-    dist.compile_all(Config(compile="on"), *models)
+    dist.compile_all(Config(compile=True), *models)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
             sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
@@ -654,7 +654,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeyp
         return batch, stats
     monkeypatch.setattr(grpo, "train_step", train_step)
     grpo.main(["--task", "arithmetic", "--difficulty", "1", "--init", str(tmp_path / "start"), "--warm_steps", "0",
-               "--out", str(tmp_path / "run"), "--device", "cpu", "--compile", "on", "--dtype", "bfloat16", "--lr", "0.01",
+               "--out", str(tmp_path / "run"), "--device", "cpu", "--compile", "--dtype", "bfloat16", "--lr", "0.01",
                "--prompts", "4", "--group", "4", "--max_new", "24", "--steps", "6", "--held_out", "8",
                "--samples", "1"])
     assert len({*lengths}) > 2
@@ -672,7 +672,7 @@ def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
         return graph.forward
     model = tiny_model()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    dist.compile_all(Config(compile="on"), model)
+    dist.compile_all(Config(compile=True), model)
     for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
         token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
     assert 2 <= len(seen) <= 3

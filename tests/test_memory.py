@@ -272,7 +272,7 @@ ONE = {"float32": 4 * 128 + 4 * (64 + 144 + 256), "bfloat16": 4 * 128 + 2 * (64 
 @pytest.mark.parametrize("settings, stored", [
     (dict(micro_tokens=100), 100 * 2 * ONE["float32"]),
     (dict(micro_tokens=100, dtype="bfloat16"), 100 * 2 * ONE["bfloat16"]),
-    (dict(micro_tokens=100, recompute="on"), 100 * (1.5 * ONE["float32"] + 2 * 128)),     # a layer, some gradients; what each begins with
+    (dict(micro_tokens=100, recompute=True), 100 * (1.5 * ONE["float32"] + 2 * 128)),     # a layer, some gradients; what each begins with
     (dict(micro_tokens=100, baseline="value"), 100 * 2 * ONE["float32"]),
     (dict(micro_tokens=100, baseline="value", critic="separate"), 2 * 100 * 2 * ONE["float32"]),
     (dict(micro_tokens=100, critic="separate"), 100 * 2 * ONE["float32"]),          # of no use without a value
@@ -345,7 +345,7 @@ def test_of_rollout_and_update_the_larger_counts(prompts, names):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
     """And at times two layers with all that is in none; or to sample all weights, which it lets go of."""
-    cfg, model = Config(shard="on", dtype=dtype, device="cpu", reward="model", group=2, micro_tokens=256, max_new=4,
+    cfg, model = Config(shard=True, dtype=dtype, device="cpu", reward="model", group=2, micro_tokens=256, max_new=4,
                         warm_steps=0), tiny_model(n_layer=5)
     alone = preflight.memory(model, cfg, 2)
     assert not alone["gathered layers"] and alone["sampler"] == (dtype == "bfloat16") * alone["reference"]
@@ -365,7 +365,7 @@ def test_a_model_is_whole_before_it_is_sharded(monkeypatch):
     """With a warm start so are its gradients and moments; that counts where it is more than the run."""
     model = tiny_model(n_layer=5)
     N = sum(p.numel() for p in model.parameters())
-    cfg = Config(shard="on", dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
+    cfg = Config(shard=True, dtype="float32", device="cpu", prompts=1, group=2, micro_tokens=1, max_new=1, warm_steps=0)
     alone = preflight.memory(model, cfg, 1)
     assert alone["weights"] == 4 * N and "frozen copies" not in alone
     monkeypatch.setattr(dist, "rank", lambda: 1)

@@ -5,6 +5,7 @@ Two processes make all of RUNS in one go while this one makes them alone, and th
 both have left.
 """
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -25,15 +26,14 @@ import grpo
 import reward
 from data import UserError
 from run import batches, checkpoint, config, dist, preflight, pretrained, show, warm_start
-from run import checkpoint as tensors_of
-from run.checkpoint import sha256_of, training_state
+from run.checkpoint import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 # Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
 TASK = """
 from types import SimpleNamespace as Problem
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
     return [Problem(prompt=word) for word in words[3:]], [Problem(prompt=word) for word in words[:3]]
 def demonstration(problem, rng):
@@ -46,9 +46,9 @@ def steps(problem, text):
 def answer(text):
     return text[:1]
 """
-SMALL = dict(n_layer=1, n_embd=32, n_head=4, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
+SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
              micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3, fit_prompts=40,
-             device="cpu", compile="off")
+             device="cpu", compile=False)
 RUNS = {
     **{algo: dict(algo=algo) for algo in grpo.ALGOS},
     "critic of its own": dict(algo="ppo", critic="separate"),
@@ -76,7 +76,7 @@ def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
     above = where.parent
     return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start"), warm_steps=0) | RUNS[name] | dict(
-        out=str(where / name), shard="on" if where.name == "sharded" else "off")
+        out=str(where / name), shard=where.name == "sharded")
 
 
 def run(name, where):
@@ -129,6 +129,12 @@ def set_constants(setattr=setattr):
     setattr(reward, "LABEL_NOISE", 0.3)
 
 
+def sha256_of(tensors):
+    """SHA-256 of a dict of tensors."""
+    parts = (name.encode() + x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for name, x in sorted(tensors.items()))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
     opened, streams, kept, found, real, free = [], [], [], {}, reward.rollout_labels, dist.free_sampler
@@ -148,7 +154,7 @@ def all_runs(rank, where):
             """How many numbers."""
             params = [p for module in modules for p in module.parameters()]
             return sum(getattr(p, "_local_tensor", p).numel() for p in params)
-        parts = list(tensors_of.modules(agent).values())
+        parts = [*filter(None, (agent.policy, agent.ref, agent.critic, agent.reward_model))]
         for module in parts:
             dist.parameters(module)
         share = held(*parts) / sum(p.numel() for module in parts for p in module.parameters())
@@ -475,7 +481,7 @@ def test_a_warm_start_is_of_a_number_of_ranks(both):
         where = both[0] / ranks / "warm start"
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
         task = grpo.data.load_task(cfg.task)
-        _, cold = warm_start.starting_model(cfg, task, task.problems(cfg)[0], 4, pretrained.byte_encoding())
+        _, cold = warm_start.starting_model(cfg, task, task.problems()[0], 4, pretrained.byte_encoding())
         assert cold is (n == 2)
         assert json.loads((where / "warm_start" / "warm_start.json").read_text())["made with"]["ranks"] == n
 
@@ -595,8 +601,8 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given, says", [
-    (dict(warm_batch=1, init=""), "--warm_batch 1 is less than one row for each of 2 ranks"),
-    (dict(reward="model", fit_prompts=11), "--fit_prompts 11 is not divisible by 2 ranks")])
+    (dict(init=""), "--warm_batch 1 is less than one row for each of 2 ranks"),
+    (dict(reward="model"), "--fit_prompts 11 is not divisible by 2 ranks")])
 def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
     codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
     assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """What is written down of a rollout, recomputed by a second way, and the page that shows it, in a real browser
 where there is one: chromium with its driver, and selenium."""
-import base64
 import copy
 import hashlib
 import json
@@ -8,7 +7,6 @@ import random
 import re
 import shutil
 import statistics
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +22,7 @@ from run import batches, files, report, show
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
 LETTERS = '''from types import SimpleNamespace
 DEFAULTS = {}
-def problems(cfg):
+def problems(difficulty=2):
     made = [SimpleNamespace(prompt=a + b + "=") for a in "abcd" for b in "efgh"]
     return made[2:], made[:2]
 def demonstration(problem, rng):
@@ -36,9 +34,9 @@ def steps(problem, text):
 def answer(text):
     return text
 '''
-TINY = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, warm_steps=12, warm_batch=8, warm_lr=3e-2, prompts=3,
+TINY = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3,
             group=4, max_new=8, minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu",
-            dtype="float32", compile="off")
+            dtype="float32", compile=False)
 
 
 def lines(path):
@@ -177,7 +175,7 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
         if step == 4:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(files, "log_samples", log_samples)
+        patch.setattr(report, "log_samples", log_samples)
         with pytest.raises(SystemExit):
             run(tmp_path / "cut", **settings)
     assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]
@@ -243,12 +241,18 @@ def test_a_step_is_a_line_of_120_columns_at_most(capsys):
 
 def test_what_others_wrote_is_escaped():
     """No text in it ends the element that it stands in, and what is read back is what was written."""
-    written = {HOSTILE: [HOSTILE, 1.5, None, "😀\0"], "list": [1, True]}
-    text = report.escaped(written)
-    assert json.loads(text) == written
-    assert text.isascii() and not set("<>&") & set(text)
-    odd = [float("nan"), {"x": [float("inf"), 1e300]}]
-    assert json.loads(report.escaped(odd)) == [None, {"x": [None, 1e300]}]
+    written = [{HOSTILE: [HOSTILE, 1.5, None, "😀\0"], "list": [1, True]}]
+    text = report.page(written)
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)[1]
+    assert json.loads(data) == written
+    assert data.isascii() and "<" not in data
+
+
+def test_what_json_lacks_is_null(tmp_path):
+    """A browser would read none of a page with a NaN."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": NaN, "y": [Infinity, -Infinity, 1e300]}\n')
+    run, = shown_data(report.write([tmp_path]))
+    assert run["metrics"] == [{"step": 1, "x": None, "y": [None, None, 1e300]}]
 
 
 def content(text):
@@ -258,12 +262,11 @@ def content(text):
     return scripts, styles, re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
 
 
-def test_a_page_is_one_file_that_may_run_its_own_scripts_alone(made):
+def test_a_page_is_one_file_that_loads_nothing(made):
     text = (made.folder / "report.html").read_text()
     scripts, styles, policy = content(text)
-    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in scripts + styles]
-    assert policy == (f"default-src 'none'; script-src {hashes[0]} {hashes[1]}; style-src {hashes[2]}; "
-                      f"base-uri 'none'; form-action 'none'")
+    assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+                      "base-uri 'none'; form-action 'none'")
     assert len(scripts) == 2 and len(styles) == 1 and text.count("<script") == 3
     assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
     own = (ROOT / "run/page/page.js").read_text()
@@ -333,10 +336,12 @@ def test_the_first_and_the_last_evaluation_are_told(n, told, tmp_path, capsys):
     assert said == [f"{tmp_path}  step {4 * i}  greedy {2 * i / 10:.1%}" for i in told]
 
 
-def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path):
+def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=f"^cannot write in {tmp_path / 'file' / 'x'}: Not a directory"):
-        report.write([made.folder], tmp_path / "file" / "x")
+    with pytest.raises(SystemExit) as e:
+        grpo.main(["--report", str(made.folder), "--out", str(tmp_path / "file" / "x")])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "Not a directory" in err and str(tmp_path / "file" / "x") in err and err.count("\n") == 1
 
 
 def test_a_run_goes_on_without_its_page(tmp_path, capsys):
@@ -345,29 +350,6 @@ def test_a_run_goes_on_without_its_page(tmp_path, capsys):
     (tmp_path / "report.html").mkdir()
     report.refresh(tmp_path)
     assert capsys.readouterr().out.startswith(f"note: no report: cannot write {tmp_path / 'report.html'}: ")
-
-
-@pytest.mark.parametrize("tokens, shown, partly", [
-    ([["a"] * 4, ["b"]], None, None), ([["a"] * 5, ["b"]], [["a"] * 4, ["b"]], [True, False]),
-    ([["x" * 10, "y"], []], None, None), ([["x" * 11, "y"], []], [["x" * 10, "y"], []], [True, False]),
-    ([[], []], None, None), ([["x" * 21], ["y" * 20]], [["x" * 20], ["y" * 20]], [True, False])])
-def test_long_completions_are_cut(tokens, shown, partly, monkeypatch):
-    """At most 4 tokens here, and 20 characters, which the tokens of the longest completion share."""
-    monkeypatch.setattr(report, "TOKENS", 4)
-    monkeypatch.setattr(report, "CHARACTERS", 20)
-    texts = ["".join(row) for row in tokens]
-    found = report.shortened({"prompt": "p" * 21, "completions": texts, "tokens": tokens, "logp": [[0.0] * len(row) for row in tokens]})
-    shown = shown or tokens
-    assert found == {"prompt": "p" * 20, "completions": [text[:20] for text in texts], "tokens": shown,
-                     "logp": [[0.0] * len(row) for row in shown], **({"partly": partly} if partly else {})}
-
-
-@pytest.mark.parametrize("tokens, ends, good", [
-    ([["a", "b"], ["c"]], [[0, 1], [0]], True), ([["a", "b"], ["c"]], [[2], []], False), ([["a", "b"], ["c"]], [[-1], []], False),
-    ([["a"], []], [[0], []], True), ([["a"], []], [[], [0]], False), (None, [[], []], True), (None, [[0], []], False)])
-def test_a_step_ends_at_a_token(tokens, ends, good):
-    record = {"prompt": "p", "completions": ["ab", "c"], "rewards": [0.0, 1.0], "ends": ends, "step_rewards": [[1.0] * len(row) for row in ends]}
-    assert report.readable(record | ({} if tokens is None else {"tokens": tokens})) is good
 
 
 def test_steps_are_spread_evenly():
@@ -383,10 +365,7 @@ def test_each_run_has_its_share_of_the_bytes(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage, says", [
-    (None, "no run in"), ("[1]\n", "must hold a JSON object"), ("{\n", "is not JSON"), ('{"x": 1}\n', "without a step"),
-    ('{"step": 1, "x": ' + "[" * 10 ** 5 + "]" * 10 ** 5 + "}\n", "is not JSON"),
-    pytest.param('{"step": 1, "x": ' + "[" * 900 + "NaN" + "]" * 900 + "}\n", "nested too deeply", marks=pytest.mark.skipif(
-        sys.version_info >= (3, 12), reason="Python 3.12 reads and writes it"))])
+    (None, "no run in"), ("{\n", "is not JSON"), ('{"step": 1}\n\0\0\n', "is not JSON")])
 def test_a_folder_that_is_no_runs_is_one_line(damage, says, tmp_path, capsys):
     if damage:
         (tmp_path / "metrics.jsonl").write_text(damage)
@@ -403,53 +382,6 @@ def test_every_statistic_has_a_meaning():
     meaning = re.search(r"const MEANING = \{(.*?)^\};", script, re.M | re.S)[1]
     assert set(re.findall(r"^  (\w+): \"", meaning, re.M)) == data.STATISTICS - {"step", "greedy"}, \
         "MEANING in run/page/page.js and STATISTICS in data/__init__.py must have the same names"
-
-
-FIELDS = ("prompt", "completions", "finished", "rewards", "parts", "tokens", "advantages", "logp", "new_logp", "ref_logp",
-          "entropy", "ends", "step_rewards")
-
-
-def bent(x):
-    """A value in which something is of another type or length: the whole, or a part of it."""
-    yield from (7, "x", {}, [1, "a", None], [[[]]])
-    if isinstance(x, list):
-        yield x[:-1]
-        yield [*x, x[-1]]
-        for wrong in ({"a": 1}, True):
-            yield [*x[:-1], wrong]
-        if isinstance(x[0], list):
-            yield [*x[:-1], [*x[-1], x[-1][-1]]]
-            yield [*x[:-1], [*x[-1][:-1], {"a": 1}]]
-            yield [*x[:-1], [*x[-1][:-1], [1]]]
-    if isinstance(x, dict):
-        yield {name: entry[:-1] for name, entry in x.items()}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_record_that_cannot_be_shown_is_left_out(field, tmp_path):
-    good = next(invented([1], lambda *at: "abc", rows=3))
-    harmless = {"prompt": ["x"], "parts": [{}], "finished": [[True] * 3, [False, True, True]]}.get(field, [])
-    wrong = [x for x in bent(good[field]) if x not in harmless]
-    assert report.readable(good) and {*FIELDS} == good.keys() - {"step", "which"}
-    assert not any(report.readable(good | {field: x}) for x in wrong)
-    if field not in ("prompt", "completions", "rewards"):       # older runs lack what came later
-        assert report.readable({name: x for name, x in good.items() if name != field}) is (field not in ("tokens", "ends"))
-    if field == "ends":
-        assert not report.readable(good | {"ends": [[2, 4]] * 3}) and not report.readable(good | {"ends": [[-1, 3]] * 3})
-    folder_of(tmp_path / "run", [good, good | {field: wrong[0]}])
-    found = report.run_of(tmp_path / "run", 10 ** 6)
-    assert len(found["samples"]) == 1 and found["unreadable"] == 1
-
-
-def test_a_long_completion_is_cut():
-    good = next(invented([1], lambda step, which, i: "ab" if i else "x" * 5000, rows=2))
-    cut = report.shortened(good)
-    assert cut["partly"] == [True, False]
-    assert all([len(row) for row in cut[name]] == [4096, 3] for name in ("tokens", *report.PER_TOKEN))
-    one = report.shortened(dict(prompt="p" * 10 ** 6, completions=["y" * 10 ** 7, "z"], rewards=[1, 2]))
-    assert len(one["prompt"]) == len(one["tokens"][0][0]) == report.CHARACTERS and one["partly"] == [True, False]
-    short = next(invented([1], lambda *at: "ab", rows=2))
-    assert report.shortened(short) == short
 
 
 # ------------------------------------------------------------------------------------- in a browser
@@ -635,7 +567,7 @@ def test_the_numbers_of_the_page_are_those_of_the_logs(opened, tmp_path):
             g["rewards"] = [-0.5] * 5 if n % 3 == 2 else [round(rng.choice((-1.25, -0.5, 0.0, 2.0)), 4) for _ in range(5)]
             g["ends"], g["step_rewards"] = [[size - 1] for size in sizes], [[x] for x in g["rewards"]]
             g["parts"] = {"correct": [float(x > 0) for x in g["rewards"]], "price": [-0.0123 * size for size in sizes]}
-            for key in ("advantages", *report.PER_TOKEN[1:]):
+            for key in ("advantages", "logp", "new_logp", "ref_logp", "entropy"):
                 g[key] = [[round(rng.gauss(-0.2, 1), 4) for _ in range(size)] for size in sizes]
         where = tmp_path / name
         folder_of(where, records)
@@ -720,21 +652,6 @@ def test_search_and_the_filter_of_dead_groups(opened, page):
     assert [choose(page, "step", i) or text_of(page, "pre.prompt") for i in range(3)] == ["random 1=", "random 2=", "random 4="]
 
 
-def test_records_that_cannot_be_shown_are_counted(opened, tmp_path):
-    """And a completion of 10 MB does not hold up the page."""
-    good = next(invented([3], lambda *at: "abc", rows=3, groups=("spread",)))
-    long = next(invented([2], lambda *at: "abc", rows=1, groups=("spread",)))
-    for name in ("tokens", "ends", "step_rewards", *report.PER_TOKEN):
-        del long[name]
-    records = [good | {"step": 1, field: 7} for field in FIELDS] + [long | {"completions": ["x" * 10 ** 7]}, good]
-    page = opened(folder_of(tmp_path / "run", records))
-    assert 0 < page.execute_async_script(LOADED) < 3000
-    assert text_of(page, "#note") == f"Records of samples.jsonl that could not be read: {len(FIELDS)}. "
-    assert text_of(page, "#at") == "3 (2 of 2)" and len(find(page, ".card")) == 3
-    find(page, "#back")[0].click()
-    assert "not shown in full" in text_of(page, ".card header") and len(text_of(page, ".card .text")) == report.CHARACTERS
-
-
 def test_what_is_hostile_shows_as_text(opened, tmp_path):
     """Wherever it comes from: a folder's name, a completion, a prompt, a metric, a setting."""
     records = [x | dict(prompt=HOSTILE, parts={HOSTILE: [1.0, 2.0]}, ends=[[3], [3]], step_rewards=[[1], [1]])
@@ -801,16 +718,6 @@ def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
     path = folder_of(tmp_path / "run", invented(range(1, 31), lambda *at: "abc", rows=2))
     page, kept = opened(path), len({x["step"] for x in shown_data(path)[0]["samples"]})
     assert 5 < kept < 30 and text_of(page, "#note").startswith(f"This page has {kept} of 30 logged steps")
-
-
-def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(opened, tmp_path):
-    """It had written no tokens: a completion is one."""
-    old = [dict(step=step, prompt="1+1=", completions=["2", "3"], rewards=[1.0, 0.0], advantages=[[1.0] * 2, [-1.0] * 2])
-           for step in (1, 2)]
-    page = opened(folder_of(tmp_path / "run", old))
-    assert [x.text for x in find(page, ".card .text")] == ["2", "3"] and rgba(page)[2] > rgba(page)[0]
-    choose(page, "colour", "entropy")
-    assert text_of(page, "#legend") == "entropy: not available for this run."
 
 
 def test_a_phone_and_the_dark(opened, page):

@@ -253,7 +253,7 @@ def rows_of(batch):
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
 def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypatch):
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
-    cfg = Config(supervision=supervision, choices=2, fit_prompts=400)
+    cfg = Config(supervision=supervision)
     batch, a = labelled(400, 2, 0)
     good = torch.tensor(a, dtype=torch.float)
     good = good if supervision == "outcome" else (good > 3).float()
@@ -272,7 +272,7 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
 def test_labels_that_are_all_noise_teach_nothing(monkeypatch):
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
     monkeypatch.setattr(reward, "LABEL_NOISE", 0.5)
-    cfg = Config(choices=2, fit_prompts=400)
+    cfg = Config(fit_prompts=400)
     batch, a = labelled(400, 2, 0)
     batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
     _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
@@ -332,7 +332,7 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
 
 
 def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
-    cfg, seen = Config(choices=4, fit_prompts=100), []
+    cfg, seen = Config(fit_prompts=100), []
     def fit(name, module, losses, steps, lr, clip):
         for step in range(steps):
             list(losses(step))
@@ -355,7 +355,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
 def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision, monkeypatch):
     """Rows are named by their fit and number. What is set apart to measure a fit is never learned, nor are replayed rows
     added to the history again; over some seeds both earlier fits are drawn from, every set at most once in a fit."""
-    cfg, fitted, drawn = Config(choices=choices, fit_prompts=100, supervision=supervision), [], set()
+    cfg, fitted, drawn = Config(choices=choices, supervision=supervision), [], set()
     K = choices if supervision == "outcome" else 1
     monkeypatch.setattr(reward, "fit", lambda model, data, *_: fitted.append(data))
     monkeypatch.setattr(reward, "scores", lambda model, ids, *_: ids.float())
@@ -413,9 +413,9 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     generate = grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
-    cfg = Config(prompts=2, group=4, choices=2, fit_prompts=10, max_new=12, supervision=supervision)
+    cfg = Config(prompts=2, group=4, max_new=12, supervision=supervision)
     agent = setup.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
-    problems = task.problems(Config(difficulty=1))[0]
+    problems = task.problems(1)[0]
     grpo.begin_iteration(agent, problems, 0)
     source = dist.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
     drawn = source.sample(problems[:5], 1) + source.sample(problems[5:], 9)
@@ -526,9 +526,9 @@ def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypat
     monkeypatch.setattr(reward, "fit", lambda scorer, data, K, *_: seen.append((K, len(data["ids"]))))
     batch, a = labelled(20, 4, 0)
     batch.reward = torch.where(batch.ends, (torch.tensor(a)[:, None] > 3).float(), 0)
-    refit(s, rows_of(batch), {}, Config(supervision="process", choices=4, fit_prompts=20), random.Random(0))
+    refit(s, rows_of(batch), {}, Config(supervision="process"), random.Random(0))
     assert seen == [(1, 72)] and s.norm.tolist() == [0, 1]
-    refit(s, rows_of(batch), {}, Config(choices=4, fit_prompts=20), random.Random(0))
+    refit(s, rows_of(batch), {}, Config(fit_prompts=20), random.Random(0))
     assert seen[1:] == [(4, 72)] and s.norm.tolist() != [0, 1]
 
 
@@ -566,7 +566,7 @@ def test_rewards_of_another_form(found, why):
 
 
 def test_a_task_needs_one_of_both(tmp_path):
-    text = "DEFAULTS = {}\ndef problems(cfg): pass\ndef answer(text): pass\n"
+    text = "DEFAULTS = {}\ndef problems(): pass\ndef answer(text): pass\n"
     for more, fits in (("", False), ("def reward(p, c): pass\n", True), ("def rewards(p, c, n): pass\n", True)):
         (tmp_path / "toy.py").write_text(text + more)
         if fits:

@@ -103,7 +103,7 @@ def test_the_flag_chooses(tmp_path):
     found = {}
     for way in ("on", "off"):
         out = tmp_path / way
-        cfg = grpo.make_config(task=str(task), difficulty=1, n_layer=1, n_embd=32, n_head=4, warm_steps=100, warm_batch=8, steps=2,
+        cfg = grpo.make_config(task=str(task), difficulty=1, n_layer=1, n_embd=32, warm_steps=100, steps=2,
                                prompts=2, group=4, max_new=10, held_out=2, samples=1, lr=1e-3, baseline="value", critic="separate",
                                share_prefix=way, device="cpu", dtype="float32", out=str(out))
         agent = grpo.train(cfg)

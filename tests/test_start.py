@@ -21,7 +21,7 @@ from run import checkpoint, dist, preflight, pretrained, setup, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
-CFG = Config(prompts=2, group=4, max_new=8, warm_batch=6, warm_steps=3, micro_tokens=40, device="cpu", dtype="float32")
+CFG = Config(prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, device="cpu", dtype="float32")
 
 
 def toy(**parts):
@@ -44,13 +44,13 @@ def check(changes, ranks, monkeypatch, task=None, problems=PROBLEMS, held_out=HE
     (dict(prompts=20), 1, ""),
     (dict(prompts=21), 1, "--prompts 21: the task has only 20 problems to draw from"),
     (dict(fit_prompts=21), 1, ""),
-    (dict(fit_prompts=20, reward="model"), 1, ""),
-    (dict(fit_prompts=21, reward="model"), 1, "--fit_prompts 21: the task has only 20 problems to draw from"),
-    (dict(fit_prompts=15, reward="model"), 2, "--fit_prompts 15 is not divisible by 2 ranks"),
+    (dict(reward="model"), 1, ""),
+    (dict(reward="model"), 1, "--fit_prompts 21: the task has only 20 problems to draw from"),
+    (dict(reward="model"), 2, "--fit_prompts 15 is not divisible by 2 ranks"),
     (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
     (dict(prompts=6), 3, ""),
-    (dict(prompts=6, warm_batch=6), 6, ""),
-    (dict(prompts=7, warm_batch=6), 7, "--warm_batch 6 is less than one row for each of 7 ranks"),
+    (dict(prompts=6), 6, ""),
+    (dict(prompts=7), 7, "--warm_batch 6 is less than one row for each of 7 ranks"),
     (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),
     *((dict(init=f"a/{x}", out="a"), 1, f"--init is in --out: the model in a/{x} would be overwritten") for x in ("best", "previous", "./best/", "previous/best")),
     (dict(init="a/warm_start", out="a"), 1, ""), (dict(init="best", out="a"), 1, ""),
@@ -144,14 +144,13 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     """And goes on, with the model of its checkpoint, which needs no warm start; the longest prompt has 3 tokens."""
     cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
     saved = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
-    monkeypatch.setattr(checkpoint, "claim", lambda *given: calls.append("claim"))
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(pretrained, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     monkeypatch.setattr(pretrained, "own_parameters", lambda policy: {})
     got = setup.begin(cfg, toy(), saved)
     assert got[0] == cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
-    assert calls == ["claim", ({"a": "config"}, 3), "open"]
+    assert calls == [({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
         f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
 
@@ -209,14 +208,14 @@ def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
 
 @pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
 def test_a_new_models_context_is_the_least_power_of_two(longest, context, encoding):
-    cfg = dataclasses.replace(CFG, n_embd=16, n_head=2)
+    cfg = dataclasses.replace(CFG, n_embd=16)
     assert pretrained.new_model(cfg, encoding, longest).cfg.block_size == context
     assert pretrained.new_model(cfg, encoding, longest).hf["eos_token_id"] == 256
 
 
 def test_new_weights_follow_from_the_seed_alone(encoding):
     """By a stream of their own."""
-    cfg = dataclasses.replace(CFG, n_embd=16, n_head=2, seed=5)
+    cfg = dataclasses.replace(CFG, n_embd=16, seed=5)
     model = pretrained.new_model(cfg, encoding, 8)
     number = dist.rng(cfg, "weights").getrandbits(63)
     std = (2 / (5 * 16)) ** 0.5
@@ -252,7 +251,7 @@ def why(cfg, task=None, problems=PROBLEMS, ignored=frozenset()):
 
 
 def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16, n_head=2)
+    cfg = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16)
     model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
     where = kept(cfg)
@@ -325,7 +324,7 @@ def for_the_default_run(tmp_path_factory):
     """A kept start with the settings of the default run."""
     cfg = grpo.make_config(init="", out=str(tmp_path_factory.mktemp("shipped")), warm_steps=Config.warm_steps, device="cpu",
                            dtype="float32")
-    return kept(cfg, arithmetic, arithmetic.problems(cfg)[0])
+    return kept(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0])
 
 
 @pytest.fixture
@@ -337,7 +336,7 @@ def shipped(for_the_default_run, monkeypatch):
 
 @pytest.mark.parametrize("given, serves", [
     ({}, True), (dict(seed=7), True), (dict(algo="ppo", steps=3, lr=1e-3, reward="model"), True),
-    (dict(micro_tokens=4096, recompute="on", share_prefix="off", grad_clip=0.5), True), (dict(n_layer=2), True),
+    (dict(micro_tokens=4096, recompute=True, cache="plain", grad_clip=0.5), True), (dict(n_layer=2), True),
     (dict(n_layer=3), False), (dict(difficulty=1), False), (dict(max_new=32), False), (dict(warm_steps=1500), False),
     (dict(warm_steps=0), False), (dict(warm_lr=1e-4), False), (dict(init=""), False), (dict(init="x"), False),
     (dict(task="sums"), False)])
@@ -353,7 +352,7 @@ def test_a_shipped_start_serves_a_run_that_would_make_the_same(given, serves, sh
 def test_this_code_would_make_the_shipped_start(capsys):
     """The one in data/: its settings, demonstrations, and log-probabilities."""
     cfg = grpo.make_config(task="arithmetic")
-    assert cfg.init == str(warm_start.SHIPPED) and warm_start.checked(cfg, arithmetic, arithmetic.problems(cfg)[0]) is cfg
+    assert cfg.init == str(warm_start.SHIPPED) and warm_start.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
     assert capsys.readouterr().out == ""
 
 
@@ -364,7 +363,7 @@ def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
-    cfg, problems = grpo.make_config(seed=3), arithmetic.problems(Config())[0]
+    cfg, problems = grpo.make_config(seed=3), arithmetic.problems()[0]
     assert warm_start.checked(cfg, arithmetic, problems) == cfg
     assert capsys.readouterr().out == ""
     warm_start.starting_model(dataclasses.replace(cfg, max_new=8), arithmetic, problems, 6, byte_encoding())
@@ -480,8 +479,8 @@ def test_a_kept_warm_start_depends_on_the_checkpoint_alone(tmp_path, monkeypatch
 
 
 # A setting of which a kept warm start depends, and another value of it.
-COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99, recompute="on", grad_clip=9.0,
-              n_layer=9, n_head=9, n_kv_head=9, n_embd=9, warm_steps=9, warm_batch=9, warm_lr=9.0, share_prefix="off")
+COUNTS = dict(task="sums", difficulty=1, init="x", chat="none", system="x", seed=9, max_new=99, recompute=True, grad_clip=9.0,
+              n_layer=9, n_embd=9, warm_steps=9, warm_lr=9.0, cache="plain")
 
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
@@ -544,7 +543,7 @@ def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does
                       (fork.make_config(n_layer=3), f"note: {warm_start.SHIPPED} is not used: --n_layer was 2, and is 3\n"),
                       (fork.make_config(warm_steps=1500), ""), (fork.make_config(task="sums", warm_steps=5), ""),
                       (fork.make_config(init="x", warm_steps=5), "")):
-        assert warm_start.checked(cfg, arithmetic, arithmetic.problems(cfg)[0]) is cfg
+        assert warm_start.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
         assert capsys.readouterr().out == says
 
 

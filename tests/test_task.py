@@ -36,7 +36,7 @@ WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
 @pytest.mark.parametrize("difficulty", [1, 2])
 def test_held_out_problems_never_occur_in_training(difficulty):
-    train, held_out = task.problems(SimpleNamespace(difficulty=difficulty))
+    train, held_out = task.problems(difficulty)
     pair = lambda p: frozenset(map(int, p.prompt[:-1].split("*")))
     assert not {pair(p) for p in train} & {pair(p) for p in held_out}       # 58*47 would be a leak
     assert len(held_out) == (500 if difficulty == 2 else 5)
@@ -72,7 +72,7 @@ def test_perfect_demonstrations_earn_everything_and_people_slip(monkeypatch):
     assert 0.9 < sum(task.reward(P, d)["working"] for d in shown) / len(shown) < 1
     monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
-    problems = [p for difficulty in (1, 2) for p in rng.sample(task.problems(SimpleNamespace(difficulty=difficulty))[0], 50)]
+    problems = [p for difficulty in (1, 2) for p in rng.sample(task.problems(difficulty)[0], 50)]
     factors = [(rng.randrange(100, 1000), rng.randrange(100, 1000)) for _ in range(50)]
     for p in problems + [Problem(f"{a}*{b}=", str(a * b)) for a, b in factors]:
         assert task.reward(p, task.demonstration(p, rng)) == {"correct": 1, "working": 1}
@@ -97,9 +97,9 @@ def test_guesses_round_to_the_first_digit_and_slips_change_one():
 @pytest.mark.slow
 def test_the_problems_are_the_same_on_every_machine():
     """By their first ones; results would otherwise not compare."""
-    first = {d: [side[0].prompt for side in task.problems(SimpleNamespace(difficulty=d))] for d in (1, 2)}
+    first = {d: [side[0].prompt for side in task.problems(d)] for d in (1, 2)}
     assert first == {1: ["5*5=", "2*2="], 2: ["52*94=", "27*30="]}
-    found = countdown.problems(SimpleNamespace(difficulty=3))
+    found = countdown.problems(difficulty=3)
     assert [(side[0].numbers, side[0].target, side[0].solution) for side in found] == [
         ((2, 8, 11), 30, found[0][0].solution), ((2, 8, 71), 65, "(2+71)-8")]
 
@@ -194,7 +194,7 @@ def test_a_path_without_its_suffix_is_no_name(tmp_path):
 
 
 def test_a_task_that_python_cannot_read(tmp_path):
-    (tmp_path / "mine.py").write_text("DEFAULTS = {}\ndef problems(cfg:\n")
+    (tmp_path / "mine.py").write_text("DEFAULTS = {}\ndef problems(:\n")
     with pytest.raises(UserError, match="mine.py, line 2: "):
         load_task(str(tmp_path / "mine.py"))
 
@@ -203,7 +203,7 @@ def test_a_task_may_lie_anywhere(tmp_path):
     for folder, answer in (("a", "1"), ("b", "2")):         # two files of one name are two tasks
         path = tmp_path / folder / "mine.py"
         path.parent.mkdir()
-        path.write_text("DEFAULTS = {}\ndef problems(cfg): return [], []\ndef reward(p, text): return {}\n"
+        path.write_text("DEFAULTS = {}\ndef problems(): return [], []\ndef reward(p, text): return {}\n"
                         f"def answer(text): return {answer!r}\n")
         assert load_task(str(path)).answer("") == answer
 
@@ -475,11 +475,11 @@ def test_no_hostile_text_is_correct(monkeypatch):
 def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
-    return SimpleNamespace(train=str(path), test=str(path))
+    return dict(train=str(path), test=str(path))
 
 
 def test_gsm8k(tmp_path):
-    train, test = gsm8k.problems(gsm8k_files(tmp_path))
+    train, test = gsm8k.problems(**gsm8k_files(tmp_path))
     assert train == test and [p.answer for p in train] == ["4", "1080"]
     spaced = gsm8k.problem_of({"question": " How many?\n", "answer": " 1+1=2 \n#### 2"})
     assert spaced.prompt == gsm8k.PROMPT.format("How many?") and spaced.solution == "1+1=2"
@@ -499,14 +499,14 @@ def test_gsm8k(tmp_path):
     ([("q", "no mark")], "line 1"), ([("q", "#### 1 or 2")], "line 1"), ([("q", "#### many")], "line 1"), ([], "is empty")])
 def test_gsm8k_files_that_are_not_as_published(tmp_path, rows, why):
     with pytest.raises(UserError, match=why):
-        gsm8k.problems(gsm8k_files(tmp_path, rows))
+        gsm8k.problems(**gsm8k_files(tmp_path, rows))
     (tmp_path / "binary").write_bytes(b"PAR1\xff\xfe")
     with pytest.raises(UserError, match="binary"):
-        gsm8k.problems(SimpleNamespace(train=str(tmp_path / "binary"), test=""))
+        gsm8k.problems(str(tmp_path / "binary"))
     with pytest.raises(UserError, match="needs --train FILE"):
-        gsm8k.problems(SimpleNamespace(train="", test=""))
+        gsm8k.problems()
     with pytest.raises(UserError, match="No such file"):
-        gsm8k.problems(SimpleNamespace(train=str(tmp_path / "none"), test=""))
+        gsm8k.problems(str(tmp_path / "none"))
 
 
 GOOD = b'{"question": "q", "answer": "#### 1"}'
@@ -527,7 +527,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path, line, why):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
     with pytest.raises(UserError, match=rf"--train .*rows.jsonl, line 2: .*{why}") as fault:
-        gsm8k.problems(SimpleNamespace(train=str(path), test=""))
+        gsm8k.problems(str(path))
     assert "\n" not in str(fault.value) and len(str(fault.value)) < 500
 
 
@@ -535,7 +535,7 @@ def test_files_of_editors(tmp_path):
     """With a byte order mark, with \\r\\n, without a newline at the end."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD)
-    assert [p.answer for p in gsm8k.problems(SimpleNamespace(train=str(path), test=str(path)))[0]] == ["1", "1"]
+    assert [p.answer for p in gsm8k.problems(str(path), str(path))[0]] == ["1", "1"]
 
 
 def test_marks_are_taken_out_in_linear_time():
@@ -546,7 +546,7 @@ def test_marks_are_taken_out_in_linear_time():
 
 @functools.cache
 def countdown_problems(difficulty):
-    return countdown.problems(SimpleNamespace(difficulty=difficulty))
+    return countdown.problems(difficulty)
 
 
 @pytest.mark.slow
@@ -585,10 +585,10 @@ def test_countdown_shows_what_was_tried(difficulty):
 def test_countdown_has_2_to_6_numbers(monkeypatch):
     monkeypatch.setattr(countdown, "DRAWS", 20)
     for difficulty in (2, 6):
-        countdown.problems(SimpleNamespace(difficulty=difficulty))
+        countdown.problems(difficulty)
     for difficulty in (1, 7):
         with pytest.raises(UserError, match="countdown takes 2 to 6 numbers"):
-            countdown.problems(SimpleNamespace(difficulty=difficulty))
+            countdown.problems(difficulty)
 
 
 @pytest.mark.parametrize("text, correct", [
@@ -742,7 +742,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         try:
             grpo.main([*args, "--out", str(tmp_path / out)])
         finally:
-            files.unlock()
+            files.LOCK.close()
         return capsys.readouterr().out
 
     on_day(monkeypatch, 1)
@@ -787,7 +787,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monk
         patch.setattr(grpo, "evaluate", killed)
         with pytest.raises(SystemExit):
             grpo.main([*RUN, "--init", str(chat_folder(tmp_path / "m")), "--out", str(tmp_path / "x")])
-    files.unlock()
+    files.LOCK.close()
     assert not (tmp_path / "x" / "tokenizer.json").exists()
     grpo.main(["--resume", "--out", str(tmp_path / "x")])
     assert "step 2/2" in capsys.readouterr().out
@@ -843,7 +843,7 @@ def test_a_run_keeps_whether_its_model_thinks(tmp_path):
 @pytest.mark.parametrize("difficulty", [1, 2, 3, 4])
 def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty):
     """The numbers of a held-out problem are in no training problem, in whatever order or story."""
-    train, held_out = sums.problems(SimpleNamespace(difficulty=difficulty))
+    train, held_out = sums.problems(difficulty)
     numbers = [{tuple(sorted(map(int, re.findall("[0-9]+", p.solution.split("=")[0])))) for p in part}
                for part in (train, held_out)]
     assert len(held_out) == sums.HELD_OUT and len(train) > 450 and not numbers[0] & numbers[1]
@@ -859,7 +859,7 @@ def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty)
         said = sums.demonstration(p, None)
         assert sums.reward(p, said) == {"correct": 1, "near": 0.2}
         assert sums.steps(p, said) == [(len(said), True)]
-    assert sums.problems(SimpleNamespace(difficulty=difficulty)) == (train, held_out)
+    assert sums.problems(difficulty) == (train, held_out)
 
 
 @pytest.mark.parametrize("difficulty, n, first, last, sums_of", [
@@ -869,7 +869,7 @@ def test_sums_are_right_and_held_out_numbers_never_occur_in_training(difficulty)
      "Clara has 19 stamps and gets 32 more. How many stamps does Clara have now?", "0 100")])
 def test_the_problems_of_sums_stay_what_they_are(difficulty, n, first, last, sums_of):
     """Results on the 128 held-out ones can be compared only as long as they are the same."""
-    train, held_out = sums.problems(SimpleNamespace(difficulty=difficulty))
+    train, held_out = sums.problems(difficulty)
     assert (len(train), train[0].prompt, held_out[-1].prompt) == (n, first, last) and len(held_out) == 128
     results = [int(p.answer) for p in train]
     assert f"{min(results)} {max(results)}" == sums_of
@@ -878,7 +878,7 @@ def test_the_problems_of_sums_stay_what_they_are(difficulty, n, first, last, sum
 
 def test_sums_have_four_difficulties():
     with pytest.raises(UserError, match="sums takes 1 to 4"):
-        sums.problems(SimpleNamespace(difficulty=5))
+        sums.problems(5)
 
 
 @pytest.mark.parametrize("text, said", [

@@ -51,8 +51,8 @@ from run import checkpoint  # noqa: E402
 
 PATIENCE, LEAST = 5, 20     # seconds in which a process is asked to stop, before it is killed; that it needs at least
 PROBE = "experiments/cost/probe.py"
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 --warm_batch 8 --max_new 16 --prompts 4 "
-        "--group 4 --held_out 4 --samples 1 --fit_prompts 40")
+TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --max_new 16 --prompts 4 "
+        "--group 4 --held_out 4 --samples 1")
 RUN = f"{PROBE} run {{device}} --task arithmetic"
 STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
 STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "

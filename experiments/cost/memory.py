@@ -1,5 +1,5 @@
 """Peak memory of one update with Qwen's vocabulary, with all logits at once and in chunks; and of each of two ranks,
-with whole models and with --shard on.
+with whole models and with --shard.
 
     python experiments/cost/memory.py        # 3 minutes; all logits at once need 16 GB
 

@@ -432,10 +432,10 @@ def inductor(at, device):
 
 
 def compile_layers(*models):
-    """As --compile on does; not without a GPU, where it takes minutes."""
+    """As --compile does; not without a GPU, where it takes minutes."""
     if has_gpu():
         torch._dynamo.reset()
-        dist.compile_all(grpo.make_config(task="sums", compile="on"), *models)
+        dist.compile_all(grpo.make_config(task="sums", compile=True), *models)
 
 # ----------------------------------------------------------------------------------------- whole runs
 

@@ -125,7 +125,7 @@ def main():
         with mock.patch.object(caches.Step, "record", lambda step, gpt: record(n, step, gpt)):
             token(f"{n} branches", at, policy)
     if device == "cuda":
-        dist.compile_all(grpo.make_config(task="sums", compile="on"), policy)
+        dist.compile_all(grpo.make_config(task="sums", compile=True), policy)
         token("compiled", at, policy)
     of_attention(at, policy.device)
 

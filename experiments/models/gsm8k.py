@@ -42,7 +42,7 @@ from runs import about  # noqa: E402
 COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
 # The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for two epochs of its conversations
 # (alignment-handbook, recipes/smollm2); so few rows get less than a third of that rate.
-SUPERVISED = "--warm_steps 188 --warm_batch 32 --warm_lr 3e-4".split()
+SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right answer. No KL, as in
 # nanochat and DAPO: dead groups then cost no update. Of 3e-5 and 1e-5, with which this model learned sums, the lower one,
 # as there are more steps here, each of them two of the optimizer; a rate that falls ended higher there. AReaL gives 1.5
@@ -50,7 +50,7 @@ SUPERVISED = "--warm_steps 188 --warm_batch 32 --warm_lr 3e-4".split()
 RL = "--lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
 MOST = 10000        # steps, more than fit
 ASIDE = 256         # training rows set aside if there are no test rows
-TINY = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 --warm_batch 2".split()
+TINY = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2".split()
 STAGES = ("as it is", "after the supervised start", "after GRPO")
 CURVES = ("accuracy", "reward", "length", "finished", "entropy", "dead_groups", "seconds")
 MEASURED = {"greedy": "greedy, {held_out} rows", "pass@1": "pass@1, {held_out} rows with {samples} samples each",

@@ -2,8 +2,7 @@
 
     python experiments/robustness/hostile_files.py [SEED]          # a few minutes
 
-Flips bits in a checkpoint; changes JSON and tensors in a model's folder, and in a checkpoint whose checksum is then
-recomputed; passes random flags. Exits with code 1 if any input gave a traceback, or took more than 10 s or 1 GB.
+Cuts a checkpoint off; changes JSON and tensors in a model's folder, and the settings of a run; passes random flags. Exits with code 1 if any input gave a traceback, or took more than 10 s or 1 GB.
 """
 import contextlib
 import dataclasses
@@ -26,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import grpo  # noqa: E402
 from run import checkpoint  # noqa: E402
 
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --n_head 2 --warm_steps 2 --prompts 2 --group 4 --max_new 12 "
-        "--steps 1 --fit_prompts 10 --reward model").split()
+TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 --max_new 12 "
+        "--steps 1 --reward model").split()
 VALUES = [None, True, "no", "a" * 5000, "\0", -1, 0, 1, 3, 10 ** 9, 10 ** 30, 0.5, 1e300, float("nan"), float("inf"),
           [], {}, [[]], {"a": 1}, [1] * 999, json.loads("[" * 500 + "]" * 500)]
 LONG = {"difficulty", "steps", "iterations", "warm_steps", "epochs", "compile", "out"}      # large values only take long
@@ -69,27 +68,28 @@ def change_tensors(named, r):
                       torch.zeros(0), x * float("nan"), (x.float() * 0 - 1e30).to(x.dtype)])
     return named if other is None else named | {r.choice([name] * 5 + ["another"]): other.contiguous()}
 
-def bit_flips(work, r, i):
-    """Flip a bit of a checkpoint, every third time in its header."""
+def cuts(work, r, i):
+    """Cut a checkpoint off, every third time in its header."""
     path = work / "checkpoint.safetensors"
-    whole = bytearray(path.read_bytes())
-    bit = r.randrange(8 * (8 + int.from_bytes(whole[:8], "little") if i % 3 == 0 else len(whole)))
-    whole[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(whole)
-    return f"bit {bit}", ("--resume", "--out", work)
+    whole = path.read_bytes()
+    size = r.randrange(8 + int.from_bytes(whole[:8], "little") if i % 3 == 0 else len(whole))
+    path.write_bytes(whole[:size])
+    return f"{size} bytes", ("--resume", "--out", work)
 
 def files(work, r, i):
-    """Change a file of a folder, or give a checkpoint other content with a valid checksum."""
+    """Change a file of a folder, or the settings of a run."""
     path = work / r.choice(["config.json", "tokenizer.json", "tokenizer_config.json", "run.json", "model.safetensors",
                             *["checkpoint.safetensors"] * 2])
     if path.name == "checkpoint.safetensors":
         cfg, saved = checkpoint.load(work, grpo.Config)
-        named, state = saved.tensors, vars(saved) | {"config": dataclasses.asdict(cfg)}
-        del state["tensors"]
-        checkpoint.write_state(path, *((change(state, r), named) if i % 2 else (state, change_tensors(named, r))))
+        state = vars(saved) | {"config": change(dataclasses.asdict(cfg), r)}
+        save_file({n: x.clone() for n, x in state.pop("tensors").items()}, path, {"grpo": json.dumps(state)})
         return path.name, ("--resume", "--steps", 2, "--out", work)
     if path.name == "model.safetensors":
         save_file(change_tensors(load(path.read_bytes()), r), path)
+    elif path.name == "run.json":
+        about = json.loads(path.read_text())
+        path.write_text(json.dumps(about | {"config": change(about["config"], r)}))
     else:
         cut = path.read_text()[:r.randrange(path.stat().st_size)]
         path.write_text(r.choice([cut, "[" * 10 ** 5, *[json.dumps(change(json.loads(path.read_text()), r))] * 8]))
@@ -101,7 +101,7 @@ def flags(work, r, i):
     args = [str(x) for f in fields for x in (f"--{f.name}", r.choice(get_args(f.type) or ODD[f.type]))]
     return " ".join(args)[:200], (*TINY, "--out", work / "new", *args)
 
-def main(seed=1, times=((bit_flips, 200), (files, 300), (flags, 300))):
+def main(seed=1, times=((cuts, 200), (files, 300), (flags, 300))):
     """Print how often each kind ran and was refused, and all failures; returns the number of failures."""
     signal.signal(signal.SIGALRM, late)
     wrong = []
@@ -118,7 +118,7 @@ def main(seed=1, times=((bit_flips, 200), (files, 300), (flags, 300))):
                 what, args = kind(work, r, i)
                 how = outcome(*args)
                 found[how if how in ("ran", "refused") else "wrong"] += 1
-                if how not in ("ran", "refused") or kind is bit_flips and how == "ran":
+                if how not in ("ran", "refused") or kind is cuts and how == "ran":
                     wrong.append(f"    {kind.__name__} {i}: {what}: {how}")
             print(f"{kind.__name__}: {dict(found)}")
         resource.setrlimit(resource.RLIMIT_AS, limits)

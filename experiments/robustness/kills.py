@@ -20,8 +20,8 @@ from collections import Counter
 from pathlib import Path
 
 GRPO = str(Path(__file__).parents[2] / "grpo.py")
-SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --n_head 4 --warm_steps 60 --warm_lr 5e-3 --prompts 4 --group 8 "
-         "--max_new 16 --save_every 1 --lr 1e-3 --reward model --fit_prompts 24 --iterations 2 --steps 6").split()
+SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 60 --warm_lr 5e-3 --prompts 4 --group 8 "
+         "--max_new 16 --save_every 1 --lr 1e-3 --reward model --iterations 2 --steps 6").split()
 ALONE = [sys.executable, GRPO, *SMALL, "--algo", "ppo", "--supervision", "process", "--labels", "rollouts",
          "--target_kl", "0.01", "--critic", "separate"]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29633", GRPO,

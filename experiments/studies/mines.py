@@ -26,8 +26,8 @@ SHORT, LONG, LINES = 1, 2, 3    # moves from start to goal without mines, and of
 DIRECT = 0.8                    # share of a demonstrator's moves that go towards the goal
 HELD_OUT = 200
 
-DEFAULTS = dict(n_layer=2, n_embd=128, n_head=4, warm_steps=800, warm_batch=64, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
-                difficulty=2, max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)
+DEFAULTS = dict(n_layer=2, n_embd=128, warm_steps=800, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
+                max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)
 MOVES = {"R": (1, 0), "L": (-1, 0), "D": (0, 1), "U": (0, -1)}
 LINE = re.compile(r"([RLDU])([0-9])([0-9])\Z")
 
@@ -40,12 +40,12 @@ class Problem(NamedTuple):
     lines: int = LINES * 2 ** 2         # of the longest walk
 
 
-def problems(cfg):
-    """Training and held-out problems on the map of `cfg.seed`. Each goal can be reached without a mine."""
+def problems(seed, difficulty=2):
+    """Training and held-out problems on the map of the seed. Each goal can be reached without a mine."""
     if SIZE > 10 or not SHORT <= LONG <= LINES:
         raise UserError("mines.py: SIZE is at most 10, and SHORT <= LONG <= LINES")
-    near, far, lines = (n * 2 ** cfg.difficulty for n in (SHORT, LONG, LINES))
-    rng = random.Random(cfg.seed)
+    near, far, lines = (n * 2 ** difficulty for n in (SHORT, LONG, LINES))
+    rng = random.Random(seed)
     places = [(x, y) for x in range(SIZE) for y in range(SIZE)]
     mines = frozenset(rng.sample(places, MINES))
     pairs = [(a, b) for a in places if a not in mines for b, n in shortest(a, mines).items()

@@ -66,7 +66,7 @@ def patch_history(value):
 def patch_reference(value):
     """`kept`: a new iteration keeps the reference."""
     assert value == "kept"
-    grpo.shard.copy_weights = lambda *_: None
+    grpo.dist.copy_weights = lambda *_: None
 
 
 def patch_critic_lr(value):
@@ -269,8 +269,8 @@ def child(flags):
     held-out problems."""
     dist.prepare()
     cfg, patches = read(flags)
-    grpo.variants.install(cfg.functions, vars(grpo))        # before what is patched and measured, not after it
-    grpo.variants.install = no_change
+    grpo.config.install(cfg.functions, vars(grpo))        # before what is patched and measured, not after it
+    grpo.config.install = no_change
     for patch in patches:
         name, value = patch.split("=")
         PATCHES[name](value)

@@ -4,14 +4,15 @@ variance.
 """
 import torch
 
+import grpo
 from data import UserError
 from run import dist
 
 SETTINGS = dict(kl="none")
 
 
-def outcome_scores(reward, group):
-    r = reward.view(-1, group).to(dist.double(reward.device))
+def group_scores(reward, ends, cfg):
+    r = reward.sum(1).view(-1, cfg.group).to(dist.double(reward.device))                # (P, G)
     if r.min() < 0 or r.max() > 1:
         raise UserError(f"--algo beta_norm: a reward is {r.min() if r.min() < 0 else r.max():g}, and must be from 0 to 1")
     p = r.mean(1, keepdim=True)                                                         # (P, 1)
@@ -21,4 +22,8 @@ def outcome_scores(reward, group):
     beta = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3)
     density = beta.log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()
     dead = r.amax(1) == r.amin(1)
-    return torch.where(dead[:, None], 0, (r - p) / density).flatten().to(reward), dead
+    score = torch.where(dead[:, None], 0, (r - p) / density).to(reward)
+    return score.view(-1, 1) * ends, dead
+
+
+grpo.group_scores = group_scores

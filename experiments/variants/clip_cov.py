@@ -4,6 +4,7 @@ clip at 0 and 2, and the mean over tokens, are from the authors' scripts.
 """
 import torch
 
+import grpo
 from grpo import surrogate as clipped_once
 
 SETTINGS = dict(clip_low=1, clip_high=1, kl="none", loss_mean="token")
@@ -18,3 +19,6 @@ def surrogate(ratio, adv, logp, mask, cfg):
     found = found[torch.randperm(len(found), generator=same)[:max(1, int(SHARE * mask.sum()))]]
     kept = torch.ones_like(adv).index_put(tuple(found.T), torch.zeros(()).to(adv))
     return gain * kept, clipped | (kept == 0)
+
+
+grpo.surrogate = surrogate

@@ -1,18 +1,6 @@
 """DAPO (arXiv 2503.14476): a higher upper clip (eq. 10), dynamic sampling (eq. 11), all tokens alike (eq. 12) and the soft
 overlong punishment (eq. 13), without a KL. Its alternative for truncated completions is overlong_filter.py.
 """
-from experiments.variants import dynamic_sampling, soft_overlong
+from experiments.variants import dynamic_sampling, soft_overlong  # noqa: F401, they replace functions
 
 SETTINGS = dict(clip_high=0.28, kl="none", loss_mean="token")
-
-
-def advantages(*given):
-    return soft_overlong.advantages(*given)
-
-
-def train_step(*given):
-    return dynamic_sampling.train_step(*given)
-
-
-def rollout(*given):
-    return dynamic_sampling.rollout(*given)

@@ -3,6 +3,8 @@ policies differ there by more than DELTA, as Bernoulli distributions of drawing 
 Dr. GRPO's loss mean and advantages, which are not used here. Their old policy is the sampler; here, as in all of this
 code, in bfloat16 it is the trainer.
 """
+import grpo
+
 SETTINGS = dict(kl="none")
 DELTA = 0.05
 
@@ -14,3 +16,6 @@ def surrogate(ratio, adv, logp, mask, cfg):
     away = (adv > 0) & (ratio > 1) | (adv < 0) & (ratio < 1)
     blocked = away & (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > DELTA)
     return ratio * adv * ~blocked, blocked & mask
+
+
+grpo.surrogate = surrogate

@@ -3,6 +3,8 @@ the two policies differ there by more than DELTA, as Bernoulli distributions of 
 uses Dr. GRPO's loss mean and advantages, which are not used here. Their old policy is the sampler; here, as in all of
 this code, in bfloat16 it is the trainer.
 """
+import grpo
+
 SETTINGS = dict(kl="none")
 DELTA = 0.15
 
@@ -13,3 +15,6 @@ def surrogate(ratio, adv, logp, mask, cfg):
     away = (adv > 0) & (ratio > 1) | (adv < 0) & (ratio < 1)
     blocked = away & ((p - q).abs() > DELTA)
     return ratio * adv * ~blocked, blocked & mask
+
+
+grpo.surrogate = surrogate

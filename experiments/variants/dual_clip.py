@@ -3,6 +3,7 @@ however large the ratio; PPO's clip does not bound that side.
 """
 import torch
 
+import grpo
 from grpo import surrogate as clipped_once
 
 SETTINGS = dict(kl="none")
@@ -13,3 +14,6 @@ def surrogate(ratio, adv, logp, mask, cfg):
     gain, clipped = clipped_once(ratio, adv, logp, mask, cfg)
     far = (adv < 0) & (ratio > C)
     return torch.where(far, C * adv, gain), clipped | far
+
+
+grpo.surrogate = surrogate

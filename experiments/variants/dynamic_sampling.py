@@ -4,6 +4,7 @@ authors' code tries ten rollouts, then stops). With several processes each fills
 """
 import torch
 
+import grpo
 from grpo import Batch
 from grpo import rollout as one_rollout
 from grpo import train_step as one_step
@@ -46,3 +47,7 @@ def _joined(rolled, rows):
         wide = [torch.nn.functional.pad(x, (0, T - x.size(1))) if x.dim() == 2 else x for x in parts]
         return torch.cat(wide)[rows.to(wide[0].device)]
     return Batch(**{name: join([vars(batch)[name] for batch in rolled]) for name in vars(rolled[0])})
+
+
+grpo.train_step = train_step
+grpo.rollout = rollout

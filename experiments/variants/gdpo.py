@@ -2,19 +2,29 @@
 up, so that combinations with the same sum stay apart; the sum is whitened over the batch, here over its tokens, as in the
 authors' code for verl. For rewards by the task's rule.
 """
+from dataclasses import replace
+
+import torch
+
 import grpo
 from data import UserError
 from grpo import rollout as of_the_sum
-from run.batches import whiten
+from grpo import whiten
 
 SETTINGS = dict(kl="none")
 
 
 def rollout(agent, problems, rng):
     cfg = agent.cfg
-    if cfg.supervision == "process" or cfg.reward == "model" or cfg.kl == "reward" or cfg.truncated_reward:
-        raise UserError("--algo gdpo has no --supervision process, --reward model, --kl reward or --truncated_reward")
+    if cfg.supervision == "process" or cfg.learns_reward or cfg.kl == "reward":
+        raise UserError("--algo gdpo has no --supervision process, --reward model or --kl reward")
     batch, stats = of_the_sum(agent, problems, rng)
-    parts = [grpo.outcome_scores(x, cfg.group)[0] for x in batch.components.values()]
-    batch.adv = whiten(sum(parts)[:, None] * batch.mask, batch.mask)
+    alone = replace(cfg, baseline="group", adv_scale="group")
+    total = torch.zeros_like(batch.reward)
+    for x in batch.components.values():
+        total += grpo.group_scores(x[:, None] * batch.ends, batch.ends, alone)[0]
+    batch.adv = whiten(total.sum(1, keepdim=True) * batch.mask, batch.mask)
     return batch, stats
+
+
+grpo.rollout = rollout

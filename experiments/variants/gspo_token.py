@@ -1,6 +1,7 @@
 """GSPO-token (arXiv 2507.18071, eq. 13): the ratio of the completion, with the gradient of each token's own probability,
 so that advantages may differ from token to token.
 """
+import grpo
 from grpo import importance_ratio as of_completion
 
 SETTINGS = dict(kl="none", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
@@ -8,3 +9,6 @@ SETTINGS = dict(kl="none", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
 
 def importance_ratio(logp, old_logp, mask, cfg):
     return of_completion(logp, old_logp, mask, cfg).detach() * (logp - logp.detach()).exp()
+
+
+grpo.importance_ratio = importance_ratio

@@ -4,6 +4,8 @@ is a mean over tokens.
 """
 import torch
 
+import grpo
+
 SETTINGS = dict(kl="none", loss_mean="token")
 SHARE, COEFFICIENT = 2e-3, 1.0
 
@@ -18,3 +20,7 @@ def surrogate(ratio, adv, logp, mask, cfg):
 
 def has_gradient(agent, batch):
     return torch.ones(len(batch.ids), dtype=torch.bool)         # rows without an advantage are held back too
+
+
+grpo.surrogate = surrogate
+grpo.has_gradient = has_gradient

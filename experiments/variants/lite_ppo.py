@@ -1,13 +1,17 @@
 """Lite PPO (arXiv 2508.08221): the group's mean as the baseline, the std of the whole batch, all tokens alike."""
-import torch
+from dataclasses import replace
 
-from grpo import step_scores
+import grpo
+from grpo import group_scores as minus_mean
 from run.dist import mean_and_std
 
 SETTINGS = dict(kl="none", loss_mean="token")
 
 
-def outcome_scores(reward, group):
-    ends = torch.ones_like(reward, dtype=torch.bool)[:, None]
-    score, dead = step_scores(reward[:, None], ends, group, "group", "none")
-    return score[:, 0] / mean_and_std(reward)[1].clamp(min=1e-6), dead
+def group_scores(reward, ends, cfg):
+    score, dead = minus_mean(reward, ends, replace(cfg, adv_scale="none"))
+    _, std = mean_and_std(reward.sum(1))
+    return score / std.clamp(min=1e-6), dead
+
+
+grpo.group_scores = group_scores

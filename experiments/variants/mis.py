@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+import grpo
 from grpo import rollout as of_sampler
 from grpo import total_loss as unweighted
-from run import batches
+from run import passes
 
 SETTINGS = dict(kl="none")
 C = 2.0
@@ -17,10 +18,14 @@ C = 2.0
 def rollout(agent, problems, rng):
     batch, stats = of_sampler(agent, problems, rng)
     if batch.old_logp is None:          # with one update the loss needs none, but the weights do
-        batch.old_logp, _ = batches.logps(agent.policy, batch, agent.cfg)
+        batch.old_logp, _ = passes.logps(agent.policy, batch, agent.cfg)
     return batch, stats
 
 
 def total_loss(agent, batch, weight, tokens):
     ratio = ((batch.old_logp - batch.logp) * batch.mask).sum(1, True).exp()
     return unweighted(agent, replace(batch, adv=batch.adv * torch.where(ratio <= C, ratio, 0)), weight, tokens)
+
+
+grpo.rollout = rollout
+grpo.total_loss = total_loss

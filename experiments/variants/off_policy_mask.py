@@ -2,6 +2,7 @@
 has moved away from it by more than DELTA nats a token. The paper gives no DELTA; this one is TRL's. Its unbiased KL is
 --estimator 'ratio*k3'. Its old policy is the sampler; here, as in all of this code, in bfloat16 it is the trainer.
 """
+import grpo
 from grpo import surrogate as of_all
 
 SETTINGS = dict(kl="loss", estimator="ratio*k3")
@@ -13,3 +14,6 @@ def surrogate(ratio, adv, logp, mask, cfg):
     kl = -(ratio.log() * mask).sum(1, True).detach() / mask.sum(1, True).clamp(min=1)
     out = (adv < 0) & (kl > DELTA)
     return gain * ~out, clipped | out
+
+
+grpo.surrogate = surrogate

@@ -1,8 +1,6 @@
 """ReMax (arXiv 2310.10505, eq. 5): REINFORCE, with the reward of a prompt's greedy completion as its baseline, which costs
 one more completion. One sample a prompt is enough there; here a group has several. For rewards by the task's rule.
 """
-import torch
-
 import grpo
 from data import UserError
 from grpo import rollout as of_samples
@@ -11,11 +9,14 @@ SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token",
 
 
 def rollout(agent, problems, rng):
-    if agent.cfg.reward == "model":
+    if agent.cfg.learns_reward:
         raise UserError("--algo remax has no --reward model")
     batch, stats = of_samples(agent, problems, rng)
-    greedy = grpo.generate(agent, problems, torch.zeros(len(problems), 1, agent.cfg.max_new), n_greedy=1)
-    greedy.reward, _ = grpo.reward.of_steps(agent.task, greedy, agent.cfg, agent.encoding)
-    baseline = grpo.reward.at_the_limit(greedy, agent.cfg.truncated_reward).sum(1)
+    greedy = grpo.generate(agent, problems, 1)
+    greedy.reward, _ = grpo.reward.of_rule(agent.task, agent.encoding, greedy, agent.cfg)
+    baseline = grpo.reward.cap_truncated(greedy).sum(1)
     batch.adv = batch.adv - baseline.repeat_interleave(agent.cfg.group)[:, None] * batch.mask
     return batch, stats
+
+
+grpo.rollout = rollout

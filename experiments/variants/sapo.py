@@ -3,6 +3,8 @@ is 1 at r = 1 and falls off at both sides, faster for negative advantages.
 """
 import torch
 
+import grpo
+
 SETTINGS = dict(kl="none")
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 
@@ -10,3 +12,6 @@ TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 def surrogate(ratio, adv, logp, mask, cfg):
     tau = (adv > 0) * TAU_POSITIVE + (adv <= 0) * TAU_NEGATIVE
     return (tau * (ratio - 1)).sigmoid() * 4 / tau * adv, torch.zeros_like(mask)
+
+
+grpo.surrogate = surrogate

@@ -74,7 +74,7 @@ const MEANING = {
   rollout_tok_s: "tokens sampled per second",
   update_tok_s: "tokens trained on per second",
 };
-const components = new Set(runs.flatMap(run => run.samples.flatMap(g => Object.keys(g.parts || {}))));
+const components = new Set(runs.flatMap(run => run.samples.flatMap(g => Object.keys(g.parts))));
 const meaning = name => MEANING[name] || (components.has(name)
   ? "a component of the rule's reward, mean over completions" : "not described: MEANING in run/page/page.js lacks it");
 const FIRST = ["reward", "accuracy", "length", "kl", "entropy"];
@@ -184,7 +184,7 @@ const WHICH = {spread: "widest spread of rewards", random: "at random"};
 
 for (const run of runs) {
   for (const g of run.samples) {
-    const earned = (g.step_rewards || [g.rewards]).flat();
+    const earned = g.step_rewards.flat();
     g.dead = Math.max(...earned) - Math.min(...earned) <= 1e-6 * Math.max(0.1, ...earned.map(Math.abs));
     g.text = [g.prompt, ...g.completions].map(text => text.toLowerCase());
   }
@@ -242,12 +242,11 @@ function render() {
   $("back").disabled = index <= 0;
   $("on").disabled = index >= steps.length - 1;
   $("at").value = g ? `${step} (${index + 1} of ${steps.length})` : "–";
-  options($("which"), Object.fromEntries(here.map(x => [x.which, WHICH[x.which] || "logged"])), g?.which);
+  options($("which"), Object.fromEntries(here.map(x => [x.which, WHICH[x.which]])), g?.which);
   $("which").disabled = here.length < 2;
   const kept = new Set(run.samples.map(x => x.step)).size;
   $("note").textContent = (kept < run.steps ? `This page has ${kept} of ${run.steps} logged steps, evenly`
-    + " spaced; all are in samples.jsonl. " : "") + (run.unreadable
-    ? `Records of samples.jsonl that could not be read: ${run.unreadable}. ` : "") + (g ? "" : run.samples.length
+    + " spaced; all are in samples.jsonl. " : "") + (g ? "" : run.samples.length
     ? "No group matches." : "No completions have been logged yet.");
   legend(run);
   $("group").replaceChildren(...(g ? groupOf(g, run) : []));
@@ -267,7 +266,7 @@ function legend(run) {
 }
 
 function groupOf(g, run) {
-  const steps = (g.ends || []).some(ends => ends.length > 1);
+  const steps = g.ends.some(ends => ends.length > 1);
   const mean = g.rewards.reduce((a, b) => a + b, 0) / g.rewards.length, word = query();
   const order = g.rewards.map((_, i) => i).sort((a, b) => g.rewards[b] - g.rewards[a]);
   const inPrompt = g.text[0].includes(word);
@@ -283,18 +282,15 @@ function groupOf(g, run) {
 
 function card(g, i, run, steps) {
   const head = make("header", "", "", make("span", "reward", `reward ${shown(g.rewards[i])}`));
-  for (const [name, values] of Object.entries(g.parts || {})) {
+  for (const [name, values] of Object.entries(g.parts)) {
     head.append(make("span", "", `${name} ${shown(values[i])}`));
   }
-  if (g.finished) {
-    head.append(make("span", g.finished[i] ? "badge" : "badge cut", g.finished[i] ? "finished" : "cut"));
-    head.append(make("span", "", `${g.tokens[i].length} tokens`));
-  }
-  if (g.partly?.[i]) head.append(make("span", "badge cut", "not shown in full"));
+  head.append(make("span", g.finished[i] ? "badge" : "badge cut", g.finished[i] ? "finished" : "cut"));
+  head.append(make("span", "", `${g.tokens[i].length} tokens`));
   const text = make("pre", "text"), {of, both} = QUANTITIES[$("colour").value];
   const most = scaleOf(run, $("colour").value), marked = found(g, i);
   g.tokens[i].forEach((piece, t) => {
-    const label = piece || (g.finished?.[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
+    const label = piece || (g.finished[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
     const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n").replace(/\n$/, ""));
     const x = of(g, i, t);
     if (x !== null && most) {

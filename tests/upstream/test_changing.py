@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 STATE, MEDIAN, ENTROPY, WARM_UP, WITHOUT_CACHE, WITH_CACHE, PARAMETER, LORA, DROPOUT, BOARD = DIFFS
 CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
-SMALL = dict(difficulty=1, n_layer=1, n_embd=64, n_head=4, warm_steps=80, warm_lr=5e-3, prompts=8,
+SMALL = dict(difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_the_algorithm_in_a_file_is_that_file():
 
 def test_a_formula_can_be_checked_as_the_page_says():
     """CISPO's, a token at a time: a mean over all tokens of r, clipped and constant, times A log pi."""
-    code = re.search(r"^```python\n(import torch\n\nimport grpo\nfrom run import variants.*?)^```", PAGE, re.M | re.S)[1]
+    code = re.search(r"^```python\n(import torch\n\nimport grpo\nfrom run import config.*?)^```", PAGE, re.M | re.S)[1]
     known = {}
     try:
         exec(code, known)
@@ -238,8 +238,8 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
             x = x + 2 * b @ a
         assert_close(last[name], x)
     assert [m["kl"] > 1e-6 for m in steps[1:]] == [True] * 3 and steps[1]["kl"] < steps[3]["kl"]
-    agent = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(tmp_path / "whole")), None, *grpo.models.trained_model(cfg))
-    base = grpo.agents.Agent(cfg := grpo.make_config(task="arithmetic", init=str(warm)), None, *grpo.models.trained_model(cfg))
+    agent = grpo.setup.Agent(cfg := grpo.make_config(task="arithmetic", init=str(tmp_path / "whole")), None, *grpo.pretrained.trained_model(cfg))
+    base = grpo.setup.Agent(cfg := grpo.make_config(task="arithmetic", init=str(warm)), None, *grpo.pretrained.trained_model(cfg))
     ids = torch.arange(10)[None]
     before = base.policy(ids)
     from run import lora as adapters
@@ -256,7 +256,7 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path, capsys):
     """From a model that lacks it, and from a new one."""
-    grpo, hot = changed(PARAMETER), lambda where: grpo.agents.pretrained.load(where).layers[0].self_attn.temperature
+    grpo, hot = changed(PARAMETER), lambda where: grpo.setup.pretrained.load(where).layers[0].self_attn.temperature
     grpo.main(flags({**SMALL, "warm_steps": 0, "init": warm, "steps": 0, "out": tmp_path / "begun"}))
     begun = hot(tmp_path / "begun")
     assert begun.shape == (4, 1) and (begun == 1).all()
@@ -327,7 +327,7 @@ def test_the_board_gets_the_metrics(changed, warm, tmp_path, board, monkeypatch)
     assert run(grpo, out, init=warm, steps=2) == logged and len(logged) == 3
     assert begun[0]["config"] == json.loads((out / "run.json").read_text())["config"]
     assert begun[0]["name"] == str(out) and begun[0]["mode"] is None
-    monkeypatch.setattr(grpo.machine, "world", lambda: (1, 2))          # the second of two ranks
+    monkeypatch.setattr(dist, "rank", lambda: 1)          # the second of two ranks
     run(grpo, out, init=warm, steps=1)
     assert begun[1]["mode"] == "disabled"
 

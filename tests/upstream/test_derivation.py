@@ -334,7 +334,7 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(rewards, "of_steps", lambda task, b, *_: (torch.rand(b.ids.shape), b.mask))
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
-    monkeypatch.setattr(grpo.shard, "copy_weights", lambda copied, policy: loaded.append((copied, policy)))
+    monkeypatch.setattr(grpo.dist, "copy_weights", lambda copied, policy: loaded.append((copied, policy)))
     agent = setup.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
     for iteration in range(cfg.iterations):

@@ -243,7 +243,7 @@ def test_what_fits_on_a_gpu(monkeypatch):
             gpt = GPT(GPTConfig(**dict(zip(names, shape)), vocab_size=151936 + 128 * (name == "7"), bias="qkv",
                                 block_size=32768, tied=name != "7"))
         cells = []
-        for ranks, how in ((1, {}), (1, dict(recompute="on")), (2, dict(shard="on")), (8, dict(shard="on"))):
+        for ranks, how in ((1, {}), (1, dict(recompute=True)), (2, dict(shard=True)), (8, dict(shard=True))):
             monkeypatch.setattr(dist, "rank", lambda: 0)
             monkeypatch.setattr(dist, "ranks", lambda: ranks)
             cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
@@ -255,7 +255,7 @@ def test_what_fits_on_a_gpu(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(preflight, "most_logits", lambda device: int(fits[0] * 1e9) // 128)
                 cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", warm_steps=0,
-                                  static_cache="on", recompute="on" if name == "3" else "off")
+                                  cache="static", recompute=name == "3")
                 assert f"{preflight.total(preflight.memory(gpt, cfg, 300)) / 1e9:.1f}" == fits[1]
             assert f" {fits[1]} " in " ".join(MEASURED.split())
 
@@ -337,7 +337,7 @@ def own_task():
 def test_the_readmes_own_task_learns(tmp_path):
     """From one warm start, with a reward for the whole and with one for each step. The README's figures take longer."""
     (tmp_path / "reverse.py").write_text(own_task())
-    small = ("--n_layer 2 --n_embd 64 --n_head 4 --difficulty 1 --warm_lr 5e-3 --warm_batch 32 --steps 12 --lr 1e-3 "
+    small = ("--n_layer 2 --n_embd 64 --difficulty 1 --warm_lr 5e-3 --steps 12 --lr 1e-3 "
              f"--held_out 100 --task {tmp_path / 'reverse.py'}").split()
     grpo.main([*small, "--warm_steps", "250", "--out", str(tmp_path / "outcome")])
     grpo.main([*small, "--warm_steps", "0", "--init", str(tmp_path / "outcome" / "warm_start"), "--supervision", "process",

@@ -60,7 +60,7 @@ def test_a_run_on_gsm8k(run, tmp_path, monkeypatch, capsys):
 
 def test_rows_set_aside(run, tmp_path):
     """Without test rows the last training rows take their place; what is too long is not trained on."""
-    small = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 2 --warm_steps 1 --warm_batch 2".split()
+    small = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 2 --warm_steps 1".split()
     found, _ = run("gsm8k-aside1", str(tmp_path / "train.jsonl"), *small)
     assert (found["rows"]["train"], found["rows"]["left out"]) == (300 - gsm8k.ASIDE - 1, 1)
     train, aside = ((tmp_path / "out" / "gsm8k-aside1" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))

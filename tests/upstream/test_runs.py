@@ -21,7 +21,7 @@ import runs  # noqa: E402
 import studies  # noqa: E402
 from data import arithmetic  # noqa: E402
 
-TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 "
+TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
 
 
@@ -29,8 +29,8 @@ TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_head
 def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
-    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (grpo.shard, "copy_weights"),
-                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (grpo.agents, "new_agent"), (grpo.variants, "install")):
+    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (grpo.dist, "copy_weights"),
+                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (grpo.setup, "new_agent"), (grpo.config, "install")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
 
@@ -59,7 +59,7 @@ def test_a_run_is_kept_by_its_settings_however_they_are_spelled(tmp_path, monkey
 
 def test_what_a_run_measures(tmp_path):
     """A whole one, as it is in its own process."""
-    runs.child([*TINY, "--reward", "model", "--supervision", "process", "--fit_prompts", "10", "--labels", "rollouts", "--patch", "tries=2",
+    runs.child([*TINY, "--reward", "model", "--supervision", "process", "--labels", "rollouts", "--patch", "tries=2",
                 "--out", str(tmp_path)])
     found = json.loads((tmp_path / "result.json").read_text())
     assert [p["step"] for p in found["points"]] == [0, 0, 1, 2] and len(found["steps"]["length"]) == 2
@@ -74,7 +74,7 @@ def test_what_a_run_measures(tmp_path):
 
 
 @pytest.mark.parametrize("row, kept", (
-    ("--reward model --fit_prompts 10 --iterations 2 --patch history=0.5 --patch reference=kept", 3 + 2),
+    ("--reward model --iterations 2 --patch history=0.5 --patch reference=kept", 3 + 2),
     ("--algo ppo --critic separate --patch critic_lr=10", 3)))
 def test_a_run_with_patches_goes_through(row, kept, tmp_path):
     (tmp_path / "start.json").write_text('{"start": {"greedy": 2.0}}')
@@ -132,9 +132,9 @@ def test_patches_change_what_they_say(monkeypatch):
     reward.replay({}, 7, 4, None)
     runs.patch_tries("16")
     assert asked == [35] and reward.rollout_labels.__defaults__ == (16,)
-    monkeypatch.setattr(grpo.shard, "copy_weights", lambda *given: asked.append(given))
+    monkeypatch.setattr(grpo.dist, "copy_weights", lambda *given: asked.append(given))
     runs.patch_reference("kept")
-    grpo.shard.copy_weights("ref", "policy")
+    grpo.dist.copy_weights("ref", "policy")
     assert len(asked) == 1
 
 
@@ -143,8 +143,8 @@ def test_a_critic_can_learn_at_a_rate_of_its_own(critic, tmp_path):
     cfg, patches = runs.read([*TINY, "--algo", "ppo", "--critic", critic, "--lr", "0.001", "--patch", "critic_lr=10"])
     runs.patch_critic_lr("10")
     task = data.load_task(cfg.task)
-    cfg, encoding, policy, *_ = grpo.agents.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
-    agent = grpo.agents.new_agent(cfg, task, encoding, policy)
+    cfg, encoding, policy, *_ = grpo.setup.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
+    agent = grpo.setup.new_agent(cfg, task, encoding, policy)
     ours, own = agent.opt.param_groups
     assert ours["lr"] == 0.001 and own["lr"] == 0.01 and own["betas"] == ours["betas"]
     assert [id(p) for p in ours["params"]] == [id(p) for p in policy.parameters() if p.requires_grad]
@@ -179,7 +179,7 @@ def test_what_a_reward_model_costs_is_counted_where_it_is_fitted():
 
 def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
     """By the masks of a run's samples: a fit's, a critic's, the rollouts'."""
-    cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--fit_prompts", "10", "--choices", "2", "--iterations", "2",
+    cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--iterations", "2",
                         "--steps", "1", "--out", str(tmp_path)])
     drawn, inside, sample = [], [], grpo.sample
     real = {name: getattr(grpo, name) for name in ("begin_iteration", "train_step")}
@@ -218,12 +218,12 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
     monkeypatch.setattr(runs, "completions", lambda *_: batch)
     monkeypatch.setattr(reward, "of_steps", lambda *_: (truth, ends))
     monkeypatch.setattr(reward, "scores", lambda *_: score)
-    found = runs.quality(grpo.agents.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
+    found = runs.quality(grpo.setup.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
     p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
     gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
     assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
     assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
-    of_outcomes = grpo.agents.Agent(grpo.make_config(), None, None, None)
+    of_outcomes = grpo.setup.Agent(grpo.make_config(), None, None, None)
     found = runs.quality(of_outcomes, None, [])         # the guess counts, too
     assert found == {"auc": pytest.approx(5 / 8), "true": pytest.approx(4 / 6), "steps": 6}
     truth.fill_(1)

@@ -25,8 +25,8 @@ def test_every_algorithm_has_a_second_implementation():
 
 def test_every_statistic_is_logged(tmp_path):
     """By a run with a critic, a reference and a learned reward."""
-    main(["--algo", "ppo", "--reward", "model", *"--difficulty 1 --n_layer 1 --n_embd 32 --n_head 4 --warm_steps 20 "
-          "--warm_lr 5e-3 --prompts 2 --group 4 --max_new 12 --fit_prompts 20 --held_out 20 --steps 1".split(),
+    main(["--algo", "ppo", "--reward", "model", *"--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 "
+          "--warm_lr 5e-3 --prompts 2 --group 4 --max_new 12 --held_out 20 --steps 1".split(),
           "--out", str(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert data.STATISTICS <= set().union(*lines)

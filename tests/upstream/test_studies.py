@@ -33,7 +33,7 @@ def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
     for module, name in ((grpo, "begin_iteration"), (grpo, "train_step"), (grpo, "rollout"), (grpo, "sample"), (grpo, "advantages"),
-                         (reward, "of_steps"), (grpo.agents, "new_agent"), (grpo.variants, "install")):
+                         (reward, "of_steps"), (grpo.setup, "new_agent"), (grpo.config, "install")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(grpo.batches, "MISMATCH", dict(grpo.batches.MISMATCH))
 
@@ -157,9 +157,9 @@ def test_wrong_completions_may_cost_something(monkeypatch):
 def test_true_moves_alone_may_count():
     """In the rule's rewards of a run; over a mine and back is as good as any."""
     task, seen = grpo.data.load_task("experiments/studies/mines.py"), []
-    grpo.agents.new_agent = lambda cfg, task: seen.append(task)
+    grpo.setup.new_agent = lambda cfg, task: seen.append(task)
     runs.patch_format("moves")
-    grpo.agents.new_agent(None, task)
+    grpo.setup.new_agent(None, task)
     problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset({(2, 1)}))
     assert [good for _, good in task.steps(problem, "R21\nL11\nR22")] == [True, True, False]
     assert [good for _, good in mines.steps(problem, "R21\nL11\nR22")] == [False, False, False] and seen == [task]

@@ -1,0 +1,168 @@
+"""Training passes in less time and memory than `model.token_logps`: micro-batches, common prefixes
+of rows computed once, logits in parts. The results are the same up to rounding.
+
+Rows share a token if they have the same tokens up to it: the prompt, and often more. On a CPU a
+step takes about half the time. This assumes that a token's state depends on nothing else: a
+bidirectional prefix, or a router that sees other tokens, needs `--cache plain`.
+"""
+import torch
+import torch.nn.functional as F
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import model
+from data import UserError
+from model import send
+from run import dist
+
+# --------------------------------------------------------------------------------- micro-batches
+
+MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `preflight.micro_tokens`
+
+def row_lengths(mask):
+    """The length of each row without padding, (B,), of a mask (B, T)."""
+    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
+
+def last_tokens(mask):
+    """A mask of each row's last sampled token, (B, T)."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+def micro_batches(ids, mask, budget):
+    """Splits rows of ids and mask (B, T) into micro-batches of at most `budget` tokens (0:
+    MICRO_TOKENS), padding included, or of one longer row; yields (row indices on the host, longest
+    length). Rows are sorted, so that rows with a common prefix are neighbours and share it. Every
+    rank yields as many, empty ones at the end if need be, as with sharded models all ranks take
+    part in each pass; and at least one.
+    """
+    budget = budget or MICRO_TOKENS
+    rows = ids.tolist()
+    length = row_lengths(mask.cpu()).tolist()
+    chunks, longest = [], 0
+    for row in sorted(range(len(rows)), key=lambda i: rows[i]):
+        longest = max(longest, length[row])
+        if chunks and (len(chunks[-1]) + 1) * longest <= budget:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+            longest = length[row]
+    most = torch.tensor(max(1, len(chunks)))
+    most = dist.all_reduce(most, distributed.ReduceOp.MAX).item()
+    for chunk in chunks:
+        yield torch.tensor(chunk), max(length[row] for row in chunk)
+    for _ in range(most - len(chunks)):
+        yield torch.tensor([], dtype=torch.int64), ids.size(1)
+
+@torch.no_grad()
+def logps(gpt, batch, cfg, critic=None):
+    """`token_logps` of a Batch, in micro-batches and without gradients."""
+    ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
+    logp = torch.zeros(ids.shape, device=device)
+    value = None if critic is None else torch.zeros_like(logp)
+    for rows, T in micro_batches(ids, mask, cfg.micro_tokens):
+        found = token_logps(gpt, ids[rows, :T], mask[rows, :T], cfg.temperature, critic)
+        rows = send(rows, device)
+        logp[rows, :T] = found[0]
+        if critic is not None:
+            value[rows, :T] = found[1]
+    return logp, value
+
+# ------------------------------------------------------------------------------ common prefixes
+
+def distinct(ids, mask):
+    """The tokens that must be computed: those of each row up to its last True in mask (B, T), less
+    the prefix that it has in common with the row above. Returns their indices into the flattened
+    rows, (n,), and for each position of the rows the index among these n, (B, T), which is
+    arbitrary after the last True.
+
+    Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
+    needed = mask.flip(1).cumsum(1).flip(1) > 0
+    same = needed[:-1] & (ids[1:] == ids[:-1])
+    prefix = F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))        # of the first row: none
+    new = needed & ~prefix
+    count = new.flatten().cumsum(0).view_as(mask)
+    index = torch.where(new, count - 1, 0).cummax(0).values     # from the nearest row above
+    return new.flatten().nonzero()[:, 0], index
+
+class SharedRows:
+    """The layout of a training pass over the n distinct tokens of ids (B, T), as one row (1, n).
+    Only attention sees full rows. States after a row's last True in mask (B, T) are arbitrary."""
+
+    def __init__(self, ids, mask, device):
+        first, index = distinct(ids, mask)
+        self.first = send(first, device)
+        self.index = send(index, device)
+        self.ids = send(ids.flatten()[first][None], device)                                 # (1, n)
+        self.pos = send(first % ids.size(1), device)[None]
+
+    def attend(self, q, k, v, cache):
+        """Like `Rows.attend`, for the heads (1, n, H, D) of the distinct tokens."""
+        if q.shape[:2] != self.ids.shape:
+            raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
+                            f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
+                            f"--cache plain")
+        heads = self.gather(torch.cat((q, k, v), 2))                          # (B, T, H + 2 K, D)
+        y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
+        y = F.embedding(self.first, y.flatten(2).flatten(0, 1))                          # (n, H D)
+        return y.unflatten(-1, q.shape[2:])[None]                                     # (1, n, H, D)
+
+    def gather(self, x):
+        """Heads x (1, n, H, D) as full rows, (B, T, H, D). `embedding` sums a token's gradient over
+        its rows faster than indexing. For the cast to float32 see `causal_attention`."""
+        x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
+        return F.embedding(self.index, x[0].flatten(1)).unflatten(-1, x.shape[2:])
+
+    def in_rows(self, h):
+        """Hidden states h (1, n, C) as full rows, (B, T, C)."""
+        return F.embedding(self.index, h[0])
+
+def layout_of(gpt, ids, mask):
+    """The layout of a pass over ids (B, T), on the host, of which the states up to the last True in
+    mask (B, T) are needed."""
+    if gpt.kv_cache == "plain":
+        return model.Rows(ids, gpt.device)
+    return SharedRows(ids, mask, gpt.device)
+
+# ---------------------------------------------------------------------------- log-probabilities
+
+def most_logits(device):
+    """The maximum number of logits at a time: each part of them reads the head's weights again."""
+    if device.type == "cuda":       # a tenth of the memory, with their gradients
+        return torch.cuda.get_device_properties(device).total_memory // 128
+    return 2 ** 26          # 256 MiB in float32
+
+def token_logps(gpt, ids, mask, temperature, critic=None):
+    """`model.token_logps`, and the critic's value of the state before each sampled token, (B, T), 0
+    elsewhere; None without a critic. Logits beyond `most_logits` are computed in parts, and again
+    in the backward pass."""
+    ids, mask, device = ids.cpu(), mask.cpu(), gpt.device       # layouts are made on the host
+    layout = layout_of(gpt, ids[:, :-1], mask[:, 1:])
+    h = gpt(ids[:, :-1], layout=layout)                                           # (B, T - 1, C)
+    scored, index = tokens_to_score(ids, mask, gpt.kv_cache != "plain")
+    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
+    before = before[send(scored, device)] / temperature                                   # (n, C)
+    tokens = send(ids.flatten()[scored], device)                                            # (n,)
+    logp = logps_in_parts(gpt, before, tokens)                                              # (n,)
+    sampled = send(mask, device)
+    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)
+    if critic is None:
+        return logp, None
+    value = F.pad(critic(ids[:, :-1], layout, h), (1, 0))
+    return logp, torch.where(sampled, value, 0)
+
+def tokens_to_score(ids, mask, share):
+    """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask
+    (B, T) its index among these n, (B, T). With `share` a token that rows share is scored once."""
+    if not share:
+        return mask.flatten().nonzero()[:, 0], mask.flatten().cumsum(0).view_as(mask) - 1
+    first, index = distinct(ids, mask)
+    once = index[mask].unique()
+    rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
+    return first[once], rank[index]
+
+def logps_in_parts(gpt, h, tokens):
+    """`gpt.logps`, in parts if the logits are many."""
+    size = max(1, most_logits(gpt.device) // gpt.cfg.vocab_size)
+    if len(tokens) <= size:
+        return gpt.logps(h, tokens)
+    parts = zip(h.split(size), tokens.split(size))
+    return torch.cat([checkpoint(gpt.logps, *part, use_reentrant=False) for part in parts])

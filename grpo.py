@@ -10,7 +10,6 @@ reference, a copy of the policy made as each iteration begins (Algorithm 1).
     python grpo.py --resume                               # continue after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic   # try the result
 """
-import math
 import sys
 import time
 from collections import defaultdict
@@ -22,7 +21,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from tiktoken import Encoding
-from torch.nn.utils import clip_grad_norm_
 
 import data
 import model
@@ -531,12 +529,8 @@ def update(agent, batch, rng):
             gaps.append((logp.detach() - part.logp).abs().flatten())
         if mismatch is None:
             mismatch = batches.checked_gap(torch.cat(gaps), mask[rows].sum(), agent.policy.amp)
-        for p in params:                    # a rank without rows has no gradient
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = dist.summed(grad)      # over the ranks
-        norm += dist.full(clip_grad_norm_(params, GRAD_CLIP)).item()
-        if not math.isfinite(norm):
-            raise data.UserError(f"the norm of the gradient is {norm}")
+        dist.sum_gradients(params)
+        norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
     means = dist.all_reduce(torch.stack([*stats.values()])) / cfg.updates
@@ -635,7 +629,9 @@ def train_step(agent, problems, step):
     cfg = agent.cfg
     began = time.perf_counter()
     if cfg.half_life:
-        warm_start.scale_rates(agent.opt, 0.5 ** ((step - 1) / cfg.half_life))
+        for group in agent.opt.param_groups:
+            rate = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()

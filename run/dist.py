@@ -1,6 +1,7 @@
 """Device and dtype, ranks, sharded models (FSDP2), random streams, signals."""
 import contextlib
 import ctypes
+import math
 import os
 import random
 import signal
@@ -208,9 +209,19 @@ def for_the_first_rank(x):
     gathered = full(x)
     return gathered.cpu() if rank() == 0 else x
 
-def summed(grad):
-    """A gradient summed over the ranks; FSDP2 has already summed a sharded one."""
-    return grad if is_sharded(grad) else all_reduce(grad)
+def sum_gradients(params):
+    """Sums the gradients of parameters over the ranks; FSDP2 has already summed sharded ones."""
+    for p in params:
+        grad = torch.zeros_like(p) if p.grad is None else p.grad    # None: a rank without rows
+        p.grad = grad if is_sharded(grad) else all_reduce(grad)
+
+def clip_gradients(params, most):
+    """Clips the norm of all gradients together to `most`; returns it as it was before. Raises
+    UserError if it is not finite."""
+    norm = full(torch.nn.utils.clip_grad_norm_(params, most)).item()
+    if not math.isfinite(norm):
+        raise UserError(f"the norm of the gradient is {norm}")
+    return norm
 
 def like(p, x):
     """A copy of tensor x placed like parameter p: on the same device, with the same sharding."""

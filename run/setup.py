@@ -58,10 +58,6 @@ def begin(cfg, task, saved):
         policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
     show.print0(preflight.costs(policy, cfg, longest))
-    if own := [*pretrained.own_parameters(policy)]:
-        show.print0(f"note: other programs will ignore {own[0]} in the saved model, and "
-                    f"{len(own) - 1} more: a {policy.hf['model_type']} has no such parameters")
-
     dist.wait_for_all()                 # all have read what is in the folder
     if dist.rank() == 0:
         checkpoint.open_run(cfg, saved)

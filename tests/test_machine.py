@@ -15,8 +15,7 @@ from conftest import tiny_model
 
 from data import UserError
 from grpo import Config
-from model import Block
-from run.pretrained import ScalarHead
+from model import Block, ScalarHead
 from run import batches, dist, show, warm_start
 
 

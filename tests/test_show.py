@@ -38,7 +38,7 @@ def test_a_model_cannot_change_the_terminal(terminal):
 
 GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))
 EQUAL = "warning: for 3 steps in a row all rewards of every group were equal"
-OVER = "warning: for 3 steps in a row most completions were cut off at --max_new, and earned at most --truncated_reward"
+OVER = "warning: for 3 steps in a row most completions were cut off at --max_new, and earned at most 0"
 
 
 @pytest.mark.parametrize("steps, warned", [

@@ -13,10 +13,11 @@ import torch
 from torch import distributed
 from conftest import tiny_model
 
+import reward
 from data import UserError
 from grpo import Config
 from model import Block, ScalarHead
-from run import batches, dist, show, warm_start
+from run import batches, dist, passes, show, warm_start
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -90,7 +91,7 @@ def test_a_device_that_is_not_there(gpus):
             dist.device_of(Config(device=kind))
 
 
-@pytest.mark.parametrize("asked", ["on", "off"])
+@pytest.mark.parametrize("asked", [True, False])
 def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     """And up to 64 graphs may be made of them: prompts, tokens and training have their own."""
     options, config = [], SimpleNamespace(recompile_limit=8)
@@ -99,8 +100,8 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **given: options.append((f.__name__, given)) or f)
     dist.compile_all(Config(device="cpu", compile=asked), tiny_model(), ScalarHead(32, tiny_model()), ScalarHead(32))
     of_a_model = [(what, dict(dynamic=True)) for what in ("probs", "logps", Block, Block)]
-    assert options == of_a_model * 2 * (asked == "on")
-    assert config.recompile_limit == (64 if asked == "on" else 8)
+    assert options == of_a_model * 2 * asked
+    assert config.recompile_limit == (64 if asked else 8)
 
 
 def test_only_mps_has_no_float64():
@@ -277,7 +278,8 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
-    got = batches.of_all_ranks(rows([0, 2, 4], 4), 2)
+    monkeypatch.setattr(reward, "CHOICES", 2)
+    got = reward.of_all_ranks(rows([0, 2, 4], 4))
     assert got["ids"][:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
     assert got["ids"][:, 4].tolist() == [0, 0, 10, 11, 0, 0, 30, 31, 0, 0, 50, 51]         # padding, on the right
     assert got["ids"].shape == got["mask"].shape == (12, 5) and torch.equal(got["mask"], got["ids"] > 0)
@@ -286,13 +288,13 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
 def test_equal_rows_stay_in_their_order():
     """As no sort need leave them: which rows go together then follows from what they hold alone."""
     ids = torch.arange(1000)[:, None] % 3
-    order = [i for rows, _ in batches.micro_batches(ids, ids >= 0, 30) for i in rows.tolist()]
+    order = [i for rows, _ in passes.micro_batches(ids, ids >= 0, 30) for i in rows.tolist()]
     assert order == sorted(range(1000), key=lambda i: i % 3)
 
 
 def test_one_rank_and_one_set_stay_what_they_are():
     rows = dict(ids=torch.arange(12).view(4, 3), label=torch.rand(4, 3))
-    for got in (batches.of_all_ranks(rows, 2), batches.concatenate(rows)):
+    for got in (reward.of_all_ranks(rows), reward.concatenate(rows)):
         assert all(torch.equal(got[n], rows[n]) for n in rows) and got.keys() == rows.keys()
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import grpo
 import reward
-from data import UserError
-from run import batches, checkpoint, config, dist, preflight, pretrained, show, warm_start
+from data import UserError, import_file
+from run import batches, checkpoint, dist, passes, pretrained, show, warm_start
 from run.checkpoint import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -47,20 +48,19 @@ def answer(text):
     return text[:1]
 """
 SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
-             micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3, fit_prompts=40,
-             device="cpu", compile=False)
+             micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3, device="cpu")
 RUNS = {
     **{algo: dict(algo=algo) for algo in grpo.ALGOS},
     "critic of its own": dict(algo="ppo", critic="separate"),
-    "whitened": dict(adv_scale="batch", loss_mean="token", target_kl=0.01),
-    "steps rewarded": dict(supervision="process", truncated_reward=-1.0),
+    "whitened": dict(adv_scale="batch", loss_mean="token"),
+    "steps rewarded": dict(supervision="process"),
     "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
     "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),       # one rank has it, one has none
     "few rows": dict(prompts=2, group=3),                   # fewer than an evaluation has of a problem
     "warm start": dict(init="", warm_steps=15, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1),
-    "labels by rollouts": dict(reward="model", supervision="process", labels="rollouts", steps=1),
+    "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
@@ -88,17 +88,19 @@ def run(name, where):
 
 def command(**given):
     """Settings as a command line."""
-    return [part for name, x in given.items() for part in (f"--{name}", str(x))]
-
-
-def cache():
-    """Bytes that the cache of a rollout needs on a rank."""
-    return preflight.memory(tiny_model(), grpo.Config(group=512), 8)["cache"]
+    flags = []
+    for name, x in given.items():
+        flags += [f"--{name}" if x else f"--no-{name}"] if isinstance(x, bool) else [f"--{name}", str(x)]
+    return flags
 
 
 def over_a_beta(*rewards):
     """The advantages of a variant that compares the groups of all ranks."""
-    return config.loaded("beta_norm", vars(grpo)).outcome_scores(torch.tensor(rewards), 4)[0].tolist()
+    real = grpo.group_scores
+    variant = import_file(ROOT / "experiments" / "variants" / "beta_norm.py", "beta_norm")
+    grpo.group_scores = real                    # which the variant has replaced
+    r = torch.tensor(rewards)[:, None]
+    return variant.group_scores(r, torch.ones_like(r), SimpleNamespace(group=4))[0][:, 0].tolist()
 
 
 def sums(rank):
@@ -108,25 +110,27 @@ def sums(rank):
              "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
              "spread": [x.item() for x in dist.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
-             "parts": [dist.of_rank(part) for part in batches.in_chunks("labelling", "abcd", 3)], "cache": cache()}
+             "parts": [dist.of_rank(part) for part in batches.in_chunks("labelling", "abcd", 3)]}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
     return found
 
 
-new_optimizer = warm_start.new_optimizer
+new_optimizer = grpo.new_optimizer
 
 
-def large_epsilon(modules, lr, eps=None):
-    """For the policy, whose epsilon is given; the others keep theirs."""
-    return new_optimizer(modules, lr, 1e-3 if eps else 1e-8)
+def large_epsilon(agent):
+    """The real one, with another epsilon."""
+    opt = new_optimizer(agent)
+    opt.param_groups[0]["eps"] = 1e-3
+    return opt
 
 
 def set_constants(setattr=setattr):
-    """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(warm_start, "new_optimizer", large_epsilon)
+    """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of few problems."""
+    setattr(grpo, "new_optimizer", large_epsilon)
+    setattr(grpo, "FIT_STEPS", 10)
     setattr(reward, "FIT_LR", 1e-2)
-    setattr(reward, "LABEL_NOISE", 0.3)
 
 
 def sha256_of(tensors):
@@ -137,17 +141,19 @@ def sha256_of(tensors):
 
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
-    opened, streams, kept, found, real, free = [], [], [], {}, reward.rollout_labels, dist.free_sampler
+    opened, streams, kept, found, real, updating = [], [], [], {}, grpo.rollout_labels, dist.updating
 
     def note(event, args):
         """Remember the files of the runs that this process opens to write."""
         if event == "open" and str(args[0]).startswith(str(where)) and args[2] & (os.O_WRONLY | os.O_RDWR):
             opened.append(str(args[0]))
 
-    def rollout_labels(complete, agent, batch, source):
+    def rollout_labels(agent, batch, source):
         """The real one; remember where its random stream stands."""
         streams.append(str(source.getstate()))
-        return real(complete, agent, batch, source)
+        return real(agent, batch, source)
+
+    @contextlib.contextmanager
     def freed(agent):
         """The real one; remember which share of its models this process keeps, and of the sampler before and after."""
         def held(*modules):
@@ -159,10 +165,11 @@ def all_runs(rank, where):
             dist.parameters(module)
         share = held(*parts) / sum(p.numel() for module in parts for p in module.parameters())
         before = held(agent.sampler) / sum(p.numel() for p in agent.policy.parameters())
-        free(agent)
-        kept.append((share, before, held(agent.sampler)))
+        with updating(agent):
+            kept.append((share, before, held(agent.sampler)))
+            yield
     sys.addaudithook(note)
-    reward.rollout_labels, dist.free_sampler = rollout_labels, freed
+    grpo.rollout_labels, dist.updating = rollout_labels, freed
     dist.start_ranks(torch.device("cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
@@ -175,15 +182,15 @@ def all_runs(rank, where):
 
 def interrupted(rank, receiver, sig, at, args):
     """The command line; a signal comes to the rank `receiver` alone, in an optimizer step."""
-    real, calls = warm_start.optimizer_step, []
+    real, calls = dist.clip_gradients, []
 
-    def optimizer_step(*given):
+    def clip_gradients(*given):
         """The real one."""
         calls.append(given)
         if len(calls) == at and rank == receiver:
             os.kill(os.getpid(), sig)
         return real(*given)
-    warm_start.optimizer_step = optimizer_step
+    dist.clip_gradients = clip_gradients
     grpo.main(args)
 
 
@@ -218,7 +225,7 @@ def slow_reader(rank, path, args):
 
 def torn(rank, args):
     """The command line; a signal comes to the first rank in a step, and to the second as it stops."""
-    real, asked, sent = warm_start.optimizer_step, dist.stop_asked, []
+    real, asked, sent = dist.clip_gradients, dist.stop_asked, []
 
     def send():
         """Once."""
@@ -226,7 +233,7 @@ def torn(rank, args):
             sent.append(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def optimizer_step(*given):
+    def clip_gradients(*given):
         """The real one."""
         if rank == 0:
             send()
@@ -238,7 +245,7 @@ def torn(rank, args):
         if number and rank == 1:
             send()
         return number
-    warm_start.optimizer_step, dist.stop_asked = optimizer_step, stop_asked
+    dist.clip_gradients, dist.stop_asked = clip_gradients, stop_asked
     grpo.main(args)
 
 
@@ -451,10 +458,10 @@ def test_the_first_rank_alone_writes(both):
 def test_labels_by_rollouts_differ_and_are_shared(both):
     """Each rank continues the steps of its own rows with random numbers of its own, so these labels
     are not those of one process, but all else in the labelled rows is: the completions, the truth of
-    their last steps. Noise is off."""
+    their last steps."""
     one, two = (tensors(both[0] / ranks / "labels by rollouts") for ranks in ("one", "two"))
     rows, ends = one["history.ids"], one["history.ends"]
-    last = batches.last_tokens(one["history.mask"])
+    last = passes.last_tokens(one["history.mask"])
     assert torch.equal(rows, two["history.ids"]) and torch.equal(ends, two["history.ends"])
     labels, others = one["history.label"], two["history.label"]
     assert torch.equal(labels[last], others[last])
@@ -472,7 +479,7 @@ def test_sums_are_of_both_ranks(both):
     for f, own in zip(found, (1, 2)):
         assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
         assert f["beta"] == pytest.approx(over_a_beta(1.0, 0, 0, 0, 1, 1, 1, 0)[4 * own - 4:4 * own])
-        assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5]) and f["cache"] == cache() / 2
+        assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5])
 
 
 def test_a_warm_start_is_of_a_number_of_ranks(both):
@@ -601,8 +608,7 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given, says", [
-    (dict(init=""), "--warm_batch 1 is less than one row for each of 2 ranks"),
-    (dict(reward="model"), "--fit_prompts 11 is not divisible by 2 ranks")])
+    (dict(prompts=3), "--prompts 3 is not divisible by 2 ranks")])
 def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
     codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
     assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()

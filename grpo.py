@@ -209,6 +209,9 @@ class Agent:
     beta: float = 0.0                               # KL coefficient
     history: dict = field(default_factory=dict)     # labelled rows of all reward-model fits
 
+    def __post_init__(self):
+        self.sampler = self.sampler or self.policy
+
 def new_agent(cfg, task, encoding, policy, saved=None):
     """All models, as before the first step or as in the Checkpoint `saved`."""
     agent = Agent(cfg, task, encoding, policy, beta=cfg.beta)
@@ -608,7 +611,8 @@ def evaluate(agent, problems):
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time, as in training
-    solved = defaultdict(float)
+    names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
+    solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
     for part in batches.in_chunks("greedy evaluation", problems, rows):
         solved["greedy"] += generate(agent, part, 1).components["correct"].sum().item()
     for part in batches.in_chunks("evaluation", problems, max(1, rows // (1 + n))):

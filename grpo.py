@@ -13,7 +13,7 @@ reference, a copy of the policy made as each iteration begins (Algorithm 1).
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -22,12 +22,9 @@ import torch
 import torch.nn.functional as F
 from tiktoken import Encoding
 
-import data
 import model
 import reward
-from data import answers, tokenizer
-from run import (batches, caches, checkpoint, config, dist, files, passes, preflight, pretrained,
-                 report, setup, show, warm_start)
+from run import caches, checkpoint, config, dist, passes, report, setup, show
 
 # ---------------------------------------------------------------------------------- the settings
 # The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo adds a
@@ -141,7 +138,7 @@ def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
     as `difficulty`. Raises UserError for unknown names and bad values."""
     given = given.pop("task_args", {}) | given
-    task = data.load_task(given.get("task", Config.task))
+    task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
     # From here on each line overrides those above it.
     chosen = {f.name: f.default for f in fields(Config) if f.name != "task_args"}
@@ -152,7 +149,7 @@ def make_config(**given):
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
-    return warm_start.shipped(cfg)          # --init data/warm_start, if it serves
+    return setup.shipped(cfg)       # --init data/warm_start, if it serves
 
 def implied(chosen):
     """What some settings imply for others, unless these are given too."""
@@ -184,15 +181,6 @@ class Batch:
     value: torch.Tensor = None      # (B, T) float32  critic's value of the state before token t
     adv: torch.Tensor = None        # (B, T) float32  advantages
     returns: torch.Tensor = None    # (B, T) float32  targets of the value
-
-    def select(self, rows, T):
-        """The tensors of some rows, indices on the host, cut to T columns."""
-        found = {}
-        for name, x in vars(self).items():
-            if isinstance(x, torch.Tensor):
-                x = x[model.send(rows, x.device)]
-                found[name] = x[:, :T] if x.dim() == 2 else x
-        return Batch(**found)
 
 @dataclass
 class Agent:
@@ -231,38 +219,11 @@ def new_optimizer(agent):
     return torch.optim.AdamW(params, agent.cfg.lr, BETAS, eps=1e-5, weight_decay=0, fused=True)
 
 # -------------------------------------------------------------------------------------- sampling
-PART = 128      # tokens of a part of the vocabulary
-
-def inverse_cdf(p, u):
-    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
-    total, and by how much; both (r,). u in [0, 1) is clamped to what float32 can tell from 0 and 1,
-    so that an element of nearly 0 is not chosen."""
-    # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
-    cdf = p.to(dist.double(p.device)).cumsum(-1)
-    share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
-    i = torch.searchsorted(cdf, share, right=True)
-    i = i.clamp(max=p.size(1) - 1)                              # of NaN: the last
-    return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
-
-def sample_token(p, u):
-    """Samples a token (r,) from each row of probabilities p (r, V), like torch.multinomial but with
-    given random numbers u (r,), uniform in [0, 1), so that a run can be repeated on any number of
-    ranks: the first token whose cumulative probability exceeds u."""
-    if p.size(1) % PART:
-        return inverse_cdf(p, u)[0]
-    parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
-    rows = torch.arange(len(p), device=p.device)
-    mass = parts.sum(-1)
-    part, over = inverse_cdf(mass, u)
-    within = 1 - over / mass[rows, part]                        # u is so far within that part
-    inner, _ = inverse_cdf(parts[rows, part], within)
-    return PART * part + inner
-
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None):
     """Samples `group` completions of each prompt (a list of ids), until one of the ids `stop`, of at
-    most `room` tokens (one number per prompt). u (B, N): random numbers for `sample_token`; None:
-    the most likely tokens. Returns a Batch: `ids` to `start`."""
+    most `room` tokens (one number per prompt). u (B, N): random numbers in [0, 1) to draw with;
+    None: the most likely tokens. Returns a Batch: `ids` to `start`."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
@@ -277,12 +238,14 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)                           # finished, or cut off
     stop = torch.tensor(sorted(stop), device=device)
+    if u is not None:
+        u = u.to(device, torch.float32)
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)                   # (B, V)
     for n in range(room.max()):
         rows = cache.rows                                       # those not dropped yet, (r,)
-        token = p.argmax(-1) if u is None else sample_token(p, u[rows, n])                  # (r,)
+        token = p.argmax(-1) if u is None else caches.sample_token(p, u[rows, n])           # (r,)
         column = torch.where(done[rows], T, start[rows] + n)    # T: after the end, cut off below
         ids[rows, column] = token
         mask[rows, column] = True
@@ -313,19 +276,19 @@ def generate(agent, problems, group, rng=None):
     return batch
 
 # ---------------------------------------------------------------- advantages: rewards to credit
-def group_scores(reward, ends, cfg):
+def group_scores(r, ends, cfg):
     """GRPO's advantages of steps: (r - mean) / std, over the rewards of the group's completions
-    (DeepSeekMath 4.1.2) or, with process supervision, over those of all their steps (4.1.3). Other
-    baselines and scales leave out a part. reward, ends: (B, T); returns scores (B, T) at `ends`, and
-    which groups are dead, (P,): rewards equal up to rounding (1e-6 of their mean, at least 1e-7),
-    with scores of exactly 0. The std has no Bessel correction (the paper is silent), so that the
-    mean square is 1 for any G, and no epsilon."""
-    r = reward.to(dist.double(reward.device)).view(-1, cfg.group, reward.size(1))         # (P, G, T)
-    at = ends.view_as(r)
-    r = torch.where(at, r, 0)
+    (DeepSeekMath 4.1.2) or, with process supervision, of all their steps (4.1.3). Other baselines
+    and scales leave out a part. r (B, T): rewards, at `ends` (B, T). Returns scores (B, T), and
+    which groups are dead, (P,): rewards equal up to rounding, with scores of exactly 0. The std has
+    no Bessel correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
+    shape = r.shape
+    at = ends.view(-1, cfg.group, shape[1])                                               # (P, G, T)
+    r = torch.where(at, model.double(r).view_as(at), 0)
     n = at.sum((1, 2), keepdim=True)                                                      # (P, 1, 1)
     mean = r.sum((1, 2), keepdim=True) / n
-    std = (torch.where(at, r - mean, 0).square().sum((1, 2), keepdim=True) / n).sqrt()
+    square = torch.where(at, r - mean, 0).square()
+    std = (square.sum((1, 2), keepdim=True) / n).sqrt()
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
     if cfg.baseline == "leave-one-out":             # the mean of the other completions
         others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)                     # (P, G, 1)
@@ -334,42 +297,43 @@ def group_scores(reward, ends, cfg):
         r = torch.where(dead, 0, r - mean)
     if cfg.adv_scale == "group":
         r = torch.where(dead, r, r / std)
-    return torch.where(at, r, 0).view_as(reward).float(), dead.flatten()
+    return torch.where(at, r, 0).view(shape).float(), dead.flatten()
 
 GAMMA = 1.0             # discount, used only with a critic
 
-def gae(reward, value, mask, gamma, lam):
+def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
     delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
     next token is the next that was sampled: credit crosses holes in the mask (B, T)."""
-    out = torch.zeros_like(reward)
-    next_adv = next_value = torch.zeros_like(reward[:, 0])
-    for t in reversed(range(reward.size(1))):
-        delta = reward[:, t] + gamma * next_value - value[:, t]
+    adv = torch.zeros_like(r)
+    next_adv = torch.zeros_like(r[:, 0])
+    next_value = torch.zeros_like(r[:, 0])
+    for t in reversed(range(r.size(1))):
+        delta = r[:, t] + gamma * next_value - value[:, t]
         next_adv = torch.where(mask[:, t], delta + gamma * lam * next_adv, next_adv)
         next_value = torch.where(mask[:, t], value[:, t], next_value)
-        out[:, t] = torch.where(mask[:, t], next_adv, 0)
-    return out
+        adv[:, t] = torch.where(mask[:, t], next_adv, 0)
+    return adv
 
 def whiten(x, mask):
     """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
-    x = x.to(dist.double(x.device))
+    x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
     differ = mask & (std > 1e-6 * mean.abs())
     return torch.where(differ, (x - mean) / std, 0).float()
 
-def advantages(reward, ends, mask, penalty, value, cfg):
-    """Advantages, returns or None, dead groups (P,), from the rewards of steps at `ends`, the KL
-    penalty on each token's reward, and the critic's values or None; all but `dead` are (B, T)."""
+def advantages(r, ends, mask, penalty, value, cfg):
+    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`, the
+    KL penalty on each token's reward, and the critic's values or None; all but `dead` (B, T)."""
     returns = None
     if value is None:       # the whole KL penalty is on the last reward
         last = passes.last_tokens(mask)
-        reward = reward - torch.where(last, penalty.sum(1, keepdim=True), 0)
-        score, dead = group_scores(reward, ends, cfg)
-        to_come = score.flip(1).cumsum(1).flip(1)           # of steps that end at or after a token
-        adv = torch.where(mask, to_come, 0)
+        r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
+        score, dead = group_scores(r, ends, cfg)
+        adv = score.flip(1).cumsum(1).flip(1)       # of the steps that end at or after a token
+        adv = torch.where(mask, adv, 0)
     else:
-        score, dead = group_scores(reward, ends, cfg)
+        score, dead = group_scores(r, ends, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
@@ -381,11 +345,7 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch and its statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, cfg.group, rng)
-    batch.reward, batch.ends = reward.of_rule(agent.task, agent.encoding, batch, cfg)
-    if agent.reward_model is not None:
-        batch.components["rule_reward"] = batch.reward.sum(1)
-        batch.reward = reward.learned(agent.reward_model, batch, cfg)
-    batch.reward = reward.cap_truncated(batch)
+    reward.of_batch(agent, batch)
 
     # The sampler's log-probabilities are those of a training pass up to rounding. Where rounding
     # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all the reward.
@@ -404,7 +364,7 @@ def rollout(agent, problems, rng):
         penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(batch.reward, batch.ends, batch.mask, penalty,
                                                 batch.value, cfg)
-    return batch, batches.statistics(batch, dead)
+    return batch, report.statistics(batch, dead)
 
 # -------------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
@@ -514,30 +474,29 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
-    params = [p for group in agent.opt.param_groups for p in group["params"]]
     learns = has_gradient(agent, batch)
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # layouts are made on the host
-    batch = replace(batch, ids=ids)
-    for rows, n_rows in minibatches(cfg, rng, len(ids)):
+    mask = batch.mask.cpu()                             # rows are chosen on the host
+    params = [p for group in agent.opt.param_groups for p in group["params"]]
+    for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
         rows = rows[learns[rows]]
         gaps = []
-        for micro, T in passes.micro_batches(ids[rows], mask[rows], cfg.micro_tokens):
-            part = batch.select(rows[micro], T)
+        for part in passes.micro_batches(batch, rows, cfg.micro_tokens):
             weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
             for name, x in found.items():
                 stats[name] += x.detach()
-            gaps.append((logp.detach() - part.logp).abs().flatten())
+            gaps.append(logp.detach() - part.logp)
         if mismatch is None:
-            mismatch = batches.checked_gap(torch.cat(gaps), mask[rows].sum(), agent.policy.amp)
+            mismatch = passes.checked_gap(gaps, mask[rows].sum(), agent.policy.amp)
         dist.sum_gradients(params)
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
-    means = dist.all_reduce(torch.stack([*stats.values()])) / cfg.updates
-    return dict(zip(stats, means.tolist())) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
+    total = dist.all_reduce(torch.stack([*stats.values()]))
+    means = dict(zip(stats, (total / cfg.updates).tolist()))
+    return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
     """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
@@ -547,40 +506,28 @@ def has_gradient(agent, batch):
     if agent.ref is not None or agent.critic is not None:
         return everything
     learns = batch.adv.any(1).cpu()
-    two = batch.select((~learns).nonzero()[:2, 0], batch.ids.size(1))
+    two = passes.select(batch, (~learns).nonzero()[:2, 0], batch.ids.size(1))
     with torch.no_grad():
         loss, *_ = total_loss(agent, two, two.mask.float(), 1)
     return learns if loss == 0 else everything
 
 # ------------------------------------------------------------------------------ the reward model
-FIT_STEPS = 64          # a fit labels completions of as many problems as so many steps have
-
 def refit_reward_model(agent, problems, iteration):
     """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
-    old ones. The first tenth of the problems measures it. Returns the metrics of the fit."""
+    old ones; problems held out from all fits measure it. Returns the metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     labels_rng = dist.rng(cfg, f"labels of rank {dist.rank()}", iteration)
-    n = min(FIT_STEPS * cfg.prompts, len(problems))
-    n -= n % dist.ranks()
-    tenth = len(problems) // 10
-    held_out = rng.sample(problems[:tenth], n // 10)
-    drawn = held_out + rng.sample(problems[tenth:], n - n // 10)
-    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts       # as many rows as in training
-    rows = []
-    for part in batches.in_chunks("labelling", drawn, size):
+    held_out, train = reward.problems_to_label(problems, cfg, rng)
+    labelled = []
+    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts        # as many rows as in training
+    for part in show.chunks("labelling", held_out + train, size):
         batch = generate(agent, part, reward.CHOICES, rng)
-        batch.reward, batch.ends = reward.of_rule(agent.task, agent.encoding, batch, cfg)
+        batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
             batch.reward = rollout_labels(agent, batch, labels_rng)
-        rows.append(reward.labelled(batch))
-    rows = reward.of_all_ranks(reward.concatenate(*rows))
-    apart = len(held_out) * reward.CHOICES
-    test = {name: x[:apart] for name, x in rows.items()}
-    train = {name: x[apart:] for name, x in rows.items()}
-    agent.history, measures = reward.refit(agent.reward_model, train, test, agent.history, cfg, rng)
-    show.reward_model_quality(measures)
-    return measures
+        labelled.append(batch)
+    return reward.refit(agent, labelled, len(held_out), rng)
 
 def rollout_labels(agent, batch, rng, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
@@ -613,19 +560,20 @@ def evaluate(agent, problems):
     rows = cfg.prompts * cfg.group              # at a time, as in training
     names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
     solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
-    for part in batches.in_chunks("greedy evaluation", problems, rows):
+    for part in show.chunks("greedy evaluation", problems, rows):
         solved["greedy"] += generate(agent, part, 1).components["correct"].sum().item()
-    for part in batches.in_chunks("evaluation", problems, max(1, rows // (1 + n))):
+    for part in show.chunks("evaluation", problems, max(1, rows // (1 + n))):
         batch = generate(agent, part, n, rng)
         right = batch.components["correct"].view(-1, n).tolist()
         votes = []
         for text, finished in zip(batch.texts, batch.finished.tolist()):
             votes.append(agent.task.answer(text) if finished else "")
         for i in range(len(right)):
-            for name, share in answers.shares(right[i], votes[i * n:(i + 1) * n]).items():
+            shares = report.shares(right[i], votes[i * n:(i + 1) * n])
+            for name, share in shares.items():
                 solved[name] += share
-    totals = dist.all_reduce(torch.tensor([*solved.values()])) / len(problems)
-    return dict(zip(solved, totals.tolist()))
+    total = dist.all_reduce(torch.tensor([*solved.values()]))
+    return dict(zip(solved, (total / len(problems)).tolist()))
 
 # --------------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
@@ -641,7 +589,7 @@ def train_step(agent, problems, step):
     sampled = time.perf_counter()
     with dist.updating(agent):
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= batches.speed(batch, began, sampled, time.perf_counter())
+    stats |= report.speed(batch, began, sampled)
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats
@@ -649,96 +597,75 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
     iteration a new reference, a refitted reward model, and --steps steps."""
-    task = task or data.load_task(cfg.task)
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a file may replace what is above
-    cfg, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
+    cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    show.header(agent, problems, held_out)
-    done, history = saved.step if saved else -1, []
+    history = []                                            # statistics of this process's steps
+    done = saved.step if saved else -1
     if done < 0:
         finish_step(agent, held_out, 0, {})                 # step 0 only evaluates
     elif saved.stats:                                       # stopped during an evaluation
         finish_step(agent, held_out, done, saved.stats)
 
     for iteration in range(cfg.iterations):
-        first, fitted = 1 + iteration * cfg.steps, {}
-        if first > done:
+        first = 1 + iteration * cfg.steps
+        fitted = {}
+        if done < first:
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
                 fitted = refit_reward_model(agent, problems, iteration)
         for step in range(max(first, done + 1), first + cfg.steps):
             batch, stats = train_step(agent, problems, step)
-            stats = fitted | stats if step == first else stats
-            history.append(stats)
-            show.step_line(step, cfg.total_steps, history)
-            report.log_samples(agent, step, batch, last=cfg.total_steps)
-            finish_step(agent, held_out, step, stats)
+            history.append(fitted | stats)
+            fitted = {}
+            report.log_step(agent, step, batch, history)
+            finish_step(agent, held_out, step, history[-1])
     show.farewell(cfg, held_out[0].prompt)
     return agent
 
 def finish_step(agent, held_out, step, stats):
-    """Evaluates, logs and saves when due; raises Stopped after a signal."""
-    cfg, last = agent.cfg, step == agent.cfg.total_steps
-    if step in (0, cfg.total_steps) or cfg.eval_every and step % cfg.eval_every == 0:
+    """Evaluates when due, then logs and saves."""
+    cfg = agent.cfg
+    if step in (0, cfg.total_steps) or (cfg.eval_every and step % cfg.eval_every == 0):
         with checkpoint.saved_if_stopped(agent, step, stats):
-            results = evaluate(agent, held_out)
-        show.print0(f"step {step}  held out: {show.percentages(results)}")
-        checkpoint.keep_best(agent, step, results)
-        stats = stats | results
-    halt = dist.stop_asked()
-    files.log_metrics(cfg.folder, step, stats)
-    due = step % cfg.save_every == 0 or step % cfg.steps == 0
-    if last or halt or step > 0 and due:        # at step 0 there is nothing that could be lost
-        checkpoint.save(agent, step)
-        report.refresh(cfg.folder)
-    if halt and not last:
-        raise dist.Stopped(f"after step {step}")
+            stats = stats | evaluate(agent, held_out)
+    checkpoint.end_step(agent, step, stats)
 
 def ask(agent, question):
     """A question and its greedy completion."""
     prompt = agent.encoding.encode_prompt(question)
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
     batch = complete(agent, [prompt], 1, [max(1, room)])
-    answer = tokenizer.decode(agent.encoding, batch.ids[0][batch.mask[0]].tolist())
-    return question + ("\n" if agent.encoding.frame.after else "") + answer
+    return show.dialogue(agent.encoding, question, batch.ids[0][batch.mask[0]].tolist())
 
 # ------------------------------------------------------------------------------ the command line
-def read_command(argv):
-    """Parses a command line into mode flags, a Config, and the Checkpoint to resume or None."""
-    given, mode = config.read(Config, __doc__, argv)
-    cfg, saved = make_config(**given), None
-    if mode["resume"]:
-        cfg, saved = checkpoint.resume(cfg.folder, Config, given)
-    elif mode["eval_only"] or mode["ask"] is not None:      # with the settings of that run
-        known = checkpoint.settings(given.get("init", cfg.folder), given)
-        cfg = make_config(**known)
-    return mode, cfg, saved
+def main(argv=None):
+    """The command line; an error that the user can fix is one line, and exit code 2."""
+    with show.exit_code():
+        mode, given = config.read(Config, __doc__, argv)
+        cfg, saved = make_config(**given), None
+        if mode.resume:
+            cfg, saved = checkpoint.resume(cfg.folder, Config, given)
+        elif mode.eval_only or mode.ask is not None:        # with the settings of that run
+            cfg = make_config(**checkpoint.settings(cfg, given))
+        dist.start(cfg)
+        if mode.report:
+            report.print_report(mode.report, cfg.out)
+        elif mode.ask is not None:
+            show.print0(ask(trained_agent(cfg), mode.ask))
+        elif mode.eval_only:
+            agent = trained_agent(cfg)
+            show.results(evaluate(agent, setup.held_out_of(agent)))
+        else:
+            with checkpoint.running(cfg):
+                train(cfg, saved=saved)
 
 def trained_agent(cfg):
     """An Agent with the model in --init or --out, which can be evaluated and asked."""
-    task = data.load_task(cfg.task)
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
-    return Agent(cfg, task, *pretrained.trained_model(cfg))
-
-def main(argv=None):
-    """The command line; a UserError is one line on stderr and exit code 2."""
-    dist.prepare()
-    with show.exit_code():
-        mode, cfg, saved = read_command(argv)
-        dist.start_ranks(dist.device_of(cfg))
-        if mode["report"]:
-            report.print_report(mode["report"], cfg.out)
-        elif mode["ask"] is not None:
-            answer = ask(trained_agent(cfg), mode["ask"])
-            show.print0(show.printable(answer))
-        elif mode["eval_only"]:
-            agent = trained_agent(cfg)
-            results = evaluate(agent, preflight.held_out_of(agent))
-            show.print0(show.percentages(results))
-        else:
-            with dist.stoppable(show.resume_command(cfg)), files.LOCK:
-                train(cfg, saved=saved)
+    task, encoding, policy = setup.trained_model(cfg)
+    return Agent(cfg, task, encoding, policy, sampler=policy)
 
 if __name__ == "__main__":
     main()

@@ -87,6 +87,10 @@ def send(x, device):
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
+def double(x):
+    """x in float64, or in float32 on mps, which has no float64."""
+    return x.float() if x.device.type == "mps" else x.double()
+
 # -------------------------------------------------------------------- which token attends to which
 
 class Rows:

@@ -6,10 +6,11 @@ from torch import distributed
 from data import UserError, check_steps, rewards_of
 from data.tokenizer import decode, step_tokens
 from model import send
-from run import dist, passes, warm_start
+from run import dist, passes, show, warm_start
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
 TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new
+FIT_STEPS = 64          # a fit labels completions of as many problems as so many steps have
 CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
 # ------------------------------------------------------------------------------- the rule's reward
@@ -61,12 +62,20 @@ def of_steps(task, encoding, batch):
                 reward[i, columns[token]] = 0.0
     return send(reward, batch.ids.device), send(ends, batch.ids.device)
 
-def of_rule(task, encoding, batch, cfg):
+def of_rule(agent, batch):
     """The rule's reward (B, T), at the last token of each step, and a mask of these tokens, (B, T):
     with outcome supervision the whole completion is one step."""
-    if cfg.supervision == "outcome":
+    if agent.cfg.supervision == "outcome":
         return of_outcomes(batch)
-    return of_steps(task, encoding, batch)
+    return of_steps(agent.task, agent.encoding, batch)
+
+def of_batch(agent, batch):
+    """Fills in the rewards of a rollout, by rule or learned, and where its steps end."""
+    batch.reward, batch.ends = of_rule(agent, batch)
+    if agent.reward_model is not None:
+        batch.components["rule_reward"] = batch.reward.sum(1)
+        batch.reward = learned(agent.reward_model, batch, agent.cfg)
+    batch.reward = cap_truncated(batch)
 
 def cap_truncated(batch):
     """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row that was cut off.
@@ -81,7 +90,7 @@ def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token of ids (B, T), (B, T)."""
     out = torch.zeros(ids.shape, device=ids.device)
     ids, mask = ids.cpu(), mask.cpu()
-    for rows, T in passes.micro_batches(ids, mask, cfg.micro_tokens):
+    for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens):
         found = score_rows(reward_model, ids[rows, :T], mask[rows, :T])
         out[send(rows, out.device), :T] = found.to(out.device)
     return out
@@ -112,10 +121,14 @@ def reward_loss(score, label, K):
 
 # ------------------------------------------------------------------- the labelled rows, as a dict
 
-def labelled(batch):
-    """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
-    found = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
-    return {name: x.cpu() for name, x in found.items()}
+def problems_to_label(problems, cfg, rng):
+    """Problems whose completions are labelled for a fit: a tenth of them held out, from the first
+    tenth of all problems, from which no fit learns; and those to fit to."""
+    n = min(FIT_STEPS * cfg.prompts, len(problems))
+    n -= n % dist.ranks()
+    tenth = len(problems) // 10
+    held_out = rng.sample(problems[:tenth], n // 10)
+    return held_out, rng.sample(problems[tenth:], n - n // 10)
 
 def concatenate(*sets):
     """Joins sets of labelled rows into one, padded to the longest."""
@@ -155,31 +168,47 @@ def replay(history, rows, K, rng):
 
 # ---------------------------------------------------------------------------------------- the fit
 
-def refit(reward_model, train, test, history, cfg, rng):
-    """Fits the reward model to labelled rows, CHOICES completions of each problem, and a tenth as
-    many from `history`, and measures it on `test`. Returns the history with the fitted rows added,
-    and the metrics."""
+def refit(agent, batches, held_out, rng):
+    """Fits the reward model to labelled completions, CHOICES for each problem, whose labels are the
+    rewards of their steps, and to a tenth as many rows of `agent.history`, to which they are added.
+    Measures it on those of the first `held_out` problems; returns the metrics."""
+    cfg, reward_model = agent.cfg, agent.reward_model
+    rows = of_all_ranks(concatenate(*map(labelled, batches)))
     K = 1
     if cfg.supervision == "outcome":        # which of K completions is best
         K = CHOICES
-        train, test = choices(train, K), choices(test, K)
-    rows = train
-    if history:
-        rows = concatenate(train, replay(history, len(train["ids"]) // 10, K, rng))
+        rows = choices(rows, K)
+    test = {name: x[:held_out * CHOICES] for name, x in rows.items()}
+    train = {name: x[held_out * CHOICES:] for name, x in rows.items()}
+    old = agent.history
+    rows = concatenate(train, replay(old, len(train["ids"]) // 10, K, rng)) if old else train
     fit(reward_model, rows, K, cfg, rng)
+    agent.history = concatenate(old, train) if old else train
 
     score = scores(reward_model, test["ids"], test["mask"], cfg)[test["ends"]]
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     accuracy, error = quality(score, test["label"][test["ends"]], K)
-    history = concatenate(history, train) if history else train
-    if K > 1:       # mean 0, std 1 over the whole history: the latest rows alone vary too little
-        score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
-        if not score.std() > 1e-6 * score.mean().abs():
-            raise UserError("the reward model gives every completion the same score: there is "
-                            "nothing to learn from")
-        reward_model.norm.copy_(torch.stack([score.mean(), score.std()]))
-    return history, {"rm_accuracy": accuracy, "rm_error": error}
+    if K > 1:
+        normalise(reward_model, agent.history, cfg)
+    measures = {"rm_accuracy": accuracy, "rm_error": error}
+    show.reward_model_quality(measures)
+    return measures
+
+def labelled(batch):
+    """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
+    found = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
+    return {name: x.cpu() for name, x in found.items()}
+
+def normalise(reward_model, history, cfg):
+    """Gives scores the mean 0 and the std 1 over the whole history: the latest rows alone vary too
+    little."""
+    score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
+    mean, std = score.mean(), score.std()
+    if not std > 1e-6 * mean.abs():
+        raise UserError("the reward model gives every completion the same score: there is nothing "
+                        "to learn from")
+    reward_model.norm.copy_(torch.stack([mean, std]))
 
 def fit(reward_model, rows, K, cfg, rng):
     """One pass over labelled rows in sets of K, 64 rows a step. Every rank has all rows."""
@@ -198,7 +227,7 @@ def fit(reward_model, rows, K, cfg, rng):
         """The loss terms of one optimizer step, from this rank's sets."""
         count = rows["ends"][rows_of(order[step])].sum() / K                    # over all ranks
         sets = dist.of_rank(order[step])
-        for micro, T in passes.micro_batches(ids[sets].flatten(1), mask[sets].any(1), budget):
+        for micro, T in passes.split_rows(ids[sets].flatten(1), mask[sets].any(1), budget):
             part = {name: x[rows_of(sets[micro]), :T] for name, x in rows.items()}
             at = part["ends"].flatten().nonzero()[:, 0]
             score = score_rows(reward_model, part["ids"], part["mask"])

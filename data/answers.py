@@ -2,9 +2,7 @@
 
 Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
 """
-import math
 import re
-from collections import Counter
 from fractions import Fraction
 
 LONGEST = 200       # maximum length of an expression or number: bounds time, depth, result
@@ -131,30 +129,3 @@ def equal(left, right):
         return None
     decimals = len(right.partition(".")[2]) if re.fullmatch(r"-?[0-9]*\.[0-9]+", right) else 0
     return abs(a - b) <= Fraction(1, 2 * 10 ** decimals) if decimals else a == b
-
-# -------------------------------------------------------------------- several answers to a problem
-
-def shares(right, answers):
-    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
-    which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
-    n = len(right)
-    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
-    return {f"pass@{k}": pass_at(k, right) for k in ks} | {
-        f"maj@{k}": majority_at(k, right, answers) for k in ks if k > 1}
-
-
-def pass_at(k, right):
-    """The expected best of k of these samples, drawn without replacement (unbiased: 2107.03374)."""
-    best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(right)))
-    return best / math.comb(len(right), k)
-
-
-def majority_at(k, right, answers):
-    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right. Of
-    equally frequent answers the first wins; "" is not counted."""
-    sets, solved = range(0, len(right) - k + 1, k), 0.0
-    for i in sets:
-        votes = answers[i:i + k]
-        most = Counter(answer for answer in votes if answer).most_common(1)
-        solved += right[i + votes.index(most[0][0])] if most else 0.0
-    return solved / len(sets)

@@ -13,7 +13,6 @@ What a run is made of:
     preflight   checks before anything large is allocated
     warm_start  the supervised start
     setup       how a run begins: its models, its problems, its folder
-    batches     a step's statistics; the check that sampler and trainer agree
 
 What a run leaves behind:
 

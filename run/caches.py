@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from data import UserError
+from model import double
 
 def new_cache(model, rows, slots):
     """Empty keys [:, 0] and values [:, 1] of each layer, (L, 2, rows, K, slots, D)."""
@@ -234,3 +235,32 @@ CACHES = {"plain": KVCache, "shared": SharedCache, "static": StaticCache}
 def new(model, slots, temperature):
     """The kind of cache that a model samples with, for rows of at most so many tokens."""
     return CACHES[model.kv_cache](model, slots, temperature)
+
+# ------------------------------------------------------------------------------------- drawing
+
+PART = 128      # tokens of a part of the vocabulary
+
+def inverse_cdf(p, u):
+    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
+    total, and by how much; both (r,). u in [0, 1) is clamped to what float32 can tell from 0 and 1,
+    so that an element of nearly 0 is not chosen."""
+    # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
+    cdf = double(p).cumsum(-1)
+    share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
+    i = torch.searchsorted(cdf, share, right=True)
+    i = i.clamp(max=p.size(1) - 1)                              # of NaN: the last
+    return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
+
+def sample_token(p, u):
+    """Samples a token (r,) from each row of probabilities p (r, V), like torch.multinomial but with
+    given random numbers u (r,), uniform in [0, 1), so that a run can be repeated on any number of
+    ranks: the first token whose cumulative probability exceeds u."""
+    if p.size(1) % PART:
+        return inverse_cdf(p, u)[0]
+    parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
+    rows = torch.arange(len(p), device=p.device)
+    mass = parts.sum(-1)
+    part, over = inverse_cdf(mass, u)
+    within = 1 - over / mass[rows, part]                        # u is so far within that part
+    inner, _ = inverse_cdf(parts[rows, part], within)
+    return PART * part + inner

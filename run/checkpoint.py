@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import UserError, read_json, task_file
-from run import config, dist, files, pretrained, show
+from run import config, dist, files, pretrained, report, show
 from run.files import LOGS
 
 @dataclass
@@ -56,6 +56,29 @@ def write_checkpoint(cfg, checkpoint):
     tensors = state.pop("tensors")
     path = cfg.folder / "checkpoint.safetensors"
     files.write_tensors(path, tensors, {"grpo": json.dumps(state)})
+
+def end_step(agent, step, stats):
+    """Logs a step and saves when due; raises Stopped after a signal."""
+    cfg, stopped = agent.cfg, dist.stop_asked()
+    results = {name: x for name, x in stats.items() if name == "greedy" or "@" in name}
+    if results:
+        show.print0(f"step {step}  held out: {show.percentages(results)}")
+        keep_best(agent, step, results)
+    if dist.rank() == 0:
+        files.append(cfg.folder / "metrics.jsonl", {"step": step, **stats})
+    last = step == cfg.total_steps
+    due = step % cfg.save_every == 0 or step % cfg.steps == 0
+    if last or stopped or step > 0 and due:     # at step 0 there is nothing that could be lost
+        save(agent, step)
+        report.refresh(cfg.folder)
+    if stopped and not last:
+        raise dist.Stopped(f"after step {step}")
+
+@contextlib.contextmanager
+def running(cfg):
+    """A context for a run: a signal stops it after a step. It ends by unlocking the run's folder."""
+    with dist.stoppable(show.resume_command(cfg)), files.LOCK:
+        yield
 
 @contextlib.contextmanager
 def saved_if_stopped(agent, step, stats):
@@ -114,9 +137,10 @@ def refuse_foreign_code(found, given, folder):
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
                             f"be executed; to allow it, add --{name} {file}")
 
-def settings(folder, given):
-    """The flags `given` with the settings of the run in a folder, if there is one, for all that
-    they leave open; `init` is the folder."""
+def settings(cfg, given):
+    """The flags `given` with the settings of the run in --init or --out, if there is one, for all
+    that they leave open; `init` is the folder."""
+    folder = given.get("init", cfg.folder)
     found = about(folder).get("config", {})
     found = {name: x for name, x in found.items() if name not in ("out", "algo")}
     refuse_foreign_code(found, given, folder)

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 from data import UserError, import_file, load_task
@@ -43,8 +44,8 @@ class Parser(argparse.ArgumentParser):
         show.print0(self.format_help())
 
 def read(config, about, argv):
-    """Parses a command line into two dicts: the settings that it gives, which are fields of a
-    dataclass or the task's own, and MODES, of which at most one is set."""
+    """Parses a command line: returns MODES, of which at most one is set, as a namespace, and a dict
+    of the settings that it gives, which are fields of a dataclass or the task's own."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--task", default=config.task)
     task_name = first.parse_known_args(argv)[0].task
@@ -75,7 +76,8 @@ def read(config, about, argv):
         name = unknown[0].partition("=")[0]
         raise no_setting(name, [*known, *own, *MODES], unknown[0])
     given = vars(given)
-    return given, {name: given.pop(name) for name in MODES}
+    mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})
+    return mode, given
 
 def add_flag(group, name, kind, default, text):
     """Adds a flag of a type, of one of the choices of a Literal, or --name and --no-name."""

@@ -41,10 +41,6 @@ def has_static_cache(cfg):
         return device_of(cfg).type == "cuda"
     return cfg.cache == "static"
 
-def double(device):
-    """float64, or float32 on mps, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
 def compile_all(cfg, *modules):
     """Compiles each layer of the modules, and what is made of logits, if cfg says so. All layers
     share their graphs: for prompts, for one token, for training with a gradient and without. The
@@ -64,8 +60,6 @@ def compile_all(cfg, *modules):
 def prepare():
     """Settings of the process, made once."""
     torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s for each new shape; most batches are one
-    if hasattr(sys.stdout, "reconfigure"):          # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")    # characters that the terminal cannot show
     with contextlib.suppress(OSError, AttributeError):      # not glibc
         # Keep freed memory: its page faults would be a twentieth of a training step on a CPU.
         libc = ctypes.CDLL("libc.so.6")
@@ -73,6 +67,11 @@ def prepare():
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
 
 # -------------------------------------------------------------------------------------- the ranks
+
+def start(cfg):
+    """Prepares the process, and joins the other ones if torchrun started it."""
+    prepare()
+    start_ranks(device_of(cfg))
 
 def start_ranks(device):
     """Joins the other processes, if torchrun started this one."""

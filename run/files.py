@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from data import UserError
-from run import dist, show
+from run import show
 
 try:
     import fcntl
@@ -64,11 +64,6 @@ def append(path, record):
     """Adds a line to a JSON lines file."""
     with open(path, "a") as f:
         f.write(json.dumps(record) + "\n")
-
-def log_metrics(folder, step, stats):
-    """Adds a line to metrics.jsonl, on the first rank."""
-    if dist.rank() == 0:
-        append(folder / "metrics.jsonl", {"step": step, **stats})
 
 def keep_previous(folder):
     """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""

@@ -4,8 +4,11 @@
 
 `page/` holds its template, style and script, and uPlot, which draws the curves.
 """
+import dataclasses
 import json
+import math
 import re
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import torch
 from data import UserError, read_json
 from data.tokenizer import pieces
 from model import send
-from run import batches, dist, files, passes, show
+from run import dist, files, passes, show
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
@@ -102,15 +105,18 @@ def step_of(line):
 
 PART = 2 ** 24      # most logits at a time, 64 MiB in float32
 
-def log_samples(agent, step, batch, last):
-    """At the first step, the `last` one, and every --save_every steps: prints one group and adds
-    two to samples.jsonl, on the first rank."""
-    if step not in (1, last) and step % agent.cfg.save_every != 0:
+def log_step(agent, step, batch, done):
+    """Prints a line for a step, from the statistics of the steps `done`; at the first one, the last
+    one, and every --save_every steps also a group of its completions, and adds two groups to
+    samples.jsonl."""
+    cfg, first = agent.cfg, dist.rank() == 0
+    show.step_line(step, cfg.total_steps, done)
+    if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
         return
-    first, batch = dist.rank() == 0, batches.on_host(batch)
+    batch = on_host(batch)
     if first:
-        show.group(batch, widest(batch, agent.cfg.group), agent.encoding)
-    if first or dist.is_sharded(agent.policy):         # every rank takes part in its passes
+        show.group(batch, widest(batch, cfg.group), agent.encoding)
+    if first or dist.is_sharded(agent.policy):          # every rank takes part in its passes
         for which, rows in chosen(agent.cfg, step, batch).items():
             found = {"step": step, "which": which, **record(agent, batch, rows)}
             if first:
@@ -179,3 +185,58 @@ def as_it_is_now(policy, ids, mask, temperature):
         logps.append(logp)
         entropies.append(entropy)
     return logps, entropies
+
+def on_host(batch):
+    """A Batch with all tensors on the host."""
+    tensors = {n: x.cpu() for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    components = {n: x.cpu() for n, x in batch.components.items()}
+    return dataclasses.replace(batch, **tensors, components=components)
+
+# ------------------------------------------------------------------------------ the statistics
+
+def statistics(batch, dead):
+    """The logged statistics of a rollout, means over the rows or tokens of all ranks. dead (P,):
+    which groups are dead."""
+    stats = dict(batch.components)
+    stats["accuracy"] = stats.pop("correct")
+    # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
+    # the loss its expected gradient is 0.
+    entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
+    stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
+              "finished": batch.finished, "entropy": entropy}
+    if batch.value is not None:             # 1: predicts all returns; 0: only their mean
+        _, error = dist.mean_and_std((batch.returns - batch.value)[batch.mask])
+        _, spread = dist.mean_and_std(batch.returns[batch.mask])
+        stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
+    return dist.means(stats)
+
+def speed(batch, began, sampled):
+    """A step's seconds, from when it began to now, and the tokens per second of its rollout, until
+    it had `sampled`, and its update."""
+    ended = time.perf_counter()
+    tokens = dist.all_reduce(batch.mask.sum()).item()
+    return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
+            "update_tok_s": tokens / (ended - sampled)}
+
+def shares(right, answers):
+    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
+    which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
+    n = len(right)
+    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
+    return {f"pass@{k}": pass_at(k, right) for k in ks} | {
+        f"maj@{k}": majority_at(k, right, answers) for k in ks if k > 1}
+
+def pass_at(k, right):
+    """The expected best of k of these samples, drawn without replacement (unbiased: 2107.03374)."""
+    best = sum(math.comb(i, k - 1) * x for i, x in enumerate(sorted(right)))
+    return best / math.comb(len(right), k)
+
+def majority_at(k, right, answers):
+    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right. Of
+    equally frequent answers the first wins; "" is not counted."""
+    sets, solved = range(0, len(right) - k + 1, k), 0.0
+    for i in sets:
+        votes = answers[i:i + k]
+        most = Counter(answer for answer in votes if answer).most_common(1)
+        solved += right[i + votes.index(most[0][0])] if most else 0.0
+    return solved / len(sets)

@@ -2,6 +2,7 @@
 import copy
 from dataclasses import replace
 
+from data import load_task
 from model import ScalarHead
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
 from run.pretrained import frozen
@@ -38,7 +39,8 @@ def make_ready(agent, saved):
 
 def begin(cfg, task, saved):
     """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
-    tokenizer, the policy, and the training and held-out problems."""
+    task, the tokenizer, the policy, and the training and held-out problems."""
+    task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
@@ -65,4 +67,17 @@ def begin(cfg, task, saved):
     if cold:
         show.print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start.warm_start(policy, task, problems, cfg, encoding)
-    return cfg, encoding, policy, problems, held_out
+    show.header(cfg, encoding, policy, problems, held_out)
+    return cfg, task, encoding, policy, problems, held_out
+
+def shipped(cfg):
+    """cfg, with the shipped warm start as --init if it serves as cfg's own."""
+    return warm_start.shipped(cfg)
+
+def trained_model(cfg):
+    """The task, and the tokenizer and the model in --init or --out."""
+    return load_task(cfg.task), *pretrained.trained_model(cfg)
+
+def held_out_of(agent):
+    """The held-out problems of an agent's task."""
+    return preflight.held_out_of(agent)

@@ -28,6 +28,8 @@ def exit_code():
     """A context for a whole command: a signal or an error ends it with one line instead of a
     traceback, and with an exit code."""
     code = 0
+    if hasattr(sys.stdout, "reconfigure"):          # a notebook's has no such method
+        sys.stdout.reconfigure(errors="replace")    # characters that the terminal cannot show
     try:
         yield
     except dist.Stopped as when:
@@ -88,10 +90,9 @@ def group(batch, rows, encoding):
 
 # ------------------------------------------------------------------------------------ a run's lines
 
-def header(agent, problems, held_out):
+def header(cfg, encoding, policy, problems, held_out):
     """Prints what a run works on, and with."""
-    cfg = agent.cfg
-    millions = sum(p.numel() for p in agent.policy.parameters()) / 1e6
+    millions = sum(p.numel() for p in policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {dist.device_of(cfg)} in {dist.dtype_of(cfg)}; "
            f"{len(problems)} problems, {len(held_out)} held out; "
            f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
@@ -109,7 +110,7 @@ def header(agent, problems, held_out):
     if cfg.compile:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init and Path(cfg.init) != Path(data.__file__).parent / "warm_start":
-        frame = agent.encoding.frame
+        frame = encoding.frame
         why = "its chat template"
         if frame.chat in ("", "none"):
             why = "--chat none" if frame.chat else "no chat template"
@@ -146,6 +147,15 @@ def percentages(results):
     most = max(int(name.partition("@")[2] or 0) for name in results)
     shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
     return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
+
+def results(found):
+    """Prints the results of an evaluation."""
+    print0(percentages(found))
+
+def dialogue(encoding, question, ids):
+    """A question and the text of an answer's ids, for a terminal."""
+    between = "\n" if encoding.frame.after else ""
+    return printable(question + between + tokenizer.decode(encoding, ids))
 
 def reward_model_quality(measures):
     """Prints the quality of a fitted reward model on held-out problems."""
@@ -184,3 +194,14 @@ def resume_command(cfg):
         if file.endswith(".py"):
             command += f" --{flag} {shlex.quote(file)}"
     return command
+
+def chunks(name, items, size):
+    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
+    progress if it takes long. Raises Stopped on a signal; the work then begins again."""
+    told = progress(name, len(items))
+    for i in range(0, len(items), size):
+        if dist.stop_asked():
+            raise dist.Stopped(f"in the {name}, which will begin again")
+        told(i)
+        if dist.of_rank(items[i:i + size]):
+            yield items[i:i + size]

@@ -162,7 +162,7 @@ def warm_start(model, task, problems, cfg, encoding):
             raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
         tokens = sum(len(text) for _, text in rows)             # over all ranks
         ids, mask = padded(dist.of_rank(rows))
-        for micro, T in passes.micro_batches(ids, mask, cfg.micro_tokens):
+        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
     supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr)

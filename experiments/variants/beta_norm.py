@@ -6,13 +6,14 @@ import torch
 
 import grpo
 from data import UserError
+from model import double
 from run import dist
 
 SETTINGS = dict(kl="none")
 
 
 def group_scores(reward, ends, cfg):
-    r = reward.sum(1).view(-1, cfg.group).to(dist.double(reward.device))                # (P, G)
+    r = double(reward.sum(1)).view(-1, cfg.group)                # (P, G)
     if r.min() < 0 or r.max() > 1:
         raise UserError(f"--algo beta_norm: a reward is {r.min() if r.min() < 0 else r.max():g}, and must be from 0 to 1")
     p = r.mean(1, keepdim=True)                                                         # (P, 1)

@@ -558,7 +558,7 @@ def evaluate(agent, problems):
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time, as in training
-    names = ["greedy", *answers.shares([0.0] * n, [""] * n)]
+    names = ["greedy", *report.shares([0.0] * n, [""] * n)]
     solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
     for part in show.chunks("greedy evaluation", problems, rows):
         solved["greedy"] += generate(agent, part, 1).components["correct"].sum().item()

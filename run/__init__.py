@@ -3,7 +3,8 @@
 How a step gets its speed, memory and ranks:
 
     caches      the KV caches of sampling
-    passes      training passes: micro-batches, common prefixes computed once, logits in parts
+    passes      training passes: micro-batches, common prefixes computed once, logits in parts;
+                the check that sampler and trainer agree
     dist        device, dtype, ranks, FSDP2, random streams, signals
 
 What a run is made of:
@@ -18,6 +19,6 @@ What a run leaves behind:
 
     files       atomic writes, the lock of a folder, logs
     checkpoint  saving and resuming
-    report      samples.jsonl; runs as an HTML page
+    report      statistics, samples.jsonl; runs as an HTML page
     show        the terminal
 """

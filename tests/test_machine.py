@@ -16,8 +16,8 @@ from conftest import tiny_model
 import reward
 from data import UserError
 from grpo import Config
-from model import Block, ScalarHead
-from run import batches, dist, passes, show, warm_start
+from model import Block, ScalarHead, double
+from run import dist, passes, show, warm_start
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -105,8 +105,8 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
 
 
 def test_only_mps_has_no_float64():
-    wide = [dist.double(torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
-    assert wide == [torch.float64, torch.float64, torch.float32]
+    wide = [double(SimpleNamespace(device=torch.device(kind), float=lambda: 32, double=lambda: 64)) for kind in ("cpu", "cuda", "mps")]
+    assert wide == [64, 64, 32]
 
 
 # As glibc's malloc.h has them. A threshold of mmap is at most half of what a heap may be, 32 MiB.
@@ -131,7 +131,8 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     given = []
     for stdout in (SimpleNamespace(reconfigure=lambda **x: given.append(x)), SimpleNamespace()):
         monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's has no such method
-        dist.prepare()
+        with show.exit_code():
+            pass
     assert given == [dict(errors="replace")]
 
 
@@ -288,7 +289,7 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
 def test_equal_rows_stay_in_their_order():
     """As no sort need leave them: which rows go together then follows from what they hold alone."""
     ids = torch.arange(1000)[:, None] % 3
-    order = [i for rows, _ in passes.micro_batches(ids, ids >= 0, 30) for i in rows.tolist()]
+    order = [i for rows, _ in passes.split_rows(ids, ids >= 0, 30) for i in rows.tolist()]
     assert order == sorted(range(1000), key=lambda i: i % 3)
 
 
@@ -317,7 +318,7 @@ def test_gradients_are_summed_over_the_ranks_then_clipped(monkeypatch):
 def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, mean):
     """A single one, or all of them on average."""
     def checked(gaps, n=100):
-        return batches.checked_gap(gaps, torch.tensor(n), dtype)
+        return passes.checked_gap([gaps], torch.tensor(n), dtype)
     one = torch.zeros(100, dtype=torch.float64)
     one[7] = most
     assert checked(one) == most and checked(torch.zeros(0), 0) == 0
@@ -342,7 +343,7 @@ def test_the_end_of_another_rank_is_told_from_other_errors(error, kind):
 
 
 def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
-    got = two_ranks(monkeypatch, lambda gap: batches.checked_gap(gap, torch.tensor(1), None), [torch.tensor([1e-5])],
+    got = two_ranks(monkeypatch, lambda gap: passes.checked_gap([gap], torch.tensor(1), None), [torch.tensor([1e-5])],
                     [torch.tensor([5e-5, 0])])
     assert got == (pytest.approx(5e-5),) * 2
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import grpo
 import reward
-from data import UserError, import_file
-from run import batches, checkpoint, dist, passes, pretrained, show, warm_start
+from data import UserError, import_file, load_task
+from run import checkpoint, dist, passes, pretrained, show, warm_start
 from run.checkpoint import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -107,12 +107,12 @@ def sums(rank):
     """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
     own = torch.tensor(rank + 1.0)
     found = {"sum": dist.all_reduce(own).item(), "own": own.item(),
-             "gap": batches.checked_gap((own / 2 ** 17)[None], torch.tensor(1), None) * 2 ** 17,
+             "gap": passes.checked_gap([(own / 2 ** 17)[None]], torch.tensor(1), None) * 2 ** 17,
              "spread": [x.item() for x in dist.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
              "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
-             "parts": [dist.of_rank(part) for part in batches.in_chunks("labelling", "abcd", 3)]}
+             "parts": [dist.of_rank(part) for part in show.chunks("labelling", "abcd", 3)]}
     with pytest.raises(UserError, match="sampler and trainer disagree"):
-        batches.checked_gap(torch.tensor([float(rank)]), torch.tensor(1), None)            # of one rank alone
+        passes.checked_gap([torch.tensor([float(rank)])], torch.tensor(1), None)            # of one rank alone
     return found
 
 
@@ -129,7 +129,7 @@ def large_epsilon(agent):
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of few problems."""
     setattr(grpo, "new_optimizer", large_epsilon)
-    setattr(grpo, "FIT_STEPS", 10)
+    setattr(reward, "FIT_STEPS", 10)
     setattr(reward, "FIT_LR", 1e-2)
 
 
@@ -485,7 +485,7 @@ def test_sums_are_of_both_ranks(both):
 def test_a_warm_start_of_two_ranks_serves_one(both):
     for ranks in ("one", "two"):
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
-        task = grpo.data.load_task(cfg.task)
+        task = load_task(cfg.task)
         _, cold = warm_start.starting_model(cfg, task, task.problems()[0], 4, pretrained.byte_encoding())
         assert not cold
 

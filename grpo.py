@@ -212,21 +212,28 @@ class Agent:
     beta: float = 0.0                   # KL coefficient
     history: dict = field(default_factory=dict)     # all labelled rows
 
+    def __post_init__(self):
+        self.sampler = self.sampler or self.policy
+
 def new_agent(cfg, task, encoding, policy, saved=None):
     """All models, as before the first step or as in the Checkpoint `saved`."""
     agent = Agent(cfg, task, encoding, policy, beta=cfg.beta)
     setup.add_models(agent)
-    params = [*policy.parameters()]
+    agent.opt = new_optimizer(agent)
+    setup.make_ready(agent, saved)
+    return agent
+
+def new_optimizer(agent):
+    """AdamW for policy and critic. No weight decay: it would pull weights to 0, away from the
+    pretrained ones."""
+    params = [*agent.policy.parameters()]
     eps = 1e-8
     if agent.critic is not None:
         params += agent.critic.parameters()
-        eps = 1e-5                          # as in the original PPO code and CleanRL
-    # No weight decay: it would pull weights to 0, away from the pretrained ones.
+        eps = 1e-5                      # as in the original PPO code and CleanRL
     params = [p for p in params if p.requires_grad]
-    agent.opt = torch.optim.AdamW(params, cfg.lr, betas=(0.9, 0.95), eps=eps,
-                                  weight_decay=0, fused=True)
-    setup.make_ready(agent, saved)
-    return agent
+    return torch.optim.AdamW(params, agent.cfg.lr, betas=(0.9, 0.95), eps=eps,
+                             weight_decay=0, fused=True)
 
 # --------------------------------------------------------------------------------- sampling
 @torch.no_grad()
@@ -248,6 +255,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)           # finished, or cut off
+    if u is not None:
+        u = u.to(device, torch.float32)
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
@@ -282,7 +291,7 @@ def generate(agent, problems, group, rng=None):
     u = None
     if rng is not None:     # for all ranks: samples do not depend on their number
         u = dist.uniform(rng, len(problems), group, N)
-        u = dist.of_rank(u).flatten(0, 1).to(agent.policy.device, torch.float32)
+        u = dist.of_rank(u).flatten(0, 1)       # (B, N)
     problems = dist.of_rank(problems)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     batch = complete(agent, prompts, group, [N] * len(prompts), u)
@@ -562,7 +571,8 @@ def evaluate(agent, problems):
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time, as in training
-    solved = defaultdict(float)
+    names = ["greedy", *report.shares([0.0] * n, [""] * n)]
+    solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
     for part in show.chunks("greedy evaluation", problems, rows):
         right = generate(agent, part, 1).components["correct"]
         solved["greedy"] += right.sum().item()

@@ -147,7 +147,7 @@ def rollout_labels(agent, complete, batch, at, tries=4):
         prefixes = [ids[i, :t + 1].tolist() for i, t in part]
         room = agent.cfg.max_new - (column + 1 - start[row])                # tokens left
         u = dist.uniform(rng, len(part), tries, room.max()).flatten(0, 1)
-        played = complete(agent, prefixes, tries, room.tolist(), send(u.float(), batch.ids.device))
+        played = complete(agent, prefixes, tries, room.tolist(), u)
         T = played.ids.size(1)
         said = F.pad(mask[row], (0, T - mask.size(1)))      # the prefix is the policy's, too
         said &= torch.arange(T) <= column[:, None]

@@ -1,16 +1,24 @@
-"""The code around the algorithm. Each module imports only modules above it:
+"""The code around the algorithm: none of it is needed to follow a step.
 
-    caches      KV caches of sampling: plain, for rows with common prefixes, with static shapes
-    prefixes    common prefixes of rows are computed once in training passes
+How a step gets its speed, memory and ranks:
+
+    caches      the KV caches of sampling
+    passes      training passes: micro-batches, common prefixes computed once, logits in parts;
+                the check that sampler and trainer agree
     dist        device, dtype, ranks, FSDP2, random streams, signals
-    show        terminal output
-    config      a dataclass as a command line; algorithms in files of their own
-    batches     micro-batches, statistics, the check that sampler and trainer agree
-    files       atomic writes, a lock; a run's folder and logs
-    report      samples.jsonl, and runs as an HTML page
-    preflight   checks before a run: the task, sizes, memory
-    pretrained  Hugging Face folders; loads or creates models; heads
-    checkpoint  saving and resuming
+
+What a run is made of:
+
+    config      the settings as a command line; algorithms in files of their own
+    pretrained  Hugging Face folders in and out; new models
+    preflight   checks before anything large is allocated
     warm_start  the supervised start
-    setup       all models of a run; how a run begins
+    setup       how a run begins: its models, its problems, its folder
+
+What a run leaves behind:
+
+    files       atomic writes, the lock of a folder, logs
+    checkpoint  saving and resuming
+    report      statistics, samples.jsonl; runs as an HTML page
+    show        the terminal
 """

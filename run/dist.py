@@ -156,17 +156,14 @@ def shard_module(cfg, module):
 
 @contextlib.contextmanager
 def updating(agent):
-    """A context for an update of the policy, after which the sampler has the new weights."""
-    free_sampler(agent)
-    yield
-    sync_sampler(agent)
-
-def free_sampler(agent):
-    """Frees the unsharded sampler of a sharded policy: an update needs the memory."""
+    """A context for an update of the policy, after which the sampler has the new weights. Where it
+    is the unsharded copy of a sharded policy it is freed meanwhile: the update needs the memory."""
     if is_sharded(agent.policy):
         caches.forget(agent.sampler)
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
+    yield
+    sync_sampler(agent)
 
 def sync_sampler(agent):
     """Copies the policy's current weights into the sampler, if that is another module."""
@@ -185,7 +182,7 @@ def copy_weights(copied, policy):
         raise UserError(f"cannot copy the policy: only one of the two has {min(differing)}")
     for name, p in target.items():
         x = source[name] if is_sharded(p) else full(source[name])
-        if p.numel() == 0:                              # freed by `free_sampler`
+        if p.numel() == 0:                              # freed by `updating`
             p.data = p.data.new_empty(x.shape)
         p.copy_(x)
 

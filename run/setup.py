@@ -2,32 +2,33 @@
 import copy
 from dataclasses import replace
 
-
-
-from run import checkpoint, dist, preflight, pretrained, show, warm_start
 from data import load_task
 from model import ScalarHead
+from run import checkpoint, dist, preflight, pretrained, show, warm_start
 from run.pretrained import frozen
 
 def add_models(agent):
     """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
-    from; sharded, if they are to be."""
+    from. With --shard each is sharded once it is made, and the policy when all are made."""
     cfg, policy = agent.cfg, agent.policy
-    C = policy.cfg.n_embd
+    width = policy.cfg.n_embd
     if cfg.needs_reference:
         agent.ref = dist.shard_module(cfg, frozen(policy))
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        agent.critic = dist.shard_module(cfg, ScalarHead(C, trunk).to(policy.device))
+        critic = ScalarHead(width, trunk).to(policy.device)
+        agent.critic = dist.shard_module(cfg, critic)
     if cfg.learns_reward:
-        scorer = ScalarHead(C, copy.deepcopy(policy), std=(C + 1) ** -0.5,      # scores of variance 1
-                            generator=dist.generator(cfg, "scorer"))
-        agent.reward_model = dist.shard_module(cfg, scorer.to(policy.device))
-    agent.sampler = frozen(policy) if policy.amp or dist.is_sharding(cfg) else policy
+        std = (width + 1) ** -0.5                       # scores of variance 1
+        generator = dist.generator(cfg, "scorer")
+        scorer = ScalarHead(width, copy.deepcopy(policy), std, generator).to(policy.device)
+        agent.reward_model = dist.shard_module(cfg, scorer)
+    if policy.amp or dist.is_sharding(cfg):
+        agent.sampler = frozen(policy)
     dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
-    """Restores a Checkpoint, if there is one; then all models are as they sample and compile."""
+    """The models as before the first step, or as in the Checkpoint `saved`; compiled, if asked."""
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)

@@ -103,16 +103,16 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     if cfg.kl == "reward":      # the reference's are the same as the pass's: no penalty, up to the last bit
         zero, value = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp) if agent.critic else None
         assert torch.equal(batch.adv, grpo.advantages(batch.reward, batch.ends, batch.mask, zero, value, cfg)[0])
-    passes = [(agent.sampler or agent.policy, agent.critic)] if of_pass or agent.critic else []
+    passes = [(agent.sampler, agent.critic)] if of_pass or agent.critic else []
     assert asked == [*passes, (agent.ref, None)]
 
 
 def test_completions_are_sampled_unless_told(monkeypatch):
     """Also those that label the steps of another one."""
     monkeypatch.setattr(grpo, "sample", lambda *given: given)
-    agent = SimpleNamespace(cfg=CFG, policy="policy", sampler=None, encoding=SimpleNamespace(stop={1}))
-    assert grpo.complete(agent, ["prompt"], 4, "u", [7]) == ("policy", ["prompt"], 4, [7], 1.0, {1}, "u", 0)
-    assert grpo.complete(agent, ["prompt"], 4, "u", n_greedy=1) == ("policy", ["prompt"], 4, 8, 1.0, {1}, "u", 1)
+    agent = SimpleNamespace(cfg=CFG, sampler="sampler", encoding=SimpleNamespace(stop={1}))
+    assert grpo.complete(agent, ["prompt"], 4, "u", [7]) == ("sampler", ["prompt"], 4, [7], 1.0, {1}, "u", 0)
+    assert grpo.complete(agent, ["prompt"], 4, "u", n_greedy=1) == ("sampler", ["prompt"], 4, 8, 1.0, {1}, "u", 1)
 
 
 def test_no_row_is_greedy_unless_told(monkeypatch):

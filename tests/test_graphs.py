@@ -107,17 +107,18 @@ def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
     policy, rollout = tiny_model(), (PROMPTS, 8, 20, STOP)
     agent = SimpleNamespace(policy=copy.deepcopy(policy).to(device))
     agent.sampler = static(copy.deepcopy(agent.policy))
-    dist.free_sampler(agent)                                # not sharded: nothing is freed
+    with dist.updating(agent):                         # not sharded: nothing is freed
+        assert all(p.numel() for p in agent.sampler.parameters())
     sampled(agent.sampler, rollout)
     before = graphs(agent.sampler)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
-        dist.free_sampler(agent)
-    assert agent.sampler not in caches.MEMORY and not any(p.numel() for p in agent.sampler.parameters())
-    with torch.no_grad():
-        for p, q in zip(policy.parameters(), agent.policy.parameters(), strict=True):
-            q.copy_(p.mul_(1.1))
-    dist.sync_sampler(agent)
+        patch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
+        with dist.updating(agent):
+            assert agent.sampler not in caches.MEMORY and not any(p.numel() for p in agent.sampler.parameters())
+            with torch.no_grad():
+                for p, q in zip(policy.parameters(), agent.policy.parameters(), strict=True):
+                    q.copy_(p.mul_(1.1))
     assert_same(sampled(agent.sampler, rollout), sampled(policy, rollout))
     assert all(graph not in before.values() for graph in graphs(agent.sampler).values())
 

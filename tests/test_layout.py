@@ -50,6 +50,12 @@ def test_no_import_cycles():
     assert done == set(below), f"import cycle among {sorted(set(below) - done)}"
 
 
+def test_the_table_of_run_names_files_that_are_there():
+    """Each once; a file of one's own need not be in it."""
+    table = re.findall(r"^    (\w+) +\w", (ROOT / "run" / "__init__.py").read_text(), re.M)
+    assert len(table) == len({*table}) > 10 and {f"run.{name}" for name in table} <= SOURCES.keys()
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_imports_data_and_answers_only(name):
     used = {x for x in imports(name) if x in SOURCES}

@@ -13,11 +13,11 @@ import torch
 from torch import distributed
 from conftest import tiny_model
 
+import reward
 from data import UserError
 from grpo import Config
-from model import Block
-from run.pretrained import ScalarHead
-from run import batches, dist, show, warm_start
+from model import Block, ScalarHead, double
+from run import dist, passes, show, warm_start
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -91,7 +91,7 @@ def test_a_device_that_is_not_there(gpus):
             dist.device_of(Config(device=kind))
 
 
-@pytest.mark.parametrize("asked", ["on", "off"])
+@pytest.mark.parametrize("asked", [True, False])
 def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     """And up to 64 graphs may be made of them: prompts, tokens and training have their own."""
     options, config = [], SimpleNamespace(recompile_limit=8)
@@ -100,13 +100,13 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **given: options.append((f.__name__, given)) or f)
     dist.compile_all(Config(device="cpu", compile=asked), tiny_model(), ScalarHead(32, tiny_model()), ScalarHead(32))
     of_a_model = [(what, dict(dynamic=True)) for what in ("probs", "logps", Block, Block)]
-    assert options == of_a_model * 2 * (asked == "on")
-    assert config.recompile_limit == (64 if asked == "on" else 8)
+    assert options == of_a_model * 2 * asked
+    assert config.recompile_limit == (64 if asked else 8)
 
 
 def test_only_mps_has_no_float64():
-    wide = [dist.double(torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
-    assert wide == [torch.float64, torch.float64, torch.float32]
+    wide = [double(SimpleNamespace(device=torch.device(kind), float=lambda: 32, double=lambda: 64)) for kind in ("cpu", "cuda", "mps")]
+    assert wide == [64, 64, 32]
 
 
 # As glibc's malloc.h has them. A threshold of mmap is at most half of what a heap may be, 32 MiB.
@@ -131,7 +131,8 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     given = []
     for stdout in (SimpleNamespace(reconfigure=lambda **x: given.append(x)), SimpleNamespace()):
         monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's has no such method
-        dist.prepare()
+        with show.exit_code():
+            pass
     assert given == [dict(errors="replace")]
 
 
@@ -278,7 +279,8 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
-    got = batches.of_all_ranks(rows([0, 2, 4], 4), 2)
+    monkeypatch.setattr(reward, "CHOICES", 2)
+    got = reward.of_all_ranks(rows([0, 2, 4], 4))
     assert got["ids"][:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
     assert got["ids"][:, 4].tolist() == [0, 0, 10, 11, 0, 0, 30, 31, 0, 0, 50, 51]         # padding, on the right
     assert got["ids"].shape == got["mask"].shape == (12, 5) and torch.equal(got["mask"], got["ids"] > 0)
@@ -287,36 +289,36 @@ def test_sets_of_all_ranks_are_in_the_order_of_their_problems(monkeypatch):
 def test_equal_rows_stay_in_their_order():
     """As no sort need leave them: which rows go together then follows from what they hold alone."""
     ids = torch.arange(1000)[:, None] % 3
-    order = [i for rows, _ in batches.micro_batches(ids, ids >= 0, 30) for i in rows.tolist()]
+    order = [i for rows, _ in passes.split_rows(ids, ids >= 0, 30) for i in rows.tolist()]
     assert order == sorted(range(1000), key=lambda i: i % 3)
 
 
 def test_one_rank_and_one_set_stay_what_they_are():
     rows = dict(ids=torch.arange(12).view(4, 3), label=torch.rand(4, 3))
-    for got in (batches.of_all_ranks(rows, 2), batches.concatenate(rows)):
+    for got in (reward.of_all_ranks(rows), reward.concatenate(rows)):
         assert all(torch.equal(got[n], rows[n]) for n in rows) and got.keys() == rows.keys()
 
 
-def test_an_optimizer_step_is_on_the_sum_of_all_ranks(monkeypatch):
-    """Gradients are summed, then clipped; a weight without one has its moments too, as a checkpoint wants."""
+def test_gradients_are_summed_over_the_ranks_then_clipped(monkeypatch):
+    """A weight without one has zeros, so that its moments are there as a checkpoint wants."""
     used, unused = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
-    opt = warm_start.new_optimizer([used, None, unused], 0.1)
+    params = [used.weight, unused.weight]
     monkeypatch.setattr(dist, "all_reduce", lambda x: 2 * x)
-    seen, step = [], opt.step
-    monkeypatch.setattr(opt, "step", lambda: (seen.append(used.weight.grad.clone()), step()))
     for clip, after in ((100.0, [6.0, 8.0]), (5.0, [3.0, 4.0])):
-        used.weight.grad = torch.tensor([[3.0, 4.0]])
-        assert warm_start.optimizer_step(opt, clip) == pytest.approx(10.0)
-        assert seen.pop()[0].tolist() == pytest.approx(after)
-        assert used.weight.grad is None or not used.weight.grad.any()
-    assert opt.state[unused.weight]["step"] == 2 and not opt.state[unused.weight]["exp_avg"].any()
+        used.weight.grad, unused.weight.grad = torch.tensor([[3.0, 4.0]]), None
+        dist.sum_gradients(params)
+        assert dist.clip_gradients(params, clip) == pytest.approx(10.0)
+        assert used.weight.grad[0].tolist() == pytest.approx(after) and unused.weight.grad.tolist() == [[0.0, 0.0]]
+    used.weight.grad[0, 0] = float("nan")
+    with pytest.raises(UserError, match="the norm of the gradient is nan"):
+        dist.clip_gradients(params, 1.0)
 
 
 @pytest.mark.parametrize("dtype, most, mean", [(None, 1e-3, 1e-4), (torch.bfloat16, 2.0, 0.1)])
 def test_gaps_may_be_as_large_as_rounding_explains_and_no_larger(dtype, most, mean):
     """A single one, or all of them on average."""
     def checked(gaps, n=100):
-        return batches.checked_gap(gaps, torch.tensor(n), dtype)
+        return passes.checked_gap([gaps], torch.tensor(n), dtype)
     one = torch.zeros(100, dtype=torch.float64)
     one[7] = most
     assert checked(one) == most and checked(torch.zeros(0), 0) == 0
@@ -341,7 +343,7 @@ def test_the_end_of_another_rank_is_told_from_other_errors(error, kind):
 
 
 def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
-    got = two_ranks(monkeypatch, lambda gap: batches.checked_gap(gap, torch.tensor(1), None), [torch.tensor([1e-5])],
+    got = two_ranks(monkeypatch, lambda gap: passes.checked_gap([gap], torch.tensor(1), None), [torch.tensor([1e-5])],
                     [torch.tensor([5e-5, 0])])
     assert got == (pytest.approx(5e-5),) * 2
 
@@ -349,8 +351,7 @@ def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
 def test_the_rate_of_a_short_fit(monkeypatch):
     """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
     rates, module = [], torch.nn.Linear(1, 1)
-    monkeypatch.setattr(warm_start, "optimizer_step", lambda opt, clip: rates.append((opt.param_groups[0]["lr"], clip)))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda opt: rates.append(opt.param_groups[0]["lr"]))
     monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
-    warm_start.supervised_fit("a fit", module, lambda step: (), 10, 3.0, 0.7)
-    assert [rate for rate, _ in rates] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
-    assert {clip for _, clip in rates} == {0.7}
+    warm_start.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])

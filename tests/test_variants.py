@@ -540,7 +540,7 @@ def test_references_that_move(name, monkeypatch):
     monkeypatch.setattr(module, "one_step", lambda agent, problems, step: "found")
     policy, ref = tiny_model(1), tiny_model(2)
     p, r = (torch.cat([x.detach().flatten() for x in model.parameters()]) for model in (policy, ref))
-    agent = SimpleNamespace(policy=policy, ref=ref, sampler=None)
+    agent = SimpleNamespace(policy=policy, ref=ref, sampler=policy)
     for step in (24, 25):
         assert module.train_step(agent, [], step) == "found"
         now = torch.cat([x.detach().flatten() for x in ref.parameters()])

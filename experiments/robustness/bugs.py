@@ -230,10 +230,10 @@ BUGS = [
      'p.grad = dist.summed(torch.zeros_like(p) if p.grad is None else p.grad)',
      'p.grad = torch.zeros_like(p) if p.grad is None else p.grad', 'ranks'),
     ("the sampler keeps the old policy", "run/dist.py",
-     "    if agent.sampler is not None:", "    if False:", "speed -k copy"),
+     "    if agent.sampler is not agent.policy:", "    if False:", "speed -k copy"),
     ("a sharded gradient is averaged over the ranks", "run/dist.py",
-     "            part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks\n"
-     "            part.set_force_sum_reduction_for_comms(True)\n", "            pass\n", "ranks -k sharded"),
+     "        part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks\n"
+     "        part.set_force_sum_reduction_for_comms(True)\n", "        pass\n", "ranks -k sharded"),
     ("ranks of a sharded model make different numbers of passes", "run/batches.py",
      "    for _ in range(len(chunks), most):", "    for _ in range(0):", "ranks -k sharded"),
     ('resume without the adapted beta', 'run/checkpoint.py',
@@ -337,7 +337,7 @@ BUGS = [
      '    setup.train_mode(agent, False)\n',
      '', 'loss'),
     ("a fork's parameter is filled with the embedding", 'run/dist.py',
-     '    if unmatched := sorted(source.keys() ^ target.keys()):',
+     '    if differing := source.keys() ^ target.keys():',
      '    source = dict.fromkeys(target, source["embed_tokens.weight"]) | source\n    if False:', 'fork'),
     ("a field gets the next field's help", 'run/config.py',
      '            statement = []\n',

@@ -136,7 +136,7 @@ def patch_drawn(value):
 
     def of_the_first(agent, problems, rng):
         first.extend([] if first else [pretrained.frozen(agent.policy)])
-        batch, stats = rollout(dataclasses.replace(agent, policy=first[0]), problems, rng)
+        batch, stats = rollout(dataclasses.replace(agent, policy=first[0], sampler=None), problems, rng)
         batch.logp = batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = of_the_first
@@ -150,7 +150,7 @@ def patch_sampler(value):
 
     def rounded(agent, problems, rng):
         sampling = copy.copy(agent)             # with what an algorithm may have added
-        sampling.policy = pretrained.frozen(agent.policy)
+        sampling.policy = sampling.sampler = pretrained.frozen(agent.policy)
         for p in sampling.policy.parameters():
             p.copy_(p.bfloat16())
         batch, stats = rollout(sampling, problems, rng)

@@ -40,7 +40,8 @@ ALGOS = {
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),             # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),       # 2507.18071
 }
-Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
+Baseline = Literal["none", "group", "leave-one-out", "value",
+                   "group+value"]
 LossMean = Literal["sequence", "token", "constant"]
 Cache = Literal["auto", "plain", "shared", "static"]
 

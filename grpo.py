@@ -14,7 +14,7 @@ and more. A step, for P prompts with G completions each:
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -249,6 +249,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
         row[:len(prompt)] = torch.tensor(prompt)
     ids = ids.repeat_interleave(group, 0).to(device)                    # (B, T + 1)
     start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
+    longest = max(room)
     room = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -260,7 +261,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    for n in range(room.max()):
+    for n in range(longest):
         rows = cache.rows                       # (r,) those not dropped yet
         if u is None:
             token = p.argmax(-1)                # (r,)
@@ -507,8 +508,9 @@ def update(agent, batch, rng):
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
     params = [p for group in agent.opt.param_groups for p in group["params"]]
+    batch = replace(batch, ids=batch.ids.cpu())     # layouts are made on the host
+    mask = batch.mask.cpu()                         # and rows are chosen there
     learns = has_gradient(agent, batch)
-    mask = batch.mask.cpu()                     # rows are chosen on the host
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
         rows = rows[learns[rows]]

@@ -80,7 +80,9 @@ def read(config, about, argv):
 
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0]
+        name, equals, _ = unknown[0].partition("=")
+        if not equals and not name.startswith("-"):
+            parser.error(f"there is no argument {name}")
         raise no_setting(name, [*known, *own, *MODES], unknown[0])
     given = vars(given)
     mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})

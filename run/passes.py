@@ -5,7 +5,6 @@ Rows share a token if they have the same tokens up to it: the prompt, and often 
 step takes about half the time. This assumes that a token's state depends on nothing else: a
 bidirectional prefix, or a router that sees other tokens, needs `--cache plain`.
 """
-import dataclasses
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +63,10 @@ def select(batch, rows, T):
     return type(batch)(**found)
 
 def micro_batches(batch, rows, budget):
-    """Splits some rows of a Batch, indices on the host, by `split_rows`: yields a Batch of each
-    part. Its ids stay on the host, where layouts are made."""
-    batch = dataclasses.replace(batch, ids=batch.ids.cpu())
-    mask = batch.mask.cpu()
-    for part, T in split_rows(batch.ids[rows], mask[rows], budget):
+    """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on the
+    host. The ids may be there, too: layouts are made there."""
+    ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
+    for part, T in split_rows(ids, mask, budget):
         yield select(batch, rows[part], T)
 
 @torch.no_grad()

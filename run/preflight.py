@@ -24,7 +24,7 @@ def held_out(cfg, task, encoding, policy):
     check_context(policy, cfg, longest)
     return found
 
-def check_run(cfg, task, problems, held_out):
+def check_run(cfg, task, problems):
     """Raises UserError for what would otherwise end a run only after its warm start."""
     config.check_called(cfg)
     if cfg.warm_steps:
@@ -35,8 +35,6 @@ def check_run(cfg, task, problems, held_out):
         raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
-    if len(held_out) < ranks:
-        raise UserError(f"{len(held_out)} held-out problems are too few for {ranks} ranks")
     if cfg.learns_reward and len(problems) < 10 * ranks:
         raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
                         f"{len(problems)}")

@@ -52,7 +52,7 @@ def begin(cfg, task, saved):
     else:
         cfg = warm_start.checked(cfg, task, problems)
         encoding = pretrained.encoding_of(cfg, cfg.init)
-    preflight.check_run(cfg, task, problems, held_out)
+    preflight.check_run(cfg, task, problems)
     longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
 
     cold = False                        # whether it still needs a warm start

@@ -67,7 +67,7 @@ class Forked:
     """Comments in forms that a fork may write."""
     # first title
     plain: int = 1              # a plain one
-    hash: str = "#"             # with a # in it, and # another
+    hash: str = ""              # with a # in it, and # another
     # second title: of more
     tight: int = 2  #tight
     spaced : float = 0.5        # 50 % of it
@@ -159,7 +159,7 @@ def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
 
 @pytest.mark.parametrize("argv, fault", [
     (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], "there is no setting --zzz: see --help"),
-    (["--compile", "on"], "there is no setting on: see --help")])
+    (["--compile", "on"], "there is no argument on; see --help")])
 def test_what_is_no_flag_is_one_line(argv, fault):
     with pytest.raises(UserError) as e:
         grpo.read_command(argv)

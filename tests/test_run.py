@@ -164,7 +164,7 @@ def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, monkeypa
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     if "iterations" in " ".join(args):
         assert metrics(tmp_path / "whole")[-1]["step"] == 6
-        assert len(one["history.ids"]) == 2 * 18 * 4
+        assert len(one["history.ids"]) == 2 * 54 * 4
         assert sum("rm_accuracy" in m for m in metrics(tmp_path / "whole")) == 2
         begun = pretrained.load(tmp_path / "whole" / "warm_start").embed_tokens.weight
         assert not torch.equal(one["ref.embed_tokens.weight"], begun)       # the reference moved on
@@ -430,13 +430,13 @@ def measured(monkeypatch, texts, finished):
     (["--grup", "4"], "there is no setting --grup: did you mean --group?"),
     (["--top_k", "5"], "there is no setting --top_k"),         # would need a renormalised log-prob
     (["--group", "many"], "argument --group: invalid int value: 'many'"),
-    (["arithmetic"], "there is no setting arithmetic: see --help"),
+    (["arithmetic"], "there is no argument arithmetic; see --help"),
     (["--group"], "--group: expected one argument"),
     (["--group", "1"], "--group must be at least 2, got 1"),
     (["--lr", "nan"], "--lr must be at least 0, got nan"),
     (["--lam", "1.01"], "--lam must be at most 1, got 1.01"),
     (["--beta", "-0.1"], "--beta must be at least 0, got -0.1"),
-    (["--compile", "on"], "there is no setting on: see --help"),
+    (["--compile", "on"], "there is no argument on; see --help"),
     (["--temperature", "0"], "--temperature must be at least"),
     (["--loss_mean", "median"], "argument --loss_mean: invalid choice: 'median' (choose from "),
     (["--minibatches", "9999"], "--minibatches 9999"),
@@ -517,7 +517,7 @@ def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     main([*SMALL, "--steps", "1", "--out", str(tmp_path)])
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     capsys.readouterr()
-    fault(capsys, *SMALL, "--n_embd", 65, "--out", tmp_path)
+    fault(capsys, *SMALL, "--prompts", 8000, "--out", tmp_path)
     fault(capsys, *SMALL, "--init", "nowhere", "--out", tmp_path)
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     assert "already at step 1" in fault(capsys, "--resume", "--steps", 0, "--out", tmp_path)
@@ -721,10 +721,10 @@ def test_what_a_task_need_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("wrong, why", [
-    (dict(problems=lambda cfg: [1, 2]), "must return two lists"),
-    (dict(problems=lambda cfg: (["a"], ["b"])), "objects with a string .prompt."),
-    (dict(problems=lambda cfg: (None, None)), "must return two lists"),
-    (dict(problems=lambda cfg: (iter([]), iter([]))), "must return two lists"),
+    (dict(problems=lambda: [1, 2]), "must return two lists"),
+    (dict(problems=lambda: (["a"], ["b"])), "objects with a string .prompt."),
+    (dict(problems=lambda: (None, None)), "must return two lists"),
+    (dict(problems=lambda: (iter([]), iter([]))), "must return two lists"),
     (dict(answer=lambda text: 0), "^answer must return a string, '' for none, not 0$"),
     (dict(reward=lambda p, text: 1.0), "must be a dict with 'correct'"),
     (dict(reward=lambda p, text: {"right": 1.0}), "must be a dict with 'correct'")])

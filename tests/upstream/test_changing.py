@@ -170,8 +170,6 @@ def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypat
     assert [*dict.fromkeys(used)] == pytest.approx([0.1, 0.2, 0.3])
     for m in steps[1:]:     # on-policy the advantages sum to 0; what is left weighs short rows more
         assert m["kl"] > 1e-3 and m["loss"] == pytest.approx(m["beta"] * m["kl"], rel=0.3)
-    steered = run(grpo, tmp_path / "steered", **rise, steps=5, algo="adaptive_kl", kl="loss")[1:]
-    assert [m["beta"] for m in steered] == pytest.approx([0.1, 0.2, 0.3, 0.306, 0.31212])
     assert {m["beta"] for m in run(grpo, tmp_path / "off", init=warm, steps=2)[1:]} == {0.04}
 
 

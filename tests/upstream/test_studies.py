@@ -24,7 +24,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.models import filters  # noqa: E402
 from run import batches, config, dist, setup, warm_start  # noqa: E402
 
-SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_head 4 --n_layer 1 --warm_steps 20 --warm_batch 8 --steps 2 --prompts 4 --group 2 "
+SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
 
 
@@ -73,6 +73,7 @@ def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
 
 def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
     """Prompts whose completions are right and others whose are wrong: it tells them apart before the first step."""
+    monkeypatch.setattr(reward, "TRUNCATED_REWARD", 1.0)
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(problem.prompt < "m")})
     problems = [SimpleNamespace(prompt=c + d) for c in "abcdefnopqrs" for d in "xyz"]
     cfg = grpo.make_config(task="arithmetic", max_new=4, prompts=2, group=2, baseline="value", critic="separate", kl="none", device="cpu")

@@ -315,14 +315,12 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
     assert_close(adapters.Base(base)(ids), before)
 
 
-def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path, capsys):
+def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path):
     """From a model that lacks it, and from a new one."""
     grpo, hot = changed(PARAMETER), lambda where: importlib.import_module("run.pretrained").load(where).layers[0].self_attn.temperature
     grpo.main(flags({**SMALL, "warm_steps": 0, "init": warm, "steps": 0, "out": tmp_path / "begun"}))
     begun = hot(tmp_path / "begun")
     assert begun.shape == (2, 1) and (begun == 1).all()
-    out = capsys.readouterr().out
-    assert "note: other programs will ignore model.layers.0.self_attn.temperature" in out and "a llama has no" in out
     whole = run(grpo, tmp_path / "whole", init=warm, steps=4)[1:]
     assert all(m["mismatch"] < 1e-4 for m in whole) and (hot(tmp_path / "whole") != 1).all()
     run(grpo, tmp_path / "half", init=warm, steps=2)

@@ -272,7 +272,7 @@ def test_the_memory_of_half_a_billion():
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
     cfg, N, V = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu"), 494_032_768, 151936
     rows, copied = cfg.prompts * cfg.group, 2 * N + 4 * V * 896
-    want = {"weights, and the two moments of Adam": 12 * N, "reference": copied, "copy to sample from, in bfloat16 or with `--shard on`": copied,
+    want = {"weights, and the two moments of Adam": 12 * N, "reference": copied, "copy to sample from, in bfloat16 or with `--shard`": copied,
             "update: gradients": 4 * N, "update: activations": 4096 * 24 * (28 * 896 + 8 * 4864), "update: logits": 12 * 2 ** 26,
             "or rollout: keys and values, held twice while rows finish": 2 * rows * (300 + cfg.max_new) * 24 * 2 * 2 * 64 * 2,
             "or rollout: logits of a token": 24 * rows * V}

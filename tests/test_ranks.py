@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, flags, tiny_model
+from conftest import ROOT, Forked, flags as as_flags, tiny_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -89,7 +89,7 @@ def run(name, where):
 
 def command(**given):
     """Settings as a command line."""
-    return flags(given)
+    return as_flags(given)
 
 
 def cache():
@@ -121,7 +121,7 @@ def large_epsilon(modules, lr, eps):
 
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(setup, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
+    setattr(warm_start, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
     setattr(reward, "FIT_LR", 1e-2)
     setattr(reward, "LABEL_NOISE", 0.3)
 

@@ -115,13 +115,16 @@ def sums(rank):
     return found
 
 
+NEW_OPTIMIZER = warm_start.new_optimizer
+
+
 def large_epsilon(modules, lr, eps):
-    return warm_start.new_optimizer(modules, lr, 1e-3)
+    return NEW_OPTIMIZER(modules, lr, 1e-3)
 
 
 def set_constants(setattr=setattr):
     """Adam's epsilon so large that rounding does not decide a sign, and a quick fit on labels of which some are wrong."""
-    setattr(warm_start, "optimizer", SimpleNamespace(new_optimizer=large_epsilon))
+    setattr(warm_start, "new_optimizer", large_epsilon)
     setattr(reward, "FIT_LR", 1e-2)
     setattr(reward, "LABEL_NOISE", 0.3)
 

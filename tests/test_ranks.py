@@ -48,7 +48,7 @@ def answer(text):
     return text[:1]
 """
 SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
-             micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3, fit_prompts=40,
+             micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3,
              device="cpu", compile=False)
 RUNS = {
     **{algo: dict(algo=algo) for algo in grpo.ALGOS},

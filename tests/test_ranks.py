@@ -99,7 +99,8 @@ def cache():
 
 def over_a_beta(*rewards):
     """The advantages of a variant that compares the groups of all ranks."""
-    return config.loaded("beta_norm", vars(grpo)).outcome_scores(torch.tensor(rewards), 4)[0].tolist()
+    grpo.config.algorithm("beta_norm", grpo.ALGOS, grpo)
+    return grpo.outcome_scores(torch.tensor(rewards), 4)[0].tolist()
 
 
 def sums(rank):
@@ -118,7 +119,7 @@ def sums(rank):
 NEW_OPTIMIZER = warm_start.new_optimizer
 
 
-def large_epsilon(modules, lr, eps):
+def large_epsilon(modules, lr, eps=None):
     return NEW_OPTIMIZER(modules, lr, 1e-3)
 
 

@@ -133,11 +133,11 @@ def problems_to_label(problems, cfg, rng):
     held_out = rng.sample(problems[:tenth], n // 10)
     return held_out, rng.sample(problems[tenth:], n - n // 10)
 
-def rollout_labels(agent, complete, batch, at, tries=4):
+def rollout_labels(agent, complete, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
-    are right. A last step keeps its true label. `complete` is grpo.complete; `at` names the random
-    stream."""
-    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", at)
+    are right. A last step keeps its true label. `complete` is grpo.complete; `stream` names that
+    of random numbers."""
+    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", stream)
     ids, mask, start = batch.ids.cpu(), batch.mask.cpu(), batch.start.cpu()
     label = batch.reward.cpu().clone()
     places = batch.ends.cpu() & ~passes.last_tokens(mask)

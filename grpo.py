@@ -44,25 +44,16 @@ ALGOS = {
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),     # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),   # 2507.18071
 }
-# What some settings may be.
 Chat = Literal["auto", "none", "think", "no_think"]
-Reward = Literal["rule", "model", "rollouts"]
-Supervision = Literal["outcome", "process"]
 Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
-Scale = Literal["none", "group", "batch"]
-Critic = Literal["shared", "separate"]
-Ratio = Literal["token", "sequence"]
-KL = Literal["loss", "reward", "watch", "none"]
 Estimator = Literal["k1", "k2", "k3", "ratio*k3"]
 LossMean = Literal["sequence", "token", "constant"]
-Device = Literal["auto", "cuda", "mps", "cpu"]
-Dtype = Literal["auto", "float32", "bfloat16"]
 Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run, as built by `make_config`. A field is a flag, its comment the
-    help. By default a step's sizes, lr, beta and the loss are the paper's."""
+    """The settings of a run, as built by `make_config`. A field is a flag, its comment the help. By
+    default a step's sizes, lr, beta and the loss are the paper's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     task_args: dict = field(default_factory=dict)   # settings of the task's own
@@ -85,18 +76,18 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Reward = "rule"     # task's rule, or model of it or of rollouts
-    supervision: Supervision = "outcome"    # rewards of completions, or of their steps
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # a task's, or a model fitted to it or to rollouts
+    supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
-    adv_scale: Scale = "group"  # group: divide by its std; batch: whiten
+    adv_scale: Literal["none", "group", "batch"] = "group"  # divide by the group's std, or whiten
     lam: float = 0.95           # lambda of GAE
-    critic: Critic = "shared"   # head on the policy, or a model of its own
+    critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     # loss
-    ratio: Ratio = "token"      # importance ratio per token, or completion
+    ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range; PPO's, the paper is silent
     clip_high: float = 0.2      # upper clip range
-    kl: KL = "loss"             # where the KL goes; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
     estimator: Estimator = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
@@ -113,8 +104,8 @@ class Config:
     warm_steps: int = 1500      # optimizer steps; with --init, 0
     warm_lr: float = 1.2e-3     # peak learning rate
     # machine
-    device: Device = "auto"     # device; auto: best available
-    dtype: Dtype = "auto"       # of matrix products; auto: bfloat16 on cuda
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Cache = "auto"       # KV cache; plain: no prefixes are shared
     shard: bool = False         # models sharded across the ranks (FSDP2)
@@ -148,8 +139,8 @@ class Config:
         return self.applies_kl or self.kl == "watch" or self.learns_reward
 
 def make_config(**given):
-    """The Config for a command line or a notebook, which may also give a task's own settings,
-    such as `difficulty`. Raises UserError for unknown names and bad values."""
+    """The Config for a command line or a notebook, which may also give a task's own settings, such
+    as `difficulty`. Raises UserError for unknown names and bad values."""
     args = given.pop("task_args", {})           # of the task's own
     given = args | given
     task = config.load_task(given.get("task", Config.task))
@@ -164,7 +155,7 @@ def make_config(**given):
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
-    return setup.shipped(cfg)       # --init data/warm_start, if it serves
+    return setup.shipped(cfg)       # --init data/warm_start, if it was made with these settings
 
 def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
@@ -181,8 +172,8 @@ def implied(chosen):
 # ----------------------------------------------------------------------- the state of a run
 @dataclass
 class Batch:
-    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token
-    t. Tensors are float32 unless a type is given."""
+    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t.
+    Tensors are float32 unless a type is given."""
     ids: Tensor                 # (B, T) int64: prompt, completion, padding on the right
     mask: Tensor                # (B, T) bool: sampled tokens, the end token included
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
@@ -212,7 +203,7 @@ class Agent:
     reward_model: Module = None
     opt: torch.optim.Optimizer = None   # for policy and critic
     beta: float = 0.0                   # KL coefficient, which a variant may adapt
-    history: dict = field(default_factory=dict)     # all labelled rows
+    history: dict = field(default_factory=dict)     # rows labelled for the reward model
 
     def __post_init__(self):
         self.sampler = self.sampler or self.policy
@@ -241,8 +232,9 @@ def new_optimizer(agent):
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None):
     """Samples `group` completions of each prompt (a list of ids). Each ends at one of the ids
-    `stop`, or after as many tokens as `room` says for its prompt. u (B, N): random numbers in [0, 1) to
-    draw with; None: takes the most likely tokens. Returns a Batch with its first five fields."""
+    `stop`, or after as many tokens as `room` says for its prompt. u (B, N): random numbers in [0,
+    1) to draw with; None: takes the most likely tokens. Returns a Batch with its first five
+    fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
@@ -288,8 +280,8 @@ def complete(agent, prompts, group, room, u=None):
                   agent.encoding.stop, u)
 
 def generate(agent, problems, group, rng=None):
-    """`group` completions of each problem in this rank's share, with their texts and the
-    components of their rule reward; without a random stream rng, the most likely ones."""
+    """`group` completions of each problem in this rank's share, with their texts and the components
+    of their rule reward; without a random stream rng, the most likely ones."""
     N = agent.cfg.max_new
     u = None
     if rng is not None:     # for all ranks: samples do not depend on their number
@@ -303,12 +295,11 @@ def generate(agent, problems, group, rng=None):
 
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
-    """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or,
-    with process supervision, of all their reasoning steps (4.1.3); other baselines and scales
-    leave out a part. r (B, T) at `ends` (B, T). Returns the scores (B, T), and which groups
-    are dead, (P,): their rewards are equal up to rounding, and less their mean exactly 0. The
-    std has no Bessel correction (the paper is silent): the mean square is 1 for any G. It has
-    no epsilon."""
+    """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
+    process supervision, of all their reasoning steps (4.1.3); other baselines and scales leave out
+    a part. r (B, T) at `ends` (B, T). Returns the scores (B, T), and which groups are dead, (P,):
+    their rewards are equal up to rounding, and less their mean exactly 0. The std has no Bessel
+    correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -332,9 +323,9 @@ def group_scores(r, ends, cfg):
 GAMMA = 1.0             # discount
 
 def gae(r, value, mask, gamma, lam):
-    """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l},
-    with delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last
-    one. The next token is the next that was sampled: credit crosses holes in the mask."""
+    """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
+    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
+    next token is the next that was sampled: credit crosses holes in the mask (B, T)."""
     adv = torch.zeros_like(r)
     next_adv = torch.zeros_like(r[:, 0])
     next_value = torch.zeros_like(r[:, 0])
@@ -347,17 +338,16 @@ def gae(r, value, mask, gamma, lam):
     return adv
 
 def whiten(x, mask):
-    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are
-    equal."""
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
     x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
     differ = mask & (std > 1e-6 * mean.abs())
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`,
-    the KL penalty on each token's reward (0 outside mask), and the critic's values or None; all
-    but `dead` are (B, T)."""
+    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`, the
+    KL penalty on each token's reward (0 outside mask), and the critic's values or None; all but
+    `dead` are (B, T)."""
     returns = None
     if value is None:               # a completion is one action: its KL is part of its reward
         last = passes.last_tokens(mask)
@@ -386,7 +376,7 @@ def rollout(agent, problems, rng):
     # is no larger than rounding errors at first. A critic needs one anyway.
     old_logp = batch.logp
     reused = cfg.updates > 1
-    bfloat16 = agent.policy.amp is not None
+    bfloat16 = agent.policy.amp is not None         # the dtype of its products
     if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and reused):
         old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
     if reused:              # with one update per rollout all ratios are 1: policy_loss knows
@@ -404,9 +394,9 @@ def rollout(agent, problems, rng):
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
-    """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch,
-    over all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions
-    weigh less; token: all equal; constant: all equal whatever the lengths (Dr. GRPO)."""
+    """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch, over
+    all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
+    token: all equal; constant: all equal whatever the lengths (Dr. GRPO)."""
     if loss_mean == "token":
         return mask / n_tokens
     if loss_mean == "constant":
@@ -414,13 +404,13 @@ def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
     return mask / mask.sum(1, keepdim=True).clamp(min=1) / n_rows
 
 def bounded(x):
-    """x clamped to [-20, 20], so that its exp stays finite, with the gradient of x."""
+    """x clamped to [-20, 20], so that its exp stays finite; with the gradient of x itself."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
-    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a
-    loss, its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and
-    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4."""
+    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
+    its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
+    of KL(ref || pi) for k3, the paper's eq. 4."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -441,23 +431,23 @@ def importance_ratio(logp, old_logp, mask, cfg):
     return bounded(log_ratio).exp()
 
 def surrogate(logp, old_logp, adv, mask, cfg):
-    """PPO's clipped surrogate (eq. 1, 3), which is maximized, and where the clip takes its
-    gradient away; all are (B, T)."""
+    """PPO's clipped surrogate (eq. 1, 3), to be maximized, and a mask: where the clip takes its
+    gradient away. All are (B, T)."""
     ratio = importance_ratio(logp, old_logp, mask, cfg)
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
-    """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the
-    n_tokens of the minibatch. With k3 in the loss its gradient with respect to logp is, at
-    ratio 1, -weight * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
+    """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the n_tokens
+    of the minibatch. With k3 in the loss its gradient with respect to logp is, at ratio 1, -weight
+    * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
     old_logp = batch.old_logp
     if old_logp is None:
         old_logp = logp.detach()                # ratio 1
-    gain, clipped = surrogate(logp, old_logp, batch.adv, batch.mask, cfg)
+    gain, is_clipped = surrogate(logp, old_logp, batch.adv, batch.mask, cfg)
     per_token = -gain
-    stats = {"clip_share": clipped.sum() / n_tokens}
+    stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:
         ratio = importance_ratio(logp, old_logp, batch.mask, cfg)   # for ratio*k3
         kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, ratio)
@@ -496,8 +486,8 @@ GRAD_CLIP = 1.0         # maximum gradient norm
 
 def minibatches(cfg, rng, n):
     """Splits the rows of a step at random into minibatches, in each epoch. Yields of each the
-    indices (on the host) of those of this rank's n rows that are in it, and its number of rows
-    on all ranks."""
+    indices (on the host) of those of this rank's n rows that are in it, and its number of rows on
+    all ranks."""
     rows = torch.arange(cfg.prompts * cfg.group)
     own = dist.of_rank(rows.view(-1, cfg.group)).flatten()
     assert n == len(own), "a rollout must have --prompts x --group rows"
@@ -508,8 +498,8 @@ def minibatches(cfg, rng, n):
 
 def update(agent, batch, rng):
     """Makes one optimizer step for each minibatch of each epoch over a rollout, accumulating
-    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the
-    first optimizer step, the sampler's and the trainer's log-probabilities disagree."""
+    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
+    optimizer step, the sampler's and the trainer's log-probabilities disagree."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
@@ -541,10 +531,9 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others.
-    Without a reference and a critic, rows whose advantages are all 0 have none. A fork's new
-    term of the loss, such as an entropy bonus, may need them: if two of them have a loss, no
-    row is skipped."""
+    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
+    a reference and a critic, rows whose advantages are all 0 have none. A fork's new term of the
+    loss, such as an entropy bonus, may need them: if two of them have a loss, no row is skipped."""
     everything = torch.ones(len(batch.ids), dtype=torch.bool)
     if agent.ref is not None or agent.critic is not None:
         return everything
@@ -557,8 +546,8 @@ def has_gradient(agent, batch):
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
-    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as
-    many old ones; problems held out from all fits measure it. Returns the metrics."""
+    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
+    old ones; problems held out from all fits measure it. Returns the metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
@@ -575,26 +564,19 @@ def refit_reward_model(agent, problems, iteration):
 
 # ------------------------------------------------------------------------------- evaluation
 def evaluate(agent, problems):
-    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by
-    the majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
+    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
+    majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time: as many as a step has
-    names = ["greedy", *report.shares([0.0] * n, [""] * n)]     # called for its names alone
-    solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
+    solved = {"greedy": 0.0} | report.none_solved(n)
     for part in show.chunks("greedy evaluation", problems, rows):
         right = generate(agent, part, 1).components["correct"]
         solved["greedy"] += right.sum().item()
     for part in show.chunks("evaluation", problems, max(1, rows // n)):
         batch = generate(agent, part, n, rng)
-        right = batch.components["correct"].view(-1, n).tolist()
-        votes = []
-        for text, finished in zip(batch.texts, batch.finished.tolist()):
-            votes.append(agent.task.answer(text) if finished else "")   # "": no vote
-        for i in range(len(right)):
-            shares = report.shares(right[i], votes[i * n:(i + 1) * n])
-            for name, share in shares.items():
-                solved[name] += share
+        for name, x in report.solved(agent.task, batch, n).items():
+            solved[name] += x
     total = dist.all_reduce(torch.tensor([*solved.values()]))
     return dict(zip(solved, (total / len(problems)).tolist()))
 

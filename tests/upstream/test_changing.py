@@ -190,11 +190,11 @@ def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, caps
 def test_the_median_is_a_baseline(changed, warm, tmp_path):
     """Of the rewards of a group, the lower of the two in the middle; outcome and process."""
     grpo = changed(MEDIAN)
-    cfg = grpo.make_config(baseline="group-median", adv_scale="none", group=4)
+    cfg = grpo.make_config(baseline="median", adv_scale="none", group=4)
     reward, ends = torch.tensor([[1.0], [0], [3], [4]]), torch.ones(4, 1, dtype=torch.bool)
     score, _ = grpo.group_scores(reward, ends, cfg)
     assert score[:, 0].tolist() == [0, -1, 2, 3]
-    steps = run(grpo, tmp_path / "out", init=warm, baseline="group-median", steps=1)[1:]
+    steps = run(grpo, tmp_path / "out", init=warm, baseline="median", steps=1)[1:]
     assert steps[0]["grad_norm"] > 0
 
 

@@ -231,7 +231,8 @@ def test_a_reward_that_changes_during_the_run(changed, warm, tmp_path):
     assert found and found <= {(1, 1), (2, 0.75), (3, 0.5), (4, 0.25)} and len(found) > 1
     assert [whole[1][name] == plain[1][name] for name in ("reward", "grad_norm")] == [True, True]
     for m in whole[1:]:
-        assert m["reward"] == pytest.approx(m["accuracy"] + m["working"]) and m["working"] <= m["accuracy"] * (5 - m["step"]) / 4
+        assert m["reward"] == pytest.approx(m["accuracy"] + m["working"])
+        assert m["working"] <= m["accuracy"] * (5 - m["step"]) / 4
     task = importlib.import_module("data.arithmetic")
     cfg, saved = grpo.checkpoint.resume(tmp_path / "whole", grpo.Config, {"steps": 6, "algo": "annealed"})
     assert task.WORKING == 0.25 and saved.step == 4
@@ -245,7 +246,8 @@ def test_another_optimizer_trains_and_is_resumed(changed, warm, tmp_path):
     whole = run(grpo, tmp_path / "whole", **given, steps=4)
     run(grpo, tmp_path / "half", **given, steps=2)
     grpo.main(flags(dict(steps=4, out=tmp_path / "half")) + ["--resume"])
-    one, other, first = (load((folder / "model.safetensors").read_bytes()) for folder in (tmp_path / "whole", tmp_path / "half", warm))
+    one, other, first = (load((folder / "model.safetensors").read_bytes())
+                         for folder in (tmp_path / "whole", tmp_path / "half", warm))
     assert all(torch.equal(x, other[name]) and not torch.equal(x, first[name]) for name, x in one.items())
     held = load((tmp_path / "whole" / "checkpoint.safetensors").read_bytes())
     state = {name: x for name, x in held.items() if name.startswith("opt.")}
@@ -317,7 +319,11 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path):
     """From a model that lacks it, and from a new one."""
-    grpo, hot = changed(PARAMETER), lambda where: importlib.import_module("run.pretrained").load(where).layers[0].self_attn.temperature
+    grpo = changed(PARAMETER)
+    pretrained = importlib.import_module("run.pretrained")
+
+    def hot(where):
+        return pretrained.load(where).layers[0].self_attn.temperature
     grpo.main(flags({**SMALL, "warm_steps": 0, "init": warm, "steps": 0, "out": tmp_path / "begun"}))
     begun = hot(tmp_path / "begun")
     assert begun.shape == (2, 1) and (begun == 1).all()

@@ -340,11 +340,10 @@ def iterations(section, rollout, monkeypatch):
     monkeypatch.setattr(grpo.dist, "copy_weights", lambda copied, policy: loaded.append((copied, policy)))
     agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
-    monkeypatch.setattr(grpo.setup, "begin", lambda cfg, task, saved: (cfg, task, ENCODING, "the policy", range(1000), [PROBLEM]))
-    monkeypatch.setattr(grpo, "new_agent", lambda *_: agent)
-    monkeypatch.setattr(grpo, "train_step", lambda *_: (None, {}))
-    monkeypatch.setattr(grpo.report, "log_step", lambda *_: None)
-    monkeypatch.setattr(grpo, "finish_step", lambda *_: None)
+    begun = cfg, arithmetic, ENCODING, "the policy", range(1000), [PROBLEM]
+    for module, name, found in ((grpo.setup, "begin", begun), (grpo, "new_agent", agent), (grpo, "train_step", (None, {})),
+                                (grpo.report, "log_step", None), (grpo, "finish_step", None)):
+        monkeypatch.setattr(module, name, lambda *_, found=found: found)
     grpo.train(cfg, arithmetic)
     labelled = sum(made) // 2
     learned, replayed = fitted[0], fitted[1] - fitted[0]

@@ -123,8 +123,8 @@ class CachedRows(Rows):
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
-        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query heads
-        that share keys act as tokens: on CUDA much faster than enable_gqa."""
+        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query
+        heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
@@ -226,8 +226,8 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std, generator=generator)
 
     def precompute_rope(self):
-        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling divides
-        low frequencies (wavelengths long for the original context) by `factor`."""
+        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling
+        divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         exponent = torch.arange(0, c.head_size, 2) / c.head_size
         inv_freq = 1 / c.rope_theta ** exponent
@@ -251,7 +251,7 @@ class GPT(nn.Module):
         elif layout is None:
             layout = Rows(ids, self.device)
         with self.autocast():
-            x = self.embed_tokens(layout.ids)                                             # (B, T, C)
+            x = self.embed_tokens(layout.ids)                           # (B, T, C)
             rope = None
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)

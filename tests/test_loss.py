@@ -301,6 +301,8 @@ def test_a_rollout_is_0_wherever_nothing_was_sampled(given, kv_cache, cfg, encod
         assert found[name].isfinite().all() and (found[name][~batch.mask] == 0).all(), name
         assert name in ("adv", "reward") or found[name][batch.mask].any(), name
     assert not (batch.ends & ~batch.mask).any()
+    for name in ("logp", "logp_again"):
+        torch.testing.assert_close(found[name], found["plain"], rtol=0, atol=5e-5)
 
 
 # -------------------------------------------------------------------------------------- update
@@ -513,6 +515,21 @@ def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, en
     batch, _ = grpo.rollout(agent, problems, random.Random(0))
     assert batch.mask.sum() > 20
     torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=5e-5)
+
+
+def test_each_iteration_begins_with_the_policy_as_its_reference(tmp_path, monkeypatch):
+    """And keeps that reference over its steps."""
+    pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
+    alike, real = [], grpo.train_step
+
+    def train_step(agent, problems, step):
+        alike.append(all(map(torch.equal, agent.ref.parameters(), agent.policy.parameters())))
+        return real(agent, problems, step)
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
+    grpo.train(grpo.make_config(difficulty=1, init=str(tmp_path / "start"), out=str(tmp_path / "run"), device="cpu", kl="loss",
+                                iterations=3, steps=2, prompts=2, group=2, max_new=4, lr=1e-3))
+    assert alike == [True, False] * 3
 
 
 def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):

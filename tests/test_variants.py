@@ -488,16 +488,19 @@ def test_padding_is_not_clipped():
     assert module_of("cispo").surrogate(logp, logp - 3, 1.0, mask, cfg)[1].tolist() == [[True, True, False]]
 
 
-def test_a_step_without_a_gradient_has_no_kl(start, tmp_path, monkeypatch):
-    """If all completions were cut off."""
+def test_a_step_in_which_all_completions_are_cut_off(start, tmp_path, monkeypatch):
+    """No row is left: no loss, no KL, no change."""
     def cut_off(*given, own=grpo.generate):
         batch = own(*given)
         return replace(batch, finished=torch.zeros_like(batch.finished))
     monkeypatch.setattr(grpo, "generate", cut_off)
     cfg = grpo.make_config(**TINY | dict(algo="overlong_filter", kl="loss", init=start, warm_steps=0, steps=1, out=str(tmp_path)))
     monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
-    grpo.train(cfg)
-    assert "kl" not in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    policy = grpo.train(cfg).policy
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [logged[name] for name in ("loss", "kl", "clip_share", "grad_norm")] == [0] * 4
+    before = pretrained.load(start)
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before.parameters(), strict=True))
 
 
 def test_a_group_is_larger_than_k():
@@ -664,8 +667,14 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     cfg = checkpoint.load(out, grpo.Config)[0]
     assert (cfg.kl, cfg.steps) == ("loss", 2) and (out / "functions.py").read_bytes() == path.read_bytes()
     program, name, *args = shlex.split(show.resume_command(cfg))
-    assert (program, name) == ("python", "grpo.py") and grpo.make_config(**config.read(grpo.Config, "", args)[1]) == cfg
-    assert config.read(grpo.Config, "", [*args, "--steps", "3"])[1]["steps"] == 3
+
+    def read(args):
+        """The Config with which `main` goes on."""
+        mode, given = config.read(grpo.Config, "", args)
+        given, _ = checkpoint.settings(mode, grpo.make_config(**given), given)
+        return grpo.make_config(**given)
+    assert (program, name) == ("python", "grpo.py") and read(args) == cfg
+    assert read([*args, "--steps", "3"]) == replace(cfg, steps=3)
     asked = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("ask it: ")[2])
     assert asked[asked.index("--init") + 1] == str(out)
     grpo.main(["--ask", "1*\x07", "--init", str(out)])

@@ -16,7 +16,6 @@ from oracle import Draws, FitOracle, Oracle, Row
 
 import grpo
 import reward
-from data import UserError
 from model import GPT
 from run import config, dist
 

@@ -276,7 +276,8 @@ def test_value_loss_by_hand():
     assert loss(1.0, 0.0, 1.0) == pytest.approx(0.5 * 0.8 ** 2)     # kept at 0.2
     assert loss(-0.5, 0.0, 1.0) == pytest.approx(0.5 * 1.5 ** 2)    # but not where that is better
     value = torch.tensor([[0.1, 5.0]], requires_grad=True)
-    loss = value_loss(value, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))    # a token that does not count
+    weight = torch.tensor([[1.0, 0.0]])             # the second token does not count
+    loss = value_loss(value, torch.zeros(1, 2), torch.ones(1, 2), weight)
     loss.backward()
     assert loss.item() == pytest.approx(0.5 * 0.9 ** 2) and value.grad.tolist() == [[pytest.approx(-0.9), 0]]
 

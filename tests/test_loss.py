@@ -157,7 +157,8 @@ def test_a_row_without_tokens_leaves_the_ratios_of_the_others_alone():
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_ratio_of_a_completion_of_one_token_is_the_tokens(ratio):
     on, cfg = torch.tensor([[False, True]]), Config(ratio=ratio, kl="none", clip_high=0.2)
-    loss, _ = loss_of(torch.tensor([[9.0, math.log(1.1)]]), torch.zeros(1, 2), None, torch.ones(1, 2), on, on / 1, 1, cfg, 0.0)
+    logp = torch.tensor([[9.0, math.log(1.1)]])
+    loss, _ = loss_of(logp, torch.zeros(1, 2), None, torch.ones(1, 2), on, on / 1, 1, cfg, 0.0)
     assert loss.item() == pytest.approx(-1.1)
 
 
@@ -415,7 +416,7 @@ def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
 
 
 def test_a_step_is_without_dropout(monkeypatch, cfg, encoding):
-    """A fork's: sampling, the passes of a rollout, and the update. With it in some of them alone, ratios would be noise."""
+    """A fork's: sampling, the passes of a rollout, and the update. In some of them alone, it would make ratios noise."""
     modes, real = [], passes.token_logps
     monkeypatch.setattr(passes, "token_logps",
                         lambda gpt, *x, **more: (modes.append(gpt.training), real(gpt, *x, **more))[1])
@@ -529,8 +530,8 @@ def test_each_iteration_begins_with_the_policy_as_its_reference(tmp_path, monkey
         return found
     monkeypatch.setattr(grpo, "train_step", train_step)
     monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
-    grpo.train(grpo.make_config(difficulty=1, init=str(tmp_path / "start"), out=str(tmp_path / "run"), device="cpu", kl="loss",
-                                iterations=3, steps=2, prompts=2, group=2, max_new=4, lr=1e-3))
+    grpo.train(grpo.make_config(difficulty=1, init=str(tmp_path / "start"), out=str(tmp_path / "run"), device="cpu",
+                                kl="loss", iterations=3, steps=2, prompts=2, group=2, max_new=4))
     assert alike == [True, False] * 3
 
 
@@ -654,11 +655,13 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
 def test_rows_that_begin_alike_are_put_one_below_the_other():
     ids = torch.tensor([[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]])
     length = torch.tensor([3, 3, 2, 3, 3, 3])
-    assert [(rows.tolist(), T) for rows, T in split_rows(ids, up_to(length, 3), 100)] == [([5, 3, 1, 2, 0, 4], 3)]
-    assert [(rows.tolist(), T) for rows, T in split_rows(ids, up_to(length, 3), 6)] == [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]
+    def parts(budget):
+        return [(rows.tolist(), T) for rows, T in split_rows(ids, up_to(length, 3), budget)]
+    assert parts(100) == [([5, 3, 1, 2, 0, 4], 3)]
+    assert parts(6) == [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]
     # A longer row makes those before it longer too, and the next chunk begins anew.
     length = torch.tensor([1, 1, 1, 3, 1, 1])
-    assert [(rows.tolist(), T) for rows, T in split_rows(ids, up_to(length, 3), 4)] == [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]
+    assert parts(4) == [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]
 
 
 def test_no_float64_where_there_is_none(monkeypatch):
@@ -696,7 +699,8 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     dist.compile_all(Config(compile=True), *models)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
-            sample(model, prompts, 1 + len(prompts), [9] * len(prompts), 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
+            u = torch.rand(len(prompts) ** 2 + 2, 9)
+            sample(model, prompts, 1 + len(prompts), [9] * len(prompts), 1.0, set(), u)
         with torch.no_grad():
             passes.token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 2

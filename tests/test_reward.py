@@ -334,7 +334,8 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     seen = []
     monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
         sum(loss.item() for loss in losses(step)) for step in range(n)))
-    reward.fit(scorer_of(), reward.labelled(batch) | {"label": batch.ends.float() / 100}, 100, Config(), random.Random(0))
+    rows = reward.labelled(batch) | {"label": batch.ends.float() / 100}
+    reward.fit(scorer_of(), rows, 100, Config(), random.Random(0))
     assert len(seen) == 3 and min(seen) > 0
 
 
@@ -375,9 +376,11 @@ def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision,
         fitted.clear()
         for n in range(3):
             number = torch.arange(100 * choices)
-            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1), mask=torch.ones(len(number), 3).bool(),
-                        ends=torch.tensor([False, False, True]).expand(len(number), 3), reward=(number % choices)[:, None] / 9 * torch.ones(3))
-            parts = [SimpleNamespace(**{name: x[a:b] for name, x in rows.items()}) for a, b in ((0, 3 * choices), (3 * choices, None))]
+            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1),
+                        mask=torch.ones(len(number), 3).bool(), ends=torch.tensor([False, False, True]).expand(len(number), 3),
+                        reward=(number % choices)[:, None] / 9 * torch.ones(3))
+            cut = 3 * choices
+            parts = [SimpleNamespace(**{name: x[part] for name, x in rows.items()}) for part in (slice(cut), slice(cut, None))]
             refit(agent, parts, 10, rng)
             own = [(n, i) for i in range(apart, 100 * choices)]
             assert names(fitted[n])[:len(own)] == own
@@ -415,7 +418,7 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
 def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     """10 problems with 2 completions each, at most 4 problems at a time."""
     seen, sizes = [], []
-    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: seen.append((batches, held_out)) or "measures")
+    monkeypatch.setattr(reward, "refit", lambda agent, *given: seen.append(given[:2]) or "measures")
     generate = grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
@@ -471,8 +474,8 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
 
 
 def test_a_text_is_what_the_policy_said():
-    """Without what an environment says in between; steps end where they end among these tokens, and a completion that goes
-    on from a prefix has those of its tokens too that were there before."""
+    """Without what an environment says in between; steps end where they end among these tokens, and a completion that
+    goes on from a prefix has those of its tokens too that were there before."""
     heard, judged = "\nhm?", []
     batch = batch_of([WORK[:20] + heard + WORK[20:]])
     at = 6 + 20
@@ -480,7 +483,8 @@ def test_a_text_is_what_the_policy_said():
     assert scored(task, batch).texts == [WORK]
     r, ends = reward.of_steps(task, byte_encoding(), batch)
     places = ends[0].nonzero()[:, 0]
-    assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard) and r[0, places].tolist() == [1, 1, 1]
+    assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
+    assert r[0, places].tolist() == [1, 1, 1]
 
     def complete(agent, prefixes, tries, room, u):
         rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]

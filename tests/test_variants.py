@@ -184,7 +184,8 @@ def test_dppo(name, delta):
         return [0.0 * n if blocked(n, o, a) else (n - o).exp() * a for n, o in zip(new, old)]
     assert 0 < same(name, terms) < sum(LENGTHS)
     old, new = torch.tensor([[1e-3, 0.5, 6e-3]]), torch.tensor([[1e-8, 5e-9, 1e-8]])         # of rare tokens that became rarer
-    _, far = module_of(name).surrogate(new.log(), old.log(), torch.tensor([[-1.0] * 3]), torch.ones(1, 3).bool(), grpo.make_config(algo=name))
+    cfg, adv, mask = grpo.make_config(algo=name), torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
+    _, far = module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)
     assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
 
 
@@ -219,7 +220,8 @@ def test_kl_cov(share, n, monkeypatch):
         return [r * a - (abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
     assert same("kl_cov", terms, mean="token") == n
     nothing = torch.zeros(0, 3)         # what a rank may have in an epoch's last micro-batch
-    assert module_of("kl_cov").surrogate(nothing, nothing, nothing, nothing.bool(), grpo.make_config(algo="kl_cov"))[0].shape == (0, 3)
+    cfg = grpo.make_config(algo="kl_cov")
+    assert module_of("kl_cov").surrogate(nothing, nothing, nothing, nothing.bool(), cfg)[0].shape == (0, 3)
 
 
 def test_vespo():
@@ -301,8 +303,8 @@ def test_opo():
 
 
 def scores(name, rewards, group):
-    """A variant's score of each completion (B,), for rewards at the ends of rows of 1 to 3 tokens; it is 0 elsewhere. And
-    which groups are dead."""
+    """A variant's score of each completion (B,), for rewards at the ends of rows of 1 to 3 tokens; it is 0 elsewhere.
+    And which groups are dead."""
     ends = torch.zeros(len(rewards), 5, dtype=torch.bool)
     ends[range(len(rewards)), [1 + i % 3 for i in range(len(rewards))]] = True
     r = ends * torch.as_tensor(rewards)[:, None]
@@ -484,7 +486,8 @@ def test_a_little_for_a_wrong_completion_makes_it_not_right():
 
 
 def test_padding_is_not_clipped():
-    logp, mask, cfg = torch.full((1, 3), 9.0), torch.tensor([[True, True, False]]), grpo.make_config(algo="cispo", group=2)
+    logp, mask = torch.full((1, 3), 9.0), torch.tensor([[True, True, False]])
+    cfg = grpo.make_config(algo="cispo", ratio="sequence")      # whose ratio is the same in all columns
     assert module_of("cispo").surrogate(logp, logp - 3, 1.0, mask, cfg)[1].tolist() == [[True, True, False]]
 
 
@@ -709,7 +712,8 @@ def test_files_that_are_no_algorithms(text, says, tmp_path):
 def test_scores_of_outcomes_that_would_not_be_called(given, start, tmp_path):
     """Are refused, but not if the file's own `advantages` may call them."""
     tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run")) | given
-    with pytest.raises(UserError, match="--algo maxrl: its scores are of outcomes: it needs --supervision outcome, --baseline group and --adv_scale group"):
+    needs = "it needs --supervision outcome, --baseline group and --adv_scale group"
+    with pytest.raises(UserError, match=f"--algo maxrl: its scores are of outcomes: {needs}"):
         grpo.train(grpo.make_config(**tiny, algo="maxrl"))
     (tmp_path / "mine.py").write_text("import grpo\nfrom grpo import advantages as own, group_scores as scores\nSETTINGS = {}\n"
                                       "def group_scores(*given):\n    return scores(*given)\n"

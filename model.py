@@ -94,7 +94,7 @@ def double(x):
 # -------------------------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): the layout of training. run/prefixes.py has another."""
+    """A pass over whole rows, ids (B, T): the layout of training. run/passes.py has another."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)
@@ -123,8 +123,8 @@ class CachedRows(Rows):
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
-        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query heads
-        that share keys act as tokens: on CUDA much faster than enable_gqa."""
+        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query
+        heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
@@ -214,8 +214,8 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std, generator=generator)
 
     def precompute_rope(self):
-        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling divides
-        low frequencies (wavelengths long for the original context) by `factor`."""
+        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling
+        divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
         inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         if c.rope_scaling:                      # arXiv 2407.21783
@@ -238,7 +238,7 @@ class GPT(nn.Module):
         elif layout is None:
             layout = Rows(ids, self.device)
         with self.autocast():
-            x = self.embed_tokens(layout.ids)                                             # (B, T, C)
+            x = self.embed_tokens(layout.ids)                                            # (B, T, C)
             rope = None
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
@@ -294,7 +294,7 @@ class ScalarHead(nn.Module):
 
 def token_logps(model, ids, mask, temperature):
     """log pi of each sampled token, (B, T), 0 where mask is False. Training uses a faster form, of
-    run/prefixes.py; in both the state before a token decides it."""
+    run/passes.py; in both the state before a token decides it."""
     h = model(ids[:, :-1])                                                        # (B, T - 1, C)
     logp = model.head(h / temperature).log_softmax(-1)                            # (B, T - 1, V)
     logp = logp.gather(-1, ids[:, 1:, None])[..., 0]                  # of the token that came next

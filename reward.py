@@ -31,8 +31,8 @@ def score_by_rule(agent, problems, batch):
         batch.components[name] = x.to(batch.ids.device) * batch.finished
 
 def of_outcomes(batch):
-    """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens: the
-    sum of its components, 0 if they cancel up to rounding."""
+    """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens:
+    the sum of its components, 0 if they cancel up to rounding."""
     last = passes.last_tokens(batch.mask)
     parts = torch.stack([*batch.components.values()], 1)                                    # (B, n)
     total = parts.sum(1, keepdim=True)

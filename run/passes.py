@@ -63,8 +63,8 @@ def select(batch, rows, T):
     return type(batch)(**found)
 
 def micro_batches(batch, rows, budget):
-    """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on the
-    host. The ids may be there, too: layouts are made there."""
+    """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on
+    the host. The ids may be there, too: layouts are made there."""
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
     for part, T in split_rows(ids, mask, budget):
         yield select(batch, rows[part], T)

@@ -98,7 +98,8 @@ def read_rope(hf):
     if kind == "default":
         return dict(rope_theta=theta)
     if kind != "llama3" or not rope.keys() >= {*LLAMA3}:
-        raise UserError(f"rope scaling {kind!r} is not supported, or lacks one of {', '.join(LLAMA3)}")
+        raise UserError(f"rope scaling {kind!r} is not supported, or lacks one of "
+                        f"{', '.join(LLAMA3)}")
     return dict(rope_theta=theta, rope_scaling=tuple(float(rope[key]) for key in LLAMA3))
 
 def refuse_unknown(hf):
@@ -157,8 +158,8 @@ def fill(model, weights):
     model.precompute_rope()
     for name, x in model.named_buffers():
         if x.is_meta:
-            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope, in "
-                            f"model.py")
+            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope, "
+                            f"in model.py")
     return model
 
 def read_weights(model, folder):

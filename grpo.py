@@ -1,5 +1,5 @@
-"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, section 4), PPO
-and more. A step, for P prompts with G completions each:
+"""GRPO, Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, section 4); PPO,
+RLOO and others as settings of it. A step, for P prompts with G completions each:
 
     completions = sample(policy, prompts, G)
     r           = rule(completions)                         # or a learned reward model
@@ -29,8 +29,8 @@ import reward
 from run import caches, checkpoint, config, dist, passes, report, setup, show
 
 # ---------------------------------------------------------------------------- the settings
-# The published algorithms, as differences from Config. To reinforce, a2c adds a critic; ppo
-# adds a clip and a reference; grpo replaces the critic by the group.
+# The published algorithms, as differences from Config. A2C has a critic, where REINFORCE has
+# no baseline; PPO also has a clip and a reference; GRPO replaces the critic by the group.
 NEVER = 1e9                 # a ratio is never clipped
 ALGOS = {
     "grpo": {},             # DeepSeekMath, 2402.03300
@@ -44,25 +44,16 @@ ALGOS = {
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),     # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),   # 2507.18071
 }
-# What some settings may be.
 Chat = Literal["auto", "none", "think", "no_think"]
-Reward = Literal["rule", "model", "rollouts"]
-Supervision = Literal["outcome", "process"]
 Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
-Scale = Literal["none", "group", "batch"]
-Critic = Literal["shared", "separate"]
-Ratio = Literal["token", "sequence"]
-KL = Literal["loss", "reward", "watch", "none"]
 Estimator = Literal["k1", "k2", "k3", "ratio*k3"]
 LossMean = Literal["sequence", "token", "constant"]
-Device = Literal["auto", "cuda", "mps", "cpu"]
-Dtype = Literal["auto", "float32", "bfloat16"]
 Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run, as built by `make_config`. A field is a flag, its comment the
-    help. By default a step's sizes, lr, beta and the loss are the paper's."""
+    """The settings of a run, as built by `make_config`. A field is a flag, its comment the help. By
+    default a step's sizes, lr, beta and the loss are the paper's."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     task_args: dict = field(default_factory=dict)   # settings of the task's own
@@ -85,23 +76,23 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Reward = "rule"     # task's rule, or model of it or of rollouts
-    supervision: Supervision = "outcome"    # rewarded: completions or steps
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # a task's, or a model fitted to it or to rollouts
+    supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
-    adv_scale: Scale = "group"  # std that divides the advantages
+    adv_scale: Literal["none", "group", "batch"] = "group"  # divide by the group's std, or whiten
     lam: float = 0.95           # lambda of GAE
-    critic: Critic = "shared"   # head on the policy, or a model of its own
+    critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     # loss
-    ratio: Ratio = "token"      # importance ratio per token, or completion
+    ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range; PPO's, the paper is silent
     clip_high: float = 0.2      # upper clip range
-    kl: KL = "loss"             # where the KL goes; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
     estimator: Estimator = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
     # update
-    iterations: int = 1         # each with a new reference and reward-model fit
+    iterations: int = 1         # outer: new reference, refitted reward model
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens at a time; 0: by the memory
@@ -113,8 +104,8 @@ class Config:
     warm_steps: int = 1500      # optimizer steps; with --init, 0
     warm_lr: float = 1.2e-3     # peak learning rate
     # machine
-    device: Device = "auto"     # device; auto: best available
-    dtype: Dtype = "auto"       # of matrix products; auto: bfloat16 on cuda
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Cache = "auto"       # KV cache; plain: no prefixes are shared
     shard: bool = False         # models sharded across the ranks (FSDP2)
@@ -144,31 +135,33 @@ class Config:
         return self.beta > 0 and self.kl in ("loss", "reward")
 
     @property
-    def needs_reference(self):      # a learned reward's KL is always logged
+    def needs_reference(self):      # with a learned reward the KL is always logged
         return self.applies_kl or self.kl == "watch" or self.learns_reward
 
 def make_config(**given):
-    """The Config for a command line or a notebook, which may also give a task's own settings,
-    such as `difficulty`. Raises UserError for unknown names and bad values."""
-    given = given.pop("task_args", {}) | given
+    """The Config for a command line or a notebook, which may also give a task's own settings, such
+    as `difficulty`. Raises UserError for unknown names and bad values."""
+    args = given.pop("task_args", {})           # of the task's own
+    given = args | given
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
+    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])
     # From here on each line overrides those above it.
     chosen = {f.name: f.default for f in fields(Config)}
     chosen |= task.DEFAULTS
-    chosen |= config.algorithm(algo, ALGOS, sys.modules[__name__])
-    chosen |= implied(chosen | given)
+    chosen |= implied(chosen | settings | given)
+    chosen |= settings
     chosen |= given
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
-    return setup.shipped(cfg)       # --init data/warm_start, if it serves
+    return setup.shipped(cfg)       # --init data/warm_start, if it was made with these settings
 
 def implied(chosen):
-    """What some settings imply for others, unless these are given too."""
+    """What some settings imply for others, unless an algorithm or a flag sets these, too."""
     others = {}
     if chosen["kl"] == "reward":
-        others["estimator"] = "k1"      # it has the KL's gradient there (eq. 2)
+        others["estimator"] = "k1"      # in the reward, k1 has the KL's gradient (eq. 2)
     if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
         others["adv_scale"] = "none"    # once all are good, the std is only noise
     if chosen["init"]:
@@ -179,8 +172,8 @@ def implied(chosen):
 # ----------------------------------------------------------------------- the state of a run
 @dataclass
 class Batch:
-    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token
-    t. Tensors are float32 unless a type is given."""
+    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t.
+    Tensors are float32 unless a type is given."""
     ids: Tensor                 # (B, T) int64: prompt, completion, padding on the right
     mask: Tensor                # (B, T) bool: sampled tokens, the end token included
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
@@ -189,9 +182,9 @@ class Batch:
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text
     components: dict = None     # (B,) each: components of the rule's reward, by name
-    reward: Tensor = None       # (B, T) of a step, at the step's last token
-    ends: Tensor = None         # (B, T) bool: last tokens of steps; an outcome is one step
-    old_logp: Tensor = None     # (B, T) log pi of the old policy; None: of the policy
+    reward: Tensor = None       # (B, T) at `ends`
+    ends: Tensor = None         # (B, T) bool: last tokens of reasoning steps, or of all
+    old_logp: Tensor = None     # (B, T) log pi of the old policy; None: ratio 1
     ref_logp: Tensor = None     # (B, T) log pi of the reference
     value: Tensor = None        # (B, T) critic's value of the state before token t
     adv: Tensor = None          # (B, T) advantages
@@ -209,8 +202,8 @@ class Agent:
     critic: Module = None               # the value of a state
     reward_model: Module = None
     opt: torch.optim.Optimizer = None   # for policy and critic
-    beta: float = 0.0                   # KL coefficient
-    history: dict = field(default_factory=dict)     # all labelled rows
+    beta: float = 0.0                   # KL coefficient, which a variant may adapt
+    history: dict = field(default_factory=dict)     # rows labelled for the reward model
 
     def __post_init__(self):
         self.sampler = self.sampler or self.policy
@@ -238,12 +231,14 @@ def new_optimizer(agent):
 # --------------------------------------------------------------------------------- sampling
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None):
-    """Samples `group` completions of each prompt (a list of ids), until one of the ids `stop`,
-    of at most `room` tokens (one number per prompt). u (B, N): random numbers in [0, 1) to
-    draw with; None: takes the most likely tokens. Returns a Batch: `ids` to `start`."""
+    """Samples `group` completions of each prompt (a list of ids). Each ends at one of the ids
+    `stop`, or after as many tokens as `room` says for its prompt. u (B, N): random numbers in [0,
+    1) to draw with; None: takes the most likely tokens. Returns a Batch with its first five
+    fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
+    spare = T               # a column more: rows that have ended write there until they are dropped
     ids = torch.zeros(len(prompts), T + 1, dtype=torch.int64)
     for row, prompt in zip(ids, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
@@ -262,23 +257,22 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
     for n in range(longest):
-        rows = cache.rows                       # (r,) those not dropped yet
+        rows = cache.rows                       # (r,) those not dropped yet, done or not
         if u is None:
             token = p.argmax(-1)                # (r,)
         else:
             token = caches.sample_token(p, u[rows, n])
-        # Tokens after the end go to the last column, which is cut off.
-        column = torch.where(done[rows], T, start[rows] + n)
+        column = torch.where(done[rows], spare, start[rows] + n)
         ids[rows, column] = token
         mask[rows, column] = True
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
         finished[rows] |= torch.isin(token, stop) & ~done[rows]
         done = finished | (n + 1 >= room)
-        p = cache.append(token, column, done)   # (r, V), without dropped rows
+        p = cache.append(token, column, done)   # (r, V), of the rows it still has
         if len(p) == 0:
             break
-    T = mask[:, :T].nonzero()[:, 1].max() + 1
-    return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
+    used = mask[:, :spare].nonzero()[:, 1].max() + 1
+    return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
 def complete(agent, prompts, group, room, u=None):
     """`sample` from the policy, with the settings of the run."""
@@ -286,8 +280,8 @@ def complete(agent, prompts, group, room, u=None):
                   agent.encoding.stop, u)
 
 def generate(agent, problems, group, rng=None):
-    """`group` completions of each problem in this rank's share, with their texts and rule
-    rewards; without a random stream rng, the most likely ones."""
+    """`group` completions of each problem in this rank's share, with their texts and the components
+    of their rule reward; without a random stream rng, the most likely ones."""
     N = agent.cfg.max_new
     u = None
     if rng is not None:     # for all ranks: samples do not depend on their number
@@ -301,35 +295,37 @@ def generate(agent, problems, group, rng=None):
 
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
-    """GRPO's advantages of steps: (r - mean) / std, over the rewards of the group's
-    completions (DeepSeekMath 4.1.2) or, with process supervision, of all their steps (4.1.3);
-    other baselines and scales leave out a part. r (B, T): rewards, at `ends` (B, T). Returns
-    scores (B, T), and which groups are dead, (P,): rewards equal up to rounding, with scores
-    of exactly 0. The std has no Bessel correction (the paper is silent), so that the mean
-    square is 1 for any G, and no epsilon."""
-    at = ends.view(-1, cfg.group, ends.size(1))                         # (P, G, T)
-    r = torch.where(at, model.double(r).view_as(at), 0)
-    n = at.sum((1, 2), keepdim=True)                                    # (P, 1, 1)
+    """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
+    process supervision, of all their reasoning steps (4.1.3); other baselines and scales leave out
+    a part. r (B, T) at `ends` (B, T). Returns the scores (B, T), and which groups are dead, (P,):
+    their rewards are equal up to rounding, and less their mean exactly 0. The std has no Bessel
+    correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
+    shape = ends.shape
+    ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
+    r = torch.where(ends, model.double(r).view_as(ends), 0)
+    n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
     mean = r.sum((1, 2), keepdim=True) / n
-    square = torch.where(at, r - mean, 0).square()
+    square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
-    if cfg.baseline == "leave-one-out":         # the mean of the other completions
+    rounding = 1e-6 * mean.abs().clamp(min=0.1)
+    dead = std <= rounding
+    score = r                                   # for the baselines "none" and "value"
+    if "group" in cfg.baseline:                 # "group", "group+value"
+        score = torch.where(dead, 0, r - mean)
+    elif cfg.baseline == "leave-one-out":       # the mean of the other completions
         others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)   # (P, G, 1)
-        r = r - others / (n - at.sum(2, keepdim=True))
-    elif "group" in cfg.baseline:               # "group", "group+value"
-        r = torch.where(dead, 0, r - mean)
+        score = r - others / (n - ends.sum(2, keepdim=True))
     if cfg.adv_scale == "group":
-        r = torch.where(dead, r, r / std)
-    score = torch.where(at, r, 0).float()
-    return score.view(ends.shape), dead.flatten()
+        score = torch.where(dead, score, score / std)
+    score = torch.where(ends, score, 0).float()
+    return score.view(shape), dead.flatten()
 
 GAMMA = 1.0             # discount
 
 def gae(r, value, mask, gamma, lam):
-    """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l},
-    with delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last
-    one. The next token is the next that was sampled: credit crosses holes in the mask."""
+    """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
+    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
+    next token is the next that was sampled: credit crosses holes in the mask (B, T)."""
     adv = torch.zeros_like(r)
     next_adv = torch.zeros_like(r[:, 0])
     next_value = torch.zeros_like(r[:, 0])
@@ -342,22 +338,22 @@ def gae(r, value, mask, gamma, lam):
     return adv
 
 def whiten(x, mask):
-    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are
-    equal."""
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
     x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
     differ = mask & (std > 1e-6 * mean.abs())
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`,
-    the KL penalty on each token's reward, and the critic's values or None; (B, T) but `dead`."""
+    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`, the
+    KL penalty on each token's reward (0 outside mask), and the critic's values or None; all but
+    `dead` are (B, T)."""
     returns = None
-    if value is None:               # the whole KL penalty is on the last reward
+    if value is None:               # a completion is one action: its KL is part of its reward
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
         score, dead = group_scores(r, ends, cfg)
-        adv = score.flip(1).cumsum(1).flip(1)   # the steps that end at a token or later
+        adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
     else:
         score, dead = group_scores(r, ends, cfg)
@@ -375,15 +371,15 @@ def rollout(agent, problems, rng):
     batch = generate(agent, problems, cfg.group, rng)
     reward.of_batch(agent, batch)
 
-    # The sampler's log-probabilities are those of a training pass up to rounding. Where that
-    # matters, use a pass: in bfloat16, and for a KL in the reward, which may be all of it.
-    rounds = agent.policy.amp is not None and cfg.updates > 1
-    use_pass = rounds or cfg.kl == "reward"
+    # The sampler's log-probabilities are those of a pass with the same weights up to rounding.
+    # A pass gives them where rounding matters: in bfloat16, and for a KL in the reward, which
+    # is no larger than rounding errors at first. A critic needs one anyway.
     old_logp = batch.logp
-    if use_pass or agent.critic is not None:
-        logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
-        old_logp = logp if use_pass else batch.logp
-    if cfg.updates > 1:             # else the old policy is the one that is trained
+    reused = cfg.updates > 1
+    bfloat16 = agent.policy.amp is not None         # the dtype of its products
+    if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and reused):
+        old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
+    if reused:              # with one update per rollout all ratios are 1: policy_loss knows
         batch.old_logp = old_logp
     if agent.ref is not None:
         batch.ref_logp, _ = passes.logps(agent.ref, batch, cfg)
@@ -398,9 +394,9 @@ def rollout(agent, problems, rng):
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
-    """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch,
-    over all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions
-    weigh less; token: all equal; constant: all equal whatever the lengths (Dr. GRPO)."""
+    """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch, over
+    all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
+    token: all equal; constant: all equal whatever the lengths (Dr. GRPO)."""
     if loss_mean == "token":
         return mask / n_tokens
     if loss_mean == "constant":
@@ -408,13 +404,13 @@ def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
     return mask / mask.sum(1, keepdim=True).clamp(min=1) / n_rows
 
 def bounded(x):
-    """x clamped to [-20, 20], so that its exp stays finite, with the gradient of x."""
+    """x clamped to [-20, 20], so that its exp stays finite; with the gradient of x itself."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
-    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a
-    loss, its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and
-    ratio*k3, and that of KL(ref || pi) for k3, the paper's eq. 4."""
+    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
+    its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
+    of KL(ref || pi) for k3, the paper's eq. 4."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -435,25 +431,25 @@ def importance_ratio(logp, old_logp, mask, cfg):
     return bounded(log_ratio).exp()
 
 def surrogate(logp, old_logp, adv, mask, cfg):
-    """PPO's clipped surrogate (eq. 1, 3), which is maximized, and where the clip takes its
-    gradient away; all are (B, T)."""
+    """PPO's clipped surrogate (eq. 1, 3), to be maximized, and a mask: where the clip takes its
+    gradient away. All are (B, T)."""
     ratio = importance_ratio(logp, old_logp, mask, cfg)
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
-    """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the
-    n_tokens of the minibatch. At ratio 1 its gradient with respect to logp is
-    -weight * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
+    """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the n_tokens
+    of the minibatch. With k3 in the loss its gradient with respect to logp is, at ratio 1, -weight
+    * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
     old_logp = batch.old_logp
     if old_logp is None:
         old_logp = logp.detach()                # ratio 1
-    gain, clipped = surrogate(logp, old_logp, batch.adv, batch.mask, cfg)
+    gain, is_clipped = surrogate(logp, old_logp, batch.adv, batch.mask, cfg)
     per_token = -gain
-    stats = {"clip_share": clipped.sum() / n_tokens}
+    stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:
-        ratio = importance_ratio(logp, old_logp, batch.mask, cfg)
+        ratio = importance_ratio(logp, old_logp, batch.mask, cfg)   # for ratio*k3
         kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, ratio)
         kl = torch.where(batch.mask, kl, 0)
         stats["kl"] = kl.sum() / n_tokens
@@ -489,9 +485,9 @@ def total_loss(agent, batch, weight, n_tokens):
 GRAD_CLIP = 1.0         # maximum gradient norm
 
 def minibatches(cfg, rng, n):
-    """Splits the rows of a step at random into the minibatches of each epoch. Yields for each
-    its rows on this rank, as indices (on the host) into the n rows of this rank, and its
-    number of rows on all ranks."""
+    """Splits the rows of a step at random into minibatches, in each epoch. Yields of each the
+    indices (on the host) of those of this rank's n rows that are in it, and its number of rows on
+    all ranks."""
     rows = torch.arange(cfg.prompts * cfg.group)
     own = dist.of_rank(rows.view(-1, cfg.group)).flatten()
     assert n == len(own), "a rollout must have --prompts x --group rows"
@@ -502,28 +498,29 @@ def minibatches(cfg, rng, n):
 
 def update(agent, batch, rng):
     """Makes one optimizer step for each minibatch of each epoch over a rollout, accumulating
-    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the
-    first optimizer step, the sampler's and the trainer's log-probabilities disagree."""
+    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
+    optimizer step, the sampler's and the trainer's log-probabilities disagree."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
-    params = [p for group in agent.opt.param_groups for p in group["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())     # layouts are made on the host
-    mask = batch.mask.cpu()                         # and rows are chosen there
+    params = [p for part in agent.opt.param_groups for p in part["params"]]
+    batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are made on the host
+    mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
-        rows = rows[learns[rows]]
+        kept = rows[learns[rows]]
         gaps = []
-        for part in passes.micro_batches(batch, rows, cfg.micro_tokens):
+        # At least one micro-batch, perhaps without rows: ranks have equally many.
+        for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
             weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
             for name, x in found.items():
                 stats[name] += x.detach()
             gaps.append(logp.detach() - part.logp)
-        if mismatch is None:
-            n = mask[rows].sum()
+        if mismatch is None:                    # before the first optimizer step
+            n = mask[kept].sum()
             mismatch = passes.checked_gap(gaps, n, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
@@ -534,60 +531,52 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others.
-    Without a reference and a critic, rows whose advantages are all 0 have none, unless the
-    loss has a new term: then some of them have a loss."""
-    cfg = agent.cfg
+    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
+    a reference and a critic, rows whose advantages are all 0 have none. A fork's new term of the
+    loss, such as an entropy bonus, may need them: if two of them have a loss, no row is skipped."""
     everything = torch.ones(len(batch.ids), dtype=torch.bool)
     if agent.ref is not None or agent.critic is not None:
         return everything
     learns = batch.adv.any(1).cpu()
-    some = (~learns).nonzero()[:2, 0]
-    part = next(passes.micro_batches(batch, some, cfg.micro_tokens))
+    two = (~learns).nonzero()[:2, 0]
+    part = next(passes.micro_batches(batch, two, agent.cfg.micro_tokens))
     with torch.no_grad():
         loss, *_ = total_loss(agent, part, part.mask.float(), 1)
     return learns if loss == 0 else everything
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
-    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as
-    many old ones; problems held out from all fits measure it. Returns the metrics."""
+    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
+    old ones; problems held out from all fits measure it. Returns the metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
-    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # rows as in training
+    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # as many rows as a step has
     for part in show.chunks("labelling", held_out + train, size):
         batch = generate(agent, part, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
-            at = f"{iteration}, {len(labelled)}"
-            batch.reward = reward.rollout_labels(agent, complete, batch, at)
+            stream = f"{iteration}, {len(labelled)}"            # of random numbers
+            batch.reward = reward.rollout_labels(agent, complete, batch, stream)
         labelled.append(batch)
     return reward.refit(agent, labelled, len(held_out), rng)
 
 # ------------------------------------------------------------------------------- evaluation
 def evaluate(agent, problems):
-    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by
-    the majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
+    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
+    majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
-    rows = cfg.prompts * cfg.group              # at a time, as in training
-    names = ["greedy", *report.shares([0.0] * n, [""] * n)]
-    solved = dict.fromkeys(names, 0.0)          # on every rank, also one without problems
+    rows = cfg.prompts * cfg.group              # at a time: as many as a step has
+    solved = {"greedy": 0.0} | report.none_solved(n)
     for part in show.chunks("greedy evaluation", problems, rows):
         right = generate(agent, part, 1).components["correct"]
         solved["greedy"] += right.sum().item()
-    for part in show.chunks("evaluation", problems, max(1, rows // (1 + n))):
+    for part in show.chunks("evaluation", problems, max(1, rows // n)):
         batch = generate(agent, part, n, rng)
-        right = batch.components["correct"].view(-1, n).tolist()
-        votes = []
-        for text, finished in zip(batch.texts, batch.finished.tolist()):
-            votes.append(agent.task.answer(text) if finished else "")
-        for i in range(len(right)):
-            shares = report.shares(right[i], votes[i * n:(i + 1) * n])
-            for name, share in shares.items():
-                solved[name] += share
+        for name, x in report.solved(agent.task, batch, n).items():
+            solved[name] += x
     total = dist.all_reduce(torch.tensor([*solved.values()]))
     return dict(zip(solved, (total / len(problems)).tolist()))
 
@@ -597,13 +586,13 @@ def train_step(agent, problems, step):
     cfg = agent.cfg
     began = time.perf_counter()
     if cfg.half_life:
-        for group in agent.opt.param_groups:
-            rate = group.setdefault("initial_lr", group["lr"])
-            group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+        for part in agent.opt.param_groups:
+            rate = part.setdefault("initial_lr", part["lr"])
+            part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
-    with dist.updating(agent):
+    with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= report.speed(batch, began, sampled)
     if cfg.applies_kl:
@@ -613,30 +602,32 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
     iteration a new reference, a refitted reward model, and --steps steps."""
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # may replace what is above
+    # A variant's file may replace functions of this module.
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     done = saved.step if saved else -1
-    if done < 0:
-        finish_step(agent, held_out, 0, {})     # step 0 only evaluates
-    elif saved.stats:                           # stopped during an evaluation
+    if done < 0:                # a new run, or one killed before it had a model
+        finish_step(agent, held_out, 0, {})
+    elif saved.stats:           # a signal stopped the evaluation of that step
         finish_step(agent, held_out, done, saved.stats)
 
-    history = []            # statistics of the steps of this process
+    log = []                    # statistics of the steps of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first:
+        if done < first:        # else the run is resumed after the iteration began
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
                 fitted = refit_reward_model(agent, problems, iteration)
         for step in range(max(first, done + 1), first + cfg.steps):
             batch, stats = train_step(agent, problems, step)
-            history.append(fitted | stats)
-            fitted = {}
-            report.log_step(agent, step, batch, history)
-            finish_step(agent, held_out, step, history[-1])
+            stats = fitted | stats
+            fitted = {}                         # logged with the iteration's first step
+            log.append(stats)
+            report.log_step(agent, step, batch, log)
+            finish_step(agent, held_out, step, stats)
     show.farewell(cfg, held_out[0].prompt)
     return agent
 
@@ -672,7 +663,7 @@ def main(argv=None):
             report.print_report(mode.report, cfg.out)
         elif mode.eval_only or asked:
             task, encoding, policy, held_out = setup.trained_model(cfg)
-            agent = Agent(cfg, task, encoding, policy, sampler=policy)
+            agent = Agent(cfg, task, encoding, policy)
             if asked:
                 print(ask(agent, mode.ask))
             else:

@@ -76,7 +76,7 @@ def causal_attention(q, k, v):
     always in float32, as the backward pass in bfloat16 takes 5 times as long there."""
     if v.is_cpu and v.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                # (B, ., T, D)
+    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]                    # (B, ., T, D)
     with torch.autocast("cpu", enabled=False):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
@@ -113,13 +113,13 @@ class CachedRows(Rows):
     slots of a KV cache. A token's slot is its position."""
 
     def __init__(self, ids, pos, cache, slots):
-        keys = cache[0][0]                                                            # (B, K, S, D)
+        keys = cache[0][0]                                              # (B, K, S, D)
         self.ids = ids
         self.pos = pos
         self.slots = slots or keys.size(2)
-        self.row = torch.arange(len(ids), device=keys.device)[:, None]                      # (B, 1)
+        self.row = torch.arange(len(ids), device=keys.device)[:, None]  # (B, 1)
         later = torch.arange(self.slots, device=keys.device) > pos[:, None, :, None]
-        self.mask = keys.new_zeros(later.shape)                                       # (B, 1, T, S)
+        self.mask = keys.new_zeros(later.shape)                         # (B, 1, T, S)
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
@@ -129,10 +129,13 @@ class CachedRows(Rows):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
         v = cache[1][:, :, :self.slots]
-        q = q.unflatten(2, (k.size(1), -1)).transpose(1, 2)                     # (B, K, T, H/K, D)
-        mask = self.mask[..., None, :].expand(-1, -1, -1, q.size(3), -1)        # (B, 1, T, H/K, S)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, mask.flatten(2, 3))
-        return y.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3)
+        q = q.unflatten(2, (k.size(1), -1)).transpose(1, 2)             # (B, K, T, H/K, D)
+        mask = self.mask[..., None, :]
+        mask = mask.expand(-1, -1, -1, q.size(3), -1)                   # (B, 1, T, H/K, S)
+        mask = mask.flatten(2, 3)
+        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, mask)
+        y = y.unflatten(2, q.shape[2:4])                                # (B, K, T, H/K, D)
+        return y.transpose(1, 2).flatten(2, 3)
 
 # -------------------------------------------------------------------------------------- the layers
 
@@ -147,34 +150,43 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
         self.v_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
         self.o_proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias == "all")
-        self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if cfg.qk_norm:
+            self.q_norm = RMSNorm(D, cfg.norm_eps)
+            self.k_norm = RMSNorm(D, cfg.norm_eps)
 
     def forward(self, x, rope, layout, cache):
         x = for_products(x)
-        q = self.q_proj(x).unflatten(-1, (self.n_head, -1))                           # (B, T, H, D)
-        k = self.k_proj(x).unflatten(-1, (self.n_kv_head, -1))                        # (B, T, K, D)
-        v = self.v_proj(x).unflatten(-1, (self.n_kv_head, -1))
+        H, K = self.n_head, self.n_kv_head
+        q = self.q_proj(x).unflatten(-1, (H, -1))                       # (B, T, H, D)
+        k = self.k_proj(x).unflatten(-1, (K, -1))                       # (B, T, K, D)
+        v = self.v_proj(x).unflatten(-1, (K, -1))
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:        # both in one go: fewer kernels
             heads = rotate(torch.cat((q, k), 2), *rope)
-            q, k = heads.split((self.n_head, self.n_kv_head), 2)
-        y = layout.attend(q, k, v, cache)                                             # (B, T, H, D)
+            q, k = heads.split((H, K), 2)
+        y = layout.attend(q, k, v, cache)                               # (B, T, H, D)
         return self.o_proj(y.flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        C, inner, bias = cfg.n_embd, cfg.n_inner, cfg.bias == "all"
-        self.gate_proj = nn.Linear(C, inner, bias=bias) if cfg.mlp == "swiglu" else None
+        C, inner = cfg.n_embd, cfg.n_inner
+        bias = cfg.bias == "all"
+        self.gate_proj = None
+        if cfg.mlp == "swiglu":
+            self.gate_proj = nn.Linear(C, inner, bias=bias)
         self.up_proj = nn.Linear(C, inner, bias=bias)
         self.down_proj = nn.Linear(inner, C, bias=bias)
 
     def forward(self, x):
         x = for_products(x)
+        up = self.up_proj(x)
         if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(F.gelu(up, approximate="tanh"))
+        gate = F.silu(self.gate_proj(x))
+        return self.down_proj(gate * up)
 
 class Block(nn.Module):
     def __init__(self, cfg):
@@ -217,7 +229,8 @@ class GPT(nn.Module):
         """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling
         divides low frequencies (wavelengths long for the original context) by `factor`."""
         c = self.cfg
-        inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
+        exponent = torch.arange(0, c.head_size, 2) / c.head_size
+        inv_freq = 1 / c.rope_theta ** exponent
         if c.rope_scaling:                      # arXiv 2407.21783
             factor, low, high, context = c.rope_scaling
             kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
@@ -264,7 +277,8 @@ class GPT(nn.Module):
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next; h as in `probs`."""
-        return self.head(h).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        logp = self.head(h).log_softmax(-1)
+        return logp.gather(-1, tokens[:, None])[:, 0]
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""
@@ -297,5 +311,6 @@ def token_logps(model, ids, mask, temperature):
     run/passes.py; in both the state before a token decides it."""
     h = model(ids[:, :-1])                                                        # (B, T - 1, C)
     logp = model.head(h / temperature).log_softmax(-1)                            # (B, T - 1, V)
-    logp = logp.gather(-1, ids[:, 1:, None])[..., 0]                  # of the token that came next
+    came = ids[:, 1:, None]                                           # the token that came next
+    logp = logp.gather(-1, came)[..., 0]
     return F.pad(logp, (1, 0)) * mask                                 # column t belongs to token t

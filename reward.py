@@ -119,7 +119,8 @@ def reward_loss(score, label, K):
     """
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
-    return -(label.view(-1, K) * score.view(-1, K).log_softmax(1)).sum()
+    logp = score.view(-1, K).log_softmax(1)
+    return -(label.view(-1, K) * logp).sum()
 
 # -------------------------------------------------------------------------------------- the labels
 
@@ -132,11 +133,11 @@ def problems_to_label(problems, cfg, rng):
     held_out = rng.sample(problems[:tenth], n // 10)
     return held_out, rng.sample(problems[tenth:], n - n // 10)
 
-def rollout_labels(agent, complete, batch, at, tries=4):
+def rollout_labels(agent, complete, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
-    are right. A last step keeps its true label. `complete` is grpo.complete; `at` names the random
-    stream."""
-    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", at)
+    are right. A last step keeps its true label. `complete` is grpo.complete; `stream` names that
+    of random numbers."""
+    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", stream)
     ids, mask, start = batch.ids.cpu(), batch.mask.cpu(), batch.start.cpu()
     label = batch.reward.cpu().clone()
     places = batch.ends.cpu() & ~passes.last_tokens(mask)
@@ -159,12 +160,22 @@ def rollout_labels(agent, complete, batch, at, tries=4):
 
 # ------------------------------------------------------------------- the labelled rows, as a dict
 
+def some(rows, which):
+    """Some of the rows, by a slice or indices."""
+    return {name: x[which] for name, x in rows.items()}
+
+def scores_of(reward_model, rows, cfg):
+    """The raw scores (n,) at the ends of steps of labelled rows."""
+    score = scores(reward_model, rows["ids"], rows["mask"], cfg)
+    return score[rows["ends"]]
+
 def concatenate(*sets):
     """Joins sets of labelled rows into one, padded to the longest."""
     T = max(rows["ids"].size(1) for rows in sets)
     joined = {}
     for name in sets[0]:
-        padded = [F.pad(rows[name], (0, T - rows[name].size(1))) for rows in sets]
+        parts = [rows[name] for rows in sets]
+        padded = [F.pad(x, (0, T - x.size(1))) for x in parts]
         joined[name] = torch.cat(padded)
     return joined
 
@@ -192,8 +203,9 @@ def replay(history, rows, K, rng):
     """Up to `rows` rows drawn at random from the history, in whole sets of K."""
     sets = range(len(history["ids"]) // K)
     chosen = rng.sample(sets, min(rows // K, len(sets)))
-    chosen = torch.tensor(chosen, dtype=torch.long)
-    return {name: x.unflatten(0, (-1, K))[chosen].flatten(0, 1) for name, x in history.items()}
+    chosen = torch.tensor(chosen, dtype=torch.int64)
+    chosen = (chosen[:, None] * K + torch.arange(K)).flatten()
+    return some(history, chosen)
 
 # ---------------------------------------------------------------------------------------- the fit
 
@@ -207,17 +219,25 @@ def refit(agent, batches, held_out, rng):
     if cfg.supervision == "outcome":        # which of K completions is best
         K = CHOICES
         rows = choices(rows, K)
-    test = {name: x[:held_out * CHOICES] for name, x in rows.items()}
-    train = {name: x[held_out * CHOICES:] for name, x in rows.items()}
-    old = agent.history
-    rows = concatenate(train, replay(old, len(train["ids"]) // 10, K, rng)) if old else train
-    fit(reward_model, rows, K, cfg, rng)
-    agent.history = concatenate(old, train) if old else train
+    apart = held_out * CHOICES
+    test = some(rows, slice(apart))
+    train = some(rows, slice(apart, None))
+    history = agent.history
+    if history:
+        tenth = len(train["ids"]) // 10
+        old = replay(history, tenth, K, rng)
+        fit(reward_model, concatenate(train, old), K, cfg, rng)
+        history = concatenate(history, train)
+    else:
+        fit(reward_model, train, K, cfg, rng)
+        history = train
+    agent.history = history
 
-    score = scores(reward_model, test["ids"], test["mask"], cfg)[test["ends"]]
+    score = scores_of(reward_model, test, cfg)
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
-    accuracy, error = quality(score, test["label"][test["ends"]], K)
+    label = test["label"][test["ends"]]
+    accuracy, error = quality(score, label, K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
     measures = {"rm_accuracy": accuracy, "rm_error": error}
@@ -232,7 +252,7 @@ def labelled(batch):
 def normalise(reward_model, history, cfg):
     """Gives scores the mean 0 and the std 1 over the whole history: the latest rows alone vary too
     little."""
-    score = scores(reward_model, history["ids"], history["mask"], cfg)[history["ends"]]
+    score = scores_of(reward_model, history, cfg)
     mean, std = score.mean(), score.std()
     if not std > 1e-6 * mean.abs():
         raise UserError("the reward model gives every completion the same score: there is nothing "
@@ -243,8 +263,10 @@ def fit(reward_model, rows, K, cfg, rng):
     """One pass over labelled rows in sets of K, 64 rows a step. Every rank has all rows."""
     n = len(rows["ids"]) // K
     steps = min(n, max(1, n * K // 64))
-    order = torch.tensor(rng.sample(range(n), n)).tensor_split(steps)
-    ids, mask = (rows[name].unflatten(0, (n, K)) for name in ("ids", "mask"))            # (n, K, T)
+    order = torch.tensor(rng.sample(range(n), n))
+    order = order.tensor_split(steps)
+    ids = rows["ids"].unflatten(0, (n, K))                              # (n, K, T)
+    mask = rows["mask"].unflatten(0, (n, K))
     device = reward_model.head.weight.device
     budget = max(1, (cfg.micro_tokens or passes.MICRO_TOKENS) // K)
 
@@ -254,10 +276,12 @@ def fit(reward_model, rows, K, cfg, rng):
 
     def losses(step):
         """The loss terms of one optimizer step, from this rank's sets."""
-        count = rows["ends"][rows_of(order[step])].sum() / K                    # over all ranks
-        sets = dist.of_rank(order[step])
-        for micro, T in passes.split_rows(ids[sets].flatten(1), mask[sets].any(1), budget):
-            part = {name: x[rows_of(sets[micro]), :T] for name, x in rows.items()}
+        sets = order[step]
+        count = rows["ends"][rows_of(sets)].sum() / K                           # over all ranks
+        sets = dist.of_rank(sets)
+        said = mask[sets].any(1)
+        for micro, T in passes.split_rows(ids[sets].flatten(1), said, budget):
+            part = some(rows, (rows_of(sets[micro]), slice(T)))
             at = part["ends"].flatten().nonzero()[:, 0]
             score = score_rows(reward_model, part["ids"], part["mask"])
             score = score.flatten()[send(at, device)]
@@ -275,10 +299,12 @@ def quality(score, label, K):
         correct = ((p > 0.5) == (label > 0.5)).float()
         outcome = correct
     else:
-        confidence, pick = score.view(-1, K).softmax(1).max(1)
+        p = score.view(-1, K).softmax(1)
+        confidence, pick = p.max(1)
         chance = label.view(-1, K)                      # of being chosen
         outcome = chance.gather(1, pick[:, None])[:, 0]
         correct = (outcome == chance.amax(1)).float()
     bins = (confidence * 10).long().clamp(max=9)
     gap = torch.zeros(10).index_add(0, bins, confidence - outcome)
-    return correct.mean().item(), (gap.abs().sum() / len(correct)).item()
+    error = gap.abs().sum() / len(correct)
+    return correct.mean().item(), error.item()

@@ -225,6 +225,23 @@ def speed(batch, began, sampled):
     return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
             "update_tok_s": tokens / (ended - sampled)}
 
+def solved(task, batch, n):
+    """Sums over the problems of an evaluation, n samples each, of pass@k and maj@k by name. The
+    answer of a sample that was cut off does not vote."""
+    right = batch.components["correct"].view(-1, n).tolist()
+    answers = []
+    for text, finished in zip(batch.texts, batch.finished.tolist()):
+        answers.append(task.answer(text) if finished else "")
+    total = none_solved(n)
+    for i in range(len(right)):
+        found = shares(right[i], answers[i * n:(i + 1) * n])
+        total = {name: x + found[name] for name, x in total.items()}
+    return total
+
+def none_solved(n):
+    """0 for each name in `solved`."""
+    return dict.fromkeys(shares([0.0] * n, [""] * n), 0.0)
+
 def shares(right, answers):
     """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
     which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""

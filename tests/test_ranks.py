@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, flags, tiny_model
+from conftest import ROOT, Forked, flags as as_flags, tiny_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 

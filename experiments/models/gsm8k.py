@@ -42,6 +42,7 @@ from runs import about  # noqa: E402
 COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
 # The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for two epochs of its conversations
 # (alignment-handbook, recipes/smollm2); so few rows get less than a third of that rate.
+WARM_BATCH = "run.warm_start.WARM_BATCH=32"
 SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right answer. No KL, as in
 # nanochat and DAPO: dead groups then cost no update. Of 3e-5 and 1e-5, with which this model learned sums, the lower one,
@@ -114,7 +115,7 @@ def started(command, limit):
     """Run grpo.py as a child process, which is asked to stop after `limit` seconds: whether it was."""
     if limit is not None and limit <= 0:
         sys.exit("no time is left to train: a larger --minutes")
-    child = subprocess.Popen([sys.executable, "grpo.py", *command], cwd=ROOT)
+    child = subprocess.Popen([sys.executable, "experiments/studies/constants.py", WARM_BATCH, *command], cwd=ROOT)
     try:
         code = child.wait(limit)
     except subprocess.TimeoutExpired:

@@ -43,7 +43,7 @@ def peak():
 def ours(seed, out=None, *flags):
     """A run of this code as a child process, with its time and memory; on sums if no other flags are given."""
     code = ("import sys, grpo\nfrom experiments.models.sums import peak\n"
-            "grpo.main(sys.argv[1:])\nprint('peak', peak())")
+            "from experiments.studies.constants import main\nmain(sys.argv[1:])\nprint('peak', peak())")
     out, began = out or folder("s", seed), time.time()
     flags = [*(flags or ["--task", "sums"]), "--init", str(INIT), "--seed", str(seed), "--out", str(out)]
     child = subprocess.Popen([sys.executable, "-c", code, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE)

@@ -25,7 +25,12 @@ def put(argument):
     setattr(module, name, ast.literal_eval(value))
 
 
-if __name__ == "__main__":
-    for argument in filter(CONSTANT.fullmatch, sys.argv[1:]):
+def main(argv):
+    """Runs grpo.py."""
+    for argument in filter(CONSTANT.fullmatch, argv):
         put(argument)
-    grpo.main([x for x in sys.argv[1:] if not CONSTANT.fullmatch(x)])
+    grpo.main([x for x in argv if not CONSTANT.fullmatch(x)])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -287,7 +287,7 @@ def everything(study, *parts):
     about = [run["about"] for of_seeds in made for run in of_seeds.values()]
     dates, machines = sorted({x["date"] for x in about}), sorted({f"{x['machine']}, {x['cores']} cores" for x in about})
     lines = ["<details><summary>All rows, command and flags</summary>", "", f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch "
-             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs. Curves are of half of the held-out problems.", ""]
+             f"{', '.join(sorted({x['torch'] for x in about}))}, {'; '.join(machines)}. Flags are those of the commit that made a row; runs.py still reads them. Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs. Curves are of half of the held-out problems.", ""]
     lines += [*studies.lines(study, found, parts), "", "| | flags |", "|---|---|"]
     lines += [f"| {part}: {name} | {f'`{flags}`' if flags else ''} |" for part in parts for name, flags in studies.STUDIES[study][part].items()]
     return "\n".join([*lines, "", "</details>"])

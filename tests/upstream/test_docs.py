@@ -24,7 +24,7 @@ from run import config, dist, preflight, pretrained, setup, warm_start
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 MEASURED = DOCS["measurements.md"]
-FORMER = "The flags of recorded rows are those of the commit that made them; experiments/studies/runs.py still reads them."
+FORMER = "Flags are those of the commit that made a row; runs.py still reads them"
 OWN = {"difficulty", "train", "test", "letters"}         # of the tasks
 FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "help", *OWN}
 

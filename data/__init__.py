@@ -58,8 +58,13 @@ def import_file(path, name):
     try:
         spec.loader.exec_module(module)
     except SyntaxError as e:
-        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
+        raise not_python(path, e) from e
     return module
+
+
+def not_python(path, e):
+    """The UserError for a SyntaxError in the file at `path`, or in one that it imports."""
+    return UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}")
 
 
 def load_task(name):
@@ -72,7 +77,10 @@ def load_task(name):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
     if path.parent == here:
-        task = importlib.import_module(f"data.{path.stem}")
+        try:
+            task = importlib.import_module(f"data.{path.stem}")
+        except SyntaxError as e:
+            raise not_python(path, e) from e
     else:
         task = import_file(path, f"task_{path.stem}")
     if not isinstance(getattr(task, "DEFAULTS", None), dict):

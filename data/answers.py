@@ -1,4 +1,4 @@
-"""What tasks share: a safe evaluator, answers in tags, numbers, equations in a text, pass@k, maj@k.
+"""What tasks share: a safe evaluator, answers in tags, numbers, equations in a text.
 
 Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
 """

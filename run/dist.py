@@ -187,7 +187,7 @@ def copy_weights(copied, policy):
         p.copy_(x)
 
 def is_sharded(x):
-    """Whether a tensor or module is sharded: a DTensor, an FSDPModule; both are slow to import."""
+    """Whether a tensor or module is sharded: a DTensor or FSDPModule, which are slow to import."""
     return hasattr(x, "full_tensor") or hasattr(x, "reshard")
 
 def parameters(module):

@@ -158,8 +158,8 @@ def fill(model, weights):
     model.precompute_rope()
     for name, x in model.named_buffers():
         if x.is_meta:
-            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope in "
-                            f"model.py")
+            raise UserError(f"files do not hold the buffer {name}: compute it in precompute_rope, "
+                            f"in model.py")
     return model
 
 def read_weights(model, folder):

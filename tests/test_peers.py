@@ -19,8 +19,8 @@ import grpo  # noqa: E402
 from data import UserError  # noqa: E402
 from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
-from model import token_logps  # noqa: E402
-from run import batches, pretrained  # noqa: E402
+from model import Rows  # noqa: E402
+from run import passes, pretrained  # noqa: E402
 from run.pretrained import encoding_of, frozen  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
@@ -62,7 +62,7 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
     assert want.std() > 0.3
     torch.testing.assert_close(have, want, rtol=0, atol=1e-4)
     prompts = [ids[0, :9].tolist(), ids[1, :30].tolist()]               # right padding, the cache
-    batch = sample(ours, prompts, 1, 64, 1.0, {10 ** 6}, n_greedy=1)
+    batch = sample(ours, prompts, 1, [64, 64], 1.0, {10 ** 6})
     for row, prompt in enumerate(prompts):
         out = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False,
                               eos_token_id=None, pad_token_id=0)[0, len(prompt):]
@@ -87,7 +87,9 @@ def test_positions_far_out_are_those_of_transformers(family, tmp_path):
     ids, pos = torch.randint(0, 319, (1, 64)), torch.arange(8128, 8192)[None]
     with torch.no_grad():
         far = theirs(ids, position_ids=pos).logits
-        torch.testing.assert_close(ours.head(ours(ids, pos)), far, rtol=0, atol=1e-4)
+        layout = Rows(ids, ours.device)
+        layout.pos = pos
+        torch.testing.assert_close(ours.head(ours(ids, layout=layout)), far, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,9 +110,9 @@ def test_bfloat16_samples_and_trains(family, tmp_path):
     checkpoint(family, tmp_path)
     model = pretrained.load(tmp_path)
     model.amp = torch.bfloat16
-    batch = sample(frozen(model), [[1, 2, 3]], 4, 20, 1.0, {319}, torch.rand(4, 20).double())
-    logp, _ = token_logps(model, batch.ids, batch.mask, 1.0)
-    assert (logp - batch.logp).abs().max() < batches.MISMATCH[torch.bfloat16][0]
+    batch = sample(frozen(model), [[1, 2, 3]], 4, [20], 1.0, {319}, torch.rand(4, 20).double())
+    logp, _ = passes.token_logps(model, batch.ids, batch.mask, 1.0)
+    assert (logp - batch.logp).abs().max() < passes.MISMATCH[torch.bfloat16][0]
     logp.sum().backward()
 
 
@@ -428,7 +430,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     if task == "countdown":                             # two problems are evaluation enough
         import data.countdown as countdown
         real = countdown.problems
-        monkey.setattr(countdown, "problems", lambda cfg: (real(cfg)[0], real(cfg)[1][:2]))
+        monkey.setattr(countdown, "problems", lambda difficulty=2: (real(difficulty)[0], real(difficulty)[1][:2]))
     grpo.main(flags)
     out = tmp_path / "x"
     assert f"--task {task} --init {out} --ask QUESTION" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import data
 import grpo
 from data import UserError
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
-from run import batches, files, report, show
+from run import files, report, show
 
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
 LETTERS = '''from types import SimpleNamespace
@@ -167,15 +167,15 @@ def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
     run(tmp_path / "less", **settings | dict(save_every=1000))
     weights = [(x / "model.safetensors").read_bytes() for x in (made.folder, tmp_path / "less")]
     assert weights[0] == weights[1] and [x["step"] for x in lines(tmp_path / "less" / "samples.jsonl")] == [1, 1, 5, 5]
-    real = report.log_samples
+    real = report.log_step
 
-    def log_samples(agent, step, batch, last):
+    def log_step(agent, step, batch, done):
         """The end of a process that had just written down step 4."""
-        real(agent, step, batch, last)
+        real(agent, step, batch, done)
         if step == 4:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(report, "log_samples", log_samples)
+        patch.setattr(report, "log_step", log_step)
         with pytest.raises(SystemExit):
             run(tmp_path / "cut", **settings)
     assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]

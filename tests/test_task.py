@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import CHAT, ROOT, chat_folder
 
+import data
 import data.arithmetic as task
 import data.countdown as countdown
 import data.gsm8k as gsm8k
@@ -24,11 +25,12 @@ import data.sums as sums
 import grpo
 import reward
 from data import UserError, chat, load_task
-from data.answers import evaluate, majority_at, one_number, pass_at, steps, tagged
+from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
 from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
-from run import files, pretrained
+from run import config, files, pretrained
+from run.report import majority_at, pass_at
 
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -137,17 +139,20 @@ def test_answer():
 
 
 def score(task, problems, texts, finished):
-    """The components of the rule reward as lists."""
-    batch = SimpleNamespace(ids=torch.zeros(len(texts), 1), problems=problems, texts=texts,
-                            finished=torch.tensor(finished))
-    return {name: x.tolist() for name, x in reward.rule_components(task, batch, [1] * len(texts)).items()}
+    """The components of the rule reward as lists, of the same number of completions of each problem."""
+    said = [list(text.encode()) for text in texts]
+    ids = torch.tensor([row + [0] * (max(map(len, said)) - len(row)) for row in said])
+    mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in said])
+    batch = grpo.Batch(ids, mask, torch.tensor(finished), None, None)
+    reward.score_by_rule(SimpleNamespace(task=task, encoding=byte_encoding()), problems, batch)
+    assert batch.texts == texts and len(batch.problems) == len(texts)
+    return {name: x.tolist() for name, x in batch.components.items()}
 
 
 def test_score_pairs_each_completion_with_its_prompt():
     """Elsewhere the completions of one prompt were scored against another's answer."""
     toy = SimpleNamespace(reward=lambda p, text: {"correct": float(p.answer == text), "place": float(p.answer)})
-    rows = [Problem(str(i), str(i)) for i in range(4) for _ in range(2)]
-    parts = score(toy, rows, [str(i // 2) for i in range(8)], [True] * 8)
+    parts = score(toy, [Problem(str(i), str(i)) for i in range(4)], [str(i // 2) for i in range(8)], [True] * 8)
     assert parts == {"correct": [1.0] * 8, "place": [0, 0, 1, 1, 2, 2, 3, 3]}
 
 
@@ -768,7 +773,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     assert line in run("next", *RUN, "--steps", "0", "--init", str(tmp_path / "cut"))
     whole = load_encoding(tmp_path / "whole").encode_prompt("1*1=")
     for where in ("whole", "cut", "next"):
-        cfg = grpo.read_command(["--ask", "1*1=", "--out", str(tmp_path / where)])[1]
+        cfg = grpo.make_config(**config.read(grpo.Config, "", ["--ask", "1*1=", "--out", str(tmp_path / where)])[1])
         assert pretrained.encoding_of(cfg, tmp_path / where).encode_prompt("1*1=") == whole
     other = load_encoding(tmp_path / "cut", "no_think").frame       # what else is asked for is made now
     assert other.before == "Today is 02 Jul 2026. <|im_start|>system Be brief.<|im_end|><|im_start|>user "
@@ -819,8 +824,8 @@ def test_an_error_of_syntax_is_told_by_its_place(tmp_path, monkeypatch):
     """In data/ too, and in what a task imports."""
     (tmp_path / "broken.py").write_text("x = (\n")
     (tmp_path / "whole.py").write_text("import broken\n")
-    monkeypatch.setattr(grpo.data, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(grpo.data, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(data, "__path__", [str(tmp_path)])
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("broken", str(tmp_path / "broken.py"), "whole"):
         with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path))}/broken.py, line 1: '\\(' was never closed$"):

@@ -27,6 +27,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
 import studies  # noqa: E402
+from run import config  # noqa: E402
 from runs import about, reached, spread, with_interval  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
@@ -55,7 +56,7 @@ def child(flags):
     grpo.rollout, grpo.train_step = counted_rollout, counted_step       # before an algorithm's file takes them
     grpo.main(flags)
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    (grpo.read_command(flags)[1].folder / "about.json").write_text(json.dumps(about() | gpu) + "\n")
+    (grpo.make_config(**config.read(grpo.Config, "", flags)[1]).folder / "about.json").write_text(json.dumps(about() | gpu) + "\n")
 
 
 def folder(row, seed):

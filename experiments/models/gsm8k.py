@@ -34,7 +34,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
 from data import gsm8k  # noqa: E402
-from run import pretrained, warm_start  # noqa: E402
+from run import config, pretrained, warm_start  # noqa: E402
 from runs import about  # noqa: E402
 
 # Evaluations: at 5 %, a standard error of one point on 512 rows. A completion may have 256 tokens, as in nanochat's RL on
@@ -86,10 +86,15 @@ def run(args, flags):
     print(f"{(time.time() - began) / 60:.1f} minutes; the numbers are in {where / 'result.json'}")
 
 
+def read(flags):
+    """The settings that flags give."""
+    return grpo.make_config(**config.read(grpo.Config, "", flags)[1])
+
+
 def write_rows(args, flags, where):
     """Write the training and held-out rows of a run into its folder; returns their files, with SHA-256, and numbers. Rows
     whose solution has more than --max_new tokens are not trained on; --tiny takes the 20 with the shortest."""
-    cfg = grpo.read_command(flags)[1]
+    cfg = read(flags)
     encoding = pretrained.encoding_of(cfg, cfg.init)
 
     def length(line):
@@ -131,8 +136,8 @@ def result(where, flags, rows, seconds):
     held_out = held_out[:2] + held_out[2:][-1:]
     steps = [m for m in found if m["step"]]
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    cfg, default = vars(grpo.read_command(flags)[1]), vars(grpo.Config())
-    settings = {name: x for name, x in cfg.items() if x != default[name] and name not in ("init", "train", "test", "steps")}
+    cfg, default = vars(read(flags)), vars(grpo.Config())
+    settings = {name: x for name, x in cfg.items() if x != default[name] and name not in ("init", "task_args", "steps")}
     return about() | gpu | {
         "settings": settings, "rows": rows, "seconds": seconds, "steps": len(steps), "held out": dict(zip(STAGES, held_out)),
         "curve": {name: [round(m[name], 4) for m in steps] for name in CURVES}}

@@ -114,15 +114,14 @@ def kl_to_the_start(where):
     problem."""
     import grpo
     from data import sums
-    from run import batches, dist, pretrained, setup
+    from run import dist, passes, pretrained
     cfg = grpo.make_config(task="sums", init=str(where))
     encoding, policy = pretrained.trained_model(cfg)
     _, first = pretrained.trained_model(grpo.make_config(task="sums", init=str(INIT)))
     held_out = sums.problems(**cfg.task_args)[1]
-    u = dist.uniform(dist.rng(cfg, "kl"), len(held_out), 1, cfg.max_new)
-    batch = grpo.generate(setup.Agent(cfg, sums, encoding, policy), held_out, u)
-    logp, ref_logp = (batches.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
-    return grpo.kl_estimate(logp, ref_logp, None, "k3").mean().item()
+    batch = grpo.generate(grpo.Agent(cfg, sums, encoding, policy), held_out, 1, dist.rng(cfg, "kl"))
+    logp, ref_logp = (passes.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
+    return grpo.kl_estimate(logp, ref_logp, "k3").mean().item()
 
 
 def check(seed):

@@ -45,13 +45,13 @@ def at_distance(ref, other, kl):
     """The model on the line between two whose KL to the first is `kl`, found by bisection."""
     ids, mask = completions()
     with torch.no_grad():
-        target = token_logps(ref, ids, mask, 1.0)[0].sum(1)
+        target = token_logps(ref, ids, mask, 1.0).sum(1)
         low, high, model = 0.0, 1.0, tiny(0)
         for _ in range(60):
             middle = (low + high) / 2
             for p, a, b in zip(model.parameters(), ref.parameters(), other.parameters()):
                 p.copy_(torch.lerp(a, b, middle))
-            logp = token_logps(model, ids, mask, 1.0)[0].sum(1)
+            logp = token_logps(model, ids, mask, 1.0).sum(1)
             found = (logp.exp() * (logp - target)).sum().item()
             low, high = (middle, high) if found < kl else (low, middle)
     assert abs(found / kl - 1) < 1e-3, f"the other model is less than {kl} nats away"
@@ -71,14 +71,14 @@ def errors(kl, seed):
     model = at_distance(ref, tiny(2 * seed + 1), kl)
     ids, mask = completions()
     with torch.no_grad():
-        ref_logp = token_logps(ref, ids, mask, 1.0)[0]
-    logp = token_logps(model, ids, mask, 1.0)[0]
+        ref_logp = token_logps(ref, ids, mask, 1.0)
+    logp = token_logps(model, ids, mask, 1.0)
     old, row = logp.detach(), logp.sum(1)
     chance = row.detach().exp()
     exact = gradient((row.exp() * (row - ref_logp.sum(1))).sum(), model)
-    forms = {f"loss, {name}": (chance[:, None] * grpo.kl_estimate(logp, ref_logp, (logp - old).exp(), name)).sum()
+    forms = {f"loss, {name}": (chance[:, None] * grpo.kl_estimate(logp, ref_logp, name, (logp - old).exp())).sum()
              for name in ESTIMATORS}
-    forms |= {f"reward, {name}": (chance * grpo.kl_estimate(old, ref_logp, 1.0, name).sum(1) * row).sum()
+    forms |= {f"reward, {name}": (chance * grpo.kl_estimate(old, ref_logp, name).sum(1) * row).sum()
               for name in ESTIMATORS[:3]}
     found = {name: gradient(loss, model) for name, loss in forms.items()}
     return {name: {"error": ((g - exact).norm() / exact.norm()).item(),

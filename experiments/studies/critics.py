@@ -6,8 +6,8 @@ import torch
 
 import grpo
 import reward
-from run import batches, dist, warm_start
-from run.pretrained import ScalarHead
+from model import ScalarHead
+from run import dist, passes
 
 ROWS, EACH, RATE = 64, 4, 3e-4          # completions of a step of a fit, those of a problem, the peak learning rate
 
@@ -21,27 +21,31 @@ def new_critic(agent):
 
 def critic_step(critic, opt, batch, returns, cfg):
     """One optimizer step on the mean squared error to the returns (B, T)."""
-    for rows, T in batches.micro_batches(batch.ids, batch.mask, cfg.micro_tokens):
-        b = batch.select(rows, T)
-        value = critic(b.ids[:, :-1], b.mask[:, 1:])
-        error = torch.where(b.mask[:, 1:], value - returns[rows, 1:T], 0).square().sum() / batch.mask.sum()
+    for rows, T in passes.split_rows(batch.ids, batch.mask, cfg.micro_tokens):
+        b = passes.select(batch, rows, T)
+        ids, mask = b.ids[:, :-1], b.mask[:, 1:]
+        value = critic(ids, passes.layout_of(critic.trunk, ids, mask))
+        error = torch.where(mask, value - returns[rows, 1:T], 0).square().sum() / batch.mask.sum()
         error.backward()
-    warm_start.optimizer_step(opt, 1.0)
+    dist.clip_gradients(opt.param_groups[0]["params"], 1.0)
+    opt.step()
+    opt.zero_grad()
 
 
 def completed(agent, problems, n, each, rng):
     """`each` completions of n problems, with their rewards, and the return of each token, relative to the baseline."""
-    batch = grpo.generate(agent, rng.sample(problems, n), dist.uniform(rng, n, each, agent.cfg.max_new))
-    outcome = dataclasses.replace(agent.cfg, supervision="outcome")
-    batch.reward, batch.ends = reward.of_steps(agent.task, batch, outcome, agent.encoding)
-    batch.reward = reward.at_the_limit(batch)
-    score, _ = grpo.step_scores(batch.reward, batch.ends, each, agent.cfg.baseline, "none")
+    batch = grpo.generate(agent, rng.sample(problems, n), each, rng)
+    cfg = dataclasses.replace(agent.cfg, supervision="outcome", group=each, adv_scale="none")
+    batch.reward, batch.ends = reward.of_rule(dataclasses.replace(agent, cfg=cfg), batch)
+    batch.reward = reward.cap_truncated(batch)
+    score, _ = grpo.group_scores(batch.reward, batch.ends, cfg)
     return batch, score.sum(1, True).expand_as(batch.mask)
 
 
 def fit(critic, agent, problems, steps, rng):
     """Fit a critic to the returns of the fixed policy's completions; in the second half the rate falls to 0."""
-    opt = warm_start.new_optimizer([critic], RATE)
+    params = [p for p in critic.parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(params, RATE, betas=(0.9, 0.95), weight_decay=0, fused=True)
     for step in range(steps):
         opt.param_groups[0]["lr"] = RATE * min(1, 2 - 2 * step / steps)
         critic_step(critic, opt, *completed(agent, problems, ROWS // EACH, EACH, rng), agent.cfg)
@@ -55,10 +59,10 @@ def line_values(agent, batch, rng, tries):
     cfg = agent.cfg
     outcome = batch.reward.sum(1)
     lines = dataclasses.replace(batch)
-    _, lines.ends = reward.of_steps(agent.task, batch, dataclasses.replace(cfg, supervision="process"), agent.encoding)
-    last = batches.last_tokens(batch.mask)
+    _, lines.ends = reward.of_steps(agent.task, agent.encoding, batch)
+    last = passes.last_tokens(batch.mask)
     lines.reward = torch.where(last, outcome[:, None], 0.0)
-    after = reward.rollout_labels(grpo.complete, agent, lines, rng, tries)      # at the ends of lines
+    after = reward.rollout_labels(agent, grpo.complete, lines, rng.random(), tries)      # at the ends of lines
     others = outcome.view(-1, cfg.group)
     first = ((others.sum(1, True) - others) / (cfg.group - 1)).flatten()
     value, advantage = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)

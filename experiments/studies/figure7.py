@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 import runs  # noqa: E402
 from data import UserError, load_task  # noqa: E402
-from run import dist, preflight, pretrained, setup  # noqa: E402
+from run import dist, preflight, pretrained  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -49,7 +49,7 @@ def shares(folder, problems, samples, temperature=None):
     found = {}
     for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
         its = dataclasses.replace(cfg, init=os.path.abspath(where))
-        agent = setup.Agent(its, task, *pretrained.trained_model(its))
+        agent = grpo.Agent(its, task, *pretrained.trained_model(its))
         found[when] = grpo.evaluate(agent, preflight.problems_of(its, task)[1])
     return name, cfg.seed, found
 

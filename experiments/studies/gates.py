@@ -26,7 +26,7 @@ import grpo  # noqa: E402
 import reward  # noqa: E402
 import runs  # noqa: E402
 from data import load_task  # noqa: E402
-from run import batches, config, pretrained, setup  # noqa: E402
+from run import config, passes, pretrained  # noqa: E402
 
 TASK = "--task experiments/studies/mines.py --baseline none --adv_scale none".split()
 STEPS = (100, 400, 800)                 # of the fits
@@ -38,14 +38,13 @@ def first_policy(seed, out):
     flags = [*TASK, "--seed", str(seed)]
     cfg, _ = runs.read(flags)
     cfg = dataclasses.replace(cfg, init=str(runs.warm_folder(cfg, flags, out) / "warm_start"))
-    return setup.Agent(cfg, load_task(cfg.task), *pretrained.trained_model(cfg))
+    return grpo.Agent(cfg, load_task(cfg.task), *pretrained.trained_model(cfg))
 
 
 def completed(agent, problems, n, each, rng):
     """`critics.completed`, with the rewards of lines."""
     batch, returns = critics.completed(agent, problems, n, each, rng)
-    process = dataclasses.replace(agent.cfg, supervision="process")
-    batch.reward, batch.ends = reward.of_steps(agent.task, batch, process, agent.encoding)
+    batch.reward, batch.ends = reward.of_steps(agent.task, agent.encoding, batch)
     return batch, returns
 
 
@@ -53,9 +52,9 @@ def explained(agent, critic, problems, n, tries, rng):
     """The shares of the outcomes' variance that the critic and the true values explain at the ends of lines, and the
     critic at all tokens, as a run logs it."""
     batch, outcome = completed(agent, problems, n, 2, rng)
-    label = reward.rollout_labels(grpo.complete, agent, batch, rng, tries)
-    value = batches.logps(agent.policy, batch, agent.cfg, critic)[1]
-    places = batch.ends & ~batches.last_tokens(batch.mask)
+    label = reward.rollout_labels(agent, grpo.complete, batch, rng.random(), tries)
+    value = passes.logps(agent.policy, batch, agent.cfg, critic)[1]
+    places = batch.ends & ~passes.last_tokens(batch.mask)
     got, after = outcome[places], value.roll(-1, 1)[places]         # the value after a line is that before the next token
     true = torch.cov(torch.stack((label[places], got)))
     return {"critic": 1 - ((got - after).var() / got.var()).item(), "true values": (true[0, 1] / true[1, 1]).item(),
@@ -65,9 +64,9 @@ def explained(agent, critic, problems, n, tries, rng):
 def reward_model_auc(agent, problems, held_out, prompts, rng):
     """The AUC on fresh completions of a reward model of lines, fitted on labels of `prompts` problems."""
     cfg = dataclasses.replace(agent.cfg, reward="model", supervision="process")
-    reward.CHOICES, grpo.FIT_STEPS = CHOICES, -(-prompts // cfg.prompts)
-    fitted = setup.new_agent(cfg, agent.task, agent.encoding, agent.policy)
-    grpo.begin_iteration(fitted, problems, 0)
+    reward.CHOICES, reward.FIT_STEPS = CHOICES, -(-prompts // cfg.prompts)
+    fitted = grpo.new_agent(cfg, agent.task, agent.encoding, agent.policy)
+    grpo.refit_reward_model(fitted, problems, 0)
     batch, _ = completed(agent, held_out, 200, 4, rng)
     score = reward.scores(fitted.reward_model, batch.ids, batch.mask, cfg)[batch.ends]
     return runs.auc(score, batch.reward[batch.ends] > 0.5)

@@ -19,13 +19,12 @@ import mines  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import load_task  # noqa: E402
-from run import config, dist, pretrained, setup  # noqa: E402
+from run import config, pretrained  # noqa: E402
 
 
 def passed(agent, problems, each):
     """How many of the walks pass each place, [column][row], the number of walks, and the share that is right."""
-    u = dist.uniform(random.Random("grid"), len(problems), each, agent.cfg.max_new)
-    batch, count = grpo.generate(agent, problems, u), [[0] * mines.SIZE for _ in range(mines.SIZE)]
+    batch, count = grpo.generate(agent, problems, each, random.Random("grid")), [[0] * mines.SIZE for _ in range(mines.SIZE)]
     for problem, text in zip(batch.problems, batch.texts):
         for x, y in {place for _, place in mines.walk(problem, text) if place}:
             count[x][y] += 1
@@ -47,7 +46,7 @@ def main():
     found["mines"] = sorted(held_out[0].mines)
     for when, where in (("before", folder / "warm_start"), ("after", folder)):
         its = dataclasses.replace(cfg, init=str(where))
-        found[when] = passed(setup.Agent(its, load_task(cfg.task), *pretrained.trained_model(its)), held_out, 16)
+        found[when] = passed(grpo.Agent(its, load_task(cfg.task), *pretrained.trained_model(its)), held_out, 16)
         print(f"{when} RL {found[when]['right']:.1%} of {found[when]['walks']} walks are right")
     if args.readme:
         studies.answers("grid").write_text(json.dumps(found, indent=1) + "\n")

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import batches, dist, preflight, pretrained, setup, warm_start  # noqa: E402
+from run import config, dist, passes, preflight, pretrained, warm_start  # noqa: E402
 
 CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -39,7 +39,7 @@ HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 # Former flags, with which results were recorded: now they are constants.
 CONSTANTS = {"value_coef": (grpo, "VALUE_COEF"), "gamma": (grpo, "GAMMA"), "choices": (reward, "CHOICES"),
-             "warm_batch": (warm_start, "WARM_BATCH"), "fit_prompts": (grpo, "FIT_STEPS")}
+             "warm_batch": (warm_start, "WARM_BATCH"), "fit_prompts": (reward, "FIT_STEPS")}
 
 
 def read(flags):
@@ -58,7 +58,7 @@ def read(flags):
         else:
             rest.append(flag)
     own = [] if "--init" in rest else ["--warm_steps", str(grpo.Config.warm_steps)]
-    return grpo.read_command([*own, *rest, *HERE_ALONE])[1], patches
+    return grpo.make_config(**config.read(grpo.Config, "", [*own, *rest, *HERE_ALONE])[1]), patches
 
 
 def put_constant(name, value, cfg):
@@ -93,7 +93,7 @@ def patch_reference(value):
 
 def patch_critic_lr(value):
     """The critic's learning rate, as a multiple of the policy's."""
-    make = setup.new_agent
+    make = grpo.new_agent
 
     def with_own_rate(*given):
         agent = make(*given)
@@ -102,18 +102,18 @@ def patch_critic_lr(value):
         group["params"] = [p for p in whole if id(p) not in own]
         agent.opt.add_param_group({"params": [p for p in whole if id(p) in own], "lr": group["lr"] * float(value)})
         return agent
-    setup.new_agent = with_own_rate
+    grpo.new_agent = with_own_rate
 
 
 def patch_critic_fit(value):
     """The number of steps for which a separate critic is fitted before the first step of RL."""
-    begin = grpo.begin_iteration
+    train_step = grpo.train_step
 
-    def fit_first(agent, problems, iteration):
-        if iteration == 0:
+    def fit_first(agent, problems, step):
+        if step == 1:
             critics.fit(agent.critic, agent, problems, int(value), dist.rng(agent.cfg, "critic fit"))
-        return begin(agent, problems, iteration)
-    grpo.begin_iteration = fit_first
+        return train_step(agent, problems, step)
+    grpo.train_step = fit_first
 
 
 def patch_vine(value):
@@ -137,7 +137,7 @@ def patch_drawn(value):
     def of_the_first(agent, problems, rng):
         first.extend([] if first else [pretrained.frozen(agent.policy)])
         batch, stats = rollout(dataclasses.replace(agent, policy=first[0], sampler=None), problems, rng)
-        batch.logp = batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
+        batch.logp = batch.old_logp = passes.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = of_the_first
 
@@ -146,7 +146,7 @@ def patch_sampler(value):
     """`bfloat16`: the sampler's weights are rounded to bfloat16, and the trainer computes the old log-probabilities anew."""
     assert value == "bfloat16"
     rollout = grpo.rollout
-    batches.MISMATCH[None] = batches.MISMATCH[torch.bfloat16]
+    passes.MISMATCH[None] = passes.MISMATCH[torch.bfloat16]
 
     def rounded(agent, problems, rng):
         sampling = copy.copy(agent)             # with what an algorithm may have added
@@ -154,35 +154,43 @@ def patch_sampler(value):
         for p in sampling.policy.parameters():
             p.copy_(p.bfloat16())
         batch, stats = rollout(sampling, problems, rng)
-        batch.old_logp = batches.logps(agent.policy, batch, agent.cfg)[0]
+        batch.old_logp = passes.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = rounded
 
 
 def patch_wrong(value):
     """The reward of a wrong completion or step, in place of 0."""
-    of_steps = reward.of_steps
+    of_rule = reward.of_rule
 
-    def signed(task, batch, cfg, encoding):
-        found, ends = of_steps(task, batch, cfg, encoding)
+    def signed(agent, batch):
+        found, ends = of_rule(agent, batch)
         return torch.where(ends, found + float(value) * (1 - found), 0), ends
-    reward.of_steps = signed
+    reward.of_rule = signed
 
 
 def patch_format(value):
     """`moves`: on the task mines a step is good if it is a true move, wherever it leads."""
     assert value == "moves"
-    make = setup.new_agent
+    make = grpo.new_agent
 
     def with_form(cfg, task, *more):
         task.steps = lambda problem, text: [(end, place is not None) for end, place in task.walk(problem, text) if end]
         return make(cfg, task, *more)
-    setup.new_agent = with_form
+    grpo.new_agent = with_form
 
 
 def patch_label_noise(value):
-    """The share of labels that are wrong."""
-    reward.LABEL_NOISE = float(value)
+    """The share of labels of steps that are wrong."""
+    refit = reward.refit
+
+    def of_imperfect(agent, batches, held_out, rng):
+        assert agent.cfg.supervision == "process"
+        for batch in batches:
+            wrong = dist.uniform(rng, *batch.ends.shape) < float(value)
+            batch.reward = torch.where(batch.ends & wrong, 1 - batch.reward, batch.reward)
+        return refit(agent, batches, held_out, rng)
+    reward.refit = of_imperfect
 
 
 PATCHES = {"label_noise": patch_label_noise, "tries": patch_tries, "history": patch_history, "reference": patch_reference,
@@ -197,28 +205,38 @@ class Watch:
 
     def __init__(self):
         self.sampled, self.tokens, self.seconds, self.label_tokens, self.spent, self.known = 0, 0, 0.0, 0, [], []
-        self.begin, self.step, self.sample, self.advantages = grpo.begin_iteration, grpo.train_step, grpo.sample, grpo.advantages
-        grpo.begin_iteration, grpo.train_step = self.measured_begin, self.measured_step
+        self.fit, self.refit, self.step, self.sample, self.advantages = (
+            critics.fit, grpo.refit_reward_model, grpo.train_step, grpo.sample, grpo.advantages)
+        critics.fit, grpo.refit_reward_model, grpo.train_step = self.measured_fit, self.measured_refit, self.measured_step
         grpo.sample, grpo.advantages = self.counted_sample, self.measured_advantages
 
     def measured(self, function, *given):
-        """A call, whose tokens and seconds count: its result and its tokens."""
-        began, before = time.perf_counter(), self.sampled
+        """A call, whose tokens and seconds count, once even if it has such a call within it."""
+        began, before, spent, sampled = time.perf_counter(), self.sampled, self.seconds, self.tokens
         found = function(*given)
-        self.seconds += time.perf_counter() - began
-        self.tokens += self.sampled - before
-        return found, self.sampled - before
-
-    def measured_begin(self, agent, problems, iteration):
-        """`begin_iteration`. What it takes is spent as its first step begins."""
-        found, tokens = self.measured(self.begin, agent, problems, iteration)
-        self.label_tokens += tokens
-        self.spent.append((iteration * agent.cfg.steps, self.tokens, round(self.seconds, 2)))
+        self.seconds = spent + time.perf_counter() - began
+        self.tokens = sampled + self.sampled - before
         return found
+
+    def of_labels(self, at, function, *given):
+        """A call that fits to labels. What it takes is spent as its first step begins, after the step `at`."""
+        before = self.sampled
+        found = self.measured(function, *given)
+        self.label_tokens += self.sampled - before
+        self.spent.append((at, self.tokens, round(self.seconds, 2)))
+        return found
+
+    def measured_fit(self, *given):
+        """`critics.fit`, before the first step."""
+        return self.of_labels(0, self.fit, *given)
+
+    def measured_refit(self, agent, problems, iteration):
+        """`refit_reward_model`."""
+        return self.of_labels(iteration * agent.cfg.steps, self.refit, agent, problems, iteration)
 
     def measured_step(self, agent, problems, step):
         """`train_step`."""
-        found, _ = self.measured(self.step, agent, problems, step)
+        found = self.measured(self.step, agent, problems, step)
         self.spent.append((step, self.tokens, round(self.seconds, 2)))
         return found
 
@@ -245,14 +263,13 @@ def explained(to_come, value):
 
 def completions(agent, policy, problems, purpose):
     """Four completions of each problem, from the given policy."""
-    u = dist.uniform(dist.rng(agent.cfg, purpose), len(problems), 4, agent.cfg.max_new)
-    return grpo.generate(dataclasses.replace(agent, policy=policy, sampler=None), problems, u)
+    return grpo.generate(dataclasses.replace(agent, policy=policy, sampler=None), problems, 4, dist.rng(agent.cfg, purpose))
 
 
 def kl_to(agent, before, problems):
     """The KL of the policy to another model in nats, per token and per completion, estimated by sampling."""
     batch = completions(agent, agent.policy, problems, "kl")
-    now, then = (batches.logps(gpt, batch, agent.cfg)[0] for gpt in (agent.policy, before))
+    now, then = (passes.logps(gpt, batch, agent.cfg)[0] for gpt in (agent.policy, before))
     gap = ((now - then) * batch.mask).double()
     return {"kl of a token": (gap.sum() / batch.mask.sum()).item(), "kl": gap.sum(1).mean().item()}
 
@@ -262,7 +279,7 @@ def quality(agent, policy, problems):
     from wrong completions: the AUC and, for the probability of a step, the expected calibration error in 10
     bins. Guesses contain no working, so process supervision leaves them out."""
     batch = completions(agent, policy, problems, "quality")
-    truth, ends = reward.of_steps(agent.task, batch, agent.cfg, agent.encoding)
+    truth, ends = reward.of_rule(agent, batch)
     if agent.cfg.supervision == "process":
         ends = ends & torch.tensor([not text.startswith("~") for text in batch.texts])[:, None]
     score = reward.scores(agent.reward_model, batch.ids, batch.mask, agent.cfg)[ends].double()
@@ -291,8 +308,8 @@ def child(flags):
     held-out problems."""
     dist.prepare()
     cfg, patches = read(flags)
-    grpo.config.algorithm(cfg.algo, grpo.ALGOS, grpo)       # before what is patched and measured, not after it
-    grpo.config.algorithm = no_change
+    config.algorithm(cfg.algo, grpo.ALGOS, grpo)            # before what is patched and measured, not after it
+    config.algorithm = no_change
     for patch in patches:
         name, value = patch.split("=")
         if name in CONSTANTS:
@@ -367,9 +384,8 @@ def made(folder):
 
 def warm_folder(cfg, patches, flags, out):
     """The folder with a run's warm start, made if it is missing."""
-    settings = {name: getattr(cfg, name) for name in warm_start.settings(cfg)}
     batch = [patch for patch in patches if patch.startswith("warm_batch=")]
-    folder = out / f"warm-{name_of([settings, batch])}-{cfg.seed}"
+    folder = out / f"warm-{name_of([warm_start.settings(cfg), batch])}-{cfg.seed}"
     with LOCKS[folder]:
         if not made(folder):
             shutil.rmtree(folder, ignore_errors=True)

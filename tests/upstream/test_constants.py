@@ -9,12 +9,11 @@ import data.arithmetic as arithmetic
 import data.countdown as countdown
 import data.gsm8k as gsm8k
 import grpo
-import model
 import reward
 from data import UserError, chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import batches, checkpoint, pretrained, report, warm_start
+from run import checkpoint, config, passes, pretrained, report, warm_start
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -73,7 +72,7 @@ def test_each_algorithm_differs_from_grpo_in_what_its_paper_says():
     for algo, row in ROWS.items():
         row = row if algo == "grpo" else row | {"algo": algo}
         assert difference(make_config(algo=algo), make_config()) == row, algo
-        assert difference(grpo.read_command(["--algo", algo])[1], make_config()) == row, algo
+        assert difference(make_config(**config.read(Config, "", ["--algo", algo])[1]), make_config()) == row, algo
     assert difference(make_config(reward="model"), make_config()) == dict(reward="model", adv_scale="none")
 
 
@@ -119,9 +118,9 @@ def test_what_the_readme_says_of_the_people_and_the_problems():
 
 
 def test_other_constants_that_are_claims():
-    assert batches.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
-    assert model.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
-    assert batches.MICRO_TOKENS == 2048
+    assert passes.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
+    assert passes.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
+    assert passes.MICRO_TOKENS == 2048
     assert checkpoint.MAY_CHANGE == {"out", "steps", "eval_every", "save_every", "micro_tokens"}
     for name, least in dict(group=2, seed=0, steps=0, warm_steps=0, temperature=0.001, prompts=1, lr=0).items():
         make_config(**{name: least})
@@ -131,9 +130,9 @@ def test_other_constants_that_are_claims():
         make_config(**{name: most})
         with pytest.raises(UserError, match=f"--{name} must be at most {most}, got"):
             make_config(**{name: most + 1})
-    assert (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP, grpo.FIT_STEPS) == (1.0, 0.1, 0.2, 1.0, 64)
-    assert (reward.CHOICES, reward.TRUNCATED_REWARD, reward.LABEL_NOISE, warm_start.WARM_BATCH, warm_start.GRAD_CLIP) == (4, 0, 0, 48, 1.0)
+    assert (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP) == (1.0, 0.1, 0.2, 1.0)
+    assert (reward.CHOICES, reward.TRUNCATED_REWARD, reward.FIT_STEPS, reward.FIT_LR, warm_start.WARM_BATCH, warm_start.GRAD_CLIP) == (4, 0, 64, 1e-3, 48, 1.0)
     assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
     scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
     ends = torch.ones(4, 1, dtype=torch.bool)
-    assert [grpo.step_scores(x[:, None], ends, 4)[1].item() for x in scores] == [False, True]   # spread below 1e-6 of the mean
+    assert [grpo.group_scores(x[:, None], ends, Config(group=4))[1].item() for x in scores] == [False, True]   # spread below 1e-6 of the mean

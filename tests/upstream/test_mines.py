@@ -5,7 +5,6 @@ import sys
 import pytest
 from conftest import ROOT
 
-from grpo import make_config
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
 import mines  # noqa: E402

@@ -70,6 +70,6 @@ def test_rows_set_aside(run, tmp_path):
 def test_the_settings_of_the_run_on_gsm8k(tmp_path):
     """Three epochs of 2,000 rows; groups as in nanochat, without a KL; a completion has as much room as a solution."""
     flags = ["--task", "gsm8k", "--init", str(tmp_path), *gsm8k.COMMON, *gsm8k.SUPERVISED, *gsm8k.RL]
-    cfg = grpo.read_command(flags)[1]
+    cfg = gsm8k.read(flags)
     assert round(cfg.warm_steps * int(gsm8k.WARM_BATCH.partition("=")[2]) / 2000, 1) == 3.0
     assert (cfg.group, cfg.max_new, cfg.applies_kl, cfg.minibatches) == (16, 256, False, 2)

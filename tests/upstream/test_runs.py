@@ -13,6 +13,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
 import bias  # noqa: E402
+import critics  # noqa: E402
 import data  # noqa: E402
 import figure7  # noqa: E402
 import grpo  # noqa: E402
@@ -20,7 +21,7 @@ import reward  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import arithmetic  # noqa: E402
-from run import batches, dist, setup, warm_start  # noqa: E402
+from run import config, dist, setup, warm_start  # noqa: E402
 
 TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_layer 1 --warm_steps 80 --warm_lr 1e-2 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()
@@ -30,9 +31,9 @@ TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_laye
 def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
-    for module, name in ((reward, "replay"), (grpo, "begin_iteration"), (grpo, "sample"), (grpo, "advantages"), (dist, "copy_weights"),
-                         (reward, "fit"), (reward, "of_steps"), (grpo, "train_step"), (grpo, "rollout"), (setup, "new_agent"), (grpo.config, "algorithm"), (reward, "CHOICES"),
-                         (grpo, "FIT_STEPS"), (grpo, "VALUE_COEF"), (warm_start, "WARM_BATCH")):
+    for module, name in ((reward, "replay"), (reward, "refit"), (reward, "of_rule"), (dist, "copy_weights"), (critics, "fit"), (grpo, "sample"),
+                         (grpo, "advantages"), (grpo, "train_step"), (grpo, "rollout"), (grpo, "new_agent"), (grpo, "refit_reward_model"),
+                         (config, "algorithm"), (reward, "CHOICES"), (reward, "FIT_STEPS"), (grpo, "VALUE_COEF"), (warm_start, "WARM_BATCH")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(reward.rollout_labels, "__defaults__", reward.rollout_labels.__defaults__)
 
@@ -145,8 +146,8 @@ def test_a_critic_can_learn_at_a_rate_of_its_own(critic, tmp_path):
     cfg, patches = runs.read([*TINY, "--algo", "ppo", "--critic", critic, "--lr", "0.001", "--patch", "critic_lr=10"])
     runs.patch_critic_lr("10")
     task = data.load_task(cfg.task)
-    cfg, encoding, policy, *_ = setup.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
-    agent = setup.new_agent(cfg, task, encoding, policy)
+    cfg, task, encoding, policy, *_ = setup.begin(dataclasses.replace(cfg, out=str(tmp_path)), task, None)
+    agent = grpo.new_agent(cfg, task, encoding, policy)
     ours, own = agent.opt.param_groups
     assert ours["lr"] == 0.001 and own["lr"] == 0.01 and own["betas"] == ours["betas"]
     assert [id(p) for p in ours["params"]] == [id(p) for p in policy.parameters() if p.requires_grad]
@@ -184,7 +185,7 @@ def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
     cfg, _ = runs.read([*TINY, "--reward", "model", "--adv_scale", "none", "--iterations", "2",
                         "--steps", "1", "--out", str(tmp_path)])
     drawn, inside, sample = [], [], grpo.sample
-    real = {name: getattr(grpo, name) for name in ("begin_iteration", "train_step")}
+    real = {name: getattr(grpo, name) for name in ("refit_reward_model", "train_step")}
 
     def counting(*given):
         """`sample`."""
@@ -205,9 +206,9 @@ def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
         setattr(grpo, name, within(name))
     watch = runs.Watch()
     grpo.train(cfg)
-    tokens = {name: sum(n for where, n in drawn if where == name) for name in ("begin_iteration", "train_step", "evaluation")}
-    assert watch.tokens == tokens["begin_iteration"] + tokens["train_step"] and tokens["evaluation"] > 0
-    assert watch.label_tokens == tokens["begin_iteration"] and [step for step, *_ in watch.spent] == [0, 1, 1, 2]
+    tokens = {name: sum(n for where, n in drawn if where == name) for name in ("refit_reward_model", "train_step", "evaluation")}
+    assert watch.tokens == tokens["refit_reward_model"] + tokens["train_step"] and tokens["evaluation"] > 0
+    assert watch.label_tokens == tokens["refit_reward_model"] and [step for step, *_ in watch.spent] == [0, 1, 1, 2]
     assert watch.spent == sorted(watch.spent) and watch.spent[-1][1] == watch.tokens
 
 
@@ -218,14 +219,14 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
     ends = torch.tensor([[True] * 5, [False] * 4 + [True]])
     batch = grpo.Batch(None, None, None, None, None, texts=["\n1", "~1"])
     monkeypatch.setattr(runs, "completions", lambda *_: batch)
-    monkeypatch.setattr(reward, "of_steps", lambda *_: (truth, ends))
+    monkeypatch.setattr(reward, "of_rule", lambda *_: (truth, ends))
     monkeypatch.setattr(reward, "scores", lambda *_: score)
-    found = runs.quality(setup.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
+    found = runs.quality(grpo.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
     p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
     gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
     assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
     assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
-    of_outcomes = setup.Agent(grpo.make_config(), None, None, None)
+    of_outcomes = grpo.Agent(grpo.make_config(), None, None, None)
     found = runs.quality(of_outcomes, None, [])         # the guess counts, too
     assert found == {"auc": pytest.approx(5 / 8), "true": pytest.approx(4 / 6), "steps": 6}
     truth.fill_(1)
@@ -234,7 +235,6 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
 
 def test_careless_people_slip():
     task = data.load_task("experiments/studies/slips.py")
-    cfg = grpo.make_config(task="experiments/studies/slips.py")
     source, problem = random.Random(0), arithmetic.Problem("47*58=", "2726")
     shown = [x for x in (task.demonstration(problem, source) for _ in range(4000)) if x.startswith("\n")]
     right = sum(task.reward(problem, x)["correct"] for x in shown) / len(shown)

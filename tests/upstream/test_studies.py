@@ -20,9 +20,10 @@ import reward  # noqa: E402
 import runs  # noqa: E402
 import slips  # noqa: E402
 import studies  # noqa: E402
+from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.models import filters  # noqa: E402
-from run import batches, config, dist, setup, warm_start  # noqa: E402
+from run import config, passes, warm_start  # noqa: E402
 
 SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
@@ -32,11 +33,11 @@ SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_layer 1 --warm_steps 20 --
 def at_the_root(monkeypatch):
     """Tasks are paths from there; what a patch changes is put back."""
     monkeypatch.chdir(ROOT)
-    for module, name in ((grpo, "begin_iteration"), (grpo, "train_step"), (grpo, "rollout"), (grpo, "sample"), (grpo, "advantages"),
-                         (reward, "of_steps"), (setup, "new_agent"), (grpo.config, "algorithm"), (reward, "CHOICES"),
-                         (grpo, "FIT_STEPS"), (grpo, "VALUE_COEF"), (warm_start, "WARM_BATCH")):
+    for module, name in ((grpo, "refit_reward_model"), (grpo, "train_step"), (grpo, "rollout"), (grpo, "sample"), (grpo, "advantages"),
+                         (grpo, "new_agent"), (critics, "fit"), (reward, "refit"), (reward, "of_rule"), (config, "algorithm"), (reward, "CHOICES"),
+                         (reward, "FIT_STEPS"), (grpo, "VALUE_COEF"), (warm_start, "WARM_BATCH")):
         monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(grpo.batches, "MISMATCH", dict(grpo.batches.MISMATCH))
+    monkeypatch.setattr(passes, "MISMATCH", dict(passes.MISMATCH))
 
 
 @pytest.mark.parametrize("study", studies.STUDIES)
@@ -73,32 +74,33 @@ def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
 
 def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
     """Prompts whose completions are right and others whose are wrong: it tells them apart before the first step."""
-    monkeypatch.setattr(reward, "TRUNCATED_REWARD", 1.0)
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(problem.prompt < "m")})
     problems = [SimpleNamespace(prompt=c + d) for c in "abcdefnopqrs" for d in "xyz"]
     cfg = grpo.make_config(task="arithmetic", max_new=4, prompts=2, group=2, baseline="value", critic="separate", kl="none", device="cpu")
-    agent = setup.new_agent(cfg, task, byte_encoding(), tiny_model())
-    monkeypatch.setattr(grpo, "begin_iteration", lambda agent, problems, iteration: {"began": iteration})
+    agent = grpo.new_agent(cfg, task, byte_encoding(), tiny_model())
+    monkeypatch.setattr(grpo, "train_step", lambda agent, problems, step: {"made": step})
     monkeypatch.setattr(critics, "RATE", 3e-3)
-    monkeypatch.setattr(reward, "rule_components", lambda task, batch, tokens: {
-        "correct": torch.tensor([float(p.prompt < "m") for p in batch.problems])})
-    monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (
-        torch.where(batches.last_tokens(batch.mask), batch.components["correct"][:, None], 0), batches.last_tokens(batch.mask)))
+
+    def all_finished(agent, problems, batch, real=reward.score_by_rule):
+        """What is cut off would earn nothing."""
+        batch.finished = torch.ones_like(batch.finished)
+        real(agent, problems, batch)
+    monkeypatch.setattr(reward, "score_by_rule", all_finished)
     runs.patch_critic_fit("60")
-    assert grpo.begin_iteration(agent, problems, 0) == {"began": 0}
-    batch = grpo.generate(agent, problems, dist.uniform(random.Random(0), len(problems), 1, 4))
-    value = batches.logps(agent.policy, batch, cfg, agent.critic)[1]
+    assert grpo.train_step(agent, problems, 1) == {"made": 1}
+    batch = grpo.generate(agent, problems, 1, random.Random(0))
+    value = passes.logps(agent.policy, batch, cfg, agent.critic)[1]
     of_row = (value * batch.mask).sum(1) / batch.mask.sum(1)
     right = torch.tensor([p.prompt < "m" for p in problems])
     assert (of_row[right] - 1).abs().max() < 0.3 and of_row[~right].abs().max() < 0.3
     before = [p.clone() for p in agent.critic.parameters()]
-    grpo.begin_iteration(agent, problems, 1)            # only before the first
+    assert grpo.train_step(agent, problems, 2) == {"made": 2}           # only before the first
     assert all(torch.equal(p, q) for p, q in zip(agent.critic.parameters(), before))
 
 
 def test_a_critic_learns_returns_relative_to_the_groups():
     cfg = grpo.make_config(task="experiments/studies/mines.py", baseline="group+value", max_new=9, group=2, prompts=2, device="cpu")
-    agent = setup.new_agent(cfg, mines, byte_encoding(), tiny_model())
+    agent = grpo.new_agent(cfg, mines, byte_encoding(), tiny_model())
     problems = mines.problems(1)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mines, "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2)})
@@ -120,11 +122,11 @@ def test_values_of_lines_by_hand(monkeypatch):
     problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset())
     batch = grpo.Batch(ids, mask, torch.ones(3).bool(), torch.zeros(3, T), torch.full((3,), 6), problems=[problem] * 3, texts=texts,
                        components={"correct": torch.tensor([1.0, 0.0, 0.0])})
-    batch.ends = batches.last_tokens(mask)
+    batch.ends = passes.last_tokens(mask)
     batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0]]), 0)
     kept = batch.reward.clone(), batch.ends.clone()
 
-    def labels(complete, agent, lines, rng, tries):
+    def labels(agent, complete, lines, at, tries):
         """The shares, at the ends of the lines but the last."""
         found = lines.reward.clone()
         for row, ends in enumerate(lines.ends):
@@ -133,7 +135,7 @@ def test_values_of_lines_by_hand(monkeypatch):
         return found
     monkeypatch.setattr(reward, "rollout_labels", labels)
     agent = SimpleNamespace(cfg=grpo.make_config(task="arithmetic", group=3), task=mines, encoding=encoding)
-    value, advantage = critics.line_values(agent, batch, None, 4)
+    value, advantage = critics.line_values(agent, batch, random.Random(0), 4)
     # Rows begin at the mean of the two others: 0, 0.5, 0.5. A line is its characters and the newline; the last one, the end.
     want = [([0.0] * 4 + [0.5] * 4, [0.5] * 4 + [0.5] * 4), ([0.5] * 4 + [0.25] * 4, [-0.25] * 4 + [-0.25] * 4), ([0.5] * 4, [-0.5] * 4)]
     for row, (values, credits) in enumerate(want):
@@ -150,18 +152,34 @@ def test_the_share_of_variance_that_values_explain():
 
 def test_wrong_completions_may_cost_something(monkeypatch):
     ends = torch.tensor([[False, True, True], [False, False, True]])
-    monkeypatch.setattr(reward, "of_steps", lambda *given: (torch.tensor([[0.0, 1, 0], [0, 0, 1]]), ends))
+    monkeypatch.setattr(reward, "of_rule", lambda *given: (torch.tensor([[0.0, 1, 0], [0, 0, 1]]), ends))
     runs.patch_wrong("-1")
-    found, same = reward.of_steps(None, None, None, None)
+    found, same = reward.of_rule(None, None)
     assert found.tolist() == [[0, 1, -1], [0, 0, 1]] and same is ends
+
+
+@pytest.mark.parametrize("share", ["0", "0.3", "1"])
+def test_labels_of_steps_may_be_wrong(share, monkeypatch):
+    """That share of them, and nothing where no step ends."""
+    ends, seen = torch.arange(20) % 4 == torch.zeros(400, 1), []
+    truth = torch.where(ends & (torch.arange(400) % 2 == 0)[:, None], 1.0, 0.0)
+    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: seen.extend(batches) or held_out)
+    runs.patch_label_noise(share)
+    made = [SimpleNamespace(reward=truth[half], ends=ends[half]) for half in (slice(200), slice(200, 400))]
+    assert reward.refit(SimpleNamespace(cfg=grpo.make_config(supervision="process")), made, 7, random.Random(0)) == 7
+    label = torch.cat([batch.reward for batch in seen])
+    assert ((label == 0) | (label == 1)).all() and (label[~ends] == 0).all()
+    for side in (0, 1):
+        wrong = (label != truth)[ends & (truth == side)].float().mean().item()
+        assert wrong == pytest.approx(float(share), abs=0.05 * (share == "0.3"))
 
 
 def test_true_moves_alone_may_count():
     """In the rule's rewards of a run; over a mine and back is as good as any."""
-    task, seen = grpo.data.load_task("experiments/studies/mines.py"), []
-    setup.new_agent = lambda cfg, task: seen.append(task)
+    task, seen = load_task("experiments/studies/mines.py"), []
+    grpo.new_agent = lambda cfg, task: seen.append(task)
     runs.patch_format("moves")
-    setup.new_agent(None, task)
+    grpo.new_agent(None, task)
     problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset({(2, 1)}))
     assert [good for _, good in task.steps(problem, "R21\nL11\nR22")] == [True, True, False]
     assert [good for _, good in mines.steps(problem, "R21\nL11\nR22")] == [False, False, False] and seen == [task]
@@ -186,10 +204,10 @@ def test_what_is_drawn_once_is_the_first_policys(monkeypatch):
         return SimpleNamespace(logp="sampled", old_logp="sampled"), {"reward": 0.5}
     monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(runs.pretrained, "frozen", lambda policy: f"copy of {policy}")
-    monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
+    monkeypatch.setattr(runs.passes, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
     runs.patch_drawn("once")
     for policy in ("first", "second"):
-        batch, stats = grpo.rollout(setup.Agent(grpo.make_config(), None, None, policy), None, None)
+        batch, stats = grpo.rollout(grpo.Agent(grpo.make_config(), None, None, policy), None, None)
         assert asked.pop() == "copy of first" and batch.logp == batch.old_logp == f"{policy}'s" and stats == {"reward": 0.5}
 
 
@@ -201,13 +219,13 @@ def test_a_sampler_may_be_rounded(monkeypatch):
         asked.append(agent.policy)
         return SimpleNamespace(logp="sampled", old_logp="sampled"), {}
     monkeypatch.setattr(grpo, "rollout", rollout)
-    monkeypatch.setattr(runs.batches, "logps", lambda policy, batch, cfg: (policy, None))
-    monkeypatch.setattr(runs.batches, "MISMATCH", dict(runs.batches.MISMATCH))
+    monkeypatch.setattr(runs.passes, "logps", lambda policy, batch, cfg: (policy, None))
+    monkeypatch.setattr(runs.passes, "MISMATCH", dict(runs.passes.MISMATCH))
     runs.patch_sampler("bfloat16")
-    batch, _ = grpo.rollout(setup.Agent(grpo.make_config(), None, None, policy), None, None)
+    batch, _ = grpo.rollout(grpo.Agent(grpo.make_config(), None, None, policy), None, None)
     pairs = [*zip(asked[0].parameters(), policy.parameters())]
     assert all(torch.equal(a, b.bfloat16().float()) for a, b in pairs) and not all(torch.equal(a, b) for a, b in pairs)
-    assert batch.old_logp is policy and batch.logp == "sampled" and runs.batches.MISMATCH[None] == runs.batches.MISMATCH[torch.bfloat16]
+    assert batch.old_logp is policy and batch.logp == "sampled" and runs.passes.MISMATCH[None] == runs.passes.MISMATCH[torch.bfloat16]
 
 
 # --------------------------------------------------------------------------------- numbers and tables
@@ -344,7 +362,7 @@ def test_walks_are_counted_where_they_pass(monkeypatch):
     """Each place once a walk, and none after a line that is no true move."""
     problem = mines.Problem("00>20:", (0, 0), (2, 0), frozenset({(0, 1)}))
     texts = ["R10\nR20", "R10\nL00\nR10\nR20", "D01\nR11\nR22"]
-    monkeypatch.setattr(grpo, "generate", lambda agent, problems, u: SimpleNamespace(problems=problems * 3, texts=texts))
+    monkeypatch.setattr(grpo, "generate", lambda agent, problems, each, rng: SimpleNamespace(problems=problems * 3, texts=texts))
     found = grid.passed(SimpleNamespace(cfg=SimpleNamespace(max_new=49)), [problem], 3)
     assert {(x, y): n for x, column in enumerate(found["passed"]) for y, n in enumerate(column) if n} == {
         (1, 0): 2, (2, 0): 2, (0, 0): 1, (0, 1): 1, (1, 1): 1}

@@ -671,12 +671,11 @@ def main(argv=None):
         if mode.report:
             report.print_report(mode.report, cfg.out)
         elif mode.eval_only or asked:
-            task, encoding, policy, held_out = setup.trained_model(cfg)
-            agent = Agent(cfg, task, encoding, policy, sampler=policy)
+            agent = Agent(cfg, *setup.trained_model(cfg))
             if asked:
-                print(ask(agent, mode.ask))
+                show.print0(ask(agent, mode.ask))
             else:
-                show.results(evaluate(agent, held_out))
+                show.results(evaluate(agent, setup.held_out(agent)))
         else:
             with checkpoint.running(cfg):
                 train(cfg, saved=saved)

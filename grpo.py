@@ -626,7 +626,7 @@ def train(cfg, task=None, saved=None):
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first:
+        if done < first <= cfg.total_steps:
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:

@@ -138,7 +138,7 @@ def test_a_file_that_is_cut_off_is_found(again):
 def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
-    _, encoding, policy, *_ = setup.begin(cfg, data.load_task(cfg.task), saved)
+    cfg, _, encoding, policy, *_ = setup.begin(cfg, data.load_task(cfg.task), saved)
     agent = grpo.new_agent(cfg, None, encoding, policy, saved)
     state = checkpoint.training_state(agent)
     assert not saved.tensors and not kept & {x.untyped_storage().data_ptr() for x in state.values()}

@@ -101,8 +101,8 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     if cfg.kl == "reward":      # the reference's are the same as the pass's: no penalty, up to the last bit
         zero, value = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp) if agent.critic else None
         assert torch.equal(batch.adv, grpo.advantages(batch.reward, batch.ends, batch.mask, zero, value, cfg)[0])
-    passes = [(agent.sampler, agent.critic)] if of_pass or agent.critic else []
-    assert asked == [*passes, (agent.ref, None)]
+    first = [(agent.sampler, agent.critic)] if of_pass or agent.critic else []
+    assert asked == [*first, (agent.ref, None)]
 
 
 def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_one(monkeypatch):
@@ -312,12 +312,12 @@ def test_a_resumed_run_goes_on_with_the_next_step(order):
 # ------------------------------------------------------------------------------ the command line
 
 def test_a_question_may_leave_no_room_for_an_answer():
-    """A context of 64: with 63 tokens of a prompt there is one for the answer; with 64 a line says so."""
+    """A context of 64: after 63 or 64 tokens of a prompt there is one for the answer; of 65 a line says so."""
     agent = Agent(CFG, None, byte_encoding(), tiny_model())
-    assert len(grpo.ask(agent, "1" * 63)) >= 63
+    assert len(grpo.ask(agent, "1" * 63)) >= 63 and len(grpo.ask(agent, "1" * 64)) >= 64
     assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
-    with pytest.raises(UserError, match="64 tokens and --max_new 1 do not fit"):
-        grpo.ask(agent, "1" * 64)
+    with pytest.raises(UserError, match="65 tokens do not fit a context of 64"):
+        grpo.ask(agent, "1" * 65)
 
 
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
@@ -384,7 +384,7 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts
 
     def generate(agent, part, n, rng=None):
         """Texts and what is right, known beforehand."""
-        assert n == (1 if rng is None else 8) and n * len(part) <= prompts * group
+        assert n == (1 if rng is None else 8) and (n * len(part) <= prompts * group or len(part) == 1)
         seen = [int(p.prompt) for p in part]
         parts[rng is not None].append(len(part))
         right, texts = [i % 2 for i in seen], [f"greedy {i}" for i in seen]

@@ -17,7 +17,7 @@ from safetensors.torch import load
 import grpo
 from data import UserError, load_task, tokenizer
 from grpo import Config, main
-from run import checkpoint, config, files, pretrained, warm_start
+from run import checkpoint, config, files, pretrained, show, warm_start
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
 TASK = """
@@ -230,7 +230,7 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
     main([*SMALL, "--task", "gsm8k", "--train", str(paths["train"]), "--test", str(paths["test"]), "--prompts", "2",
           "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "1", "--out", str(tmp_path / "run")])
     shutil.copy(paths[name], tmp_path / "copy")
-    resume = ["--resume", "--steps", 2, "--out", tmp_path / "run"]
+    resume = ["--resume", "--task", "gsm8k", "--steps", 2, "--out", tmp_path / "run"]
     assert f"has --{name} {paths[name]}, not {tmp_path / 'copy'}" in fault(capsys, *resume, f"--{name}", tmp_path / "copy")
     paths[name].write_text("".join(rows[:-1]))
     assert f"{paths[name]} has changed since the run in" in fault(capsys, *resume)
@@ -273,7 +273,7 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
         while len(ids) < len(prompt) + cfg.max_new and ids[-1] not in agent.encoding.stop:
             best = (agent.policy(torch.tensor([ids]))[0, -1] @ agent.policy.embed_tokens.weight.T).argmax().item()
             ids = [*ids, best]
-        assert grpo.ask(agent, question) == tokenizer.decode(agent.encoding, ids).removesuffix("<|endoftext|>")
+        assert grpo.ask(agent, question) == show.printable(tokenizer.decode(agent.encoding, ids))
         lengths.append(len(ids) - len(prompt))
     assert max(lengths) == cfg.max_new
     capsys.readouterr()

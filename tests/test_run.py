@@ -480,7 +480,7 @@ def fault(capsys, *args):
 
 
 def test_a_question_that_does_not_fit(unbroken, capsys):
-    assert "do not fit the model's context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
+    assert "99 tokens do not fit a context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
 
 
 @pytest.mark.parametrize("n", [17, 10 ** 9])

@@ -610,7 +610,7 @@ def test_one_way_to_a_config():
 @pytest.mark.parametrize("given, why", [
     (dict(clip_hi=3), "there is no setting clip_hi: did you mean --clip_high\\?$"), (dict(group="8"), "--group must be of the type int, got '8'"),
     (dict(lr="1e-4"), "--lr must be of the type float, got '1e-4'"), (dict(seed=1.5), "must be of the type int, got 1.5"), (dict(out=3), "must be of the type str, got 3"),
-    (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
+    (dict(difficulty="1"), "--difficulty must be of the type int, got '1'"), (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(UserError, match=why):
         make_config(**given)
@@ -723,11 +723,6 @@ def test_what_a_task_need_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("wrong, why", [
-    (dict(problems=lambda: [1, 2]), "must return two lists"),
-    (dict(problems=lambda: (["a"], ["b"])), "objects with a string .prompt."),
-    (dict(problems=lambda: (None, None)), "must return two lists"),
-    (dict(problems=lambda: (iter([]), iter([]))), "must return two lists"),
-    (dict(answer=lambda text: 0), "^answer must return a string, '' for none, not 0$"),
     (dict(reward=lambda p, text: 1.0), "must be a dict with 'correct'"),
     (dict(reward=lambda p, text: {"right": 1.0}), "must be a dict with 'correct'")])
 def test_a_wrong_task_is_found_before_the_warm_start(tmp_path, wrong, why, capsys):
@@ -772,23 +767,30 @@ def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     assert "is rebuilt: the demonstrations or their tokens changed" in capsys.readouterr().out
 
 
-def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
-    """Its settings may name a file as the task, which once was executed."""
+@pytest.mark.parametrize("name", ["task", "algo"])
+def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
+    """Its settings may name a file, which is executed only if a flag names it too. Of the algorithm a question and an
+    evaluation need nothing."""
     shutil.copytree(unbroken, tmp_path / "run")
-    ran, task = tmp_path / "ran", tmp_path / "task.py"
-    task.write_text(f"open({str(ran)!r}, 'w').close()\n" + Path(arithmetic.__file__).read_text())
+    ran, file = tmp_path / "ran", tmp_path / "file.py"
+    rest = Path(arithmetic.__file__).read_text() if name == "task" else "SETTINGS = {}\n"
+    file.write_text(f"open({str(ran)!r}, 'w').close()\n" + rest)
+    (tmp_path / "run" / "functions.py").write_text(file.read_text())
     about = json.loads((tmp_path / "run" / "run.json").read_text())
-    about["config"]["task"] = str(task)
+    about["config"][name] = str(file)
     (tmp_path / "run" / "run.json").write_text(json.dumps(about))
     _, state = checkpoint.load(tmp_path / "run", Config)
     checkpoint.write_checkpoint(Config(**about["config"] | {"out": str(tmp_path / "run")}), state)
     for mode in (["--resume", "--out"], ["--eval_only", "--init"], ["--ask", "1*1=", "--out"]):
-        assert "which would be executed" in fault(capsys, *mode, tmp_path / "run")
+        if name == "task" or "--resume" in mode:
+            assert "which would be executed" in fault(capsys, *mode, tmp_path / "run")
+        else:
+            main([*mode, str(tmp_path / "run")])
         assert not ran.exists()
-    main(["--eval_only", "--init", str(tmp_path / "run"), "--task", str(task)])
+    main(["--eval_only", "--init", str(tmp_path / "run"), f"--{name}", str(file)])
     assert ran.exists()
-    main(["--resume", "--out", str(tmp_path / "run"), "--task", str(task)])
-    assert show.resume_command(Config(task=str(task), out="x")).endswith(f"--out x --task {task}")
+    main(["--resume", "--out", str(tmp_path / "run"), f"--{name}", str(file)])
+    assert show.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
 
 
 @pytest.mark.parametrize("at", [0, 6])

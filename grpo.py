@@ -616,7 +616,7 @@ def train(cfg, task=None, saved=None):
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first:        # else the run is resumed after the iteration began
+        if done < first <= cfg.total_steps:     # else it had begun before the resume
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
@@ -662,12 +662,11 @@ def main(argv=None):
         if mode.report:
             report.print_report(mode.report, cfg.out)
         elif mode.eval_only or asked:
-            task, encoding, policy, held_out = setup.trained_model(cfg)
-            agent = Agent(cfg, task, encoding, policy)
+            agent = Agent(cfg, *setup.trained_model(cfg))
             if asked:
-                print(ask(agent, mode.ask))
+                show.print0(ask(agent, mode.ask))
             else:
-                show.results(evaluate(agent, held_out))
+                show.results(evaluate(agent, setup.held_out(agent)))
         else:
             with checkpoint.running(cfg):
                 train(cfg, saved=saved)

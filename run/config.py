@@ -132,6 +132,11 @@ def build(config, task, chosen):
         if name not in names and name not in own:
             raise no_setting(name, [*names, *own])
     args = {name: chosen.get(name, default) for name, default in own.items()}
+    for name, default in own.items():
+        kinds = (int, float) if type(default) is float else type(default)
+        if not isinstance(args[name], kinds):
+            raise UserError(f"--{name} must be of the type {type(default).__name__}, got "
+                            f"{args[name]!r}")
     rest = {name: x for name, x in chosen.items() if name not in own}
     return config(**rest | {"task_args": args})
 

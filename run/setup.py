@@ -76,8 +76,10 @@ def shipped(cfg):
     return warm_start.shipped(cfg)
 
 def trained_model(cfg):
-    """The task, the tokenizer and the model in --init or --out, and the held-out problems."""
+    """The task, the tokenizer and the model in --init or --out."""
     dist.start(cfg)
-    task = load_task(cfg.task)
-    encoding, policy = pretrained.trained_model(cfg)
-    return task, encoding, policy, preflight.held_out(cfg, task, encoding, policy)
+    return load_task(cfg.task), *pretrained.trained_model(cfg)
+
+def held_out(agent):
+    """The held-out problems to evaluate an agent on: a question needs none."""
+    return preflight.held_out(agent.cfg, agent.task, agent.encoding, agent.policy)

@@ -17,7 +17,10 @@ def print0(text):
         say(text, sys.stdout)
 
 def say(text, stream):
-    """Prints to a stream. If nobody reads it any more (`| head`), the run goes on silently."""
+    """Prints to a stream. If it is closed (None), or nobody reads it any more (`| head`), the run
+    goes on silently."""
+    if stream is None:
+        return
     try:
         print(text, file=stream, flush=True)
     except OSError:
@@ -58,7 +61,7 @@ def coloured(piece, adv):
     """A token's text. In a terminal it is green if its advantage is positive, red if it is
     negative, and grey if it is 0."""
     piece = on_one_line(piece)
-    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+    if not sys.stdout or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return piece
     code = 90
     if adv != 0:

@@ -9,14 +9,12 @@ import pytest
 import torch
 from conftest import tiny_model
 
-import data
 import grpo
 import reward
 from data import UserError
 from data.tokenizer import byte_encoding
-from grpo import Config
-from run import batches, checkpoint, dist, files, pretrained, report, setup, show, warm_start
-from run.setup import Agent
+from grpo import Agent, Batch, Config
+from run import checkpoint, config, dist, files, passes, pretrained, report, setup, show, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile=False)
@@ -34,21 +32,21 @@ def with_(**changes):
 def test_who_needs_a_reference(changes, needed):
     """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
     assert with_(**changes).needs_reference is needed
-    agent = setup.new_agent(with_(**changes), None, None, tiny_model())
+    agent = grpo.new_agent(with_(**changes), None, None, tiny_model())
     assert (agent.ref is not None) is needed
 
 
 def test_an_agent_for_answers_is_a_policy_alone():
     agent = Agent(CFG, None, None, tiny_model())
     assert agent.ref is agent.critic is agent.reward_model is agent.opt is None and agent.sampler is agent.policy
-    assert setup.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
+    assert grpo.new_agent(with_(beta=0.3), None, None, tiny_model()).beta == 0.3
 
 
 @pytest.mark.parametrize("baseline, critic, there, own", [
     ("group", "separate", False, False), ("value", "shared", True, False), ("value", "separate", True, True),
     ("group+value", "shared", True, False), ("group+value", "separate", True, True)])
 def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there, own):
-    agent = setup.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
+    agent = grpo.new_agent(with_(baseline=baseline, critic=critic), None, None, tiny_model())
     assert (agent.critic is not None) is there
     if own:
         pairs = zip(agent.policy.parameters(), agent.critic.trunk.parameters(), strict=True)
@@ -58,7 +56,7 @@ def test_a_critic_is_on_the_policy_or_begins_as_its_copy(baseline, critic, there
 
 def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
     """Its weights have a standard deviation of 1 / sqrt(C + 1), and follow from the seed."""
-    agent = setup.new_agent(with_(reward="model"), None, None, tiny_model())
+    agent = grpo.new_agent(with_(reward="model"), None, None, tiny_model())
     number = random.Random("1/scorer/0").getrandbits(63)
     draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
     torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
@@ -68,14 +66,14 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 def test_a_run_begins_in_evaluation_mode():
     """Also heads, to which a fork may add dropout."""
-    agent = setup.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
+    agent = grpo.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
     models_of = (agent.policy, agent.ref, agent.critic, agent.reward_model)
     assert not any(part.training for model in models_of for part in model.modules())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
-    agent = setup.new_agent(with_(dtype=dtype), None, None, pretrained.to_device(tiny_model(), with_(dtype=dtype)))
+    agent = grpo.new_agent(with_(dtype=dtype), None, None, pretrained.to_device(tiny_model(), with_(dtype=dtype)))
     assert (agent.sampler is not agent.policy) is (dtype == "bfloat16")
 
 
@@ -88,13 +86,13 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     """With one update per rollout the loss has its own, and only a KL in the reward needs a pass."""
     cfg, of_pass = with_(**given, **updates), several if updates else one
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)})
-    agent = setup.new_agent(cfg, task, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
+    agent = grpo.new_agent(cfg, task, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     asked = []
 
     def logps(gpt, batch, cfg, critic=None):
         asked.append((gpt, critic))
         return torch.full_like(batch.logp, -7.0), torch.zeros_like(batch.logp) if critic else None
-    monkeypatch.setattr(batches, "logps", logps)
+    monkeypatch.setattr(passes, "logps", logps)
     batch, _ = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     if updates:
         assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
@@ -103,26 +101,30 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     if cfg.kl == "reward":      # the reference's are the same as the pass's: no penalty, up to the last bit
         zero, value = torch.zeros_like(batch.logp), torch.zeros_like(batch.logp) if agent.critic else None
         assert torch.equal(batch.adv, grpo.advantages(batch.reward, batch.ends, batch.mask, zero, value, cfg)[0])
-    passes = [(agent.sampler, agent.critic)] if of_pass or agent.critic else []
-    assert asked == [*passes, (agent.ref, None)]
+    first = [(agent.sampler, agent.critic)] if of_pass or agent.critic else []
+    assert asked == [*first, (agent.ref, None)]
 
 
-def test_completions_are_sampled_unless_told(monkeypatch):
-    """Also those that label the steps of another one."""
-    monkeypatch.setattr(grpo, "sample", lambda *given: given)
-    agent = SimpleNamespace(cfg=CFG, sampler="sampler", encoding=SimpleNamespace(stop={1}))
-    assert grpo.complete(agent, ["prompt"], 4, "u", [7]) == ("sampler", ["prompt"], 4, [7], 1.0, {1}, "u", 0)
-    assert grpo.complete(agent, ["prompt"], 4, "u", n_greedy=1) == ("sampler", ["prompt"], 4, 8, 1.0, {1}, "u", 1)
+def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_one(monkeypatch):
+    """Of as many tokens as --max_new, or as told."""
+    asked = []
 
-
-def test_no_row_is_greedy_unless_told(monkeypatch):
-    asked, batch = [], SimpleNamespace(finished=torch.ones(2, 4, dtype=torch.bool))
-    monkeypatch.setattr(grpo, "complete", lambda *given, **named: asked.append(named | dict(enumerate(given))) or batch)
-    monkeypatch.setattr(reward, "score", lambda *given: None)
-    agent = SimpleNamespace(task=None, encoding=byte_encoding(), cfg=CFG)
-    for told in ({}, {"n_greedy": 1}):
-        grpo.generate(agent, PROBLEMS[:2], torch.zeros(2, 4, 8), **told)
-    assert [given["n_greedy"] for given in asked] == [0, 1]
+    def sample(*given):
+        asked.append(given)
+        return SimpleNamespace(ids=torch.zeros(2 * given[2], 1).long())
+    monkeypatch.setattr(grpo, "sample", sample)
+    monkeypatch.setattr(reward, "score_by_rule", lambda *given: None)
+    agent = SimpleNamespace(cfg=with_(temperature=0.5), sampler="sampler", encoding=byte_encoding())
+    grpo.complete(agent, ["prompt"], 4, [7], "u")
+    grpo.complete(agent, ["prompt"], 4, [7])
+    for group, rng in ((4, random.Random(0)), (4, random.Random(0)), (4, random.Random(1)), (1, None)):
+        grpo.generate(agent, PROBLEMS[:2], group, rng)
+    stop, prompts = agent.encoding.stop, [[*b"0="], [*b"1="]]
+    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, "u"), ("sampler", ["prompt"], 4, [7], 0.5, stop, None)]
+    drawn = [given[-1] for given in asked[2:]]
+    assert [given[:-1] for given in asked[2:]] == [("sampler", prompts, group, [8, 8], 0.5, stop) for group in (4, 4, 4, 1)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[3] is None
+    assert drawn[0].shape == (8, 8) and len(drawn[0].unique()) == 64
 
 
 # ------------------------------------------------------------------------------------- a step
@@ -135,7 +137,7 @@ def test_the_learning_rate_halves(half_life, rates, monkeypatch):
     monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: seen.append(agent.opt.param_groups[0]["lr"]) or {"kl": 0.0})
     opt = torch.optim.SGD([torch.zeros(1)], 0.4)
     for step in range(1, 5):
-        grpo.train_step(SimpleNamespace(cfg=with_(lr=0.4, half_life=half_life), beta=0.5, opt=opt), PROBLEMS, step)
+        grpo.train_step(Agent(with_(lr=0.4, half_life=half_life), None, None, None, beta=0.5, opt=opt), PROBLEMS, step)
     assert seen == pytest.approx(rates)
 
 
@@ -154,7 +156,7 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
     """All rewards alike, and the critic without an opinion: a share of 0, which once could have been no number."""
     cfg = with_(baseline="value", adv_scale="none", kl="none", lam=1.0)
     task = SimpleNamespace(reward=lambda p, text: {"correct": value}, DEFAULTS={})
-    agent = setup.new_agent(cfg, task, byte_encoding(), tiny_model())
+    agent = grpo.new_agent(cfg, task, byte_encoding(), tiny_model())
     agent.encoding.stop = frozenset(range(257))                     # all end with their first token
     _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     assert stats["explained_variance"] == 1 and stats["reward"] == value
@@ -162,44 +164,39 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(value):
 
 # ------------------------------------------------------------------------------- the reward model
 
-@pytest.mark.parametrize("fit_prompts, apart", [(30, 3), (18, 1), (19, 1), (20, 2)])
+@pytest.mark.parametrize("fit_prompts, apart", [(30, 3), (18, 1), (19, 1), (20, 2), (99, 3)])
 def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, monkeypatch):
     """Both rounded down: of 30 problems the first 3 are never fitted."""
-    parts = []
-    monkeypatch.setattr(batches, "in_chunks", lambda name, drawn, size: parts.append((drawn, size)) or [])
-    monkeypatch.setattr(batches, "concatenate", lambda *rows: {})
-    monkeypatch.setattr(reward, "refit", lambda *given: ({"ids": 1}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
-    monkeypatch.setattr(reward, "CHOICES", 2)
-    monkeypatch.setattr(grpo, "FIT_STEPS", fit_prompts)
-    cfg = with_(reward="model", prompts=1, group=8)
-    agent = Agent(cfg, None, None, None, reward_model=1)
-    assert grpo.begin_iteration(agent, PROBLEMS, 0) == {"rm_accuracy": 1.0, "rm_error": 0.0}
-    (drawn, size), = parts
-    numbers = [PROBLEMS.index(p) for p in drawn]
-    assert len(set(numbers)) == len(numbers) == fit_prompts and size == 4 * 1       # at most the rows of a rollout
+    monkeypatch.setattr(reward, "FIT_STEPS", fit_prompts)
+    parts = reward.problems_to_label(PROBLEMS, with_(prompts=1), random.Random(0))
+    numbers = [PROBLEMS.index(p) for part in parts for p in part]
+    assert len(set(numbers)) == len(numbers) == min(fit_prompts, 30) and len(parts[0]) == apart
     assert all(i < 3 for i in numbers[:apart]) and all(i >= 3 for i in numbers[apart:])
-    assert agent.history == {"ids": 1}
 
 
-@pytest.mark.parametrize("labels, rank, asked", [("model", 0, False), ("rollouts", 0, True), ("rollouts", 1, True)])
-def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, asked, monkeypatch):
-    """The ranks label rows of their own; all else they draw alike."""
-    streams, got = [], []
-    rng = dist.rng
+@pytest.mark.parametrize("labels, rank", [("model", 0), ("rollouts", 0), ("rollouts", 1)])
+def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, monkeypatch):
+    """The ranks label rows of their own, with other numbers each time; all else they draw alike."""
+    streams, rng = [], dist.rng
     monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
     monkeypatch.setattr(dist, "rank", lambda: rank)
     monkeypatch.setattr(dist, "ranks", lambda: 2)
-    rows = SimpleNamespace(ids=torch.zeros(2, 3), mask=torch.ones(2, 3), ends=torch.ones(2, 3), reward=torch.zeros(2, 3))
-    monkeypatch.setattr(grpo, "generate", lambda agent, part, u: rows)
-    monkeypatch.setattr(reward, "of_steps", lambda task, batch, cfg, encoding: (batch.reward, batch.ends))
-    monkeypatch.setattr(reward, "rollout_labels", lambda complete, agent, batch, source: (
-        got.append(source), torch.ones(2, 3))[1])
-    monkeypatch.setattr(reward, "refit", lambda model, rows, history, cfg, source: (
-        rows, {"rm_accuracy": rows["label"].mean().item(), "rm_error": 0.0}))
-    cfg = with_(reward=labels, supervision="process")
-    agent = Agent(cfg, None, None, None, reward_model=1)
-    assert grpo.begin_iteration(agent, PROBLEMS, 4)["rm_accuracy"] == asked and bool(got) is asked
-    assert streams == [("fit", 4), (f"labels of rank {rank}", 4)]
+    on = torch.ones(2, 3, dtype=torch.bool)
+
+    def generate(agent, part, group, rng):
+        """Rows of one step."""
+        last = passes.last_tokens(on)
+        return Batch(on.long(), on, None, None, torch.zeros(2).long(), reward=torch.zeros(2, 3), ends=last)
+    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(reward, "of_rule", lambda agent, batch: (batch.reward, batch.ends))
+    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: {"rm_accuracy": len(batches), "rm_error": held_out})
+    agent = Agent(with_(reward=labels, supervision="process"), None, None, None, reward_model=1)
+    for iteration in (4, 5):
+        assert grpo.refit_reward_model(agent, PROBLEMS, iteration) == {"rm_accuracy": 15, "rm_error": 3}
+    assert [of for of in streams if of[0] == "fit"] == [("fit", 4), ("fit", 5)]
+    others = [of for of in streams if of[0] != "fit"]
+    assert {purpose for purpose, _ in others} == ({f"labels of rank {rank}"} if labels == "rollouts" else set())
+    assert len(others) == len(set(others)) == (30 if labels == "rollouts" else 0)
 
 
 def test_a_fit_is_in_training_mode():
@@ -239,25 +236,23 @@ def order(monkeypatch):
 
     def made(halt=None, saved=None, **changes):
         cfg = with_(**changes)
-        monkeypatch.setattr(setup, "begin", lambda *given: (cfg, None, None, PROBLEMS[:20], PROBLEMS[20:]))
-        monkeypatch.setattr(setup, "new_agent", lambda *given: SimpleNamespace(cfg=cfg))
+        monkeypatch.setattr(setup, "begin", lambda *given: (cfg, None, None, None, PROBLEMS[:20], PROBLEMS[20:]))
+        monkeypatch.setattr(grpo, "new_agent", lambda *given: Agent(cfg, None, None, None, reward_model=1))
         monkeypatch.setattr(dist, "stop_asked", lambda: 15 if at[0] == halt else 0)
         notes.clear()
         try:
-            grpo.train(cfg, task=SimpleNamespace(), saved=saved)
+            grpo.train(cfg, saved=saved)
         except dist.Stopped as when:
             notes.append(f"stopped {when}")
         return notes
-    note(grpo, "begin_iteration", lambda agent, problems, i: f"iteration {i}", {})
+    note(grpo, "refit_reward_model", lambda agent, problems, i: f"iteration {i}", {})
     note(grpo, "evaluate", lambda agent, problems: f"evaluation on {problems[0].prompt}", {"greedy": 0.5})
-    note(files, "log_metrics", lambda where, step, stats: f"log {step} {' '.join(stats)}")
+    note(files, "append", lambda path, record: f"log {' '.join(map(str, [record.pop('step'), *record]))}")
     note(checkpoint, "keep_best", lambda agent, step, results: f"{results['greedy']} at {step}")
     note(checkpoint, "save", lambda agent, step, *_: f"save {step}")
     monkeypatch.setattr(report, "refresh", lambda folder: None)
     note(show, "farewell", lambda cfg, question: f"try {question}")
-    monkeypatch.setattr(show, "header", lambda *given: None)
-    monkeypatch.setattr(show, "step_line", lambda *given: None)
-    monkeypatch.setattr(report, "log_samples", lambda *given, last: None)
+    monkeypatch.setattr(report, "log_step", lambda *given: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made
 
@@ -317,12 +312,12 @@ def test_a_resumed_run_goes_on_with_the_next_step(order):
 # ------------------------------------------------------------------------------ the command line
 
 def test_a_question_may_leave_no_room_for_an_answer():
-    """A context of 64: with 63 tokens of a prompt there is one for the answer; with 64 a line says so."""
+    """A context of 64: after 63 or 64 tokens of a prompt there is one for the answer; of 65 a line says so."""
     agent = Agent(CFG, None, byte_encoding(), tiny_model())
-    assert len(grpo.ask(agent, "1" * 63)) >= 63
+    assert len(grpo.ask(agent, "1" * 63)) >= 63 and len(grpo.ask(agent, "1" * 64)) >= 64
     assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
-    with pytest.raises(UserError, match="64 tokens and --max_new 1 do not fit"):
-        grpo.ask(agent, "1" * 64)
+    with pytest.raises(UserError, match="65 tokens do not fit a context of 64"):
+        grpo.ask(agent, "1" * 65)
 
 
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
@@ -349,8 +344,9 @@ def command(monkeypatch):
     monkeypatch.setattr(dist, "prepare", lambda: None)
     monkeypatch.setattr(dist, "start_ranks", tried.append)
     monkeypatch.setattr(dist, "exit_with", tried.append)
-    monkeypatch.setattr(data, "load_task", lambda name: SimpleNamespace(
-        DEFAULTS={}, problems=lambda: (PROBLEMS[:20], PROBLEMS[20:])))
+    task = SimpleNamespace(DEFAULTS={}, problems=lambda: (PROBLEMS[:20], PROBLEMS[20:]))
+    for module in (config, setup):
+        monkeypatch.setattr(module, "load_task", lambda name: task)
 
     def ended(*args):
         tried.clear()
@@ -365,7 +361,7 @@ def test_a_stopped_run_ends_with_the_code_of_its_signal(number, command, monkeyp
         signal.raise_signal(number)
         raise dist.Stopped("after step 3")
     monkeypatch.setattr(grpo, "train", train)
-    assert command("--out", "there") == [torch.device("cpu"), 128 + int(number)]
+    assert command("--out", "there") == [128 + int(number)]
     assert capsys.readouterr().out == "stopped after step 3; continue with: python grpo.py --resume --out there\n"
 
 
@@ -384,41 +380,45 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts
     """A greedy row and 8 samples of each of 9 problems. What counts for each is of its own rows: problem
     i is solved by i of its samples, which agree, and its others by i differ; the greedy row is right
     where i is odd."""
-    problems, parts = [SimpleNamespace(prompt=str(i)) for i in range(9)], []
+    problems, parts = [SimpleNamespace(prompt=str(i)) for i in range(9)], ([], [])
 
-    def generate(agent, part, u, n_greedy):
+    def generate(agent, part, n, rng=None):
         """Texts and what is right, known beforehand."""
-        parts.append(len(part))
-        right = [x for p in part for i in [int(p.prompt)] for x in (i % 2, *(k >= 8 - i for k in range(8)))]
-        texts = [x for p in part for i in [int(p.prompt)]
-                 for x in (f"greedy {i}", *(f"right {i}" if k >= 8 - i else f"wrong {i} {k}" for k in range(8)))]
-        assert u.shape == (len(part), 9, 8) and n_greedy == 1 and (u[:, 1:] > 0).any()
+        assert n == (1 if rng is None else 8) and (n * len(part) <= prompts * group or len(part) == 1)
+        seen = [int(p.prompt) for p in part]
+        parts[rng is not None].append(len(part))
+        right, texts = [i % 2 for i in seen], [f"greedy {i}" for i in seen]
+        if rng is not None:
+            right = [k >= 8 - i for i in seen for k in range(8)]
+            texts = [f"right {i}" if k >= 8 - i else f"wrong {i} {k}" for i in seen for k in range(8)]
         return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
                                components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     agent = Agent(with_(prompts=prompts, group=group), SimpleNamespace(answer=str), None, tiny_model())
     found = grpo.evaluate(agent, problems)
-    assert parts == [at_a_time] * (9 // at_a_time) + [9 % at_a_time] * (9 % at_a_time > 0)
+    assert parts[1] == [at_a_time] * (9 // at_a_time) + [9 % at_a_time] * (9 % at_a_time > 0) and sum(parts[0]) == 9
     assert found["greedy"] == pytest.approx(4 / 9) and found["pass@1"] == pytest.approx(36 / 8 / 9)
     assert found["pass@8"] == pytest.approx(8 / 9) and found["maj@8"] == pytest.approx(7 / 9)
 
 
 def test_samples_that_are_all_right_are_no_others(monkeypatch):
-    """The votes of a problem begin after its greedy row and end before the next one's."""
-    def generate(agent, part, u, n_greedy):
+    """The votes of a problem are its own samples'."""
+    def generate(agent, part, n, rng=None):
         """Greedy rows are wrong, and say what the samples of the next problem say."""
-        return SimpleNamespace(finished=torch.ones(6, dtype=torch.bool), texts=["b", "a", "c", "a", "b", "d"],
-                               components={"correct": torch.tensor([0., 1, 0, 0, 1, 0])})
+        texts = ["b", "a"] if rng is None else ["a", "c", "b", "d"]
+        right = [0., 0] if rng is None else [1., 0, 1, 0]
+        return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
+                               components={"correct": torch.tensor(right)})
     monkeypatch.setattr(grpo, "generate", generate)
     agent = Agent(with_(prompts=2, group=3, samples=2), SimpleNamespace(answer=str), None, tiny_model())
     assert grpo.evaluate(agent, PROBLEMS[:2]) == {"greedy": 0, "pass@1": 0.5, "pass@2": 1, "maj@2": 1}
 
 
 def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
-    def read_command(argv):
+    def read(*given):
         """Ctrl-C comes."""
         raise KeyboardInterrupt
-    monkeypatch.setattr(grpo, "read_command", read_command)
+    monkeypatch.setattr(config, "read", read)
     with pytest.raises(SystemExit) as ended:
         grpo.main([])
     assert ended.value.code == 130 and capsys.readouterr() == ("", "")
@@ -428,16 +428,15 @@ def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
 def test_labelling_has_as_many_rows_as_a_rollout_but_a_problem_a_prompt(group, choices, sizes, monkeypatch):
     seen = []
 
-    def generate(agent, part, u):
+    def generate(agent, part, n, rng):
         """Completions of one token."""
         seen.append(len(part))
-        n = u.size(0) * u.size(1)
-        return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None, None)
+        n *= len(part)
+        return Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None, None)
     monkeypatch.setattr(grpo, "generate", generate)
-    monkeypatch.setattr(reward, "of_steps", lambda task, b, *_: (torch.zeros(b.ids.shape), b.mask))
-    monkeypatch.setattr(reward, "refit", lambda *_: ({}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
+    monkeypatch.setattr(reward, "of_rule", lambda agent, b: (torch.zeros(b.ids.shape), b.mask))
+    monkeypatch.setattr(reward, "refit", lambda *_: {"rm_accuracy": 1.0, "rm_error": 0.0})
     monkeypatch.setattr(reward, "CHOICES", choices)
-    monkeypatch.setattr(grpo, "FIT_STEPS", 20 / 3)
     cfg = with_(prompts=3, group=group, reward="model")
-    grpo.begin_iteration(Agent(cfg, None, None, None, reward_model=1), PROBLEMS, 0)
+    grpo.refit_reward_model(Agent(cfg, None, None, None, reward_model=1), PROBLEMS[:20], 0)
     assert seen == sizes

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load
 
 import grpo
-from data import UserError
+from data import UserError, load_task, tokenizer
 from grpo import Config, main
-from run import checkpoint, dist, files, pretrained, setup, warm_start
+from run import checkpoint, config, files, pretrained, show, warm_start
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
 TASK = """
@@ -70,17 +70,17 @@ def run(tmp_path):
     task = ["--task", str(tmp_path / "letters.py")]
 
     def command(out, *args, kill_at=None):
-        command.saved, real, log = [], checkpoint.save, files.log_metrics
+        command.saved, real, append = [], checkpoint.save, files.append
         def save(agent, step, *stats):
             command.saved.append(step)
             real(agent, step, *stats)
-        def log_metrics(where, step, stats):
-            if step == kill_at:
+        def killed(path, record):
+            if path.name == "metrics.jsonl" and record["step"] == kill_at:
                 raise Killed
-            log(where, step, stats)
+            append(path, record)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "save", save)
-            patch.setattr(files, "log_metrics", log_metrics)
+            patch.setattr(files, "append", killed)
             given = [] if "--resume" in args else SMALL
             try:
                 main([*task, *given, *map(str, args), "--out", str(tmp_path / out)])
@@ -137,10 +137,18 @@ def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
         assert str(e.value).endswith(f"may change only {', '.join(allowed)}")
 
 
+def resumed(*flags):
+    """The Config and the Checkpoint with which a command line goes on."""
+    mode, given = config.read(Config, "", ["--resume", *map(str, flags)])
+    assert mode.resume
+    given, saved = checkpoint.settings(mode, grpo.make_config(**given), given)
+    return grpo.make_config(**given), saved
+
+
 def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     """The defaults of the command line are not flags: a run goes on with its own settings."""
-    mode, cfg, saved = grpo.read_command(["--resume", "--out", str(begun / "one")])
-    assert mode["resume"] and cfg == checkpoint.load(begun / "one", Config)[0] and saved.step == 2
+    cfg, saved = resumed("--out", begun / "one")
+    assert cfg == checkpoint.load(begun / "one", Config)[0] and saved.step == 2
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
 
 
@@ -161,10 +169,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_any_optimizer(name, run, monkeypatch):
     """Its own state decides what is kept: weights, state and rates are those of a run that did not stop."""
-    def new_optimizer(modules, lr, eps=None):
-        return OPTIMIZERS[name]([p for module in modules if module for p in module.parameters()], lr)
+    def new_optimizer(agent):
+        return OPTIMIZERS[name]([*agent.policy.parameters()], agent.cfg.lr)
     first = run("first", "--steps", 1)                      # its warm start is made by AdamW
-    monkeypatch.setattr(warm_start, "new_optimizer", new_optimizer)
+    monkeypatch.setattr(grpo, "new_optimizer", new_optimizer)
     start = ["--init", first / "warm_start", "--warm_steps", 0, "--half_life", 1]
     whole, half = run("whole", *start, "--steps", 4), run("half", *start, "--steps", 2)
     run("half", "--resume", "--steps", 4)
@@ -176,12 +184,16 @@ def test_a_run_goes_on_with_any_optimizer(name, run, monkeypatch):
     assert any(n.startswith("opt.") for n in one) is (name != "SGD")
 
 
-def test_every_groups_rate_halves():
-    weights = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
-    opt = two_groups(weights, 0.1)
-    for factor, want in ((0.5, [0.05, 0.5]), (0.25, [0.025, 0.25]), (1.0, [0.1, 1.0])):
-        warm_start.scale_rates(opt, factor)
-        assert [group["lr"] for group in opt.param_groups] == pytest.approx(want)
+def test_every_groups_rate_halves(run, monkeypatch):
+    rates, real = [], grpo.update
+
+    def update(agent, *given):
+        rates.append([group["lr"] for group in agent.opt.param_groups])
+        return real(agent, *given)
+    monkeypatch.setattr(grpo, "new_optimizer", lambda agent: two_groups([*agent.policy.parameters()], agent.cfg.lr))
+    monkeypatch.setattr(grpo, "update", update)
+    run("run", "--steps", 3, "--half_life", 1)
+    assert rates == [pytest.approx([5e-3 * x, 5e-2 * x]) for x in (1, 0.5, 0.25)]
 
 
 @pytest.mark.slow
@@ -203,7 +215,7 @@ def test_a_run_goes_on_with_its_task(run, capsys, monkeypatch, tmp_path):
     assert "to allow it, add --task" in fault(capsys, "--resume", "--out", out)
     main([*SMALL, "--task", "sums", "--prompts", "2", "--group", "2", "--max_new", "16", "--steps", "1", "--held_out", "2",
           "--out", str(tmp_path / "sums")])
-    assert grpo.read_command(["--resume", "--out", str(tmp_path / "sums")])[1].task == "sums"
+    assert resumed("--out", tmp_path / "sums")[0].task == "sums"
     assert "has --task sums, not arithmetic" in fault(capsys, "--resume", "--task", "arithmetic", "--out", tmp_path / "sums")
 
 
@@ -218,7 +230,7 @@ def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
     main([*SMALL, "--task", "gsm8k", "--train", str(paths["train"]), "--test", str(paths["test"]), "--prompts", "2",
           "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "1", "--out", str(tmp_path / "run")])
     shutil.copy(paths[name], tmp_path / "copy")
-    resume = ["--resume", "--steps", 2, "--out", tmp_path / "run"]
+    resume = ["--resume", "--task", "gsm8k", "--steps", 2, "--out", tmp_path / "run"]
     assert f"has --{name} {paths[name]}, not {tmp_path / 'copy'}" in fault(capsys, *resume, f"--{name}", tmp_path / "copy")
     paths[name].write_text("".join(rows[:-1]))
     assert f"{paths[name]} has changed since the run in" in fault(capsys, *resume)
@@ -254,14 +266,14 @@ def test_a_model_is_asked_for_what_it_is_surest_of(run, capsys):
     out = run("run", "--steps", 1)
     cfg = checkpoint.load(out, Config)[0]
     cfg = dataclasses.replace(cfg, init=str(out))
-    agent = setup.Agent(cfg, grpo.data.load_task(cfg.task), *pretrained.trained_model(cfg))
+    agent = grpo.Agent(cfg, load_task(cfg.task), *pretrained.trained_model(cfg))
     lengths = []
     for question in ("ab=", "fc=", "q"):
         ids = prompt = agent.encoding.encode_prompt(question)
         while len(ids) < len(prompt) + cfg.max_new and ids[-1] not in agent.encoding.stop:
             best = (agent.policy(torch.tensor([ids]))[0, -1] @ agent.policy.embed_tokens.weight.T).argmax().item()
             ids = [*ids, best]
-        assert grpo.ask(agent, question) == grpo.tokenizer.decode(agent.encoding, ids).removesuffix("<|endoftext|>")
+        assert grpo.ask(agent, question) == show.printable(tokenizer.decode(agent.encoding, ids))
         lengths.append(len(ids) - len(prompt))
     assert max(lengths) == cfg.max_new
     capsys.readouterr()
@@ -312,13 +324,13 @@ def test_the_reference_of_an_iteration_is_the_policy_that_it_begins_with(run, mo
 
 def test_the_rate_falls_over_all_iterations(run, monkeypatch):
     """Its half-life is in steps of the run, not of an iteration."""
-    rates, real = [], warm_start.optimizer_step
+    rates, real = [], grpo.update
 
-    def optimizer_step(opt, clip):
-        rates.append(opt.param_groups[0]["lr"])
-        return real(opt, clip)
+    def update(agent, *given):
+        rates.append(agent.opt.param_groups[0]["lr"])
+        return real(agent, *given)
     out = run("start", "--steps", 0)
-    monkeypatch.setattr(warm_start, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(grpo, "update", update)
     run("run", "--init", out, "--warm_steps", 0, "--iterations", 2, "--half_life", 2, "--minibatches", 1)
     assert rates == pytest.approx([5e-3 * 0.5 ** (i / 2) for i in range(4)])
 

@@ -147,17 +147,19 @@ def sha256_of(tensors):
 
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
-    opened, streams, kept, found, real, updating = [], [], [], {}, grpo.rollout_labels, dist.updating
+    opened, streams, kept, found, rng, updating = [], [], [], {}, dist.rng, dist.updating
 
     def note(event, args):
         """Remember the files of the runs that this process opens to write."""
         if event == "open" and str(args[0]).startswith(str(where)) and args[2] & (os.O_WRONLY | os.O_RDWR):
             opened.append(str(args[0]))
 
-    def rollout_labels(agent, batch, source):
-        """The real one; remember where its random stream stands."""
-        streams.append(str(source.getstate()))
-        return real(agent, batch, source)
+    def stream(cfg, purpose, at=0):
+        """The real one; remember where a random stream of labels begins."""
+        made = rng(cfg, purpose, at)
+        if purpose.startswith("labels"):
+            streams.append(str(made.getstate()))
+        return made
 
     @contextlib.contextmanager
     def freed(agent):
@@ -175,7 +177,7 @@ def all_runs(rank, where):
             kept.append((share, before, held(agent.sampler)))
             yield
     sys.addaudithook(note)
-    grpo.rollout_labels, dist.updating = rollout_labels, freed
+    dist.rng, dist.updating = stream, freed
     dist.start_ranks(torch.device("cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)

@@ -21,7 +21,7 @@ from data import UserError
 from data.tokenizer import byte_encoding, load_encoding
 from grpo import Config, evaluate, main, make_config
 from model import GPT, GPTConfig
-from run import batches, checkpoint, dist, files, preflight, pretrained, setup, show, warm_start
+from run import checkpoint, config, dist, files, passes, pretrained, report, show, warm_start
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
@@ -52,7 +52,6 @@ def saved(where):
 
 
 def copy_warm_start(source, target):
-    import shutil
     shutil.copytree(source / "warm_start", target / "warm_start")
 
 
@@ -182,15 +181,20 @@ def test_every_algorithm_runs_and_moves_the_policy(unbroken, tmp_path, algo):
     assert ("kl" in m[1] and "beta" in m[1]) is (grpo.ALGOS[algo].get("kl") != "none")
 
 
-def test_an_algorithms_fields_can_be_overridden(tmp_path):
-    cfg = grpo.read_command(["--algo", "ppo", "--beta", "0", "--clip_high", "0.3"])[1]
+def settings(*flags):
+    """The Config of a command line."""
+    return make_config(**config.read(Config, "", flags)[1])
+
+
+def test_an_algorithms_fields_can_be_overridden():
+    cfg = settings("--algo", "ppo", "--beta", "0", "--clip_high", "0.3")
     assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
-    cfg = grpo.read_command(["--algo", "dapo", "--loss_mean", "constant", "--kl", "loss"])[1]
+    cfg = settings("--algo", "dapo", "--loss_mean", "constant", "--kl", "loss")
     assert (cfg.loss_mean, cfg.kl, cfg.clip_high) == ("constant", "loss", 0.28)      # of the row itself
 
 
-def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
-    scale = lambda *flags: grpo.read_command([*flags, "--out", str(tmp_path / "none")])[1].adv_scale
+def test_a_learned_reward_is_not_divided_by_the_std_unless_told():
+    scale = lambda *flags: settings(*flags).adv_scale
     assert scale() == "group" and scale("--reward", "model") == "none"
     assert scale("--reward", "model", "--adv_scale", "group") == "group"
     assert scale("--reward", "model", "--algo", "ppo") == "batch"           # the algorithm decides
@@ -200,12 +204,13 @@ def test_a_learned_reward_is_not_divided_by_the_std_unless_told(tmp_path):
 @pytest.mark.slow
 def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch):
     """It follows from the step alone; 0: it stays as it is."""
-    rates, real = [], warm_start.optimizer_step
+    rates, real = [], torch.optim.AdamW.step
 
-    def step(opt, grad_clip):
-        rates.append(opt.param_groups[0]["lr"])
-        return real(opt, grad_clip)
-    monkeypatch.setattr(warm_start, "optimizer_step", step)
+    def step(opt, *given):
+        if opt.defaults["lr"] == 1e-3:          # not the warm start's
+            rates.append(opt.param_groups[0]["lr"])
+        return real(opt, *given)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     for name, half_life in (("constant", "0"), ("falling", "2"), ("cut", "2")):
         copy_warm_start(unbroken, tmp_path / name)
         main([*SMALL, "--half_life", half_life, "--steps", "2" if name == "cut" else "3", "--out", str(tmp_path / name)])
@@ -219,7 +224,7 @@ def test_the_learning_rate_halves_and_is_resumed(unbroken, tmp_path, monkeypatch
 def test_ppo_has_an_epsilon_of_its_own(cfg, model):
     for algo, eps in (("grpo", 1e-8), ("ppo", 1e-5)):
         cfg = dataclasses.replace(cfg, **grpo.ALGOS[algo])
-        assert setup.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
+        assert grpo.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
 
 
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
@@ -236,7 +241,7 @@ def test_what_the_limit_costs_is_no_label(unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", -2.0)
     main([*SMALL, "--steps", "1", "--reward", "model", "--supervision", "process", "--temperature", "3", "--out", str(tmp_path)])
     rows = saved(tmp_path).tensors
-    last = batches.last_tokens(rows["history.mask"])
+    last = passes.last_tokens(rows["history.mask"])
     assert (rows["history.ids"][last] != 256).any() and metrics(tmp_path)[1]["finished"] < 1
     assert set(rows["history.label"][rows["history.ends"]].tolist()) <= {0.0, 1.0}
 
@@ -301,19 +306,19 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
 
 def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
     copy_warm_start(unbroken, tmp_path)
-    real = grpo.begin_iteration
+    real = grpo.refit_reward_model
     def begin(agent, problems, iteration):
         if iteration == 1:
             raise dist.Stopped("in the reward model")
         return real(agent, problems, iteration)
-    monkeypatch.setattr(grpo, "begin_iteration", begin)
+    monkeypatch.setattr(grpo, "refit_reward_model", begin)
     with pytest.raises(SystemExit):
-        main([*SMALL, "--iterations", "2", "--steps", "3", "--save_every", "9", "--out", str(tmp_path)])
+        main([*SMALL, *"--reward model --iterations 2 --steps 3 --save_every 9".split(), "--out", str(tmp_path)])
     assert saved(tmp_path).step == 3
 
 
 def test_a_rank_without_rows_in_a_fit():
-    warm_start.supervised_fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3, 1.0)
+    warm_start.supervised_fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3)
 
 
 # -------------------------------------------------------------------------------- what is written
@@ -371,7 +376,7 @@ def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     main([*SMALL, *"--steps 1 --minibatches 1 --dtype bfloat16 --held_out 1 --samples 1 --warm_steps 2".split(),
           "--init", str(unbroken / "warm_start"), "--out", str(tmp_path)])
     m = metrics(tmp_path)[1]
-    assert 1e-4 < m["mismatch"] < batches.MISMATCH[torch.bfloat16][0] and m["clip_share"] == 0
+    assert 1e-4 < m["mismatch"] < passes.MISMATCH[torch.bfloat16][0] and m["clip_share"] == 0
     tensors = saved(tmp_path).tensors
     assert {t.dtype for n, t in tensors.items() if n[:4] != "ref."} == {torch.float32}  # master weights
     ref = {n for n, t in tensors.items() if n[:4] == "ref." and t.dtype == torch.bfloat16}
@@ -409,17 +414,17 @@ def measured(monkeypatch, texts, finished):
     problems = [arithmetic.Problem("x", "c"), arithmetic.Problem("y", "a")]
     task = SimpleNamespace(answer=lambda t: t)
 
-    def generate(agent, chunk, u, n_greedy):
-        """A greedy completion and the samples of each problem."""
-        assert u.shape == (len(chunk), 9, 1024)
+    def generate(agent, chunk, n, rng=None):
+        """A greedy completion of each problem, or the samples."""
+        assert n == (1 if rng is None else 8)
         rows = [(t, t == p.answer and f, f) for p in chunk for t, f in
-                [("a", True), *zip(texts[p.prompt], finished[8 * problems.index(p):])]]
+                ([("a", True)] if rng is None else zip(texts[p.prompt], finished[8 * problems.index(p):]))]
         said, right, ended = zip(*rows)
         return SimpleNamespace(finished=torch.tensor(ended), texts=said,
                                components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
     policy = SimpleNamespace(device=torch.device("cpu"))
-    found = evaluate(setup.Agent(Config(), task, None, policy), problems)
+    found = evaluate(grpo.Agent(Config(), task, None, policy), problems)
     assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     return {name: found[name] for name in ("greedy", "pass@1", "pass@8", "maj@8")}
 
@@ -439,7 +444,6 @@ def measured(monkeypatch, texts, finished):
     (["--compile", "on"], "there is no argument on; see --help"),
     (["--temperature", "0"], "--temperature must be at least"),
     (["--loss_mean", "median"], "argument --loss_mean: invalid choice: 'median' (choose from "),
-    (["--minibatches", "9999"], "--minibatches 9999"),
     (["--prompts", "8000"], "--prompts 8000: the task has only 7600 problems"),
     (["--task", "chess"], "no task 'chess': choose"),
     (["--task", "./mine.py"], "no file mine.py"),
@@ -476,7 +480,7 @@ def fault(capsys, *args):
 
 
 def test_a_question_that_does_not_fit(unbroken, capsys):
-    assert "do not fit the model's context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
+    assert "99 tokens do not fit a context of 16" in fault(capsys, "--ask", "1" * 99, "--init", unbroken)
 
 
 @pytest.mark.parametrize("n", [17, 10 ** 9])
@@ -499,7 +503,7 @@ def test_an_evaluation_of_nothing(unbroken, tmp_path, capsys):
 def test_sizes_have_bounds(capsys, tmp_path):
     """Past them pass@k overflows, or ten minutes of labelling come before an error."""
     assert "--samples must be at most 1024, got 1025" in fault(capsys, "--samples", 1025)
-    assert data.answers.pass_at(512, [1.0] * 1024) == pytest.approx(1)
+    assert report.pass_at(512, [1.0] * 1024) == pytest.approx(1)
 
 
 def test_a_model_whose_context_is_too_short(unbroken, tmp_path, capsys):
@@ -542,7 +546,6 @@ def test_a_changed_task_gets_a_new_warm_start(unbroken, tmp_path, capsys, monkey
 
 def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
     """Neither the folder of --init nor the kept warm start."""
-    import shutil
     for name in ("checkpoint.safetensors", "metrics.jsonl", "samples.jsonl"):
         shutil.copy(unbroken / name, tmp_path)
     main(["--resume", "--steps", "7", "--out", str(tmp_path)])
@@ -599,7 +602,7 @@ def test_one_way_to_a_config():
     for flags in ([], ["--algo", "gspo"], ["--reward", "model", "--algo", "rloo", "--lr", "0.5"]):
         given = dict(zip([f[2:] for f in flags[::2]], flags[1::2]))
         given |= {"lr": float(given["lr"])} if "lr" in given else {}
-        assert grpo.read_command(flags)[1] == make_config(**given)
+        assert settings(*flags) == make_config(**given)
     with pytest.raises(UserError, match="there is no --algo trpo: there are grpo, reinforce"):
         make_config(algo="trpo")
 
@@ -607,7 +610,7 @@ def test_one_way_to_a_config():
 @pytest.mark.parametrize("given, why", [
     (dict(clip_hi=3), "there is no setting clip_hi: did you mean --clip_high\\?$"), (dict(group="8"), "--group must be of the type int, got '8'"),
     (dict(lr="1e-4"), "--lr must be of the type float, got '1e-4'"), (dict(seed=1.5), "must be of the type int, got 1.5"), (dict(out=3), "must be of the type str, got 3"),
-    (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
+    (dict(difficulty="1"), "--difficulty must be of the type int, got '1'"), (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(UserError, match=why):
         make_config(**given)
@@ -670,7 +673,6 @@ def test_a_finished_run_is_kept_aside(unbroken, tmp_path, capsys):
 
 def test_a_copied_run_is_resumed_where_it_lies(unbroken, tmp_path, monkeypatch):
     """The settings name the folder that it was copied from, which was once overwritten."""
-    import shutil
     before, here = weights(unbroken), tmp_path / "out" / "arithmetic"
     shutil.copytree(unbroken, here)
     monkeypatch.chdir(tmp_path)
@@ -721,11 +723,6 @@ def test_what_a_task_need_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("wrong, why", [
-    (dict(problems=lambda: [1, 2]), "must return two lists"),
-    (dict(problems=lambda: (["a"], ["b"])), "objects with a string .prompt."),
-    (dict(problems=lambda: (None, None)), "must return two lists"),
-    (dict(problems=lambda: (iter([]), iter([]))), "must return two lists"),
-    (dict(answer=lambda text: 0), "^answer must return a string, '' for none, not 0$"),
     (dict(reward=lambda p, text: 1.0), "must be a dict with 'correct'"),
     (dict(reward=lambda p, text: {"right": 1.0}), "must be a dict with 'correct'")])
 def test_a_wrong_task_is_found_before_the_warm_start(tmp_path, wrong, why, capsys):
@@ -770,24 +767,30 @@ def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     assert "is rebuilt: the demonstrations or their tokens changed" in capsys.readouterr().out
 
 
-def test_a_strangers_folder_runs_no_code(unbroken, tmp_path, capsys):
-    """Its settings may name a file as the task, which once was executed."""
-    import shutil
+@pytest.mark.parametrize("name", ["task", "algo"])
+def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
+    """Its settings may name a file, which is executed only if a flag names it too. Of the algorithm a question and an
+    evaluation need nothing."""
     shutil.copytree(unbroken, tmp_path / "run")
-    ran, task = tmp_path / "ran", tmp_path / "task.py"
-    task.write_text(f"open({str(ran)!r}, 'w').close()\n" + Path(arithmetic.__file__).read_text())
+    ran, file = tmp_path / "ran", tmp_path / "file.py"
+    rest = Path(arithmetic.__file__).read_text() if name == "task" else "SETTINGS = {}\n"
+    file.write_text(f"open({str(ran)!r}, 'w').close()\n" + rest)
+    (tmp_path / "run" / "functions.py").write_text(file.read_text())
     about = json.loads((tmp_path / "run" / "run.json").read_text())
-    about["config"]["task"] = str(task)
+    about["config"][name] = str(file)
     (tmp_path / "run" / "run.json").write_text(json.dumps(about))
     _, state = checkpoint.load(tmp_path / "run", Config)
     checkpoint.write_checkpoint(Config(**about["config"] | {"out": str(tmp_path / "run")}), state)
     for mode in (["--resume", "--out"], ["--eval_only", "--init"], ["--ask", "1*1=", "--out"]):
-        assert "which would be executed" in fault(capsys, *mode, tmp_path / "run")
+        if name == "task" or "--resume" in mode:
+            assert "which would be executed" in fault(capsys, *mode, tmp_path / "run")
+        else:
+            main([*mode, str(tmp_path / "run")])
         assert not ran.exists()
-    main(["--eval_only", "--init", str(tmp_path / "run"), "--task", str(task)])
+    main(["--eval_only", "--init", str(tmp_path / "run"), f"--{name}", str(file)])
     assert ran.exists()
-    main(["--resume", "--out", str(tmp_path / "run"), "--task", str(task)])
-    assert show.resume_command(Config(task=str(task), out="x")).endswith(f"--out x --task {task}")
+    main(["--resume", "--out", str(tmp_path / "run"), f"--{name}", str(file)])
+    assert show.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -847,9 +850,9 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch):
 
 
 def test_parts_stop_when_they_are_asked_to(monkeypatch):
-    assert [*batches.in_chunks("labelling", "abcde", 2)] == ["ab", "cd", "e"]
+    assert [*show.chunks("labelling", "abcde", 2)] == ["ab", "cd", "e"]
     with pytest.raises(dist.Stopped, match="in the labelling, which will begin again"), dist.stoppable():
-        for part in batches.in_chunks("labelling", "abcde", 2):
+        for part in show.chunks("labelling", "abcde", 2):
             assert part == "ab"
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -925,8 +928,8 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
 
 @pytest.mark.parametrize("compile", [True, False])
 def test_the_header_says_with_what_a_run_works(capsys, compile):
-    agent = setup.Agent(Config(device="cpu", dtype="float32", compile=compile, lr=3e-5), None, None, torch.nn.Linear(999, 10))
-    show.header(agent, range(70), range(5))
+    cfg = Config(device="cpu", dtype="float32", compile=compile, lr=3e-5)
+    show.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
     assert ["compiling" in line for line in said[1:]] == [True] * compile
@@ -937,7 +940,7 @@ def test_the_header_says_with_what_a_run_works(capsys, compile):
     (dict(lr=1e-4, baseline="value", adv_scale="none"), []), (dict(lr=1e-4, baseline="leave-one-out"), []),
     (dict(lr=1e-4, baseline="value"), ["--baseline value"])])
 def test_the_header_notes_what_a_newcomer_would_not_expect(settings, noted, capsys):
-    agent = setup.Agent(Config(device="cpu", dtype="float32", **settings), None, None, torch.nn.Linear(999, 10))
-    show.header(agent, range(70), range(5))
+    cfg = Config(device="cpu", dtype="float32", **settings)
+    show.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
     said = capsys.readouterr().out.splitlines()[1:]
     assert len(said) == len(noted) and all(text in line and line.startswith("note: ") for text, line in zip(noted, said))

@@ -17,7 +17,7 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import checkpoint, dist, preflight, pretrained, setup, warm_start
+from run import checkpoint, dist, preflight, pretrained, setup, show, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -33,7 +33,7 @@ def toy(**parts):
 # ------------------------------------------------------------------------------ whether it can run
 
 def check(changes, ranks, monkeypatch, task=None):
-    monkeypatch.setattr(dist, "world", lambda: (0, ranks))
+    monkeypatch.setattr(dist, "ranks", lambda: ranks)
     preflight.check_run(dataclasses.replace(CFG, **changes), task or toy(), PROBLEMS)
 
 
@@ -106,10 +106,11 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
     saved = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
+    monkeypatch.setattr(show, "header", lambda *given: None)
     monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(pretrained, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     got = setup.begin(cfg, toy(), saved)
-    assert got[0] == cfg and got[2:] == ("policy", PROBLEMS, HELD_OUT) and got[1].n_vocab == 257
+    assert got[0] == cfg and got[3:] == ("policy", PROBLEMS, HELD_OUT) and got[2].n_vocab == 257
     assert calls == [({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
         f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
@@ -409,7 +410,7 @@ COUNTS = dict(task="sums", task_args={"difficulty": 1}, init="x", chat="none", s
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
     """By the heading in Config under which it stands, and by DEPENDS_ON in run/warm_start.py."""
-    assert {*warm_start.settings(CFG)} == COUNTS.keys() and {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
+    assert {*warm_start.settings(CFG), "task_args"} == COUNTS.keys() and {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -97,7 +97,8 @@ def files(work, r, i):
 
 def flags(work, r, i):
     """One to four random flags, after tiny settings."""
-    fields = r.sample([f for f in dataclasses.fields(grpo.Config) if f.name not in LONG], r.randrange(1, 5))
+    known = [f for f in dataclasses.fields(grpo.Config) if f.name not in LONG and (f.type in ODD or get_args(f.type))]
+    fields = r.sample(known, r.randrange(1, 5))
     args = [str(x) for f in fields for x in (f"--{f.name}", r.choice(get_args(f.type) or ODD[f.type]))]
     return " ".join(args)[:200], (*TINY, "--out", work / "new", *args)
 

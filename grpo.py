@@ -270,14 +270,16 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
         # Tokens after the end go to the last column, which is cut off.
         column = torch.where(done[rows], T, start[rows] + n)
         ids[rows, column] = token
-        mask[rows, column] = True
+        mask[rows, column] = column < T
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
-        finished[rows] |= torch.isin(token, stop) & ~done[rows]
+        finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
         done = finished | (n + 1 >= room)
+        if n + 1 == longest:
+            break
         p = cache.append(token, column, done)   # (r, V), without dropped rows
         if len(p) == 0:
             break
-    T = mask[:, :T].nonzero()[:, 1].max() + 1
+    T = passes.row_lengths(mask[:, :T]).max().item()
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def complete(agent, prompts, group, room, u=None):

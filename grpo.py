@@ -266,12 +266,14 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
         ids[rows, column] = token
         mask[rows, column] = True
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
-        finished[rows] |= torch.isin(token, stop) & ~done[rows]
+        finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
         done = finished | (n + 1 >= room)
+        if n + 1 == longest:
+            break
         p = cache.append(token, column, done)   # (r, V), of the rows it still has
         if len(p) == 0:
             break
-    used = mask[:, :spare].nonzero()[:, 1].max() + 1
+    used = passes.row_lengths(mask[:, :spare]).max().item()
     return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
 def complete(agent, prompts, group, room, u=None):

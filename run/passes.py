@@ -199,8 +199,9 @@ def checked_gap(gaps, tokens, dtype):
     the mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
     gaps = torch.cat([gap.abs().flatten() for gap in gaps])
-    largest = dist.all_reduce(F.pad(gaps, (0, 1)).max(), distributed.ReduceOp.MAX).item()
-    mean = dist.all_reduce(gaps.sum()).item() / max(1, dist.all_reduce(tokens).item())
+    largest = dist.all_reduce(F.pad(gaps, (0, 1)).max(), distributed.ReduceOp.MAX)
+    largest, total = torch.stack([largest, dist.all_reduce(gaps.sum())]).tolist()
+    mean = total / max(1, dist.all_reduce(tokens).item())
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "

@@ -11,16 +11,15 @@ from conftest import tiny_model
 
 from grpo import make_config, sample
 from model import token_logps
-from run import caches, dist, preflight, pretrained
-from run.caches import KVCache, StaticCache, by_64, power_of_two
-from run.prefixes import SharedCache
+from run import caches, dist, passes, pretrained
+from run.caches import by_64, power_of_two
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: rows end all the time
 
 
 def static(model):
-    model.cache_class = StaticCache
+    model.kv_cache = "static"
     return model
 
 
@@ -43,24 +42,24 @@ def ending(model, at, prompts, group, longest):
     """A Batch whose row i samples the end token at its turn at[i]: the model finds it as likely as another one."""
     model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([9, 256]), 0.0)
     u = torch.where(torch.arange(longest) == torch.tensor(at)[:, None], 0.9, 0.1).double()
-    return sample(model, prompts, group, longest, 1.0, {256}, u)
+    return sample(model, prompts, group, [longest] * len(prompts), 1.0, {256}, u)
 
 
-@pytest.mark.parametrize("limits", [20, [5, 11, 8], [1, 1, 12], [40, 3, 1], [3, 1, 40]])
+@pytest.mark.parametrize("limits", [[20] * 3, [5, 11, 8], [1, 1, 12], [40, 3, 1], [3, 1, 40]])
 def test_the_same_as_the_plain_cache(limits):
     """Rows that have ended, or are at their limit, are computed on for a while: that changes nothing. Those that stay may be
     the first or the last."""
-    most = max(limits) if isinstance(limits, list) else limits
-    longest = max(len(p) + n for p, n in zip(PROMPTS, limits if isinstance(limits, list) else [limits] * 3))
+    longest = max(len(p) + n for p, n in zip(PROMPTS, limits))
     model = tiny_model(block_size=longest)      # no room for the longest prompt with the largest limit
-    u = uniform(24, most)
-    stop = STOP if most < 40 else {256}         # else no row is left at turn 16, when they are looked at
-    plain = sample(model, PROMPTS, 8, limits, 0.7, stop, u, n_greedy=1)
-    b = sample(static(model), PROMPTS, 8, limits, 0.7, stop, u, n_greedy=1)
-    for name in ("ids", "mask", "finished", "start"):
-        assert torch.equal(getattr(b, name), getattr(plain, name)), name
-    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
-    torch.testing.assert_close(b.logp, token_logps(model, b.ids, b.mask, 0.7)[0], rtol=0, atol=2e-5)
+    stop = STOP if max(limits) < 40 else {256}      # else no row is left at turn 16, when they are looked at
+    for u in (uniform(24, max(limits)), None):
+        model.kv_cache = "plain"
+        plain = sample(model, PROMPTS, 8, limits, 0.7, stop, u)
+        b = sample(static(model), PROMPTS, 8, limits, 0.7, stop, u)
+        for name in ("ids", "mask", "finished", "start"):
+            assert torch.equal(getattr(b, name), getattr(plain, name)), name
+        torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+        torch.testing.assert_close(b.logp, token_logps(model, b.ids, b.mask, 0.7), rtol=0, atol=2e-5)
 
 
 def test_rows_leave_once_half_of_them_have_ended_and_are_looked_at_every_16_tokens():
@@ -89,18 +88,18 @@ def test_a_row_that_is_alone_is_computed_beside_another_one():
     model = static(tiny_model())
     sizes, probs, seen = [], model.probs, watched(model)
     model.probs = lambda h: (sizes.append(len(h)), probs(h))[1]
-    b = sample(model, PROMPTS[:1], 1, 20, 1.0, {256}, uniform(1, 20))
+    b = sample(model, PROMPTS[:1], 1, [20], 1.0, {256}, uniform(1, 20))
     assert b.mask.sum() == 20 and sizes[1:] == [2] * 19 and {rows for rows, _ in seen[1:]} == {2}
 
 
 def test_a_step_reads_the_slots_in_use_alone():
     """The Memory may be much longer, for other rollouts: what it holds there is not even looked at."""
     model = static(tiny_model(block_size=256))
-    want = sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    want = sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
     memory = caches.memory_of(model, 32, 256)
     for x in (x for layer in memory.cache for x in layer):
         x[:, :, 64:] = float("nan")
-    b = sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    b = sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
     assert caches.MEMORY[model] is memory and torch.equal(b.ids, want.ids) and torch.equal(b.logp, want.logp)
 
 
@@ -113,23 +112,23 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
         assert all(x.shape == (memory.rows, 2, memory.slots + 1, 8) and x.dtype == memory.dtype
                    for kv in memory.cache for x in kv)
         return memory.rows, memory.slots
-    sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
     first = caches.MEMORY[model]
     assert size() == (32, 64) and other not in caches.MEMORY and first.pool is None
     for x in (x for layer in first.cache for x in layer):
         x.fill_(100.0)
-    b = sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30))
+    b = sample(model, PROMPTS[:2], 4, [30, 30], 1.0, STOP, uniform(8, 30))
     assert caches.MEMORY[model] is first
-    model.cache_class = KVCache
-    assert torch.equal(b.ids, sample(model, PROMPTS[:2], 4, 30, 1.0, STOP, uniform(8, 30)).ids)
+    model.kv_cache = "plain"
+    assert torch.equal(b.ids, sample(model, PROMPTS[:2], 4, [30, 30], 1.0, STOP, uniform(8, 30)).ids)
     static(model)
     for group, max_new, found in [(11, 5, (64, 64)), (8, 5, None), (8, 90, (64, 128)), (11, 90, None), (1, 5, None)]:
         before = caches.MEMORY[model]
-        sample(model, PROMPTS, group, max_new, 1.0, STOP, uniform(3 * group, max_new))
+        sample(model, PROMPTS, group, [max_new] * 3, 1.0, STOP, uniform(3 * group, max_new))
         assert size() == (found or (before.rows, before.slots)) and (caches.MEMORY[model] is before) is (found is None)
     assert copy.deepcopy(model) not in caches.MEMORY
     model.amp = torch.bfloat16
-    sample(model, PROMPTS, 8, 20, 1.0, STOP, uniform(24, 20))
+    sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
     assert size() == (32, 64) and caches.MEMORY[model].dtype == torch.bfloat16
     here = len(caches.MEMORY)
     caches.forget(model)
@@ -143,9 +142,7 @@ def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     cfg = make_config(task="arithmetic", cache=flag, device="cpu")
     monkeypatch.setattr(dist, "device_of", lambda cfg: torch.device("cuda" if cuda else "cpu"))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
-    assert pretrained.to_device(tiny_model(), cfg).cache_class is found
-    cfg = make_config(task="arithmetic", cache="plain", device="cpu")
-    assert pretrained.to_device(tiny_model(), cfg).cache_class is None
+    assert pretrained.to_device(tiny_model(), cfg).kv_cache == found and found in caches.CACHES
 
 
 @pytest.mark.slow
@@ -164,15 +161,16 @@ def test_compiled_layers_have_few_graphs(monkeypatch):
     for seed, (prompts, group, longest) in enumerate([(PROMPTS[:2], 4, 70), (PROMPTS, 8, 12), (PROMPTS, 11, 20)]):
         u = uniform(len(prompts) * group, longest, seed)
         stop = {256} if longest == 70 else STOP
-        want = sample(plain, prompts, group, longest, 0.5, stop, u)
-        token_logps(plain, want.ids, want.mask, 0.5)[0].sum().backward()
+        room = [longest] * len(prompts)
+        want = sample(plain, prompts, group, room, 0.5, stop, u)
+        token_logps(plain, want.ids, want.mask, 0.5).sum().backward()
         began = time.process_time()
-        b = sample(model, prompts, group, longest, 0.5, stop, u)
+        b = sample(model, prompts, group, room, 0.5, stop, u)
         assert torch.equal(b.ids, want.ids) and torch.equal(b.finished, want.finished)
         torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=1e-4)
         with torch.no_grad():
-            torch.testing.assert_close(token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=1e-4)
-        token_logps(model, b.ids, b.mask, 0.5)[0].sum().backward()
+            torch.testing.assert_close(passes.token_logps(model, b.ids, b.mask, 0.5)[0], b.logp, rtol=0, atol=1e-4)
+        passes.token_logps(model, b.ids, b.mask, 0.5)[0].sum().backward()
         spent += time.process_time() - began
         assert b.mask.sum(1).unique().numel() > (1 if longest == 70 else 5)
     assert caches.MEMORY[model].slots == 128 and {slots for _, slots in caches.MEMORY[model].steps} == {64}

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import caches, checkpoint, dist, preflight, pretrained, report, warm_start
-from run.caches import StaticCache
+from run import caches, checkpoint, dist, passes, preflight, pretrained, report
 from run.pretrained import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
@@ -295,7 +294,7 @@ RUNS = {
     "steps rewarded": dict(supervision="process"),
     "reward learned": dict(reward="model", iterations=2, **TEN),
     "steps learned": dict(reward="rollouts", supervision="process", algo="ppo", **TEN),
-    "warm start": dict(family="", n_layer=1, n_embd=16, warm_steps=6, warm_lr=0.1),
+    "warm start": dict(family="", n_layer=1, n_embd=16, warm_steps=6, warm_lr=0.1, group=4),
 }
 
 
@@ -349,6 +348,9 @@ def test_a_run_in_float32_is_that_of_the_cpu(top, tmp_path, name):
         assert all(p.device == device for p in agent.policy.parameters())
     one, two = (load_file(tmp_path / kind / "checkpoint.safetensors") for kind in ("cpu", "cuda"))
     assert one.keys() == two.keys() and len(one) > 20
+    if name == "reward learned":    # the loss of choices does not depend on the bias, so rounding moves it: by lr, with Adam
+        for x in (one, two):
+            x["reward_model.norm"][0] -= x.pop("reward_model.head.bias")[0]     # nor do rewards: the scores' mean has it
     for n, x in one.items():
         assert x.dtype == two[n].dtype and torch.allclose(x, two[n], rtol=1e-5, atol=1e-6), n
     for a, b in zip(metrics(tmp_path / "cpu"), metrics(tmp_path / "cuda"), strict=True):
@@ -438,7 +440,7 @@ def test_a_runs_graphs_outlive_evaluation_and_a_learned_reward(top, tmp_path, mo
         assert two is one or two.rows > one.rows or two.slots > one.slots, (rows, slots)
         assert two.rows >= max(rows, one.rows) and two.slots >= max(slots, one.slots)
     memories, steps = {id(found) for *_, found in asked}, {id(step) for *_, found in asked for step in found.steps.values()}
-    assert len(memories) <= 2 and len(recorded) == len(steps)           # each Step once
+    assert len(memories) <= 3 and len(recorded) == len(steps)           # greedy, sampled, labels; each Step once
     assert recorded[-1] < len(asked) / 2
 
 
@@ -447,7 +449,7 @@ def test_chosen_rows_stay_where_they_are(device):
     rows, x = torch.tensor([2, 0]), torch.arange(12).view(3, 4)
     batch = grpo.Batch(x, (x > 0).to(device), torch.tensor([True, False, True]), x.float().to(device), x[:, 0].to(device))
     with pretend.counted() as seen:
-        part = batch.select(rows, 3)
+        part = passes.select(batch, rows, 3)
     assert part.ids.is_cpu and part.finished.is_cpu and part.mask.is_cuda and part.logp.is_cuda and part.start.is_cuda
     assert not seen.waits and not seen.copies
     assert part.ids.tolist() == part.logp.tolist() == [[8, 9, 10], [0, 1, 2]] and part.start.tolist() == [8, 0]
@@ -530,11 +532,11 @@ def test_sampling_waits_once_in_16_tokens(monkeypatch):
     """And once for the width of the result. A token is one launch of the model, and few others."""
     with pretend.cuda() as device:
         model = tiny_model(n_layer=3).to(device)
-        model.amp, model.cache_class = torch.bfloat16, StaticCache
+        model.amp, model.kv_cache = torch.bfloat16, "static"
         sampler, u = frozen(model), torch.rand(24, 40)
-        grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)              # records
+        grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)              # records
         with pretend.counted() as seen:
-            b = grpo.sample(sampler, [[1, 2], [3]], 12, 40, 1.0, {256}, u)
+            b = grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)
         assert b.ids.shape == (24, 42)
     assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
     assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, limits, stop tokens, random numbers

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import grpo
-import model as model_py
 from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
-from model import GPT, GPTConfig, token_logps
-from run.pretrained import ScalarHead, frozen
-from run import caches, dist, preflight, pretrained, setup
+from model import GPT, GPTConfig, ScalarHead
+from run import caches, dist, passes, preflight, pretrained
+from run.passes import token_logps
+from run.pretrained import frozen
 
 
 class Largest(TorchDispatchMode):
@@ -73,7 +73,7 @@ def test_logits_in_parts_are_the_same_and_never_whole(monkeypatch, with_critic):
     model = tiny_model().double()
     critic = ScalarHead(32, None, 1.0, torch.Generator().manual_seed(0)) if with_critic else None
     want, logp, value = gradients(model, critic)
-    monkeypatch.setattr(model_py, "most_logits", lambda device: 257 * 50)
+    monkeypatch.setattr(passes, "most_logits", lambda device: 257 * 50)
     with Largest() as seen:
         have, logp2, value2 = gradients(model, critic)
     assert seen.most <= max(257 * 50, 6 * 40 * 64)          # of the logits; of the widest layer
@@ -237,25 +237,25 @@ def test_the_estimate_counts_every_model_of_a_run(settings, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("static_cache, copies", [("off", 2), ("on", 1)])
-def test_the_estimate_of_a_rollout_is_that_of_its_cache(static_cache, copies, dtype, monkeypatch):
+@pytest.mark.parametrize("cache, copies", [("shared", 2), ("plain", 2), ("static", 1)])
+def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, monkeypatch):
     """And of the logits of a token for each row; ranks share the rows. A static cache is kept during the update too."""
-    cfg, model = Config(prompts=10 ** 5, group=4, max_new=8, device="cpu", dtype=dtype, static_cache=static_cache), tiny_model()
+    cfg, model = Config(prompts=10 ** 5, group=4, max_new=8, device="cpu", dtype=dtype, cache=cache), tiny_model()
     model = pretrained.to_device(model, cfg)
     slot = caches.new_cache(model, 1, 1).nbytes
     want = 4e5 * (copies * 13 * slot + 24 * 257)
     assert preflight.memory(model, cfg, 5) == pytest.approx(want, rel=0.01)
-    monkeypatch.setattr(dist, "world", lambda: (1, 2))
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
     assert preflight.memory(model, cfg, 5) == pytest.approx(want / 2, rel=0.01)
     monkeypatch.undo()
-    with_cache, without = (preflight.memory(model, dataclasses.replace(cfg, prompts=9, micro_tokens=10 ** 6, static_cache=x), 5)
-                           for x in (static_cache, "off"))
+    with_cache, without = (preflight.memory(model, dataclasses.replace(cfg, prompts=9, micro_tokens=10 ** 6, cache=x), 5)
+                           for x in (cache, "plain"))
     assert with_cache - without == (copies == 1) * 36 * 13 * slot
 
 
 @pytest.mark.parametrize("changes, more", [
     (dict(micro_tokens=2000), 2), (dict(baseline="value", critic="separate"), 2), (dict(baseline="value"), 1),
-    (dict(critic="separate"), 1), (dict(recompute="on"), 0.8), (dict(dtype="bfloat16"), 0.6)])
+    (dict(critic="separate"), 1), (dict(recompute=True), 0.8), (dict(dtype="bfloat16"), 0.6)])
 def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypatch):
     """And of the models that are trained on them."""
     model, cfg = tiny_model(), Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", micro_tokens=1000)
@@ -309,11 +309,11 @@ def test_the_memory_counts_what_is_chosen_on_a_cpu():
 
 def test_logits_at_a_time_are_256_mb_on_a_cpu_and_a_32nd_of_a_gpu(monkeypatch):
     """In float32; three copies of them are a tenth."""
-    assert 4 * model_py.most_logits(torch.device("cpu")) == 2 ** 28
+    assert 4 * passes.most_logits(torch.device("cpu")) == 2 ** 28
     with pretend.cuda() as device:
-        assert 4 * model_py.most_logits(device) == 8 * 10 ** 10 // 32
+        assert 4 * passes.most_logits(device) == 8 * 10 ** 10 // 32
         asked = []
-        monkeypatch.setattr(model_py, "most_logits", lambda device: asked.append(device) or 257)
+        monkeypatch.setattr(passes, "most_logits", lambda device: asked.append(device) or 257)
         model = tiny_model().to(device)
         token_logps(model, torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool), 1.0)
         assert asked == [device]
@@ -322,11 +322,11 @@ def test_logits_at_a_time_are_256_mb_on_a_cpu_and_a_32nd_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
     """And a whole copy to sample from."""
-    cfg = Config(shard="on", dtype=dtype, device="cpu", reward="model", prompts=1, group=2, micro_tokens=1, max_new=2, warm_steps=0)
+    cfg = Config(shard=True, dtype=dtype, device="cpu", reward="model", prompts=1, group=2, micro_tokens=1, max_new=2, warm_steps=0)
     model = pretrained.to_device(tiny_model(**WIDE), cfg)
     whole, copied = bytes_of(model), bytes_of(frozen(model))
     assert preflight.memory(model, cfg, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
-    monkeypatch.setattr(dist, "world", lambda: (1, 4))
+    monkeypatch.setattr(dist, "ranks", lambda: 4)
     assert preflight.memory(model, cfg, 2) == pytest.approx((8 * whole + copied) / 4 + copied, rel=0.15)
 
 

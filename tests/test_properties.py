@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings, strategies as some  # noqa: E402
 import data.arithmetic as arithmetic  # noqa: E402
 from data.answers import evaluate, one_number, steps  # noqa: E402
 from data.tokenizer import byte_encoding, composed, decode, step_tokens  # noqa: E402
-from grpo import step_scores  # noqa: E402
-from run.batches import micro_batches  # noqa: E402
-from run.prefixes import by_16  # noqa: E402
+from grpo import Config, group_scores  # noqa: E402
+from run.caches import by_16  # noqa: E402
+from run.passes import split_rows  # noqa: E402
 
 settings.register_profile("here", deadline=None, derandomize=True, max_examples=200, database=None)
 settings.load_profile("here")
@@ -154,7 +154,7 @@ def test_micro_batches_hold_each_row_once(lengths, budget, seed):
     seen, ids = [], torch.randint(0, 2, (len(lengths), 5), generator=torch.Generator().manual_seed(seed))
     ids = torch.cat((ids, torch.zeros(len(lengths), 295, dtype=torch.int64)), 1)
     mask = torch.arange(1, 301) == torch.tensor(lengths)[:, None]
-    for rows, longest in micro_batches(ids, mask, budget):
+    for rows, longest in split_rows(ids, mask, budget):
         sizes = [lengths[i] for i in rows]
         assert longest == max(sizes) and (len(rows) * longest <= budget or len(rows) == 1)
         seen += rows.tolist()
@@ -187,7 +187,8 @@ BASELINES, SCALES = some.sampled_from(["group", "leave-one-out", "none"]), some.
        BASELINES, SCALES)
 def test_outcome_scores_are_those_of_python(groups, baseline, scale):
     reward = torch.tensor(groups).flatten()[:, None]
-    score, dead = step_scores(reward, torch.ones_like(reward, dtype=torch.bool), len(groups[0]), baseline, scale)
+    cfg = Config(group=len(groups[0]), baseline=baseline, adv_scale=scale)
+    score, dead = group_scores(reward, torch.ones_like(reward, dtype=torch.bool), cfg)
     assert dead.tolist() == [len(set(r)) == 1 for r in groups]
     for r, got in zip(groups, score.view(len(groups), -1).tolist()):
         others = [r[:i] + r[i + 1:] for i in range(len(r))]
@@ -202,7 +203,7 @@ def test_process_scores_are_those_of_python(rows, baseline, scale, rng):
     places = [sorted(rng.sample(range(9), len(r))) for r in rows]
     for i, (r, at) in enumerate(zip(rows, places)):
         ends[i, at], reward[i, at] = True, torch.tensor(r)
-    score, dead = step_scores(reward, ends, len(rows), baseline, scale)
+    score, dead = group_scores(reward, ends, Config(group=len(rows), baseline=baseline, adv_scale=scale))
     flat = sum(rows, [])
     others = [sum(rows[:i] + rows[i + 1:], []) for i, r in enumerate(rows) for _ in r]
     assert dead.item() == (len(set(flat)) == 1) and (score[~ends] == 0).all()

@@ -4,20 +4,19 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 
-import grpo
 from data import UserError
 from data.tokenizer import byte_encoding
-from grpo import inverse_cdf, sample, sample_token
+from grpo import sample
 from model import token_logps
-from run.caches import KVCache, StaticCache
-from run.prefixes import SharedCache, share
+from run import caches
+from run.caches import inverse_cdf, sample_token
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}
 
 
 def shared(model):
-    share(model)
+    model.kv_cache = "shared"
     return model
 
 
@@ -31,8 +30,8 @@ def test_sampler_and_trainer_agree(temperature, positions):
     """At any temperature, for prompts of unequal length, while finished rows leave the batch."""
     model = tiny_model(positions=positions).double()        # so that no processor's rounding decides
     stop = set(range(0, 257, 9))            # many: rows end all the time
-    b = sample(model, PROMPTS, 8, 20, temperature, stop, uniform(24, 20))
-    logp, _ = token_logps(model, b.ids, b.mask, temperature)
+    b = sample(model, PROMPTS, 8, [20] * 3, temperature, stop, uniform(24, 20))
+    logp = token_logps(model, b.ids, b.mask, temperature)
     torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
     assert not b.mask.all(1).any() and (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
     assert len(set(b.mask.sum(1).tolist())) > 3
@@ -42,9 +41,9 @@ def test_a_row_does_not_depend_on_the_others():
     """Dropping finished rows from the decode batch changes nothing."""
     model, u = tiny_model(), uniform(24, 20)
     stop = set(range(0, 257, 9))
-    together = sample(model, PROMPTS, 8, 20, 1.0, stop, u)
+    together = sample(model, PROMPTS, 8, [20] * 3, 1.0, stop, u)
     for row in (0, 7, 11, 23):
-        alone = sample(model, [PROMPTS[row // 8]], 1, 20, 1.0, stop, u[row:row + 1])
+        alone = sample(model, [PROMPTS[row // 8]], 1, [20], 1.0, stop, u[row:row + 1])
         assert (together.ids[row][together.mask[row]].tolist() == alone.ids[0][alone.mask[0]].tolist())
         assert together.finished[row] == alone.finished[0]
 
@@ -53,7 +52,7 @@ def test_sampled_frequencies_are_the_probabilities():
     """Chi-square of 20,000 first tokens against the exact distribution, at temperature 0.8."""
     model, n = tiny_model(), 20_000
     p = (model.head(model(torch.tensor([PROMPTS[0]])))[0, -1].double() / 0.8).softmax(-1).detach()
-    b = sample(model, PROMPTS[:1], n, 1, 0.8, STOP, uniform(n, 1))
+    b = sample(model, PROMPTS[:1], n, [1], 0.8, STOP, uniform(n, 1))
     seen = torch.bincount(b.ids[:, 3], minlength=257)
     common = p * n >= 5
     observed = torch.cat((seen[common], seen[~common].sum()[None])).double()
@@ -68,12 +67,15 @@ def test_no_token_of_probability_zero():
     model = tiny_model()
     model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([5, 9]), 0.0)
     u = torch.tensor([[0.0], [1 - 2 ** -53]], dtype=torch.float64)
-    assert sample(model, PROMPTS[:1], 2, 1, 1.0, STOP, u).ids[:, 3].tolist() == [5, 9]
+    assert sample(model, PROMPTS[:1], 2, [1], 1.0, STOP, u).ids[:, 3].tolist() == [5, 9]
 
 
-def test_greedy_is_the_argmax_of_the_whole_prefix():
+@pytest.mark.parametrize("cache", caches.CACHES)
+def test_greedy_is_the_argmax_of_the_whole_prefix(cache):
+    """Without numbers to draw with, whatever the temperature."""
     model = tiny_model()
-    b = sample(model, PROMPTS, 1, 6, 1.0, STOP, n_greedy=1)
+    model.kv_cache = cache
+    b = sample(model, PROMPTS, 1, [6] * 3, 1.6, STOP)
     for prompt, ids, mask in zip(PROMPTS, b.ids, b.mask):
         row = list(prompt)
         for token in ids[mask].tolist():
@@ -82,7 +84,7 @@ def test_greedy_is_the_argmax_of_the_whole_prefix():
 
 
 def test_layout_prompt_completion_padding():
-    b = sample(tiny_model(), PROMPTS, 2, 5, 1.0, STOP, uniform(6, 5))
+    b = sample(tiny_model(), PROMPTS, 2, [5] * 3, 1.0, STOP, uniform(6, 5))
     for i, (ids, mask) in enumerate(zip(b.ids.tolist(), b.mask.tolist())):
         prompt = PROMPTS[i // 2]
         n = sum(mask)
@@ -105,7 +107,7 @@ def scripted(tokens):
     ([7, 10, 8], 2, True),          # a second stop token
     ([256], 1, True)])
 def test_finished_is_explicit(script, length, finished):
-    b = sample(scripted(script), [[1, 2]], 1, 3, 1.0, {256, 10}, n_greedy=1)
+    b = sample(scripted(script), [[1, 2]], 1, [3], 1.0, {256, 10})
     assert b.ids[0][b.mask[0]].tolist() == script[:length]
     assert b.finished.tolist() == [finished]
 
@@ -113,46 +115,39 @@ def test_finished_is_explicit(script, length, finished):
 def test_end_tokens_in_the_prompt_are_prompt():
     """Padding is never found by its value: 0 and 256 mean nothing special in a prompt."""
     model, odd = tiny_model(), [[256, 0, 65, 0], [256]]
-    b = sample(model, odd, 3, 6, 1.0, STOP, uniform(6, 6))
+    b = sample(model, odd, 3, [6, 6], 1.0, STOP, uniform(6, 6))
     for row in range(6):
         prompt = odd[row // 3]
         assert b.ids[row, :len(prompt)].tolist() == prompt and not b.mask[row, :len(prompt)].any()
-    torch.testing.assert_close(token_logps(model, b.ids, b.mask, 1.0)[0], b.logp, rtol=0, atol=2e-5)
+    torch.testing.assert_close(token_logps(model, b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
 
 
 def test_only_the_sampled_column_and_later_ones_move():
     model = tiny_model()
-    b = sample(model, [[49, 50, 61]], 1, 6, 1.0, set(), n_greedy=1)
+    b = sample(model, [[49, 50, 61]], 1, [6], 1.0, set())
     ids = b.ids.clone()
     ids[0, 5] += 1
-    moved = token_logps(model, b.ids, b.mask, 1.0)[0] != token_logps(model, ids, b.mask, 1.0)[0]
+    moved = token_logps(model, b.ids, b.mask, 1.0) != token_logps(model, ids, b.mask, 1.0)
     assert moved[0].tolist() == [False] * 5 + [True] * 4
 
 
-def test_without_numbers_to_draw_with_they_are_random():
-    """The default once crashed."""
-    b, c = (sample(tiny_model(), PROMPTS, 4, 12, 1.0, STOP) for _ in range(2))
-    assert b.ids.shape == c.ids.shape and not torch.equal(b.ids, c.ids)
-    logp, _ = token_logps(tiny_model(), b.ids, b.mask, 1.0)
-    torch.testing.assert_close(logp, b.logp, rtol=0, atol=2e-5)
-
-
 def test_the_completion_begins_at_start():
-    b = sample(tiny_model(), PROMPTS, 2, 5, 1.0, STOP, uniform(6, 5))
+    b = sample(tiny_model(), PROMPTS, 2, [5] * 3, 1.0, STOP, uniform(6, 5))
     assert b.start.tolist() == [3, 3, 1, 1, 6, 6]
     assert [int(on.nonzero()[0]) for on in b.mask] == b.start.tolist()
 
 
+@pytest.mark.parametrize("cache", caches.CACHES)
 @pytest.mark.parametrize("limits", [[5, 11, 8], [1, 1, 12], [12, 3, 1]])
-def test_each_prompt_may_have_a_limit_of_its_own(limits):
+def test_each_prompt_may_have_a_limit_of_its_own(limits, cache):
     """A row is what it is alone, and the context need not hold the longest prompt with the largest limit."""
     prompts = [[65, 66, 67, 68, 69, 70], [71, 72], [73] * 4]
     model = tiny_model(block_size=max(len(p) + n for p, n in zip(prompts, limits))).double()
-    u = uniform(6, max(limits))
+    model.kv_cache, u = cache, uniform(6, max(limits))
     b = sample(model, prompts, 2, limits, 1.0, {10}, u)
     for i in range(6):
         prompt, limit = prompts[i // 2], limits[i // 2]
-        alone = sample(model, [prompt], 1, limit, 1.0, {10}, u[i:i + 1, :limit])
+        alone = sample(model, [prompt], 1, [limit], 1.0, {10}, u[i:i + 1, :limit])
         assert b.ids[i][b.mask[i]].tolist() == alone.ids[0][alone.mask[0]].tolist()
         assert b.mask[i].sum() == limit or b.finished[i]
         assert b.finished[i] == alone.finished[0]
@@ -160,9 +155,9 @@ def test_each_prompt_may_have_a_limit_of_its_own(limits):
 
 
 def test_a_prompt_that_does_not_fit():
-    with pytest.raises(UserError, match="60 tokens and --max_new 5 do not fit"):
-        sample(tiny_model(), [[1] * 60], 1, 5, 1.0, STOP)
-    assert sample(tiny_model(), [[1] * 60], 1, 4, 1.0, ()).mask.sum() == 4        # the context of 64 is full
+    with pytest.raises(UserError, match="^65 tokens do not fit a context of 64$"):
+        sample(tiny_model(), [[1] * 65], 1, [1], 1.0, ())
+    assert sample(tiny_model(), [[1] * 60], 1, [4], 1.0, ()).mask.sum() == 4        # the context of 64 is full
     with pytest.raises(UserError, match="empty"):
         byte_encoding().encode_prompt("")
 
@@ -209,7 +204,7 @@ def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
     generator, shapes = torch.Generator().manual_seed(0), []
     p = (3 * torch.randn(2000, 1024, generator=generator)).softmax(-1)
     u = torch.rand(2000, generator=generator)
-    monkeypatch.setattr(grpo, "inverse_cdf", lambda p, u: (shapes.append(p.shape), inverse_cdf(p, u))[1])
+    monkeypatch.setattr(caches, "inverse_cdf", lambda p, u: (shapes.append(p.shape), inverse_cdf(p, u))[1])
     two, (one, _) = sample_token(p, u), inverse_cdf(p, u)
     assert shapes == [(2000, 8), (2000, 128)]
     other = (two != one).nonzero()[:, 0]
@@ -234,20 +229,6 @@ def test_every_token_has_its_share_over_a_grid_of_u(V):
     assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=V) - 1e5 * p[0].double()).abs().max() < 1.2
 
 
-@pytest.mark.parametrize("cache", [KVCache, StaticCache, SharedCache])
-def test_a_greedy_row_beside_sampled_ones(cache):
-    """The first of each group is greedy; the others are what they are alone. Also once rows before them have left."""
-    model, u, stop = tiny_model(), uniform(9, 20), set(range(7, 257, 9))
-    model.cache_class = cache
-    b = sample(model, PROMPTS, 3, 20, 1.3, stop, u, n_greedy=1)
-    greedy = sample(model, PROMPTS, 1, 20, 1.0, stop, n_greedy=1)
-    sampled = sample(model, PROMPTS, 2, 20, 1.3, stop, u.view(3, 3, 20)[:, 1:].flatten(0, 1))
-    assert b.mask.sum(1).unique().numel() > 3 and b.mask.sum(1)[[3, 6]].max() > b.mask.sum(1)[[1, 2]].min()
-    for whole, part, rows in ((b, greedy, [0, 3, 6]), (b, sampled, [1, 2, 4, 5, 7, 8])):
-        for i, row in enumerate(rows):
-            assert whole.ids[row][whole.mask[row]].tolist() == part.ids[i][part.mask[i]].tolist()
-
-
 @pytest.mark.parametrize("V", [3, 128])
 def test_a_u_of_0_takes_the_first_token_that_is_not_nearly_impossible(V):
     """Of 0 or of 1e-9: a random number in float32 is 0 once in 16 million times."""
@@ -264,20 +245,20 @@ def exact(model, b, temperature):
     return (8 * F.linear(h, model.embed_tokens.weight) / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("cache", [KVCache, StaticCache, SharedCache])
+@pytest.mark.parametrize("cache", caches.CACHES)
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 1.6])
 @torch.no_grad()
 def test_recorded_log_probabilities_are_exact_at_any_scale_and_temperature(temperature, cache):
-    """Those of sampled and of greedy tokens, whose token is the most likely one; logits spread by 20 and more."""
+    """Those of sampled and of greedy tokens, which are the most likely ones; logits spread by 20 and more."""
     model = tiny_model().double()
-    model.cache_class = cache
+    model.kv_cache = cache
     head, model.head = model.head, lambda h: 8 * head(h)
-    b = sample(model, PROMPTS, 4, 12, temperature, STOP, uniform(12, 12), n_greedy=1)
-    want, token = exact(model, b, temperature), b.ids[b.mask]
-    assert want.std(-1).mean() * temperature > 20 and (b.logp[b.mask] < -0.1).sum() > 10
-    torch.testing.assert_close(b.logp[b.mask].double(), want.gather(1, token[:, None])[:, 0], rtol=0, atol=2e-5)
-    is_greedy = torch.arange(12)[:, None].expand(b.mask.shape)[b.mask] % 4 == 0
-    assert torch.equal(token[is_greedy], want.argmax(-1)[is_greedy]) and not torch.equal(token, want.argmax(-1))
+    for u in (uniform(12, 12), None):
+        b = sample(model, PROMPTS, 4, [12] * 3, temperature, STOP, u)
+        want, token = exact(model, b, temperature), b.ids[b.mask]
+        assert want.std(-1).mean() * temperature > 20 and (u is None or (b.logp[b.mask] < -0.1).sum() > 10)
+        torch.testing.assert_close(b.logp[b.mask].double(), want.gather(1, token[:, None])[:, 0], rtol=0, atol=2e-5)
+        assert torch.equal(token, want.argmax(-1)) == (u is None)
 
 
 def ending(at, prompts, group=1):
@@ -292,7 +273,7 @@ def ending(at, prompts, group=1):
     model.forward = watched
     model.head = lambda h: torch.full((len(h), 257), -float("inf")).index_fill(1, torch.tensor([9, 256]), 0.0)
     u = torch.where(torch.arange(9) == torch.tensor(at)[:, None], 0.9, 0.1).double()
-    return sample(model, prompts, group, 9, 1.0, STOP, u), seen
+    return sample(model, prompts, group, [9] * len(prompts), 1.0, STOP, u), seen
 
 
 def test_states_leave_once_a_tenth_of_them_is_not_needed():
@@ -313,11 +294,11 @@ def test_rows_that_drew_alike_share_a_state():
     model.forward = lambda ids, pos, cache: (counts.append(len(ids)), forward(ids, pos, cache))[1]
     u = uniform(1, 12).repeat(8, 1)
     u[4:, 5] = torch.tensor([0.1, 0.3, 0.6, 0.9])       # rows 4 to 7 part there, and then each goes on alike
-    b = sample(model, PROMPTS[:1], 8, 12, 1.0, set(), u)
+    b = sample(model, PROMPTS[:1], 8, [12], 1.0, set(), u)
     texts = [tuple(row[3:9].tolist()) for row in b.ids]
     assert len(set(texts[:4])) == 1 and len(set(texts)) == 5
     assert counts == [1] * 6 + [5] * 6
-    torch.testing.assert_close(token_logps(tiny_model(), b.ids, b.mask, 1.0)[0], b.logp, rtol=0, atol=2e-5)
+    torch.testing.assert_close(token_logps(tiny_model(), b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
@@ -325,10 +306,10 @@ def test_every_row_is_what_it_is_alone_however_rows_part_and_end(temperature):
     """Random trees: many rows of few prompts, over a head with few likely tokens, some of which end a row."""
     model, u = tiny_model(), uniform(40, 16, seed=3)
     head, model.head = model.head, lambda h: 4 * head(h)
-    b = sample(model, PROMPTS[:2], 20, 16, temperature, set(range(0, 257, 7)), u)
+    b = sample(model, PROMPTS[:2], 20, [16, 16], temperature, set(range(0, 257, 7)), u)
     assert len(set(b.mask.sum(1).tolist())) > 3
     for row in range(40):
-        alone = sample(model, [PROMPTS[row // 20]], 1, 16, temperature, set(range(0, 257, 7)), u[row:row + 1])
+        alone = sample(model, [PROMPTS[row // 20]], 1, [16], temperature, set(range(0, 257, 7)), u[row:row + 1])
         assert b.ids[row][b.mask[row]].tolist() == alone.ids[0][alone.mask[0]].tolist()
         torch.testing.assert_close(b.logp[row][b.mask[row]], alone.logp[0][alone.mask[0]], rtol=1e-4, atol=1e-5)
 
@@ -343,5 +324,5 @@ def test_the_cache_that_is_read_holds_just_what_was_written(longest):
 def test_a_batch_is_no_wider_than_its_longest_row_and_padded_with_0():
     b, _ = ending([2], [[7, 8]])
     assert b.ids.tolist() == [[7, 8, 9, 9, 256]] and b.ids.shape == b.mask.shape == b.logp.shape
-    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, 2, 1.0, STOP, n_greedy=1)
+    b = sample(scripted([5, 6]), [[7, 8, 9, 10], [11]], 1, [2, 2], 1.0, STOP)
     assert b.ids.tolist() == [[7, 8, 9, 10, 5, 6], [11, 5, 6, 0, 0, 0]]

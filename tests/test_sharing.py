@@ -7,9 +7,10 @@ from conftest import tiny_model
 
 from data import UserError
 from grpo import sample
-from model import token_logps
-from run.pretrained import ScalarHead
-from run.prefixes import SharedRows, distinct, share
+from model import ScalarHead, token_logps as reference
+from reward import score_rows
+from run import caches, passes
+from run.passes import SharedRows, distinct, token_logps
 
 FAMILIES = {"llama": {}, "llama 3": dict(rope_scaling=(8.0, 1.0, 4.0, 32.0), tied=False), "qwen2": dict(bias="qkv"),
             "qwen3": dict(qk_norm=True, head_size=16),
@@ -22,14 +23,15 @@ def both(family, amp=None):
     plain = tiny_model(**FAMILIES[family])
     plain.amp = amp
     sharing = copy.deepcopy(plain)
-    share(sharing)
+    sharing.kv_cache = "shared"
     return sharing, plain
 
 
 def sampled(model, temperature=0.5):
     """Completions of ragged prompts, of which many begin alike and end early."""
     u = torch.rand(24, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return sample(model, PROMPTS, 8, 12, temperature, set(range(0, 257, 5)), u, n_greedy=2)
+    u[1::8] = u[::8]                    # the first two of each group draw alike
+    return sample(model, PROMPTS, 8, [12] * 3, temperature, set(range(0, 257, 5)), u)
 
 
 @pytest.mark.parametrize("amp, off", [(None, 2e-5), (torch.bfloat16, 0.3)])
@@ -68,14 +70,30 @@ def test_log_probabilities_values_and_gradients_are_the_same(family, amp, off):
         assert (grad - plain_grads[name]).abs().max() <= 2 * off * plain_grads[name].abs().max() + 1e-7, name
 
 
-def test_rows_with_positions_of_their_own_share_only_where_these_are_equal():
-    """A fork may give rows positions: with the same tokens, but other positions, they are computed apart."""
-    sharing, plain = both("llama")
-    ids = torch.tensor([[1, 2, 3, 4]]).repeat(3, 1)
-    pos = torch.tensor([[0, 1, 2, 3], [0, 1, 5, 6], [4, 5, 6, 7]])
-    torch.testing.assert_close(sharing(ids, pos), plain(ids, pos), rtol=0, atol=1e-5)
-    assert not torch.allclose(plain(ids, pos)[0], plain(ids)[2] * 0) and SharedRows(ids, pos=pos).ids.size(1) == 4 + 2 + 4
-    assert SharedRows(ids).ids.size(1) == 4
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("cache", caches.CACHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_of_runs_is_the_plain_reference(family, cache, in_parts, monkeypatch):
+    """Log-probabilities and gradients of both, in float64: of ragged rows, with holes in the mask, at a temperature; of all
+    logits at once, or in parts."""
+    if in_parts:
+        monkeypatch.setattr(passes, "most_logits", lambda device: 257 * 8)
+    model = tiny_model(**FAMILIES[family]).double()
+    model.kv_cache = cache
+    b = sampled(model)
+    holes = torch.rand(b.mask.shape, generator=torch.Generator().manual_seed(2)) < 0.2
+    mask, weight = b.mask & ~holes, torch.rand(b.mask.shape, generator=torch.Generator().manual_seed(1))
+    assert b.mask.sum(1).unique().numel() > 3 and mask.sum() > 4 * 8
+    found = []
+    for logp in (token_logps(model, b.ids, mask, 0.7)[0], reference(model, b.ids, mask, 0.7)):
+        grads = torch.autograd.grad((weight * logp.exp()).sum(), [*model.parameters()])
+        found.append((logp.detach(), grads))
+    (logp, grads), (want, want_grads) = found
+    assert (want[mask] < -0.01).any() and logp.dtype == want.dtype == torch.float32         # logits are in float32
+    torch.testing.assert_close(logp, want, rtol=1e-6, atol=1e-5)
+    assert not logp[~mask].any() and not want[~mask].any()
+    for (name, p), grad, want_grad in zip(model.named_parameters(), grads, want_grads, strict=True):
+        assert (grad - want_grad).abs().max() <= 1e-6 * want_grad.abs().max() + 1e-8, name
 
 
 def test_what_else_differs_between_rows_is_refused():
@@ -83,34 +101,34 @@ def test_what_else_differs_between_rows_is_refused():
     def steered(model, ids, vector):
         embed = model.embed_tokens.register_forward_hook(lambda module, given, x: x + vector)
         try:
-            return model(ids)
+            return model(ids, layout=passes.layout_of(model, ids, torch.ones_like(ids, dtype=torch.bool)))
         finally:
             embed.remove()
     sharing, plain = both("llama")
     ids, vector = torch.tensor([[1, 2, 3, 4]]).repeat(3, 1), torch.randn(3, 1, 32)
     assert steered(plain, ids, vector).shape == (3, 4, 32)
-    with pytest.raises(UserError, match="--share_prefix off"):
+    with pytest.raises(UserError, match="--cache plain"):
         steered(sharing, ids, vector)
 
 
 def test_the_flag_chooses(tmp_path):
-    """--share_prefix off runs the plain layout and cache, in every model of a run, and gives the same run up to rounding."""
+    """--cache plain shares nothing, in every model of a run, and gives the same run up to rounding."""
     import json
 
     import grpo
     task = tmp_path / "ragged.py"           # a reward that a model of bytes gets at once
     task.write_text("from data.arithmetic import *\ndef reward(problem, text): return dict(correct=0, size=len(text))\n")
     found = {}
-    for way in ("on", "off"):
+    for way in ("shared", "plain"):
         out = tmp_path / way
         cfg = grpo.make_config(task=str(task), difficulty=1, n_layer=1, n_embd=32, warm_steps=100, steps=2,
                                prompts=2, group=4, max_new=10, held_out=2, samples=1, lr=1e-3, baseline="value", critic="separate",
-                               share_prefix=way, device="cpu", dtype="float32", out=str(out))
+                               cache=way, device="cpu", dtype="float32", out=str(out))
         agent = grpo.train(cfg)
         models = (agent.policy, agent.ref, agent.critic.trunk)
-        assert all((model.layout_class is SharedRows) == (way == "on") for model in models)
+        assert {model.kv_cache for model in models} == {way}
         found[way] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["grad_norm"] > 0.1 for line in found["on"] if "grad_norm" in line)
+    assert all(line["grad_norm"] > 0.1 for line in found["shared"] if "grad_norm" in line)
     for one, other in zip(*found.values()):
         for name in one.keys() & {"reward", "length", "loss", "kl", "grad_norm", "pass@1"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
@@ -128,7 +146,7 @@ def a_tree(seed, least=0, rows=7, longest=9):
 def test_distinct():
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2], [7, 8, 0, 0], [7, 8, 0, 2], [5, 8, 0, 2], [5, 8, 0, 2]])
     used = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
-    first, at = distinct(used, ids)
+    first, at = distinct(ids, used)
     assert first.tolist() == [0, 1, 2, 3, 7, 14, 15, 16, 17, 18, 19]    # row 3 has what row 2 only pads with
     assert torch.where(used, at, -1).tolist() == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, -1, -1], [0, 1, 5, 6],
                                                   [7, 8, 9, 10], [7, 8, 9, -1]]
@@ -143,7 +161,7 @@ def test_distinct_is_what_stands_there(seed, least):
     ids, used = a_tree(seed, least)
     order = sorted(range(len(ids)), key=ids.tolist().__getitem__)
     for ids, used, once in ((ids, used, False), (ids[order], used[order], least == 1)):
-        first, at = distinct(used, ids)
+        first, at = distinct(ids, used)
         begins = {(b, t): tuple(ids[b, :t + 1].tolist()) for b, t in used.nonzero().tolist()}
         firsts = [begins[divmod(i, ids.size(1))] for i in first.tolist()]
         assert all(firsts[at[place]] == begin for place, begin in begins.items())
@@ -156,11 +174,10 @@ def test_distinct_is_what_stands_there(seed, least):
 def test_states_and_gradients_are_those_of_each_row_alone(shape):
     """Whatever the rows above it are, in float64."""
     model = tiny_model(**shape).double()
-    share(model)
     for seed in range(3):
         ids, used = a_tree(seed)
         weight = torch.rand(*ids.shape, 1).double() * used[..., None]
-        h = model(ids, mask=used)
+        h = model(ids, layout=SharedRows(ids, used, model.device))
         whole = torch.autograd.grad((h.square() * weight).sum(), list(model.parameters()), allow_unused=True)
         alone, total = torch.zeros_like(h), [0] * len(whole)
         for b, n in enumerate(used.sum(1).tolist()):
@@ -183,11 +200,10 @@ def test_what_rows_share_is_computed_once(model, monkeypatch):
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[:, 20:23] = True
     seen, critic = [], ScalarHead(32, tiny_model())
-    share(model)
-    share(critic.trunk)
     for gpt in (model, critic.trunk):
+        gpt.kv_cache = "shared"
         gpt.layers[1].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape))
     token_logps(model, ids, mask, 1.0, critic)
-    critic(ids, mask)
+    score_rows(critic, ids, mask)
     # The last token of a row is not read for log-probabilities and values, and is for a reward.
     assert seen == [(1, 20 + 7 * 2, 32), (1, 20 + 7 * 2, 32), (1, 20 + 7 * 3, 32)]

@@ -27,7 +27,7 @@ from run import checkpoint  # noqa: E402
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 --max_new 12 "
         "--steps 1 --reward model").split()
-VALUES = [None, True, "no", "a" * 5000, "\0", -1, 0, 1, 3, 10 ** 9, 10 ** 30, 0.5, 1e300, float("nan"), float("inf"),
+VALUES = [None, True, "no", "a" * 5000, "\0", -1, 0, 1, 5, 10 ** 9, 10 ** 30, 0.5, 1e300, float("nan"), float("inf"),
           [], {}, [[]], {"a": 1}, [1] * 999, json.loads("[" * 500 + "]" * 500)]
 LONG = {"difficulty", "steps", "iterations", "warm_steps", "epochs", "compile", "out"}      # large values only take long
 ODD = {str: ["", "x", "a" * 5000], int: [-1, 0, 1, 2, 3, 10 ** 9, 10 ** 30], float: [-1, 0, 0.3, 1e9, 1e30, "nan", "x"]}

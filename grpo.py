@@ -76,7 +76,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # by rule; learned from it or rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # task's; learned from it or rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards

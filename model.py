@@ -251,7 +251,7 @@ class GPT(nn.Module):
         elif layout is None:
             layout = Rows(ids, self.device)
         with self.autocast():
-            x = self.embed_tokens(layout.ids)                                            # (B, T, C)
+            x = self.embed_tokens(layout.ids)                           # (B, T, C)
             rope = None
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)

@@ -42,8 +42,8 @@ class KVCache:
 
     def append(self, token, pos, done):
         """Appends a token (r,) at position pos (r,) to each of `rows`, once those among them which
-        are done (B,) have been dropped, if it is time; returns the next one's probabilities, (r,
-        V), of the rows that are left: none if all are done."""
+        are done (B,) have been dropped, if it is time; returns the next one's probabilities,
+        (r, V), of the rows that are left: none if all are done."""
         self.appended += 1
         if self.appended % self.every == 0:         # the host waits
             kept = self.drop(~done[self.rows])

@@ -77,7 +77,7 @@ def end_step(agent, step, stats):
 
 @contextlib.contextmanager
 def running(cfg):
-    """A context for a run: a signal stops it after a step. Its end unlocks the run's folder."""
+    """A context for a run: a signal stops it after a step. It ends by unlocking the folder."""
     with dist.stoppable(show.resume_command(cfg)), files.LOCK:
         yield
 
@@ -232,8 +232,8 @@ def data_at_start(cfg, data):
     for name in began:
         if data.get(name) == began[name]:
             continue
-        path = (vars(cfg) | cfg.task_args)[name]
-        changed = f"{path} has changed since the run in {cfg.folder} began"
+        file = (vars(cfg) | cfg.task_args)[name]
+        changed = f"{file} has changed since the run in {cfg.folder} began"
         if name != "task":
             raise UserError(f"{changed}: restore the file, or start a new run")
         show.print0(f"note: {changed}")
@@ -286,7 +286,7 @@ def restore_optimizer(opt, named, tensors):
         if name.startswith("opt."):
             _, key, parameter = name.split(".", 2)
             p = named[parameter]
-            if "exp_avg" in key and x.shape != p.shape:     # the fused kernel would write past it
+            if "exp_avg" in key and x.shape != p.shape:     # a fused kernel would write past it
                 raise UserError(f"the checkpoint's tensor {name} is of another shape")
             moments = state["state"].setdefault(numbers[parameter], {})
             moments[key] = dist.like(p, x) if x.shape == p.shape else x.clone()

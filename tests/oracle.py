@@ -290,14 +290,14 @@ class Draws:
     """A random stream that keeps what was drawn from it: of each method the arguments and results."""
 
     def __init__(self, source):
-        self.source, self.of = source, {"sample": [], "random": [], "choice": []}
+        self.source, self.of = source, {"sample": []}
 
     def __getattr__(self, name):
         def draw(*args):
             """A draw, which is kept."""
             found = getattr(self.source, name)(*args)
             if name in self.of:
-                self.of[name].append((*args, found[:] if name == "sample" else found))
+                self.of[name].append((*args, found[:]))
             return found
         return draw
 
@@ -311,9 +311,9 @@ class FitOracle:
     """A reward model, in float64, over the iterations of algorithm 1. `history`: the labelled sets of all fits. A set is
     a list of (row, {index of a token: label}): of K completions of a problem where one of them is chosen, else of one."""
 
-    def __init__(self, cfg, model, noise, row_of):
+    def __init__(self, cfg, model, row_of):
         """`row_of(prompt, completion)`: a Row from tokens."""
-        self.cfg, self.model, self.noise, self.row_of, self.history, self.norm = cfg, model, noise, row_of, [], None
+        self.cfg, self.model, self.row_of, self.history, self.norm = cfg, model, row_of, [], None
         self.K = reward_module.CHOICES if cfg.supervision == "outcome" else 1
 
     def scores(self, row, labels):
@@ -321,10 +321,9 @@ class FitOracle:
         h = self.model.trunk(torch.tensor([row.prompt + row.completion]))[0, len(row.prompt):]
         return [h[index] @ self.model.head.weight[0] + self.model.head.bias[0] for index in sorted(labels)]
 
-    def labels(self, rows, continued, draws):
+    def labels(self, rows, continued):
         """The labelled sets. `continued`: for each step but the last, in order, the tokens up to its end, and those of
         the same with each continuation."""
-        chances, others = iter(draws["random"]), iter(draws["choice"])
         found = [dict(by_rule(row, self.cfg)) for row in rows]
         for row, labels in zip(rows, found) if self.cfg.reward == "rollouts" else ():
             for index in sorted(labels)[:-1]:
@@ -332,20 +331,11 @@ class FitOracle:
                 assert before == row.prompt + row.completion[:index + 1] and len(tries) == 4
                 tries = [self.row_of(row.prompt, ids[len(row.prompt):]) for ids in tries]
                 labels[index] = mean([more.finished * more.components["correct"] for more in tries])
-        if self.K == 1:
-            for labels in found:
-                labels.update({i: 1 - labels[i] if next(chances)[0] < self.noise else labels[i] for i in sorted(labels)})
-        else:
-            for group in (found[i:i + self.K] for i in range(0, len(found), self.K)):
-                rewards = [sum(labels.values()) for labels in group]
-                chosen, worse = is_best(rewards), [i for i, r in enumerate(rewards) if r < max(rewards)]
-                if next(chances)[0] < self.noise and worse:
-                    offered, pick = next(others)
-                    assert offered == worse
-                    chosen = [float(i == pick) for i in range(self.K)]
-                for labels, chance in zip(group, chosen):
-                    labels.update(dict.fromkeys(labels, chance))
-        assert next(chances, None) is next(others, None) is next(continued, None) is None
+        for group in (found[i:i + self.K] for i in range(0, len(found), self.K)) if self.K > 1 else ():
+            chosen = is_best([sum(labels.values()) for labels in group])
+            for labels, chance in zip(group, chosen):
+                labels.update(dict.fromkeys(labels, chance))
+        assert next(continued, None) is None
         sets = [*zip(rows, found)]
         return [sets[i:i + self.K] for i in range(0, len(sets), self.K)]
 
@@ -365,7 +355,7 @@ class FitOracle:
     def fit(self, rows, continued, draws):
         """An iteration. The first tenth of the rows, of problems apart, measures; a tenth as many rows of history are
         learned again. Gives accuracy and calibration error. `draws`: what was drawn for it, in `Draws`."""
-        sets = self.labels(rows, continued, draws.of)
+        sets = self.labels(rows, continued)
         apart = 50 // 10 * reward_module.CHOICES // self.K
         test, own = sets[:apart], sets[apart:]
         *more, (numbers_of, n, order) = draws.of["sample"][2:]

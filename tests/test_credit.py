@@ -5,11 +5,10 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import (ALGOS, Config, advantages, gae, step_scores, kl_estimate, policy_loss,
-                  token_weights, value_loss)
-from model import token_logps
-from run.pretrained import ScalarHead
-from run.batches import last_tokens, whiten
+from grpo import (ALGOS, Batch, Config, advantages, gae, group_scores, kl_estimate, policy_loss,
+                  token_weights, value_loss, whiten)
+from model import ScalarHead
+from run.passes import last_tokens, token_logps
 
 G = torch.Generator().manual_seed(0)
 # Rows of 1, 3, 5 and 2 sampled tokens after prompts of 2, 1, 1 and 3.
@@ -197,7 +196,7 @@ def test_group_and_value_is_gae_on_the_groups_scores():
     reward, value = torch.where(LAST, torch.arange(4.0)[:, None], 0), random_values()
     cfg = Config(group=2, baseline="group+value", adv_scale="group")
     adv, *_ = advantages(reward, LAST, MASK, ZERO, value, cfg)
-    placed, _ = step_scores(reward, LAST, 2)
+    placed, _ = group_scores(reward, LAST, cfg)
     assert placed[LAST].tolist() == pytest.approx([-1, 1, -1, 1]) and (placed[~LAST] == 0).all()
     torch.testing.assert_close(adv, slow_gae(placed, value, MASK, 1.0, 0.95))
 
@@ -212,7 +211,7 @@ def test_gradients_of_the_estimators_by_enumeration(estimator, direction):
     ref = torch.randn(6, dtype=torch.float64, generator=G).log_softmax(-1)
     logp = x.log_softmax(-1)
     old = logp.detach()
-    mean = (old.exp() * kl_estimate(logp, ref, (logp - old).exp(), estimator)).sum()
+    mean = (old.exp() * kl_estimate(logp, ref, estimator, (logp - old).exp())).sum()
     got, = torch.autograd.grad(mean, x, retain_graph=True)
     exact = {"reverse": (logp.exp() * (logp - ref)).sum(), "forward": (ref.exp() * (ref - logp)).sum()}
     want = torch.zeros(6).double() if direction is None else torch.autograd.grad(exact[direction], x)[0]
@@ -228,7 +227,7 @@ def test_gradients_of_the_estimators_in_the_reward_by_enumeration(estimator):
     ref = torch.randn(6, dtype=torch.float64, generator=G).log_softmax(-1)
     logp = x.log_softmax(-1)
     old = logp.detach()
-    got, = torch.autograd.grad((old.exp() * kl_estimate(old, ref, 1.0, estimator) * logp).sum(), x, retain_graph=True)
+    got, = torch.autograd.grad((old.exp() * kl_estimate(old, ref, estimator) * logp).sum(), x, retain_graph=True)
     want, = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), x)
     assert torch.allclose(got, want, rtol=1e-9, atol=1e-12) is (estimator == "k1")
 
@@ -237,8 +236,8 @@ def test_kl_in_the_reward_or_nowhere_is_not_in_the_loss():
     logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old, ref, on = logp.detach(), torch.tensor([[-3.0, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
     for kl, nothing in (("loss", False), ("reward", True), ("watch", True), ("none", True)):
-        loss, stats = policy_loss(logp, old, ref, torch.zeros(1, 2), on, on / 2, 2, Config(kl=kl),
-                                  0.04)
+        batch = Batch(None, on, None, None, None, old_logp=old, ref_logp=ref, adv=torch.zeros(1, 2))
+        loss, stats = policy_loss(logp, batch, on / 2, 2, Config(kl=kl), 0.04)
         grad, = torch.autograd.grad(loss, logp)
         assert bool((grad == 0).all()) is nothing
         assert stats["kl"] > 0.5                # but always logged
@@ -250,8 +249,8 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_row():
     on = torch.tensor([[False, True, True, True, False]])
     cfg = Config(ratio="sequence", clip_low=0.1, clip_high=0.1)
     for adv, want in ((1.0, min(math.exp(0.2), 1.1)), (-1.0, -math.exp(0.2))):
-        loss, stats = policy_loss(change, torch.zeros(1, 5), None, torch.full((1, 5), adv), on, on / 3, 3,
-                                  cfg, 0.0)
+        batch = Batch(None, on, None, None, None, old_logp=torch.zeros(1, 5), adv=adv * on)
+        loss, stats = policy_loss(change, batch, on / 3, 3, cfg, 0.0)
         assert loss.item() == pytest.approx(-want) and stats["clip_share"] == pytest.approx(float(adv > 0))
 
 
@@ -263,7 +262,8 @@ def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     cfg = Config(**{**ALGOS[algo], "beta": 0.0})
     logp = torch.where(MASK, -1.0, 0).requires_grad_()
     weight = token_weights(MASK, cfg.loss_mean, 4, int(MASK.sum()), 8)
-    loss, _ = policy_loss(logp, logp.detach(), None, torch.ones(4, 6), MASK, weight, 11, cfg, 0.0)
+    batch = Batch(None, MASK, None, None, None, old_logp=logp.detach(), adv=torch.ones(4, 6))
+    loss, _ = policy_loss(logp, batch, weight, 11, cfg, 0.0)
     loss.backward()
     assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
 
@@ -271,15 +271,15 @@ def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
 def test_value_loss_by_hand():
     """The worse of two squared errors: the value's own, and that of the value kept near the old."""
     one = lambda x: torch.tensor([[x]])
-    on, w = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1)
-    loss = lambda v, old, ret: value_loss(one(v), one(old), one(ret), on, w).item()
+    loss = lambda v, old, ret: value_loss(one(v), one(old), one(ret), torch.ones(1, 1)).item()
     assert loss(0.1, 0.0, 1.0) == pytest.approx(0.5 * 0.9 ** 2)
     assert loss(1.0, 0.0, 1.0) == pytest.approx(0.5 * 0.8 ** 2)     # kept at 0.2
     assert loss(-0.5, 0.0, 1.0) == pytest.approx(0.5 * 1.5 ** 2)    # but not where that is better
-    nan = torch.full((1, 1), float("nan"), requires_grad=True)
-    loss = value_loss(nan, nan.detach(), nan.detach(), ~on, torch.zeros(1, 1))
+    value = torch.tensor([[0.1, 5.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0]])             # the second token does not count
+    loss = value_loss(value, torch.zeros(1, 2), torch.ones(1, 2), weight)
     loss.backward()
-    assert loss.item() == 0 and nan.grad.item() == 0
+    assert loss.item() == pytest.approx(0.5 * 0.9 ** 2) and value.grad.tolist() == [[pytest.approx(-0.9), 0]]
 
 
 @pytest.mark.parametrize("separate", [False, True])

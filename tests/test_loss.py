@@ -1,4 +1,5 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
+import copy
 import dataclasses
 import functools
 import math
@@ -9,16 +10,14 @@ import pytest
 import torch
 from conftest import tiny_model
 
+import data.arithmetic as task
 import grpo
 from data import UserError
 from data.tokenizer import byte_encoding
-from grpo import Config, bounded, policy_loss, sample, token_weights
-from model import token_logps
-from run.pretrained import ScalarHead
-from run import batches, dist, pretrained, setup
-from run.batches import last_tokens, micro_batches
-from run.warm_start import new_optimizer
-from run.setup import Agent
+from grpo import Agent, Batch, Config, bounded, policy_loss, sample, token_weights
+from model import ScalarHead, token_logps
+from run import caches, dist, passes, pretrained
+from run.passes import last_tokens, split_rows
 
 CFG = Config()
 
@@ -42,7 +41,17 @@ def advantages(rewards, adv_scale="group"):
 
 def update(model, opt, batch, cfg, source):
     ref = None if batch.ref_logp is None else model
-    return grpo.update(Agent(cfg, None, None, model, ref, opt=opt, beta=cfg.beta), batch, source)
+    return grpo.update(Agent(cfg, None, None, model, ref=ref, opt=opt, beta=cfg.beta), batch, source)
+
+
+def adam(model, lr):
+    return grpo.new_optimizer(Agent(Config(lr=lr), None, None, model))
+
+
+def loss_of(logp, old_logp, ref_logp, adv, mask, weight, n_tokens, cfg, beta):
+    """`policy_loss` of a Batch of these tensors."""
+    batch = Batch(None, mask, None, None, None, old_logp=old_logp, ref_logp=ref_logp, adv=adv)
+    return policy_loss(logp, batch, weight, n_tokens, cfg, beta)
 
 
 # ---------------------------------------------------------------------------------- advantages
@@ -119,10 +128,11 @@ def test_weights_of_long_and_short_rows():
 
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
 def test_nothing_sampled_is_no_loss(mean):
+    """As an update calls it, which never counts fewer tokens than 1."""
     none = torch.zeros(2, 4, dtype=torch.bool)
-    w = token_weights(none, mean, 2, 0, 8)
+    w = token_weights(none, mean, 2, 1, 8)
     x = torch.zeros(2, 4, requires_grad=True)
-    loss, _ = policy_loss(x, x.detach(), x.detach(), x.detach(), none, w, 1, CFG, 0.04)
+    loss, _ = loss_of(x, x.detach(), x.detach(), x.detach(), none, w, 1, CFG, 0.04)
     loss.backward()
     assert loss.item() == 0 and x.grad.abs().sum() == 0
 
@@ -137,7 +147,7 @@ def test_a_row_without_tokens_leaves_the_ratios_of_the_others_alone():
     """Beside a row with two; as a mean over nothing its ratio once would have been no number."""
     logp = torch.zeros(2, 3, requires_grad=True)
     on = torch.tensor([[False, True, True], [False, False, False]])
-    loss, stats = policy_loss(logp, torch.zeros(2, 3), None, torch.ones(2, 3), on, on / 2, 2,
+    loss, stats = loss_of(logp, torch.zeros(2, 3), None, torch.ones(2, 3), on, on / 2, 2,
                               Config(ratio="sequence", kl="none"), 0.0)
     loss.backward()
     assert loss.item() == -1 and logp.grad.tolist() == [[0, -0.5, -0.5], [0, 0, 0]]
@@ -147,7 +157,8 @@ def test_a_row_without_tokens_leaves_the_ratios_of_the_others_alone():
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_ratio_of_a_completion_of_one_token_is_the_tokens(ratio):
     on, cfg = torch.tensor([[False, True]]), Config(ratio=ratio, kl="none", clip_high=0.2)
-    loss, _ = policy_loss(torch.tensor([[9.0, math.log(1.1)]]), torch.zeros(1, 2), None, torch.ones(1, 2), on, on / 1, 1, cfg, 0.0)
+    logp = torch.tensor([[9.0, math.log(1.1)]])
+    loss, _ = loss_of(logp, torch.zeros(1, 2), None, torch.ones(1, 2), on, on / 1, 1, cfg, 0.0)
     assert loss.item() == pytest.approx(-1.1)
 
 
@@ -157,7 +168,7 @@ def one(ratio, adv, beta=0.0, ref=None):
     """Loss, gradient by logp and statistics of a single token of weight 1, in float64."""
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     full = lambda x: torch.full((1, 1), float(x), dtype=torch.float64)
-    loss, stats = policy_loss(logp, full(0), None if ref is None else full(ref), full(adv),
+    loss, stats = loss_of(logp, full(0), None if ref is None else full(ref), full(adv),
                               torch.ones(1, 1, dtype=torch.bool), full(1), 1, CFG, beta)
     loss.backward()
     return loss.item(), logp.grad.item(), stats
@@ -180,7 +191,7 @@ def test_a_ratio_at_the_bound_is_not_clipped(adv):
     """As in every first optimizer step if the bound is 0 wide: a share of 1 would be read as an alarm."""
     zero, on = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     cfg = Config(clip_low=0.0, clip_high=0.0)
-    assert policy_loss(zero, zero, None, zero + adv, on, zero + 1, 1, cfg, 0.0)[1]["clip_share"] == 0
+    assert loss_of(zero, zero, None, zero + adv, on, zero + 1, 1, cfg, 0.0)[1]["clip_share"] == 0
 
 
 def test_ratio_is_of_each_token():
@@ -188,7 +199,7 @@ def test_ratio_is_of_each_token():
     logp = torch.tensor([[0.5, -0.5, 0.0]]).log_softmax(-1)
     old = logp - torch.tensor([[math.log(1.1), math.log(0.9), 0.0]])
     mask, w = torch.ones(1, 3, dtype=torch.bool), torch.full((1, 3), 1 / 3)
-    loss, _ = policy_loss(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, 3, CFG,
+    loss, _ = loss_of(logp, old, None, torch.tensor([[1.0, 1.0, -1.0]]), mask, w, 3, CFG,
                           0.0)
     assert loss.item() == pytest.approx(-(1.1 + 0.9 - 1.0) / 3)
 
@@ -205,14 +216,14 @@ def test_k3_equals_its_formula_and_loses_no_digits():
     one_ = torch.ones(1, 1, dtype=torch.bool)
     def k3(r):
         z = torch.zeros(1, 1)
-        return policy_loss(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), 1, CFG, 0.04)[1]["kl"].item()
+        return loss_of(z, z, torch.tensor([[r]]), z, one_, torch.ones(1, 1), 1, CFG, 0.04)[1]["kl"].item()
     for r in (-3.0, -0.5, 0.5, 3.0):
         assert k3(r) == pytest.approx(math.exp(r) - 1 - r, rel=1e-5)
     assert k3(1e-4) == pytest.approx(5e-9, rel=0.01) and k3(0.0) == 0
     r = torch.linspace(-1e-2, 1e-2, 20001)[None]
     z, m = torch.zeros_like(r), torch.ones_like(r, dtype=torch.bool)
     w = torch.eye(1)                                        # each alone: a sum could hide a negative
-    assert all(policy_loss(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, 1, CFG, 0.04)[1]["kl"] >= 0
+    assert all(loss_of(z[:, i:i + 1], z[:, :1], r[:, i:i + 1], z[:, :1], m[:, :1], w, 1, CFG, 0.04)[1]["kl"] >= 0
                for i in range(0, 20001, 7))
 
 
@@ -223,7 +234,7 @@ def test_k3_gradient_is_that_of_the_forward_kl():
     ref = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1)
     logp = x.log_softmax(-1)[None]
     w = logp.detach().exp()                                 # the expectation over pi
-    loss, _ = policy_loss(logp, logp.detach(), ref[None], torch.zeros_like(w),
+    loss, _ = loss_of(logp, logp.detach(), ref[None], torch.zeros_like(w),
                               torch.ones_like(w, dtype=torch.bool), w, 6, CFG, 1.0)
     got, = torch.autograd.grad(loss, x, retain_graph=True)
     forward, = torch.autograd.grad((ref.exp() * (ref - logp[0])).sum(), x, retain_graph=True)
@@ -242,7 +253,7 @@ def test_huge_gaps_keep_the_gradient_finite(gap, adv):
         far = torch.zeros(1, 2)
         far[0, place] = gap
         mask = torch.tensor([[True, False]])
-        loss, _ = policy_loss(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), 1, CFG,
+        loss, _ = loss_of(logp, far, far, torch.full((1, 2), adv), mask, mask.float(), 1, CFG,
                               0.04)
         loss.backward()
         assert loss.isfinite() and logp.grad.isfinite().all() and logp.grad[0, 1] == 0
@@ -255,19 +266,44 @@ def test_bounded_keeps_value_below_and_gradient_above():
     assert y.tolist() == [-20, -3, 3, 20] and x.grad.tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("garbage", [7.0, float("inf"), float("nan")])
-def test_garbage_outside_the_mask_changes_nothing(garbage):
+def test_numbers_outside_the_mask_change_nothing():
     g = torch.Generator().manual_seed(1)
     tensors = [torch.randn(3, 5, generator=g) for _ in range(4)]
     w = token_weights(MASK, "sequence", 3, 6, 8)
     def run(dirty):
-        logp, old, ref, adv = (torch.where(MASK, x, garbage) if dirty else x for x in tensors)
+        logp, old, ref, adv = (torch.where(MASK, x, 7.0) if dirty else x for x in tensors)
         logp = logp.clone().requires_grad_()
-        loss, stats = policy_loss(logp, old, ref, adv, MASK, w, 6, CFG, 0.04)
+        loss, stats = loss_of(logp, old, ref, adv, MASK, w, 6, CFG, 0.04)
         loss.backward()
         return [loss.detach(), logp.grad, *stats.values()]
     for clean, dirty in zip(run(False), run(True)):
         assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("kv_cache", ["plain", "shared"])
+@pytest.mark.parametrize("given", [
+    {}, dict(supervision="process", adv_scale="batch"), dict(baseline="value", kl="reward", adv_scale="batch"),
+    dict(baseline="group+value", critic="separate", kl="reward", supervision="process")], ids=str)
+def test_a_rollout_is_0_wherever_nothing_was_sampled(given, kv_cache, cfg, encoding):
+    """So that nothing there reaches the loss, which takes all columns as they are: no infinity, no number at all."""
+    encoding.stop, policy = set(range(0, 257, 13)), tiny_model()
+    policy.kv_cache = kv_cache
+    agent = grpo.new_agent(dataclasses.replace(cfg, epochs=2, **given), task, encoding, policy)
+    if agent.critic is not None:
+        torch.nn.init.normal_(agent.critic.head.weight)
+        torch.nn.init.ones_(agent.critic.head.bias)
+    batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
+    found = vars(batch) | dict(logp_again=grpo.total_loss(agent, batch, batch.mask / 1, 1)[2],
+                               plain=token_logps(policy, batch.ids, batch.mask, 1.0))
+    names = {"logp", "old_logp", "ref_logp", "adv", "reward", "logp_again", "plain"}
+    names |= {"value", "returns"} if agent.critic is not None else set()
+    assert not batch.mask.all() and len({*batch.mask.sum(1).tolist()}) > 1
+    for name in names:
+        assert found[name].isfinite().all() and (found[name][~batch.mask] == 0).all(), name
+        assert name in ("adv", "reward") or found[name][batch.mask].any(), name
+    assert not (batch.ends & ~batch.mask).any()
+    for name in ("logp", "logp_again"):
+        torch.testing.assert_close(found[name], found["plain"], rtol=0, atol=5e-5)
 
 
 # -------------------------------------------------------------------------------------- update
@@ -277,7 +313,7 @@ def a_rollout(model, cfg, length=12):
     g = torch.Generator().manual_seed(3)
     prompts = [[49, 50, 61], [51, 61]][:cfg.prompts]
     u = torch.rand(cfg.prompts * cfg.group, length, generator=g, dtype=torch.float64)
-    b = sample(model, prompts, cfg.group, length, cfg.temperature, set(range(0, 257, 13)), u)
+    b = sample(model, prompts, cfg.group, [length] * len(prompts), cfg.temperature, set(range(0, 257, 13)), u)
     b.adv = torch.where(b.mask, torch.randn(len(b.ids), 1, generator=g), 0)
     b.old_logp = b.logp
     b.ref_logp = torch.where(b.mask, b.logp + 0.3 * torch.randn(b.logp.shape, generator=g), 0)
@@ -316,7 +352,7 @@ def test_a_budget_of_0_is_that_of_a_cpu():
     """Rows of 100 tokens, 20 to a micro-batch."""
     ids, mask = torch.randint(0, 256, (45, 100)), torch.ones(45, 100, dtype=torch.bool)
     for budget, sizes in ((0, [20, 20, 5]), (2048, [20, 20, 5]), (1, [1] * 45)):
-        assert [len(rows) for rows, _ in micro_batches(ids, mask, budget)] == sizes
+        assert [len(rows) for rows, _ in split_rows(ids, mask, budget)] == sizes
 
 
 @pytest.mark.parametrize("mean", ["token", "constant"])
@@ -336,8 +372,8 @@ def test_statistics_are_of_all_tokens_whatever_the_loss_averages_over(mean):
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Where there is no KL and no critic: the same update as with them in it, also if no row is left."""
     cfg = Config(prompts=2, group=4, max_new=12, loss_mean=mean, kl="watch", minibatches=2)
-    seen, real, after = [], grpo.model.token_logps, []
-    monkeypatch.setattr(grpo.model, "token_logps",
+    seen, real, after = [], passes.token_logps, []
+    monkeypatch.setattr(passes, "token_logps",
                         lambda model, ids, *x, **more: (seen.append(len(ids)), real(model, ids, *x, **more))[1])
     for watched in (True, False):
         model = tiny_model()
@@ -355,37 +391,41 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
 
 
 def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
-    """A fork adds an entropy bonus to `total_loss`; rows without an advantage have one too, so the update stops and says
-    what to do, instead of leaving them out. With all rows let in it goes on."""
-    cfg, real, widths = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss, []
+    """A fork adds an entropy bonus to `total_loss`; rows without an advantage have one too: none is left out then."""
+    cfg, real, after = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss, []
 
     def with_bonus(agent, batch, weight, tokens):
-        """The loss with -log pi added."""
-        widths.append(batch.ids.size(1))
+        """The loss with log pi added."""
         loss, *rest = real(agent, batch, weight, tokens)
-        logp, _ = grpo.model.token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+        logp = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
         return loss + 0.01 * (weight * logp).sum(), *rest
     monkeypatch.setattr(grpo, "total_loss", with_bonus)
-    model = tiny_model()
-    b = a_rollout(model, cfg)
-    b.adv[:4], b.ref_logp = 0, None
-    opt = torch.optim.SGD(model.parameters(), 1.0)
-    with pytest.raises(UserError, match="rows whose advantages are 0 have a loss.*let has_gradient in grpo.py return all rows"):
-        update(model, opt, b, cfg, random.Random(0))
-    assert widths == [b.ids.size(1)]            # one look, at whole rows
-    monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones_like(batch.finished))
-    update(model, opt, b, cfg, random.Random(0))
+    for everything in (False, True):
+        model = tiny_model()
+        b = a_rollout(model, cfg)
+        b.adv[:4], b.ref_logp = 0, None
+        if everything:
+            monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones(8, dtype=torch.bool))
+        else:
+            assert grpo.has_gradient(Agent(cfg, None, None, model), b).all()
+        update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*after)
+    monkeypatch.undo()
+    assert grpo.has_gradient(Agent(cfg, None, None, model), b).tolist() == [False] * 4 + [True] * 4
 
 
-def test_dropout_is_on_in_the_update_alone(monkeypatch):
-    """A fork's dropout: sampling, the reference and the old log-probabilities are without it."""
-    cfg, modes, real = Config(prompts=2, group=4, max_new=12), [], grpo.model.token_logps
-    model = tiny_model().eval()
-    b = a_rollout(model, cfg)
-    monkeypatch.setattr(grpo.model, "token_logps",
+def test_a_step_is_without_dropout(monkeypatch, cfg, encoding):
+    """A fork's: sampling, the passes of a rollout, and the update. In some of them alone, it would make ratios noise."""
+    modes, real = [], passes.token_logps
+    monkeypatch.setattr(passes, "token_logps",
                         lambda gpt, *x, **more: (modes.append(gpt.training), real(gpt, *x, **more))[1])
-    update(model, torch.optim.SGD(model.parameters(), 1.0), b, cfg, random.Random(0))
-    assert modes and all(modes) and not any(module.training for module in model.modules())
+    cfg = dataclasses.replace(cfg, baseline="value", critic="separate", reward="model", kl="reward", adv_scale="none")
+    agent = grpo.new_agent(cfg, task, encoding, tiny_model().train())
+    grpo.train_step(agent, task.problems(1)[0][:2], 1)
+    assert len(modes) > 2 and not any(modes)
+    for module in (agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model):
+        assert not any(part.training for part in module.modules())
 
 
 def test_a_critic_learns_from_rows_without_an_advantage():
@@ -396,7 +436,8 @@ def test_a_critic_learns_from_rows_without_an_advantage():
     b.adv, b.ref_logp, b.value = torch.zeros_like(b.adv), None, torch.zeros_like(b.adv)
     b.returns = torch.where(b.mask, 1.0, 0.0)
     params = [*model.parameters(), *critic.parameters()]
-    grpo.update(Agent(cfg, None, None, model, None, critic, opt=torch.optim.SGD(params, 1.0)), b, random.Random(0))
+    agent = Agent(cfg, None, None, model, critic=critic, opt=torch.optim.SGD(params, 1.0))
+    grpo.update(agent, b, random.Random(0))
     assert critic.head.bias.item() > 0.01
     b = a_rollout(tiny_model(), Config(prompts=2, group=4))
     model, b.adv = tiny_model(), torch.zeros_like(b.adv)
@@ -410,7 +451,7 @@ def test_update_is_the_gradient_of_the_paper():
     got, stats, b = gradient(None, loss_mean="sequence", beta=0.04)
     model, rows = tiny_model(), []
     for i in range(len(b.ids)):
-        logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[0][b.mask[i:i + 1]]
+        logp = token_logps(model, b.ids[i:i + 1], b.mask[i:i + 1], 1.0)[b.mask[i:i + 1]]
         adv, ref = b.adv[i][b.mask[i]], b.ref_logp[i][b.mask[i]]
         kl = (ref - logp).exp() - (ref - logp) - 1
         ratio = (logp - logp.detach()).exp()
@@ -437,11 +478,12 @@ def test_a_gap_in_any_micro_batch_is_found(row):
     with pytest.raises(UserError, match="sampler and trainer disagree"):
         update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
     for n in (7, 9):
-        with pytest.raises(UserError, match=f"^a rollout must have --prompts x --group rows, here 8, not {n}$"):
-            next(batches.minibatches(cfg, random.Random(0), n))
-    with pytest.raises(UserError, match="here 8, not 7$"):
-        update(model, torch.optim.SGD(model.parameters(), 1e-9), b.select(torch.arange(7), b.ids.size(1)), cfg, random.Random(0))
-    rows = next(batches.minibatches(dataclasses.replace(cfg, minibatches=2), random.Random(0), 8))[0].tolist()
+        with pytest.raises(AssertionError, match="^a rollout must have --prompts x --group rows"):
+            next(grpo.minibatches(cfg, random.Random(0), n))
+    with pytest.raises(AssertionError, match="^a rollout must have --prompts x --group rows"):
+        update(model, torch.optim.SGD(model.parameters(), 1e-9), passes.select(b, torch.arange(7), b.ids.size(1)), cfg,
+               random.Random(0))
+    rows = next(grpo.minibatches(dataclasses.replace(cfg, minibatches=2), random.Random(0), 8))[0].tolist()
     two, opt = dataclasses.replace(cfg, minibatches=2), torch.optim.SGD(model.parameters(), 1e-9)
     if row in rows:
         with pytest.raises(UserError):
@@ -467,10 +509,6 @@ def test_minibatches_are_halves_of_the_rollout():
 def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, encoding):
     """The run-time check of the ratio does not see the reference: with another temperature in it the
     KL of a policy to itself would not be 0."""
-    import copy
-    import dataclasses
-
-    import data.arithmetic as task
     cfg = dataclasses.replace(cfg, temperature=0.7)
     model = tiny_model()
     agent = Agent(cfg, task, encoding, model, ref=copy.deepcopy(model), beta=cfg.beta)
@@ -480,6 +518,23 @@ def test_reference_log_probs_are_those_of_the_sampler_at_any_temperature(cfg, en
     torch.testing.assert_close(batch.ref_logp, batch.logp, rtol=0, atol=5e-5)
 
 
+def test_each_iteration_begins_with_the_policy_as_its_reference(tmp_path, monkeypatch):
+    """And keeps that reference over its steps."""
+    pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
+    alike, real = [], grpo.train_step
+
+    def train_step(agent, problems, step):
+        alike.append(all(map(torch.equal, agent.ref.parameters(), agent.policy.parameters())))
+        found = real(agent, problems, step)
+        agent.policy.norm.weight.data += 0.01       # it learned something
+        return found
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
+    grpo.train(grpo.make_config(difficulty=1, init=str(tmp_path / "start"), out=str(tmp_path / "run"), device="cpu",
+                                kl="loss", iterations=3, steps=2, prompts=2, group=2, max_new=4))
+    assert alike == [True, False] * 3
+
+
 def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
     """Elsewhere only right for a single prompt."""
     problems, seen = [SimpleNamespace(prompt=p) for p in ("ab", "c", "def")], []
@@ -487,7 +542,7 @@ def test_each_completion_is_scored_against_its_own_prompt(cfg, encoding):
         seen.append((problem.prompt, text))
         return {"correct": 0.0}
     agent = Agent(cfg, SimpleNamespace(reward=reward), encoding, tiny_model())
-    batch = grpo.generate(agent, problems, dist.uniform(random.Random(0), 3, 2, cfg.max_new))
+    batch = grpo.generate(agent, problems, 2, random.Random(0))
     prompts = [bytes(ids[:on.nonzero()[0]].tolist()).decode() for ids, on in zip(batch.ids, batch.mask)]
     assert prompts == ["ab", "ab", "c", "c", "def", "def"]
     assert seen == list(zip(prompts, batch.texts)) and len(set(batch.texts)) == 6
@@ -499,7 +554,7 @@ def test_second_epoch_is_off_policy_and_clips():
     cfg = Config(prompts=2, group=4, max_new=12, epochs=4, beta=0.0)
     b = a_rollout(model, cfg)
     old = b.old_logp.clone()
-    stats = update(model, new_optimizer([model], 1e-2), b, cfg, random.Random(0))
+    stats = update(model, adam(model, 1e-2), b, cfg, random.Random(0))
     assert stats["clip_share"] > 0.05 and torch.equal(b.old_logp, old)
 
 
@@ -514,9 +569,10 @@ def test_without_old_log_probabilities_the_ratio_is_1(reference):
     weight = token_weights(b.mask, "sequence", 8, b.mask.sum(), 12)
     agent, params = Agent(cfg, None, None, model, beta=0.1), list(model.parameters())
     loss, stats, logp = grpo.total_loss(agent, b, weight, b.mask.sum())
-    assert stats["clip_share"] == 0 and not logp.requires_grad and b.old_logp is None
-    again, _ = token_logps(model, b.ids, b.mask, 1.0)
+    assert stats["clip_share"] == 0 and b.old_logp is None
+    again = token_logps(model, b.ids, b.mask, 1.0)
     want = weight * b.adv
+    logp = logp.detach()
     if reference:                           # eq. 21
         want = want + 0.1 * weight * ((b.ref_logp - logp).exp() - 1) * b.mask
     for x, y in zip(torch.autograd.grad(loss, params), torch.autograd.grad(-(want * again).sum(), params)):
@@ -526,12 +582,12 @@ def test_without_old_log_probabilities_the_ratio_is_1(reference):
 @pytest.mark.parametrize("updates", [dict(epochs=2), dict(minibatches=2), {}])
 def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
     """With one update none is made; with several one before the first, whose log-probabilities all of them have."""
-    import data.arithmetic as task
     cfg, asked, given = dataclasses.replace(cfg, kl="none", lr=1e-2, dtype="bfloat16", device="cpu", **updates), [], []
-    agent = setup.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
-    logps, loss = batches.logps, grpo.policy_loss
-    monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
-    monkeypatch.setattr(grpo, "policy_loss", lambda new, old, *more: (given.append((new, old)), loss(new, old, *more))[1])
+    agent = grpo.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
+    logps, loss = passes.logps, grpo.policy_loss
+    monkeypatch.setattr(passes, "logps", lambda gpt, *more: (asked.append((gpt, len(given))), logps(gpt, *more))[1])
+    monkeypatch.setattr(grpo, "policy_loss", lambda new, batch, *more: (
+        given.append((new.detach(), batch.old_logp)), loss(new, batch, *more))[1])
     problems = task.problems(1)[0][:2]
     batch, stats = grpo.rollout(agent, problems, random.Random(0))
     fixed = batch.old_logp
@@ -545,7 +601,7 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
         seen = {tuple(x for x in row.tolist() if x != 0) for _, old in given[1:] for row in old}
         assert seen == rows and any((logp - old)[old != 0].abs().max() > 0.2 for logp, old in given[1:])
     else:
-        assert all(torch.equal(logp, old) and not old.requires_grad for logp, old in given) and told["clip_share"] == 0
+        assert all(old is None for _, old in given) and told["clip_share"] == 0
 
 
 def test_every_parameter_moves_and_the_batch_does_not():
@@ -554,7 +610,7 @@ def test_every_parameter_moves_and_the_batch_does_not():
     b = a_rollout(model, cfg)
     kept = {name: getattr(b, name).clone() for name in ("ids", "mask", "logp", "ref_logp", "adv")}
     before = [p.detach().clone() for p in model.parameters()]
-    update(model, new_optimizer([model], 1e-6), b, cfg, random.Random(0))
+    update(model, adam(model, 1e-6), b, cfg, random.Random(0))
     assert all((x != p).any() for x, p in zip(before, model.parameters()))
     assert all(torch.equal(x, getattr(b, name)) for name, x in kept.items())
 
@@ -565,7 +621,7 @@ def test_disagreement_of_sampler_and_trainer_stops_the_run():
     cfg = Config(prompts=2, group=4, max_new=12, temperature=0.7)
     b = a_rollout(model, cfg)
     with pytest.raises(UserError, match="sampler and trainer disagree"):
-        update(model, new_optimizer([model], 1e-3), b, Config(prompts=2, group=4, max_new=12),
+        update(model, adam(model, 1e-3), b, Config(prompts=2, group=4, max_new=12),
                random.Random(0))
 
 
@@ -576,7 +632,7 @@ def test_nan_in_the_loss_stops_the_run():
     b.adv[b.mask] = float("nan")
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(UserError, match="gradient"):
-        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
+        update(model, adam(model, 1e-3), b, cfg, random.Random(0))
     assert all(torch.equal(x, p) for x, p in zip(before, model.parameters()))
 
 
@@ -588,43 +644,48 @@ def up_to(length, T):
 def test_micro_batches_hold_every_row_once_within_the_budget():
     length = torch.tensor([3, 50, 7, 20, 21, 50, 4, 3, 30])
     ids = torch.randint(0, 9, (9, 50))
-    chunks = list(micro_batches(ids, up_to(length, 50), 60))
+    chunks = list(split_rows(ids, up_to(length, 50), 60))
     assert sorted(torch.cat([rows for rows, _ in chunks]).tolist()) == list(range(9))
     for rows, T in chunks:
         assert T == length[rows].max()
         assert len(rows) * T <= 60 or len(rows) == 1
-    assert len(chunks) < 8 and list(micro_batches(ids[:0], ids[:0] > 0, 60)) == []
+    assert len(chunks) < 8 and [(rows.tolist(), T) for rows, T in split_rows(ids[:0], ids[:0] > 0, 60)] == [([], 50)]
 
 
 def test_rows_that_begin_alike_are_put_one_below_the_other():
     ids = torch.tensor([[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]])
     length = torch.tensor([3, 3, 2, 3, 3, 3])
-    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 100)] == [([5, 3, 1, 2, 0, 4], 3)]
-    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 6)] == [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]
+    def parts(budget):
+        return [(rows.tolist(), T) for rows, T in split_rows(ids, up_to(length, 3), budget)]
+    assert parts(100) == [([5, 3, 1, 2, 0, 4], 3)]
+    assert parts(6) == [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]
     # A longer row makes those before it longer too, and the next chunk begins anew.
     length = torch.tensor([1, 1, 1, 3, 1, 1])
-    assert [(rows.tolist(), T) for rows, T in micro_batches(ids, up_to(length, 3), 4)] == [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]
+    assert parts(4) == [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]
 
 
 def test_no_float64_where_there_is_none(monkeypatch):
-    """mps has none: only `widest` may ask for it."""
+    """mps has none: only `double` may ask for it."""
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             out = f(*args, **kwargs or {})
             assert getattr(out, "dtype", None) != torch.float64, f
             return out
-    assert [dist.double(torch.device(x)) for x in ("mps", "cpu")] == [torch.float32, torch.float64]
-    monkeypatch.setattr(dist, "double", lambda device: torch.float32)
+    of = dict(float=lambda: torch.float32, double=lambda: torch.float64)
+    assert [grpo.model.double(SimpleNamespace(device=torch.device(x), **of)) for x in ("mps", "cpu")] == [
+        torch.float32, torch.float64]
+    monkeypatch.setattr(grpo.model, "double", torch.Tensor.float)
+    monkeypatch.setattr(caches, "double", torch.Tensor.float)
     model, cfg = tiny_model(), Config(prompts=2, group=4, max_new=12)
     u = torch.rand(8, 12)
     with Watch():
-        b = sample(model, [[1, 2, 3], [4]], 4, 12, 1.0, {256}, u)
+        b = sample(model, [[1, 2, 3], [4]], 4, [12, 12], 1.0, {256}, u)
         reward = torch.zeros_like(b.logp).masked_scatter(b.mask, u.flatten())
         ends = last_tokens(b.mask)
         b.adv = grpo.advantages(reward, ends, b.mask, 0 * reward, 0 * reward,
                                 dataclasses.replace(cfg, adv_scale="batch"))[0]
         b.old_logp = b.logp
-        update(model, new_optimizer([model], 1e-3), b, cfg, random.Random(0))
+        update(model, adam(model, 1e-3), b, cfg, random.Random(0))
 
 
 @pytest.mark.slow
@@ -638,9 +699,10 @@ def test_all_models_of_a_run_share_their_graphs(monkeypatch):
     dist.compile_all(Config(compile=True), *models)
     for model in models:
         for prompts in ([[1, 2], [3]], [[1]]):
-            sample(model, prompts, 1 + len(prompts), 9, 1.0, set(), torch.rand(len(prompts) ** 2 + 2, 9))
+            u = torch.rand(len(prompts) ** 2 + 2, 9)
+            sample(model, prompts, 1 + len(prompts), [9] * len(prompts), 1.0, set(), u)
         with torch.no_grad():
-            token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
+            passes.token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 2
 
 
@@ -680,5 +742,5 @@ def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     dist.compile_all(Config(compile=True), model)
     for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
-        token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
+        passes.token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
     assert 2 <= len(seen) <= 3

@@ -13,10 +13,10 @@ import grpo
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Batch, Config
-from run.pretrained import ScalarHead
-from reward import choose, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import batches, dist, setup, show, warm_start
+from grpo import Agent, Batch, Config
+from model import ScalarHead
+from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
+from run import dist, passes, warm_start
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -33,13 +33,26 @@ def batch_of(texts, prompt="47*58=", end=True):
     return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
 
 
+PROBLEM = task.Problem("47*58=", "2726")
+
+
+def agent_of(task=None, **settings):
+    """An Agent without a policy."""
+    return Agent(Config(**settings), task, byte_encoding(), None)
+
+
+def scored(task, batch, problems=(PROBLEM,)):
+    """The Batch with its texts and components."""
+    reward.score_by_rule(agent_of(task), problems, batch)
+    return batch
+
+
 def rewards_of(texts, supervision, end=True):
-    problem = task.Problem("47*58=", "2726")
-    batch, cfg = batch_of(texts, end=end), Config(supervision=supervision)
-    reward.score(task, byte_encoding(), [problem], batch)
-    assert batch.texts == texts and batch.problems == [problem] * len(texts)
-    batch.reward, batch.ends = reward.of_steps(task, batch, cfg, byte_encoding())
-    return (reward.at_the_limit(batch), batch.ends), batch
+    batch, agent = batch_of(texts, end=end), agent_of(task, supervision=supervision)
+    reward.score_by_rule(agent, [PROBLEM], batch)
+    assert batch.texts == texts and batch.problems == [PROBLEM] * len(texts)
+    reward.of_batch(agent, batch)
+    return (batch.reward, batch.ends), batch
 
 
 # ------------------------------------------------------------------------------ rewards of steps
@@ -77,21 +90,19 @@ class Odd:
     *(([(2, True), (3, truth)], f"must each be True or False, not {truth!r}") for truth in (0.5, 2, None, "1", [1], torch.ones(2)))])
 def test_steps_of_another_form_are_refused(found, fault):
     """Instead of a traceback, or of silent training on it."""
-    problem, odd = task.Problem("47*58=", "2726"), SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
-    batch = batch_of(["~3000"])
-    reward.score(odd, byte_encoding(), [problem], batch)
+    odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
+    batch = scored(odd, batch_of(["~3000"]))
     with pytest.raises(UserError) as e:
-        reward.of_steps(odd, batch, Config(supervision="process"), byte_encoding())
+        reward.of_rule(agent_of(odd, supervision="process"), batch)
     assert str(e.value) == f"the steps of the prompt '47*58=' {fault}"
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "countdown", "sums", "gsm8k"])
 def test_a_completion_without_text_is_one_false_step(name):
     """It ended at once: a run once ended there."""
-    of, batch = grpo.data.load_task(name), batch_of([""])
-    steps = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=of.steps)
-    reward.score(steps, byte_encoding(), [task.Problem("47*58=", "2726")], batch)
-    r, ends = reward.of_steps(steps, batch, Config(supervision="process"), byte_encoding())
+    steps = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=data.load_task(name).steps)
+    batch = scored(steps, batch_of([""]))
+    r, ends = reward.of_steps(steps, byte_encoding(), batch)
     assert ends.sum() == 1 and batch.ids[ends].tolist() == [256] and r.sum() == 0
 
 
@@ -120,7 +131,7 @@ def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
     (r, ends), batch = rewards_of([WORK], supervision, end=False)
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
     batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
-    assert reward.at_the_limit(batch)[0][ends[0]][-1] == -2
+    assert reward.cap_truncated(batch)[0][ends[0]][-1] == -2
 
 
 def test_step_tokens_of_bytes_and_of_longer_tokens():
@@ -164,14 +175,16 @@ def test_step_loss_takes_shares():
     assert reward_loss(s, p, 1).item() == pytest.approx(want)
 
 
-def test_people_choose_any_of_the_best_and_err_as_told():
-    r = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]).repeat(2000, 1)
-    c = choose(r, 0.0, random.Random(0)).view(-1, 3, 3)
-    assert (c == torch.tensor([[0, 1, 0], [1 / 2, 0, 1 / 2], [1 / 3, 1 / 3, 1 / 3]])).all()
-    c = choose(r, 0.3, random.Random(0)).view(-1, 3, 3).mean(0)
-    assert c[0].tolist() == pytest.approx([0.15, 0.7, 0.15], abs=0.05)
-    assert c[1].tolist() == pytest.approx([0.35, 0.3, 0.35], abs=0.05)
-    assert c[2].tolist() == pytest.approx([1 / 3] * 3)          # nobody can err among equals
+def test_people_choose_any_of_the_best():
+    """Wherever the completions end; nothing but the labels changes, and they only where a completion ends."""
+    ends = torch.zeros(9, 4, dtype=torch.bool)
+    ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
+    label = torch.full((9, 4), 7.0).masked_scatter(ends, torch.tensor([0.0, 2, -1, 1, 0, 1, 3, 3, 3]))
+    rows = {"ids": torch.rand(9, 4), "ends": ends, "label": label}
+    found = choices(rows, 3)
+    assert found["label"][ends].view(3, 3).tolist() == [[0, 1, 0], [1 / 2, 0, 1 / 2], [pytest.approx(1 / 3)] * 3]
+    assert torch.equal(found["label"][~ends], label[~ends]) and label[0, 3] == 0
+    assert found["ids"] is rows["ids"] and found["ends"] is ends
 
 
 def test_quality_by_hand():
@@ -191,18 +204,6 @@ def test_quality_of_the_undecided():
     assert quality(s, torch.tensor([0.0, 1.0]), 1) == pytest.approx((0.5, (0.95 + 0.15) / 2))
     assert quality(torch.zeros(3), torch.tensor([0.0, 0.5, 1.0]), 1) == pytest.approx((2 / 3, 1 / 6))
     assert quality(torch.tensor([99.0, 0.95]).logit().nan_to_num(99.0), torch.ones(2), 1) == pytest.approx((1, 0.025))
-
-
-def test_errors_of_people_turn_the_labels_of_steps():
-    """A share of 1 or 0 turns all or none, also of those that rollouts gave; nothing where no step ends."""
-    truth = torch.rand(50, 40)
-    rows = {"label": truth, "ends": torch.rand(50, 40) < 0.5}
-    for noise, want in ((0.0, truth), (1.0, torch.where(rows["ends"], 1 - truth, truth))):
-        assert torch.equal(reward.noisy_labels(rows, 1, noise, random.Random(0))["label"], want)
-    made = reward.noisy_labels(rows, 1, 0.3, random.Random(0))["label"]
-    turned = made != truth
-    assert torch.equal(made[turned], (1 - truth)[turned]) and not turned[~rows["ends"]].any()
-    assert turned[rows["ends"]].float().mean().item() == pytest.approx(0.3, abs=0.05)
 
 
 # ------------------------------------------------------------------------------- the reward model
@@ -229,27 +230,31 @@ def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own(monkeypatc
     s, batch = scorer_of(), batch_of(["~3000", "2726"])
     batch.finished = torch.tensor([True, False])
     for supervision in ("outcome", "process"):
-        batch.ends = batches.last_tokens(batch.mask)
+        batch.ends = passes.last_tokens(batch.mask)
         batch.reward = learned(s, batch, Config(supervision=supervision))
-        r = reward.at_the_limit(batch)
+        r = reward.cap_truncated(batch)
         raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
         want = raw.sigmoid() if supervision == "process" else raw
         assert r[0][batch.ends[0]].item() == pytest.approx(want.item()) and r[~batch.ends].sum() == 0
         assert r[1][batch.ends[1]].item() == -3.0
 
 
-def labelled(n, K, seed):
+def preferences(n, K, seed):
     """n problems with K completions each: the more a, the better."""
     r = random.Random(seed)
     texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
     batch = batch_of(texts, prompt="?")
-    batch.ends = batches.last_tokens(batch.mask)
-    return batch, [t.count("a") for t in texts]
+    batch.ends = passes.last_tokens(batch.mask)
+    a = [t.count("a") for t in texts]
+    batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
+    return batch, a
 
 
-def rows_of(batch):
-    """What `refit` takes of a batch: its reward is the truth."""
-    return {"ids": batch.ids, "mask": batch.mask, "ends": batch.ends, "label": batch.reward}
+def fitted(model, batch, history, cfg, seed):
+    """`refit` to the Batch, of whose problems a tenth is held out; the history and the metrics."""
+    agent = Agent(cfg, None, None, None, reward_model=model, history=history)
+    measures = refit(agent, [batch], len(batch.ids) // reward.CHOICES // 10, random.Random(seed))
+    return agent.history, measures
 
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
@@ -257,14 +262,13 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
     monkeypatch.setattr(reward, "CHOICES", 2)
     cfg = Config(supervision=supervision)
-    batch, a = labelled(400, 2, 0)
+    batch, a = preferences(400, 2, 0)
     good = torch.tensor(a, dtype=torch.float)
     good = good if supervision == "outcome" else (good > 3).float()
     batch.reward = torch.where(batch.ends, good[:, None], 0)
     s = scorer_of()
-    history, measures = refit(s, rows_of(batch), {}, cfg, random.Random(0))
+    history, measures = fitted(s, batch, {}, cfg, 0)
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
-    show.reward_model_quality(measures)
     assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in capsys.readouterr().out
     assert len(history["ids"]) == 720                       # but for those it was measured on
     if supervision == "outcome":                            # normalised on what it was fitted to
@@ -272,22 +276,21 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
         assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
 
 
-def test_labels_that_are_all_noise_teach_nothing(monkeypatch):
+def test_labels_by_chance_teach_nothing(monkeypatch):
+    """Those that measure are not those that are fitted."""
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
-    monkeypatch.setattr(reward, "LABEL_NOISE", 0.5)
     monkeypatch.setattr(reward, "CHOICES", 2)
-    cfg = Config()
-    batch, a = labelled(400, 2, 0)
-    batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-    _, measures = refit(scorer_of(), rows_of(batch), {}, cfg, random.Random(0))
+    batch, _ = preferences(400, 2, 0)
+    batch.reward = torch.where(batch.ends, torch.rand(800, 1), 0)
+    _, measures = fitted(scorer_of(), batch, {}, Config(), 0)
     assert measures["rm_accuracy"] < 0.7
 
 
 @pytest.mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
     """Pairs of up to `tokens` each; one pair at a time if not even one fits. That once took 2,048."""
-    batch, _ = labelled(400, 2, 0)
-    data, s, sizes = rows_of(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
+    batch, _ = preferences(400, 2, 0)
+    data, s, sizes = reward.labelled(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
     monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: [*losses(0)])
     reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
@@ -299,16 +302,16 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
 def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     """The terms of an optimizer step are the mean over its choices, or over its labelled steps, and no
     micro-batch has more than `micro_tokens`."""
-    batch, a = labelled(100, 2, 0)
+    batch, a = preferences(100, 2, 0)
     batch.ends = batch.mask & (torch.rand(batch.mask.shape) < 0.6) if K == 1 else batch.ends
     label = torch.rand(batch.ends.shape)
-    data, s, cfg = rows_of(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
+    data, s, cfg = reward.labelled(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
     raw, seen, steps, judged = scores(s, batch.ids, batch.mask, Config()), [], [], []
     monkeypatch.setattr(reward, "reward_loss", lambda score, label, K: judged.append(label) or reward_loss(score, label, K))
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
         seen.append(ids), torch.stack([raw[(batch.ids[:, :len(row)] == row).all(1)][0, :len(row)] for row in ids]))[1])
 
-    def fit(name, module, losses, n, lr, clip):
+    def fit(name, module, losses, n, lr):
         """Each step's terms; rows that are alike have the same score."""
         for step in range(n):
             before = len(seen)
@@ -327,11 +330,12 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
 
 def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
-    batch, _ = labelled(3, 100, 0)
+    batch, _ = preferences(3, 100, 0)
     seen = []
     monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
         sum(loss.item() for loss in losses(step)) for step in range(n)))
-    reward.fit(scorer_of(), rows_of(batch) | {"label": batch.ends.float() / 100}, 100, Config(), random.Random(0))
+    rows = reward.labelled(batch) | {"label": batch.ends.float() / 100}
+    reward.fit(scorer_of(), rows, 100, Config(), random.Random(0))
     assert len(seen) == 3 and min(seen) > 0
 
 
@@ -345,9 +349,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
     history = {}
     for seed in (1, 2):
-        batch, a = labelled(100, 4, seed)
-        batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-        history, _ = refit(s := scorer_of(), rows_of(batch), history, cfg, random.Random(seed))
+        history, _ = fitted(s := scorer_of(), preferences(100, 4, seed)[0], history, cfg, seed)
     raw = scores(s, history["ids"], history["mask"], cfg)[history["ends"]]
     assert s.norm.tolist() == pytest.approx([raw.mean().item(), raw.std().item()])  # of both batches
     assert seen == [(36, 4)] and len(history["ids"]) == 720     # a tenth of the 360 that are fitted
@@ -370,13 +372,16 @@ def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision,
         return [tuple(row[:2]) for row in data["ids"].tolist()]
 
     for seed in range(4):
-        history, rng, apart = {}, random.Random(seed), 10 * choices
+        agent, rng, apart = Agent(cfg, None, None, None, reward_model=model), random.Random(seed), 10 * choices
         fitted.clear()
         for n in range(3):
             number = torch.arange(100 * choices)
-            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1), mask=torch.ones(len(number), 3).bool(),
-                        ends=torch.tensor([False, False, True]).expand(len(number), 3), label=(number % choices)[:, None] / 9 * torch.ones(3))
-            history, _ = reward.refit(model, rows, history, cfg, rng)
+            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1),
+                        mask=torch.ones(len(number), 3).bool(), ends=torch.tensor([False, False, True]).expand(len(number), 3),
+                        reward=(number % choices)[:, None] / 9 * torch.ones(3))
+            cut = 3 * choices
+            parts = [SimpleNamespace(**{name: x[part] for name, x in rows.items()}) for part in (slice(cut), slice(cut, None))]
+            refit(agent, parts, 10, rng)
             own = [(n, i) for i in range(apart, 100 * choices)]
             assert names(fitted[n])[:len(own)] == own
             replayed, before = names(fitted[n])[len(own):], [(k, i) for k in range(n) for i in range(apart, 100 * choices)]
@@ -384,7 +389,7 @@ def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision,
             for at in range(0, len(replayed), K):           # whole sets, in their order
                 k, first = replayed[at]
                 assert (first - apart) % K == 0 and replayed[at:at + K] == [(k, first + j) for j in range(K)]
-            assert names(history) == before + own
+            assert names(agent.history) == before + own
             drawn |= {(n, k) for k, _ in replayed}
     assert drawn == {(1, 0), (2, 0), (2, 1)}
 
@@ -396,15 +401,15 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
     batch.ends = batch.mask.clone()
     batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
 
-    def complete(agent, prefixes, tries, u, room):
+    def complete(agent, prefixes, tries, room, u):
         made = batch_of(["x"] * len(prefixes) * tries)
         rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
         T = max(map(len, rows))
         made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
+        made.mask = torch.stack([(torch.arange(T) >= len(row) - 2) & (torch.arange(T) < len(row)) for row in rows])
         return made
     toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
-    label = rollout_labels(complete, setup.Agent(Config(max_new=9), toy, byte_encoding(), None), batch, random.Random(0), tries=3)
+    label = rollout_labels(agent_of(toy, max_new=9), complete, batch, 0, tries=3)
     assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
     assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
 
@@ -413,21 +418,21 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
 def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     """10 problems with 2 completions each, at most 4 problems at a time."""
     seen, sizes = [], []
-    monkeypatch.setattr(reward, "refit", lambda scorer, rows, *_: seen.append(rows) or (
-        {}, {"rm_accuracy": 1.0, "rm_error": 0.0}))
+    monkeypatch.setattr(reward, "refit", lambda agent, *given: seen.append(given[:2]) or "measures")
     generate = grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
         sizes.append(len(problems)), generate(agent, problems, *more))[1])
     monkeypatch.setattr(reward, "CHOICES", 2)
-    monkeypatch.setattr(grpo, "FIT_STEPS", 5)
+    monkeypatch.setattr(reward, "FIT_STEPS", 5)
     cfg = Config(prompts=2, group=4, max_new=12, supervision=supervision)
-    agent = setup.Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    agent = Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
     problems = task.problems(1)[0]
-    grpo.begin_iteration(agent, problems, 0)
+    assert grpo.refit_reward_model(agent, problems, 0) == "measures"
     source = dist.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
     drawn = source.sample(problems[:5], 1) + source.sample(problems[5:], 9)
-    (rows,) = seen
-    assert sizes == [4, 4, 2] and len(rows["ids"]) == 20
+    ((found, held_out),) = seen
+    rows = reward.concatenate(*map(reward.labelled, found))
+    assert sizes == [4, 4, 2] and len(rows["ids"]) == 20 and held_out == 1
     for i, ids in enumerate(rows["ids"].tolist()):
         assert bytes(ids[:4]).decode() == drawn[i // 2].prompt
     assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
@@ -435,7 +440,7 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
 
 def test_sets_are_padded_on_the_right():
     a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
-    c = batches.concatenate(a, b)
+    c = reward.concatenate(a, b)
     assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
     assert c["ends"].sum().item() == 16
 
@@ -444,7 +449,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, asked = r, ends, []
-    def complete(agent, prefixes, tries, u, room):
+    def complete(agent, prefixes, tries, room, u):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
         assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
         assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
@@ -462,26 +467,42 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    agent = setup.Agent(Config(max_new=64), toy, byte_encoding(), None)
-    label = rollout_labels(complete, agent, batch, random.Random(0), tries=8)
+    label = rollout_labels(agent_of(toy, max_new=64), complete, batch, 0, tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
     assert torch.equal(r, batch.reward)
 
 
-def test_the_text_of_a_continuation_has_what_was_there_before():
-    """It is the whole completion that is right or wrong: from the prompt's end, not the prefix's."""
-    batch = batch_of([WORK])
-    batch.mask[:, :20] = False
-    assert reward.score(task, byte_encoding(), [task.Problem("47*58=", "2726")], batch).texts == [WORK]
+def test_a_text_is_what_the_policy_said():
+    """Without what an environment says in between; steps end where they end among these tokens, and a completion that
+    goes on from a prefix has those of its tokens too that were there before."""
+    heard, judged = "\nhm?", []
+    batch = batch_of([WORK[:20] + heard + WORK[20:]])
+    at = 6 + 20
+    batch.mask[:, at:at + len(heard)] = False
+    assert scored(task, batch).texts == [WORK]
+    r, ends = reward.of_steps(task, byte_encoding(), batch)
+    places = ends[0].nonzero()[:, 0]
+    assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
+    assert r[0, places].tolist() == [1, 1, 1]
+
+    def complete(agent, prefixes, tries, room, u):
+        rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
+        T = max(map(len, rows))
+        mask = torch.stack([(torch.arange(T) >= len(row) - 2) & (torch.arange(T) < len(row)) for row in rows])
+        ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+        return Batch(ids, mask, torch.ones(len(rows), dtype=torch.bool), None, None)
+    toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
+    batch.reward, batch.ends = r, ends
+    rollout_labels(agent_of(toy), complete, batch, 0, tries=1)
+    assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
 
 
 def test_components_that_cancel_add_up_to_0():
     """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays."""
     texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-5, 0.0, 0.0)}
     toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
-    batch = reward.score(toy, byte_encoding(), [task.Problem("47*58=", "2726")], batch_of([*texts]))
-    total = reward.of_steps(toy, batch, Config(), byte_encoding())[0].sum(1)
+    total = reward.of_rule(agent_of(toy), scored(toy, batch_of([*texts])))[0].sum(1)
     assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-5], rel=1e-3)
 
 
@@ -489,25 +510,14 @@ def test_rollouts_without_a_place_to_go_on_from():
     """Completions of one step each: all labels are their own."""
     (r, ends), batch = rewards_of(["~3000", "~2726"], "process")
     batch.reward, batch.ends = r, ends
-    assert torch.equal(rollout_labels(None, None, batch, None), r)
+    assert torch.equal(rollout_labels(agent_of(), None, batch, 0), r)
 
 
 def test_components_stay_in_the_order_of_the_first_row():
     """Whatever the order in which the task names them later."""
     toy = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "a": 2.0} if text == "x" else {"a": 3.0, "correct": 0.0})
-    batch = reward.score(toy, byte_encoding(), [task.Problem("47*58=", "2726")], batch_of(["x", "y"]))
+    batch = scored(toy, batch_of(["x", "y"]))
     assert [(name, x.tolist()) for name, x in batch.components.items()] == [("correct", [1, 0]), ("a", [2, 3])]
-
-
-@pytest.mark.parametrize("noise, draw, err", [
-    (0.0, 0.0, False), (1.0, 1 - 2 ** -53, True), (0.5, 0.5, False), (0.5, 0.499, True)])
-def test_people_err_in_just_the_share_that_is_told(noise, draw, err):
-    """Numbers from 0 up to, but not, 1: without noise not even a 0 is an error, with all of it the largest is one."""
-    source = SimpleNamespace(random=lambda: draw, choice=lambda items: items[0])
-    assert choose(torch.tensor([[1.0, 0.0]]), noise, source).tolist() == [[0.0, 1.0] if err else [1.0, 0.0]]
-    on = torch.tensor([[True, False]])
-    labels = reward.noisy_labels({"ends": on, "label": on.float()}, 1, noise, source)["label"]
-    assert labels.tolist() == [[0.0 if err else 1.0, 0.0]]
 
 
 def test_a_step_is_tried_four_times_and_128_of_them_at_once():
@@ -515,12 +525,11 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     ends[:, :] = batch.mask                                             # each token is a step
     batch.reward, batch.ends, sizes = r, ends, []
 
-    def complete(agent, prefixes, tries, u, room):
+    def complete(agent, prefixes, tries, room, u):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
-    agent = setup.Agent(Config(max_new=1024), SimpleNamespace(reward=lambda p, text: {"correct": 0.5}), byte_encoding(), None)
     before = r.clone()
-    rollout_labels(complete, agent, batch, random.Random(0))
+    rollout_labels(agent_of(SimpleNamespace(reward=lambda p, text: {"correct": 0.5})), complete, batch, 0)
     assert torch.equal(batch.reward, before)
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
@@ -531,11 +540,11 @@ def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypat
     """A step has no rivals: CHOICES only says how many completions a problem has."""
     seen, s = [], scorer_of()
     monkeypatch.setattr(reward, "fit", lambda scorer, data, K, *_: seen.append((K, len(data["ids"]))))
-    batch, a = labelled(20, 4, 0)
+    batch, a = preferences(20, 4, 0)
     batch.reward = torch.where(batch.ends, (torch.tensor(a)[:, None] > 3).float(), 0)
-    refit(s, rows_of(batch), {}, Config(supervision="process"), random.Random(0))
+    fitted(s, batch, {}, Config(supervision="process"), 0)
     assert seen == [(1, 72)] and s.norm.tolist() == [0, 1]
-    refit(s, rows_of(batch), {}, Config(), random.Random(0))
+    fitted(s, batch, {}, Config(), 0)
     assert seen[1:] == [(4, 72)] and s.norm.tolist() != [0, 1]
 
 
@@ -557,7 +566,7 @@ def test_rewards_of_all_completions_at_once():
         {"correct": float(text == max(texts, key=len)), "n": n / 10} for text, n in zip(texts, tokens)])
     batch = batch_of(["a", "bcd", "ef", ""], end=True)
     p, q = (SimpleNamespace(prompt=x) for x in "pq")
-    reward.score(toy, byte_encoding(), [p, q], batch)
+    scored(toy, batch, [p, q])
     assert seen == [([p, p, q, q], ["a", "bcd", "ef", ""], [2, 4, 3, 1])]
     assert batch.components["correct"].tolist() == [0, 1, 0, 0] and batch.components["n"].tolist() == pytest.approx([0.2, 0.4, 0.3, 0.1])
 

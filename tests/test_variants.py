@@ -20,7 +20,7 @@ import grpo
 from data import UserError, arithmetic
 from data.tokenizer import byte_encoding
 from model import token_logps
-from run import batches, checkpoint, config, dist, pretrained, setup, show
+from run import checkpoint, config, dist, passes, pretrained, show
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 
@@ -62,15 +62,18 @@ def tensors(table):
 
 
 def of_code(name, log_ratio, advantages=A, **changes):
-    """Loss and gradient of a variant, by grpo.py."""
+    """Loss and gradient of a variant, by grpo.py; outside the mask it has no gain, and nothing that is clipped."""
     cfg = grpo.make_config(**dict(algo=name, group=2, max_new=8) | changes)
     old, mask = tensors(OLD)
     logp = (old + tensors(log_ratio)[0]).requires_grad_(True)
     adv = torch.tensor(advantages, dtype=torch.float64)[:, None] * mask
     weight = grpo.token_weights(mask.double(), cfg.loss_mean, len(OLD), sum(LENGTHS), cfg.max_new)
-    loss, stats = grpo.policy_loss(logp, old, None, adv, mask, weight, sum(LENGTHS), cfg, 0.0)
+    batch = grpo.Batch(None, mask, None, None, None, old_logp=old, adv=adv)
+    loss, stats = grpo.policy_loss(logp, batch, weight, sum(LENGTHS), cfg, 0.0)
     loss.backward()
     assert logp.grad[~mask].abs().sum() == 0
+    gain, clipped = grpo.surrogate(logp, old, adv, mask, cfg)
+    assert (gain[~mask] * weight[~mask] == 0).all() and not clipped[~mask].any()
     return loss.item(), [row[on].tolist() for row, on in zip(logp.grad, mask)], round(stats["clip_share"].item() * sum(LENGTHS))
 
 
@@ -181,7 +184,8 @@ def test_dppo(name, delta):
         return [0.0 * n if blocked(n, o, a) else (n - o).exp() * a for n, o in zip(new, old)]
     assert 0 < same(name, terms) < sum(LENGTHS)
     old, new = torch.tensor([[1e-3, 0.5, 6e-3]]), torch.tensor([[1e-8, 5e-9, 1e-8]])         # of rare tokens that became rarer
-    _, far = module_of(name).surrogate(new / old, torch.tensor([[-1.0] * 3]), new.log(), torch.ones(1, 3).bool(), None)
+    cfg, adv, mask = grpo.make_config(algo=name), torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
+    _, far = module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)
     assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
 
 
@@ -216,7 +220,8 @@ def test_kl_cov(share, n, monkeypatch):
         return [r * a - (abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
     assert same("kl_cov", terms, mean="token") == n
     nothing = torch.zeros(0, 3)         # what a rank may have in an epoch's last micro-batch
-    assert module_of("kl_cov").surrogate(nothing, nothing, nothing, nothing.bool(), None)[0].shape == (0, 3)
+    cfg = grpo.make_config(algo="kl_cov")
+    assert module_of("kl_cov").surrogate(nothing, nothing, nothing, nothing.bool(), cfg)[0].shape == (0, 3)
 
 
 def test_vespo():
@@ -262,12 +267,12 @@ def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
     torch.set_default_dtype(torch.float32)
     cfg = grpo.make_config(algo=name, prompts=2, group=4, max_new=8, minibatches=1, dtype=dtype, device="cpu", warm_steps=0)
     assert cfg.updates == 1
-    module, seen, asked, logps = module_of(name), [], [], batches.logps
-    agent = setup.new_agent(cfg, arithmetic, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
+    module, seen, asked, logps = module_of(name), [], [], passes.logps
+    agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     monkeypatch.setattr(module, "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
-    monkeypatch.setattr(batches, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
+    monkeypatch.setattr(passes, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
     batch, _ = module.rollout(agent, arithmetic.problems()[0][:2], random.Random(0))
-    want, _ = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+    want = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
     assert asked == [agent.policy] and (batch.old_logp - want).abs().max() < (0.1 if dtype == "bfloat16" else 1e-5)
     batch.adv = batch.mask.float()
     module.total_loss(agent, batch, None, None)
@@ -297,6 +302,17 @@ def test_opo():
     assert adv[~mask].abs().sum() == 0 and returns is None and dead.tolist() == [False, True]
 
 
+def scores(name, rewards, group):
+    """A variant's score of each completion (B,), for rewards at the ends of rows of 1 to 3 tokens; it is 0 elsewhere.
+    And which groups are dead."""
+    ends = torch.zeros(len(rewards), 5, dtype=torch.bool)
+    ends[range(len(rewards)), [1 + i % 3 for i in range(len(rewards))]] = True
+    r = ends * torch.as_tensor(rewards)[:, None]
+    score, dead = module_of(name).group_scores(r, ends, grpo.make_config(algo=name, group=group))
+    assert score.shape == ends.shape and (score[~ends] == 0).all()
+    return score[ends], dead
+
+
 @pytest.mark.parametrize("right", range(9))
 def test_pass_at_k_is_the_z_score_over_all_subsets(right):
     """Of pass@4 over the 70 subsets of 4 of 8; of a completion, the mean over those that hold it."""
@@ -304,7 +320,7 @@ def test_pass_at_k_is_the_z_score_over_all_subsets(right):
     subsets = [*itertools.combinations(range(8), 4)]
     value = [max(rewards[i] for i in subset) for subset in subsets]
     mean, std = statistics.mean(value), statistics.pstdev(value)
-    score, dead = module_of("pass_at_k").outcome_scores(torch.tensor(rewards), 8)
+    score, dead = scores("pass_at_k", rewards, 8)
     assert dead.tolist() == [std == 0]
     for i in range(8):
         own = statistics.mean(v for v, subset in zip(value, subsets) if i in subset)
@@ -312,7 +328,7 @@ def test_pass_at_k_is_the_z_score_over_all_subsets(right):
 
 
 def test_maxrl():
-    score, dead = module_of("maxrl").outcome_scores(torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]), 4)
+    score, dead = scores("maxrl", [1.0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1], 4)
     assert score.tolist() == [3, -1, -1, -1] + [0] * 8 and dead.tolist() == [False, True, True]
 
 
@@ -323,7 +339,7 @@ def test_beta_norm():
     mean, var = statistics.mean(p), statistics.pvariance(p)
     size = mean * (1 - mean) / var - 1
     a, b = mean * size, (1 - mean) * size
-    score, dead = module_of("beta_norm").outcome_scores(torch.tensor(rewards), 4)
+    score, dead = scores("beta_norm", rewards, 4)
 
     def beta(x, y):
         return math.gamma(x) * math.gamma(y) / math.gamma(x + y)
@@ -346,7 +362,7 @@ def test_beta_norm():
 def test_lite_ppo():
     """The group's mean, over the std of all rewards."""
     rewards = [1.0, 0, 5, 1, 2, 2]
-    score, dead = module_of("lite_ppo").outcome_scores(torch.tensor(rewards), 2)
+    score, dead = scores("lite_ppo", rewards, 2)
     std = statistics.pstdev(rewards)
     assert score.tolist() == pytest.approx([0.5 / std, -0.5 / std, 2 / std, -2 / std, 0, 0]) and dead.tolist() == [False, False, True]
 
@@ -428,8 +444,8 @@ def test_remax(monkeypatch):
     module, asked = module_of("remax"), []
     batch = rolled([1.0, 0.25, 0.5, 1.0], [1.0, 0.25, 0.4, 1.0])        # the third has a KL of 0.1 in its reward
 
-    def generate(agent, problems, u, n_greedy):
-        asked.append((problems, u.shape, n_greedy))
+    def generate(agent, problems, group, rng=None):
+        asked.append((problems, group, rng))
         return grpo.Batch(torch.zeros(2, 6).long(), batch.mask[:2], torch.tensor([True, False]), None, None,
                           components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
     monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
@@ -439,7 +455,7 @@ def test_remax(monkeypatch):
     adv = module.rollout(SimpleNamespace(cfg=cfg, task=None, encoding=None), ["a", "b"], None)[0].adv
     for row, on, x in zip(adv, batch.mask, [0.75, 0, -0.1, 0.5]):       # the second greedy completion was cut off: 0.5
         assert row[on].tolist() == pytest.approx([x] * on.sum().item())
-    assert asked == [(["a", "b"], (2, 1, 5), 1)] and adv[~batch.mask].abs().sum() == 0
+    assert asked == [(["a", "b"], 1, None)] and adv[~batch.mask].abs().sum() == 0
 
 
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference"])
@@ -459,37 +475,40 @@ def test_rewards_for_which_a_variant_is_not_meant():
                                 ("beta_norm", [-0.5, 1.0], "a reward is -0.5, and must be from 0 to 1"),
                                 ("maxrl", [-1.0, 1.0], "a reward is -1, and must not be negative")):
         with pytest.raises(UserError, match=f"^--algo {name}: {says}$"):
-            module_of(name).outcome_scores(torch.tensor(rewards), 2)
+            scores(name, rewards, 2)
 
 
 def test_a_little_for_a_wrong_completion_makes_it_not_right():
     """Sums, gsm8k and countdown pay some."""
-    found = [module_of("pass_at_k").outcome_scores(torch.tensor(rewards), 8) for rewards in (
+    found = [scores("pass_at_k", rewards, 8) for rewards in (
         [0.1] * 5 + [1.1, 1.0, 0.1], [0.0] * 5 + [1.0, 1.0, 0.0])]
     assert torch.equal(found[0][0], found[1][0]) and not found[0][1].any()
 
 
 def test_padding_is_not_clipped():
-    ratio = torch.full((1, 3), 9.0)
-    assert module_of("cispo").surrogate(ratio, 1.0, ratio, torch.tensor([[True, True, False]]), grpo.make_config(algo="cispo"))[1].tolist() == [
-        [True, True, False]]
+    logp, mask = torch.full((1, 3), 9.0), torch.tensor([[True, True, False]])
+    cfg = grpo.make_config(algo="cispo", ratio="sequence")      # whose ratio is the same in all columns
+    assert module_of("cispo").surrogate(logp, logp - 3, 1.0, mask, cfg)[1].tolist() == [[True, True, False]]
 
 
-def test_a_step_without_a_gradient_has_no_kl(start, tmp_path, monkeypatch):
-    """If all completions were cut off."""
+def test_a_step_in_which_all_completions_are_cut_off(start, tmp_path, monkeypatch):
+    """No row is left: no loss, no KL, no change."""
     def cut_off(*given, own=grpo.generate):
         batch = own(*given)
         return replace(batch, finished=torch.zeros_like(batch.finished))
     monkeypatch.setattr(grpo, "generate", cut_off)
     cfg = grpo.make_config(**TINY | dict(algo="overlong_filter", kl="loss", init=start, warm_steps=0, steps=1, out=str(tmp_path)))
     monkeypatch.setattr(grpo, "evaluate", lambda *_: {"greedy": 0.0, "pass@1": 0.0})
-    grpo.train(cfg)
-    assert "kl" not in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    policy = grpo.train(cfg).policy
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [logged[name] for name in ("loss", "kl", "clip_share", "grad_norm")] == [0] * 4
+    before = pretrained.load(start)
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before.parameters(), strict=True))
 
 
 def test_a_group_is_larger_than_k():
     with pytest.raises(UserError, match="pass_at_k: --group 4 must be more than K, 4"):
-        module_of("pass_at_k").outcome_scores(torch.ones(4), 4)
+        scores("pass_at_k", [1.0] * 4, 4)
 
 
 def test_what_is_rounding_holds_nothing_back():
@@ -585,7 +604,7 @@ def start(tmp_path_factory):
 def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     """With rewards that differ within groups, and two updates of a rollout; in bfloat16, the default on a GPU. Some completions
     are cut off."""
-    monkeypatch.setattr(grpo.data.load_task("arithmetic"), "reward", lambda problem, text: {
+    monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {
         "correct": float(sum(map(ord, text)) % 2), "size": 0.0 if name == "beta_norm" else len(text) / 50})
     with_constants(monkeypatch, "pass_at_k", K=2)         # of 4
     config.algorithm("grpo", grpo.ALGOS, grpo)
@@ -634,7 +653,7 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
     path.write_text(own + "# changed\n")
     with pytest.raises(SystemExit):
         grpo.main(["--resume", "--out", str(out), "--steps", "3", "--algo", str(path)])
-    assert f"--algo {path} has changed since the run in {out} began" in capsys.readouterr().err
+    assert f"{path} has changed since the run in {out} began" in capsys.readouterr().err
     path.write_text(own)
     grpo.main(["--resume", "--out", str(out), "--steps", "3", "--algo", str(path)])
     assert checkpoint.load(out, grpo.Config)[1].step == 3
@@ -651,8 +670,14 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     cfg = checkpoint.load(out, grpo.Config)[0]
     assert (cfg.kl, cfg.steps) == ("loss", 2) and (out / "functions.py").read_bytes() == path.read_bytes()
     program, name, *args = shlex.split(show.resume_command(cfg))
-    assert (program, name) == ("python", "grpo.py") and grpo.read_command(args)[1] == cfg
-    assert grpo.read_command([*args, "--steps", "3"])[1].steps == 3
+
+    def read(args):
+        """The Config with which `main` goes on."""
+        mode, given = config.read(grpo.Config, "", args)
+        given, _ = checkpoint.settings(mode, grpo.make_config(**given), given)
+        return grpo.make_config(**given)
+    assert (program, name) == ("python", "grpo.py") and read(args) == cfg
+    assert read([*args, "--steps", "3"]) == replace(cfg, steps=3)
     asked = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("ask it: ")[2])
     assert asked[asked.index("--init") + 1] == str(out)
     grpo.main(["--ask", "1*\x07", "--init", str(out)])
@@ -687,12 +712,13 @@ def test_files_that_are_no_algorithms(text, says, tmp_path):
 def test_scores_of_outcomes_that_would_not_be_called(given, start, tmp_path):
     """Are refused, but not if the file's own `advantages` may call them."""
     tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run")) | given
-    with pytest.raises(UserError, match="--algo maxrl: its outcome_scores is called only with --supervision outcome, --baseline group and"):
+    needs = "it needs --supervision outcome, --baseline group and --adv_scale group"
+    with pytest.raises(UserError, match=f"--algo maxrl: its scores are of outcomes: {needs}"):
         grpo.train(grpo.make_config(**tiny, algo="maxrl"))
-    (tmp_path / "mine.py").write_text("import grpo\nfrom grpo import advantages as own, outcome_scores as scores\nSETTINGS = {}\n"
-                                      "def outcome_scores(*given):\n    return scores(*given)\n"
+    (tmp_path / "mine.py").write_text("import grpo\nfrom grpo import advantages as own, group_scores as scores\nSETTINGS = {}\n"
+                                      "def group_scores(*given):\n    return scores(*given)\n"
                                       "def advantages(*given):\n    return own(*given)\n"
-                                      "grpo.outcome_scores, grpo.advantages = outcome_scores, advantages\n")
+                                      "grpo.group_scores, grpo.advantages = group_scores, advantages\n")
     grpo.train(grpo.make_config(**tiny, algo=str(tmp_path / "mine.py")))
 
 
@@ -799,5 +825,5 @@ def test_an_adapted_beta_is_resumed(start, tmp_path):
     grpo.main(flags(given))
     grpo.main(["--resume", "--out", str(tmp_path), "--steps", "3"])
     logged = [json.loads(line)["beta"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
-    saved = checkpoint.load(tmp_path, grpo.Config, whole=False)[1].beta
+    saved = checkpoint.load(tmp_path, grpo.Config)[1].beta
     assert [*logged, saved] == pytest.approx([0.04 * 0.98 ** n for n in range(4)])

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 import reward as rewards  # noqa: E402
 from data import arithmetic  # noqa: E402
-from run import batches, config, setup  # noqa: E402
+from run import config, passes  # noqa: E402
 
 PAGE = re.sub(r"<details>.*?</details>", "", (ROOT / "docs" / "derivation.md").read_text(), flags=re.S)        # without the table of runs
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -89,7 +89,8 @@ def sampled():
     ids = padded([[VOCABULARY.index(token) for token in row] for row in TOKENS])
     ids = torch.where(MASK, ids, 0).long()
     batch = grpo.Batch(ids, MASK, LENGTH > 0, OLD.log(), torch.zeros(4, dtype=torch.int64))
-    return rewards.score(arithmetic, ENCODING, [PROBLEM], batch)
+    rewards.score_by_rule(SimpleNamespace(task=arithmetic, encoding=ENCODING), [PROBLEM], batch)
+    return batch
 
 
 @pytest.fixture
@@ -97,12 +98,12 @@ def rollout(monkeypatch):
     """The real `rollout`, with the example in place of what the models would say."""
     models = {"policy": (OLD.log(), VALUE), "ref": (REF.log(), None)}
     monkeypatch.setattr(grpo, "generate", lambda *_: sampled())
-    monkeypatch.setattr(batches, "logps", lambda gpt, *_: models[gpt.name])
+    monkeypatch.setattr(passes, "logps", lambda gpt, *_: models[gpt.name])
 
     def run(cfg):
         """The Batch, with rewards and advantages."""
         policy, ref = (SimpleNamespace(name=name, amp=None) for name in models)
-        agent = setup.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
+        agent = grpo.Agent(cfg, arithmetic, ENCODING, policy, beta=cfg.beta,
                            ref=ref if cfg.needs_reference else None,
                            critic="value" in cfg.baseline or None)
         return grpo.rollout(agent, [PROBLEM], random.Random(0))[0]
@@ -111,7 +112,7 @@ def rollout(monkeypatch):
 
 def config_of(flag):
     """The Config of a command line, for this group."""
-    chosen, _ = config.read(grpo.Config, "", flag.split())
+    _, chosen = config.read(grpo.Config, "", flag.split())
     return grpo.make_config(**dict(prompts=1, group=4, max_new=4) | chosen)
 
 
@@ -124,8 +125,7 @@ def loss_of(cfg, batch, probability, weight=None):
     """The loss once the policy gives the tokens this probability, its gradient by their
     log-probabilities (4, 4), and the statistics."""
     logp, weight = probability.log().requires_grad_(), weights(cfg) if weight is None else weight
-    loss, stats = grpo.policy_loss(logp, batch.old_logp, batch.ref_logp, batch.adv, MASK, weight,
-                                   LENGTH.sum(), cfg, cfg.beta)
+    loss, stats = grpo.policy_loss(logp, batch, weight, LENGTH.sum(), cfg, cfg.beta)
     return loss.item(), torch.autograd.grad(loss, logp)[0], stats
 
 
@@ -145,7 +145,7 @@ def old_ratio(cfg, batch):
 
 def mean_k3(cfg, probability):
     """The mean of k3 as the loss has it."""
-    k3 = grpo.kl_estimate(probability.log(), REF.log(), None, "k3")
+    k3 = grpo.kl_estimate(probability.log(), REF.log(), "k3")
     return torch.where(MASK, weights(cfg) * k3, 0).sum().item()
 
 
@@ -213,7 +213,7 @@ def critic(section, rollout):
     yield from [LENGTH.sum(), *mean_and_std(adv[MASK], batch.adv[MASK])]
     yield from [adv[3, 3], batch.adv[3, 3], *batch.returns[0, :3]]
     yield from [loss_of(cfg, batch, OLD)[0], old_ratio(cfg, batch)]
-    yield grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
+    yield grpo.value_loss(VALUE, VALUE, batch.returns, weights(cfg))
     yield grpo.VALUE_COEF
 
 
@@ -238,7 +238,7 @@ def reference(section, rollout):
     """The KL in PPO's rewards; the estimators over all first tokens, and their mean gradients."""
     ppo, in_loss = map(config_of, flags_of(section))
     batch = rollout(ppo)
-    k1 = grpo.kl_estimate(OLD.log(), REF.log(), None, "k1")
+    k1 = grpo.kl_estimate(OLD.log(), REF.log(), "k1")
     with mock.patch.object(grpo, "GAMMA", 0.0):
         of_token = rollout(ppo).returns             # without a future
     yield from by_row(k1, of_token, batch.returns - VALUE)
@@ -248,7 +248,7 @@ def reference(section, rollout):
     logits = p.log().requires_grad_()
     k, slope = {}, {}
     for name in ("k1", "k2", "k3"):
-        estimate = grpo.kl_estimate(logits.log_softmax(0), ref.log(), None, name)
+        estimate = grpo.kl_estimate(logits.log_softmax(0), ref.log(), name)
         slope[name] = torch.autograd.grad((p * estimate).sum(), logits)[0]
         k[name] = estimate.detach()
     for i in range(4):
@@ -276,7 +276,7 @@ def group(section, rollout):
     cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
     loss, gradient, _ = loss_of(cfg, batch, NEW)
-    k3 = grpo.kl_estimate(NEW.log(), REF.log(), None, cfg.estimator)
+    k3 = grpo.kl_estimate(NEW.log(), REF.log(), cfg.estimator)
     rows = [loss_of(cfg, batch, NEW, weights(cfg) * row[:, None])[0] for row in torch.eye(4)]
     yield from by_row(batch.adv, surrogate(cfg, batch), k3, torch.tensor(rows), gradient)
 
@@ -292,14 +292,15 @@ def group(section, rollout):
 
 def outcome_scores(reward):
     """The scores of one group, (G,)."""
-    return grpo.outcome_scores(reward, len(reward))[0]
+    cfg = grpo.Config(group=len(reward))
+    return grpo.group_scores(reward[:, None], torch.ones(len(reward), 1, dtype=torch.bool), cfg)[0][:, 0]
 
 
 def process(section, rollout):
     """Rewards of steps; their mean and std are what undoes the standardising."""
     cfg = config_of(*flags_of(section))
     batch = rollout(cfg)
-    score = grpo.step_scores(batch.reward, batch.ends, 4)[0]
+    score = grpo.group_scores(batch.reward, batch.ends, cfg)[0]
     for i, ends in enumerate(batch.ends):
         yield from [*ends.nonzero()[:, 0] + 1, *batch.reward[i, ends], *score[i, ends],
                     *batch.adv[i, MASK[i]]]
@@ -319,34 +320,37 @@ def six_losses(section, rollout):
         assert after < before
         yield from [before, after]
         if batch.value is not None:
-            yield grpo.VALUE_COEF * grpo.value_loss(VALUE, VALUE, batch.returns, MASK, weights(cfg))
+            yield grpo.VALUE_COEF * grpo.value_loss(VALUE, VALUE, batch.returns, weights(cfg))
 
 
 def iterations(section, rollout, monkeypatch):
-    """The real `begin_iteration`, twice, of models that do nothing."""
+    """The real `train`, of models and steps that do nothing."""
     cfg, made, fitted, loaded = config_of(*flags_of(section)), [], [], []
 
-    def generate(agent, problems, u):
+    def generate(agent, problems, group, rng):
         """Completions of one token."""
-        n = len(problems) * u.size(1)
+        n = len(problems) * group
         made.append(n)
         return grpo.Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None,
                           None)
     monkeypatch.setattr(grpo, "generate", generate)
-    monkeypatch.setattr(rewards, "of_steps", lambda task, b, *_: (torch.rand(b.ids.shape), b.mask))
+    monkeypatch.setattr(rewards, "of_rule", lambda agent, b: (torch.rand(b.ids.shape), b.mask))
     monkeypatch.setattr(rewards, "scores", lambda model, ids, *_: torch.rand(ids.shape))
     monkeypatch.setattr(rewards, "fit", lambda model, data, *_: fitted.append(len(data["ids"])))
     monkeypatch.setattr(grpo.dist, "copy_weights", lambda copied, policy: loaded.append((copied, policy)))
-    agent = setup.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
+    agent = grpo.Agent(cfg, arithmetic, ENCODING, "the policy", ref="the reference",
                        reward_model=SimpleNamespace(norm=torch.zeros(2)))
-    for iteration in range(cfg.iterations):
-        grpo.begin_iteration(agent, range(1000), iteration)
+    begun = cfg, arithmetic, ENCODING, "the policy", range(1000), [PROBLEM]
+    for module, name, found in ((grpo.setup, "begin", begun), (grpo, "new_agent", agent), (grpo, "train_step", (None, {})),
+                                (grpo.report, "log_step", None), (grpo, "finish_step", None)):
+        monkeypatch.setattr(module, name, lambda *_, found=found: found)
+    grpo.train(cfg, arithmetic)
     labelled = sum(made) // 2
     learned, replayed = fitted[0], fitted[1] - fitted[0]
     assert len(agent.history["ids"]) == 2 * learned
     apart = labelled - learned
     assert loaded == [("the reference", "the policy")] * 2
-    yield from [grpo.FIT_STEPS * cfg.prompts, rewards.CHOICES, labelled, apart, apart / rewards.CHOICES]
+    yield from [rewards.FIT_STEPS * cfg.prompts, rewards.CHOICES, labelled, apart, apart / rewards.CHOICES]
     yield from [learned, replayed]
     yield round(100 * replayed / learned)
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import shlex
-import shlex
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import data
 import grpo
 from data import arithmetic, gsm8k
 from model import GPT, GPTConfig
-from run import config, dist, preflight, pretrained, setup, warm_start
+from run import config, dist, preflight, pretrained, warm_start
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -64,7 +63,7 @@ def test_the_warm_start_in_data():
     note = warm_start.read_note(where)
     assert note["command"] == "python grpo.py --task arithmetic --warm_steps 1500 --steps 0" and note["settings"]["seed"] == 1
     assert note["evaluation"]["pass@1"] <= 0.5
-    agent = setup.Agent(cfg, task, *pretrained.trained_model(cfg))
+    agent = grpo.Agent(cfg, task, *pretrained.trained_model(cfg))
     found = grpo.evaluate(agent, preflight.problems_of(cfg, task)[1])
     for name in ("greedy", "pass@1", "pass@4"):
         assert found[name] == pytest.approx(note["evaluation"][name], abs=0.15)
@@ -111,8 +110,8 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
     assert len(found) >= 11
     for _, script, *args in found:
         if script == "grpo.py":
-            given, mode = config.read(grpo.Config, "", args)
-            given.pop("init", None) if mode["ask"] else None
+            mode, given = config.read(grpo.Config, "", args)
+            given.pop("init", None) if mode.ask else None
             grpo.make_config(**given)
         else:
             assert (ROOT / script).exists()
@@ -145,7 +144,7 @@ def test_messages_that_troubleshooting_quotes():
     for message in re.findall(r'^## "(.+)"$', text, re.M):
         assert message in sources
     for name in re.findall(r"`(dead_groups|grad_norm|kl|accuracy|finished|mismatch|clip_share|entropy)`", text):
-        assert name in grpo.data.STATISTICS
+        assert name in data.STATISTICS
 
 
 # ---------------------------------------------------------------------------- the result files
@@ -272,7 +271,7 @@ def test_the_memory_of_half_a_billion():
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
     cfg, N, V = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu"), 494_032_768, 151936
     rows, copied = cfg.prompts * cfg.group, 2 * N + 4 * V * 896
-    want = {"weights, and the two moments of Adam": 12 * N, "reference": copied, "copy to sample from, in bfloat16 or with `--shard on`": copied,
+    want = {"weights, and the two moments of Adam": 12 * N, "reference": copied, "copy to sample from, in bfloat16 or with `--shard`": copied,
             "update: gradients": 4 * N, "update: activations": 4096 * 24 * (28 * 896 + 8 * 4864), "update: logits": 12 * 2 ** 26,
             "or rollout: keys and values, held twice while rows finish": 2 * rows * (300 + cfg.max_new) * 24 * 2 * 2 * 64 * 2,
             "or rollout: logits of a token": 24 * rows * V}
@@ -323,7 +322,7 @@ def test_the_help_is_grouped_and_whole(capsys):
         grpo.main(["--help"])
     out = capsys.readouterr().out
     assert e.value.code == 0
-    groups = [line[:-1] for line in out.splitlines() if re.fullmatch(r"\S.*:", line)]
+    groups = [line[:-1] for line in out[out.index("\noptions:\n"):].splitlines() if re.fullmatch(r"\S.*:", line)]
     assert groups[0] == "options" and groups[1] == "instead of a new run"
     assert [g.split(":")[0].split(",")[0] for g in groups[2:]] == [
         "basics", "prompts and sampling", "evaluation and checkpoints", "reward", "advantage", "loss", "update", "new model and warm start",
@@ -381,4 +380,5 @@ def test_every_variant_has_a_row():
     commands = re.findall(r"\| `(--.+?)` \|$", page.split("Others are settings")[1].split("Not here")[0], re.M)
     assert len(commands) >= 8
     for command in commands:
-        grpo.read_command(shlex.split(command))
+        mode, given = config.read(grpo.Config, "", shlex.split(command))
+        grpo.make_config(**given)

@@ -11,8 +11,8 @@ ends at once, a removed decorator, another exception. An operator is replaced on
 test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
 element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
 mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
-are left out. Results are kept in out/mutations/, under the text of the mutated line. run/dist.py is left out: it
-runs in the processes that tests/test_ranks.py starts, which are not watched.
+are left out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
+such as the ranks of tests/test_ranks.py, are not watched.
 """
 import ast
 import difflib
@@ -41,10 +41,9 @@ from cosmic_ray.mutating import mutate_code
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
-FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/batches.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
-         "run/checkpoint.py", "run/warm_start.py", "run/preflight.py", "run/pretrained.py", "run/report.py",
-         "run/report.py", "run/prefixes.py", "run/config.py", "run/warm_start.py", "data/answers.py", "data/arithmetic.py", "data/chat.py",
-         "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
+FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/passes.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
+         "run/checkpoint.py", "run/warm_start.py", "run/preflight.py", "run/report.py", "run/config.py", "data/answers.py",
+         "data/arithmetic.py", "data/chat.py", "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is

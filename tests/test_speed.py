@@ -178,7 +178,7 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
 @pytest.mark.slow
 def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
     from experiments.cost import gpu
-    run = f"{gpu.STEP} --warm_steps 1 --held_out 1 --cache shared"
+    run = f"{gpu.STEP} --held_out 1 --cache shared"
     monkeypatch.setitem(gpu.PARTS, "main", (60, {"": run}))
     assert not asked_of_a_gpu(monkeypatch, "main", "--device", "pretend", "--out", str(tmp_path))
     assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["main"]["step 1"]["mismatch"] < 0.1   # in bfloat16

@@ -533,10 +533,10 @@ def test_sampling_waits_once_in_16_tokens(monkeypatch):
     with pretend.cuda() as device:
         model = tiny_model(n_layer=3).to(device)
         model.amp, model.kv_cache = torch.bfloat16, "static"
-        sampler, u = frozen(model), torch.rand(24, 40)
-        grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)              # records
+        sampler, u, stop = frozen(model), torch.rand(24, 40), {256, *range(300, 400)}
+        grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, stop, u)              # records
         with pretend.counted() as seen:
-            b = grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)
+            b = grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, stop, u)
         assert b.ids.shape == (24, 42)
     assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
     assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, room, stop tokens, random numbers

@@ -229,6 +229,8 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raises UserError if tensors that are not sharded differ between the ranks."""
+    if ranks() == 1:
+        return
     whole = [x.contiguous().flatten() for x in tensors.values() if not is_sharded(x)]
     sums = [x.view(torch.uint8).sum(dtype=torch.int64).item() for x in whole]       # of their bytes
     sums = torch.tensor(sums, dtype=torch.int64)

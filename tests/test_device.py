@@ -533,13 +533,13 @@ def test_sampling_waits_once_in_16_tokens(monkeypatch):
     with pretend.cuda() as device:
         model = tiny_model(n_layer=3).to(device)
         model.amp, model.kv_cache = torch.bfloat16, "static"
-        sampler, u = frozen(model), torch.rand(24, 40)
-        grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)              # records
+        sampler, u, stop = frozen(model), torch.rand(24, 40), {256, *range(300, 400)}
+        grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, stop, u)              # records
         with pretend.counted() as seen:
-            b = grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, {256}, u)
+            b = grpo.sample(sampler, [[1, 2], [3]], 12, [40, 40], 1.0, stop, u)
         assert b.ids.shape == (24, 42)
     assert seen.waits.total() <= 40 // 16 + 1 + 1, seen.waits
-    assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, limits, stop tokens, random numbers
+    assert seen.copies.total() <= 5, seen.copies            # prompts, lengths, room, stop tokens, random numbers
     assert sum(n for at, n in seen.launches.items() if at.endswith("replay")) == 39
     assert seen.launches.total() <= 40 * 41 + (3 * 53 + 60)                 # the prompts are no graph
 

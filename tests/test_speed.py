@@ -15,8 +15,8 @@ import grpo
 from data import arithmetic
 from data.tokenizer import byte_encoding
 from model import GPTConfig
-from run import dist, pretrained
-from run.setup import Agent, new_agent
+from grpo import Agent, new_agent
+from run import checkpoint, pretrained
 from run.pretrained import to_device
 
 TINY = ("--task arithmetic --difficulty 1 --warm_steps 0 --device cpu --dtype float32 --prompts 2 --group 2 --max_new 6 "
@@ -42,8 +42,7 @@ def test_the_copy_to_sample_from_is_the_policy_of_now(tmp_path, monkeypatch):
                            prompts=2, group=8, max_new=6, held_out=2, samples=1, lr=0.01, steps=2, out=str(out))
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {"correct": float(len(text) > 2)})
     first, agent = dict(tiny_model().named_parameters()), grpo.train(cfg)
-    checkpoint = grpo.checkpoint.load(out, grpo.Config)[1]
-    again = new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint)
+    again = new_agent(cfg, None, None, to_device(tiny_model(), cfg), checkpoint.load(out, grpo.Config)[1])
     for made in (agent, again):
         copied = dict(made.sampler.named_parameters())
         for name, p in made.policy.named_parameters():
@@ -179,7 +178,7 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
 @pytest.mark.slow
 def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
     from experiments.cost import gpu
-    run = f"{gpu.STEP} --warm_steps 1 --held_out 1 --static_cache off"
+    run = f"{gpu.STEP} --held_out 1 --cache shared"
     monkeypatch.setitem(gpu.PARTS, "main", (60, {"": run}))
     assert not asked_of_a_gpu(monkeypatch, "main", "--device", "pretend", "--out", str(tmp_path))
     assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["main"]["step 1"]["mismatch"] < 0.1   # in bfloat16
@@ -196,10 +195,10 @@ def test_a_measurement_that_fails_does_not_stop_the_next(experiments, capsys):
 def test_what_gpu_starts_depends_on_what_is_there(experiments, monkeypatch, tmp_path, capsys):
     from experiments.cost import gpu
     args = SimpleNamespace(tiny=True, out=tmp_path / "gpu", device="cpu")
-    assert gpu.started(args, "{device} '{on}' {smollm2}") == ["cpu", "off", str(tmp_path / "smollm2-tiny")]
+    assert gpu.started(args, "{device} {compile} {smollm2}") == ["cpu", str(tmp_path / "smollm2-tiny")]
     assert pretrained.load(tmp_path / "smollm2-tiny").cfg.vocab_size == 300 and not (tmp_path / "qwen-tiny").exists()
     args.tiny = False
-    assert gpu.started(args, "{on} {small} {trl} 'a b'") == ["on", "qwen", "a b"]
+    assert gpu.started(args, "{compile} {small} {trl} 'a b'") == ["--compile", "qwen", "a b"]
     for words, said in (([], "there is no GPU"), (["step"], "there is no part step")):
         monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
         with pytest.raises(SystemExit) as e:

@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
@@ -25,17 +24,11 @@ import grpo  # noqa: E402
 from data import arithmetic  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
-from run import dist, pretrained, setup  # noqa: E402
+from run import dist, passes, pretrained  # noqa: E402
 
 SHAPE = GPTConfig(vocab_size=152_000, n_layer=2, n_embd=128, n_inner=352, block_size=1024)
 ROWS, T = 8, 1024
 LARGE = GPTConfig(n_layer=16, n_embd=768, n_head=12, n_kv_head=12, n_inner=2048, block_size=64)
-
-
-def whole(model, ids, mask, temperature):
-    """What `token_logps` returns, computed from all logits at once."""
-    logp = (model.head(model(ids[:, :-1])) / temperature).log_softmax(-1)           # (B, T - 1, V)
-    return F.pad(logp.gather(-1, ids[:, 1:, None])[..., 0], (1, 0)), None
 
 
 def peak():
@@ -50,21 +43,24 @@ def one(way, file):
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     before = peak()
-    logp, _ = {"whole": whole, "parts": token_logps}[way](model, ids, mask, 0.7)
+    if way == "whole":
+        logp = token_logps(model, ids, mask, 0.7)
+    else:
+        logp, _ = passes.token_logps(model, ids, mask, 0.7)
     logp.sum().backward()
     save_file({name: p.grad for name, p in model.named_parameters()}, file)
     print(peak() - before)
 
 
-def a_rank(shard, dtype):
+def a_rank(models, dtype):
     """Two steps on one of two ranks; prints the memory they took. The environment makes malloc return freed
     memory."""
-    cfg = grpo.Config(task="arithmetic", task_args=dict(difficulty=1), shard=shard, dtype=dtype, device="cpu", prompts=2, group=2,
-                      max_new=4, warm_steps=0)
+    cfg = grpo.Config(task="arithmetic", task_args=dict(difficulty=1), shard=models == "part", dtype=dtype, device="cpu",
+                      prompts=2, group=2, max_new=4, warm_steps=0)
     dist.start_ranks(torch.device("cpu"))
     before = peak()
     policy = pretrained.to_device(GPT(LARGE, torch.Generator().manual_seed(0)), cfg)
-    agent = setup.new_agent(cfg, arithmetic, byte_encoding(), policy)
+    agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), policy)
     for step in (1, 2):
         grpo.train_step(agent, arithmetic.problems(1)[0], step)
     print(peak() - before, flush=True)
@@ -92,7 +88,7 @@ def main():
     result = {**took, "share": took["parts"] / took["whole"],
               "largest relative difference of the gradients": worst}
     for dtype in ("float32", "bfloat16"):
-        whole_models, parts = (two_ranks(shard, dtype) for shard in (False, True))
+        whole_models, parts = (two_ranks(models, dtype) for models in ("whole", "part"))
         result[f"a rank, {dtype}"] = {"whole": whole_models, "part": parts, "share": parts / whole_models}
     if "--readme" in sys.argv:
         (HERE / "memory.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -39,7 +39,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.cost import speed  # noqa: E402
-from run import batches, caches, checkpoint, dist, files, prefixes, preflight, pretrained, setup  # noqa: E402
+from run import caches, checkpoint, dist, passes, preflight, pretrained  # noqa: E402
 
 # The models, numbers of rows, rows and tokens of a prompt, bytes of different weights in turn (more than a GPU's cache
 # holds), and of updates: the batch, and for micro-batches the tokens and, if not the default, the logits at a time.
@@ -50,8 +50,7 @@ LARGE = SimpleNamespace(
 SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
     shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
-CACHES = {"graph": caches.StaticCache, "eager": caches.StaticCache, "shared": prefixes.SharedCache,
-          "plain": caches.KVCache}
+CACHES = {"graph": "static", "eager": "static", "shared": "shared", "plain": "plain"}
 AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
 STEP = ("seconds", "rollout_tok_s", "update_tok_s", "length", "accuracy", "greedy", "pass@1", "mismatch")
 
@@ -143,7 +142,7 @@ def sampled(policy, lengths, group, new, stop=(-1,)):
     rng = torch.Generator().manual_seed(new)
     prompts = [torch.randint(policy.cfg.vocab_size, (n,), generator=rng).tolist() for n in lengths]
     u = torch.rand(len(prompts) * group, new, generator=rng)
-    return grpo.sample(policy, prompts, group, new, 1.0, set(stop), u)
+    return grpo.sample(policy, prompts, group, [new] * len(prompts), 1.0, set(stop), u)
 
 
 @torch.no_grad()
@@ -156,8 +155,8 @@ def agree(shape, device, rows, group):
         for p in policy.parameters():
             p.copy_(p.flip(0))
         made = []
-        for cache in (caches.StaticCache, caches.KVCache):
-            policy.cache_class = cache
+        for cache in ("static", "plain"):
+            policy.kv_cache = cache
             batch = sampled(policy, range(longest, longest - P, -1), group, new, stop=range(10))
             made.append([x.cpu() for x in (batch.ids, batch.mask, batch.logp)])
         T = min(ids.size(1) for ids, *_ in made)
@@ -178,7 +177,7 @@ def compute(step, model):
 @contextlib.contextmanager
 def sampling(policy, way):
     """A context in which a model samples in one of the ways of CACHES."""
-    policy.cache_class = CACHES.get(way, caches.StaticCache)
+    policy.kv_cache = CACHES.get(way, "static")
     reset()
     with mock.patch.object(caches.Step, "record", compute) if way == "eager" else contextlib.nullcontext():
         try:
@@ -238,7 +237,7 @@ def of_a_token(at, policy):
     h, u = step.h[:, 0], torch.rand(rows).to(policy.device)
     p = policy.probs(h)
     return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache, slots=step.slots),
-            "head and softmax": lambda: policy.probs(h), "sample_token": lambda: grpo.sample_token(p, u)}
+            "head and softmax": lambda: policy.probs(h), "sample_token": lambda: caches.sample_token(p, u)}
 
 
 def where_time_goes(found, at, policy, token):
@@ -295,7 +294,7 @@ def one_way(name, at, policy, way, rows, copied, floor=float("nan")):
 
 def flat(p, u):
     """`sample_token` by one cumulative sum over the vocabulary."""
-    return grpo.inverse_cdf(p, u)[0]
+    return caches.inverse_cdf(p, u)[0]
 
 
 @torch.no_grad()
@@ -330,15 +329,15 @@ def parts(at, device):
         size = 4 * rows * K * slots * D
         layers = [random(2, rows, K, slots, D) for _ in range(max(4, at.bytes // size))]
         pos = torch.full((rows, 1), slots - 1, device=place)
-        layout = model.Rows(pos, pos=pos, device=place, keys=layers[0][0])
-        mask, heads = layout.attn_mask.expand(-1, -1, H // K, -1), q.view(rows, K, H // K, D)
+        layout = model.CachedRows(pos, pos, layers, slots)
+        mask, heads = layout.mask.expand(-1, -1, H // K, -1), q.view(rows, K, H // K, D)
         for name, f in (("attention", lambda kv: F.scaled_dot_product_attention(heads, *kv, attn_mask=mask)),
-                        ("Rows.attend", lambda kv: layout.attend(q, k, v, kv))):
+                        ("CachedRows.attend", lambda kv: layout.attend(q, k, v, kv))):
             with measuring(f"{name} {rows} x {slots}") as found:
                 found["us"] = micros(place, partial(each, f, layers), len(layers))
                 found["share"] = 1e6 * size / copied / found["us"]
     p, u = random(rows, c.vocab_size).float().softmax(-1), torch.rand(rows, device=place)
-    for name, rule in (("sample_token", grpo.sample_token), ("flat rule", flat)):
+    for name, rule in (("sample_token", caches.sample_token), ("flat rule", flat)):
         with measuring(f"{name} {rows} x {c.vocab_size}") as found:
             sample = partial(rule, p, u)
             found["us"] = 1e6 * statistics.median(speed.timed(place, sample))       # as it runs: not in a graph
@@ -357,7 +356,7 @@ def random_batch(agent, start=20):
     made = dict(ids=ids, mask=mask, finished=torch.zeros(rows, dtype=torch.bool), logp=torch.zeros(ids.shape),
                 start=torch.full((rows,), start), adv=torch.where(mask, torch.randn(rows, 1), 0))
     batch = grpo.Batch(**{name: x.to(agent.policy.device) for name, x in made.items()})
-    batch.logp, _ = batches.logps(agent.sampler, batch, cfg)
+    batch.logp, _ = passes.logps(agent.sampler, batch, cfg)
     batch.old_logp = batch.ref_logp = batch.logp
     return batch
 
@@ -366,7 +365,7 @@ def chunks(logits):
     """A context in which so many logits are computed at a time; None: as many as by default."""
     if logits is None:
         return contextlib.nullcontext()
-    return mock.patch.object(model, "most_logits", lambda device: logits)
+    return mock.patch.object(passes, "most_logits", lambda device: logits)
 
 
 def new_agent(at, device):
@@ -375,7 +374,7 @@ def new_agent(at, device):
                            **at.batch)
     with dist.device_of(cfg):
         policy = model.GPT(model.GPTConfig(**at.shapes["0.5B"]))
-    agent = setup.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), pretrained.to_device(policy, cfg))
+    agent = grpo.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), pretrained.to_device(policy, cfg))
     return agent, random_batch(agent)
 
 
@@ -441,26 +440,27 @@ def compile_layers(*models):
 
 def run(words, device, whole=True):
     """A run of grpo.py: its steps, and what it does not log. If it is not whole, its last checkpoint is not written."""
-    log, save, gaps = files.log_metrics, checkpoint.save, []
+    end_step, save = checkpoint.end_step, checkpoint.save
 
-    def logged(where, step, stats):
-        log(where, step, stats)
+    def ended(agent, step, stats):
         tell(f"step {step}", **{key: stats[key] for key in STEP if key in stats}, **memory())
+        end_step(agent, step, stats)
 
     def saved(agent, step, *more):
         began = time.perf_counter()
         if whole or step < agent.cfg.steps:
             save(agent, step, *more)
             tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
-    with (mock.patch.object(files, "log_metrics", logged), mock.patch.object(checkpoint, "save", saved),
+    with (mock.patch.object(checkpoint, "end_step", ended), mock.patch.object(checkpoint, "save", saved),
           mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
-          mock.patch.object(batches, "checked_gap", wraps=batches.checked_gap) as checks):
+          mock.patch.object(passes, "checked_gap", wraps=passes.checked_gap) as checks):
         try:
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
                 tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
-            gaps = [x.sum().item() / max(1, tokens.item()) for (x, tokens, _), _ in checks.call_args_list]
+            gaps = [sum(x.abs().sum().item() for x in parts) / max(1, tokens.item())
+                    for (parts, tokens, _), _ in checks.call_args_list]
             tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
             if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
                 graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())

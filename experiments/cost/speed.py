@@ -41,7 +41,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding, load_encoding  # noqa: E402
-from run import batches, config, dist, prefixes, pretrained, setup  # noqa: E402
+from run import config, dist, passes, pretrained  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
 SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
@@ -93,7 +93,7 @@ def ours(size, who):
     """A function that makes the step of a given number, and returns its measurements."""
     cfg = settings(size, who)
     task = load_task(cfg.task)
-    agent = setup.new_agent(cfg, task, *pretrained.trained_model(cfg))
+    agent = grpo.new_agent(cfg, task, *pretrained.trained_model(cfg))
     problems = config.problems_of(task, cfg)[0]
 
     def turn(step):
@@ -213,7 +213,7 @@ def states(ids, mask):
     """For rows (B, T): how many tokens are read, and the columns of those after which a token is sampled. A
     prefix that adjacent rows share counts once."""
     ids, sampled = ids[:, :-1], mask[:, 1:]
-    new, at = prefixes.distinct(sampled, ids)
+    new, at = passes.distinct(ids, sampled)
     once = at[sampled].unique()
     return len(new), new[once] % ids.size(1)
 
@@ -228,7 +228,7 @@ def floors(agent, batch):
     operations, decoded = [], None
     for rows, budget in ((torch.ones_like(trained), float("inf")), (trained, cfg.micro_tokens)):
         ids, mask = batch.ids[rows], batch.mask[rows]
-        parts = [states(ids[chunk, :T], mask[chunk, :T]) for chunk, T in batches.micro_batches(ids, mask, budget)]
+        parts = [states(ids[chunk, :T], mask[chunk, :T]) for chunk, T in passes.split_rows(ids, mask, budget)]
         operations.append(sum(2 * (linear * read + head * len(columns)) for read, columns in parts))
         decoded = parts[0][1] if decoded is None else decoded
     slot = 2 * c.n_layer * c.n_kv_head * c.head_size

@@ -102,7 +102,7 @@ def of_attention(at, place):
         def flash(k, v):
             return torch.ops.aten._flash_attention_forward(q.flatten(1, 2)[:, None], k.transpose(1, 2), v.transpose(1, 2), None, None,
                                                            1, slots, 0.0, False, False, scale=D ** -0.5, seqused_k=used)
-        ways = {"masked, as in Rows.attend": partial(F.scaled_dot_product_attention, q, attn_mask=mask.expand(-1, -1, heads, -1)),
+        ways = {"masked, as in CachedRows.attend": partial(F.scaled_dot_product_attention, q, attn_mask=mask.expand(-1, -1, heads, -1)),
                 "without a mask": partial(F.scaled_dot_product_attention, q),
                 "two products and a softmax": lambda k, v: (q @ k.mT * D ** -0.5 + mask).softmax(-1) @ v}
         for name, f in (ways | ({"flash with seqused_k": flash} if probe.has_gpu() else {})).items():

@@ -94,7 +94,7 @@ def double(x):
 # -------------------------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): the layout of training. run/prefixes.py has another."""
+    """A pass over whole rows, ids (B, T): the layout of training. run/passes.py has another."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)
@@ -294,7 +294,7 @@ class ScalarHead(nn.Module):
 
 def token_logps(model, ids, mask, temperature):
     """log pi of each sampled token, (B, T), 0 where mask is False. Training uses a faster form, of
-    run/prefixes.py; in both the state before a token decides it."""
+    run/passes.py; in both the state before a token decides it."""
     h = model(ids[:, :-1])                                                        # (B, T - 1, C)
     logp = model.head(h / temperature).log_softmax(-1)                            # (B, T - 1, V)
     logp = logp.gather(-1, ids[:, 1:, None])[..., 0]                  # of the token that came next

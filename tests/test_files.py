@@ -23,7 +23,6 @@ import grpo
 from data import UserError
 from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
-from model import GPT, GPTConfig
 from run import checkpoint, files, preflight, pretrained, setup
 from run.files import clear_up
 

@@ -66,7 +66,8 @@ def test_a_reward_model_begins_as_the_policy_with_scores_of_variance_1():
 
 def test_a_run_begins_in_evaluation_mode():
     """Also heads, to which a fork may add dropout."""
-    agent = grpo.new_agent(with_(reward="model", baseline="value", critic="separate", kl="loss"), None, None, tiny_model().train())
+    cfg = with_(reward="model", baseline="value", critic="separate", kl="loss")
+    agent = grpo.new_agent(cfg, None, None, tiny_model().train())
     models_of = (agent.policy, agent.ref, agent.critic, agent.reward_model)
     assert not any(part.training for model in models_of for part in model.modules())
 
@@ -120,9 +121,10 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
     for group, rng in ((4, random.Random(0)), (4, random.Random(0)), (4, random.Random(1)), (1, None)):
         grpo.generate(agent, PROBLEMS[:2], group, rng)
     stop, prompts = agent.encoding.stop, [[*b"0="], [*b"1="]]
-    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, "u"), ("sampler", ["prompt"], 4, [7], 0.5, stop, None)]
+    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, u) for u in ("u", None)]
     drawn = [given[-1] for given in asked[2:]]
-    assert [given[:-1] for given in asked[2:]] == [("sampler", prompts, group, [8, 8], 0.5, stop) for group in (4, 4, 4, 1)]
+    assert [given[2] for given in asked[2:]] == [4, 4, 4, 1]
+    assert all(given[:2] + given[3:6] == ("sampler", prompts, [8, 8], 0.5, stop) for given in asked[2:])
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[3] is None
     assert drawn[0].shape == (8, 8) and len(drawn[0].unique()) == 64
 
@@ -189,7 +191,8 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, monkey
         return Batch(on.long(), on, None, None, torch.zeros(2).long(), reward=torch.zeros(2, 3), ends=last)
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(reward, "of_rule", lambda agent, batch: (batch.reward, batch.ends))
-    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: {"rm_accuracy": len(batches), "rm_error": held_out})
+    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: {
+        "rm_accuracy": len(batches), "rm_error": held_out})
     agent = Agent(with_(reward=labels, supervision="process"), None, None, None, reward_model=1)
     for iteration in (4, 5):
         assert grpo.refit_reward_model(agent, PROBLEMS, iteration) == {"rm_accuracy": 15, "rm_error": 3}

@@ -7,7 +7,6 @@ import json
 import platform
 import shutil
 import sys
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest

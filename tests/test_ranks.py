@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, flags as as_flags, tiny_model
+from conftest import ROOT, Forked, flags
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -84,20 +84,6 @@ def run(name, where):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         agent = grpo.train(grpo.make_config(**settings(name, where)))
     return agent, printed.getvalue()
-
-
-def command(**given):
-    """Settings as a command line."""
-    flags = []
-    for name, x in given.items():
-        flags += [f"--{name}" if x else f"--no-{name}"] if isinstance(x, bool) else [f"--{name}", str(x)]
-    return flags
-
-
-def cache():
-    """Bytes that a rank needs for as many rows more as fill most of the memory."""
-    small, large = (preflight.memory(tiny_model(), grpo.Config(group=n), 8) for n in (10 ** 5, 2 * 10 ** 5))
-    return large - small
 
 
 def over_a_beta(*rewards):
@@ -500,9 +486,9 @@ def test_a_warm_start_of_two_ranks_serves_one(both):
 
 # --------------------------------------------------------------- what one meets reaches the other
 
-def flags(both, name, **changes):
+def command(both, name, **changes):
     """The command line of one of RUNS, somewhere else."""
-    return command(**settings(name, both[0] / "two") | changes)
+    return flags(settings(name, both[0] / "two") | changes)
 
 
 def resume(both, where):
@@ -515,7 +501,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig
     """Or in its evaluation, which they give up. And two ranks that go on end to the bit where they
     would have, one process up to rounding. The second rank once ended with another code."""
     out, whole, after = tmp_path / "run", both[0] / "two" / "ppo", when == "after step 1"
-    args = flags(both, "ppo", out=out, eval_every=0 if after else 1)
+    args = command(both, "ppo", out=out, eval_every=0 if after else 1)
     codes, (said, silent), err = pair(tmp_path, interrupted, receiver, sig, 2, args)
     assert codes == [128 + sig] * 2 and err == ["", ""] and silent == ""
     assert re.match(rf"stopped {when}(, which will begin again)?; continue with: python grpo.py --resume --out {out}",
@@ -534,7 +520,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(both, tmp_path, sig
 
 def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
     out = tmp_path / "run"
-    args = flags(both, "warm start", out=out)
+    args = command(both, "warm start", out=out)
     codes, (said, silent), err = pair(tmp_path, interrupted, 1, signal.SIGTERM, 2, args)
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""] and silent == ""
     assert said.splitlines()[-1].startswith("stopped in the warm start, which will begin again; continue with: ")
@@ -543,18 +529,19 @@ def test_a_signal_in_the_warm_start_stops_both_ranks(both, tmp_path):
 
 def test_a_signal_that_comes_late_to_a_rank_is_not_a_second_one(both, tmp_path):
     """A launcher tells one rank after the other; a second signal would end a rank at once."""
-    codes, _, err = pair(tmp_path, torn, flags(both, "grpo", out=tmp_path / "run"))
+    codes, _, err = pair(tmp_path, torn, command(both, "grpo", out=tmp_path / "run"))
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""]
 
 
 def test_no_rank_reads_what_the_first_is_writing(both, tmp_path):
     """It opens the folder, and moves what is there, only when the second has found its start."""
-    codes, _, err = pair(tmp_path, slow_reader, tmp_path, flags(both, "warm start", out=tmp_path / "run", warm_steps=0))
+    args = command(both, "warm start", out=tmp_path / "run", warm_steps=0)
+    codes, _, err = pair(tmp_path, slow_reader, tmp_path, args)
     assert codes == [0, 0] and [(tmp_path / f"opened{rank}").read_text() for rank in (0, 1)] == ["False"] * 2, err
 
 
 def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):
-    two = start_pair(tmp_path, late, tmp_path / "done", flags(both, "grpo", out=tmp_path / "run", steps=0))
+    two = start_pair(tmp_path, late, tmp_path / "done", command(both, "grpo", out=tmp_path / "run", steps=0))
     two[1].join(60)
     assert (tmp_path / "done").exists()
     assert end_of(two)[0] == [0, 0]
@@ -562,7 +549,7 @@ def test_no_rank_ends_before_the_others_have_done_their_work(both, tmp_path):
 
 def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
     """The other rank does not wait for ever: it ends too."""
-    codes, _, (lost, err) = pair(tmp_path, faulty, flags(both, "grpo", out=tmp_path / "run"))
+    codes, _, (lost, err) = pair(tmp_path, faulty, command(both, "grpo", out=tmp_path / "run"))
     assert codes[1] == 2 and err == "error: a problem ⏎ of the second rank\n"
     assert codes[0] == 2 and lost == LOST
 
@@ -570,7 +557,7 @@ def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
 @pytest.mark.parametrize("ranks", ["two", "sharded"])
 def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
     """And one process goes on where both were, with a sharded model too."""
-    args, out = command(**settings("ppo", both[0] / ranks) | dict(out=tmp_path / "run", save_every=1)), tmp_path / "run"
+    args, out = flags(settings("ppo", both[0] / ranks) | dict(out=tmp_path / "run", save_every=1)), tmp_path / "run"
     codes, _, (lost, _) = pair(tmp_path, interrupted, 1, signal.SIGKILL, 6, args)
     assert codes == [2, -signal.SIGKILL] and lost == LOST
     assert checkpoint.load(out, grpo.Config)[1].step == 1
@@ -583,7 +570,7 @@ def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
 def test_ranks_resume_with_sharded_models(both, tmp_path, name):
     """After a stop they end to the bit where they would have: weights, moments, labelled rows."""
     out, whole = tmp_path / "run", both[0] / "sharded" / name
-    args = command(**settings(name, both[0] / "sharded") | dict(out=out))
+    args = flags(settings(name, both[0] / "sharded") | dict(out=out))
     at = 2 if name == "critic of its own" else 4            # in the first step; before it there is a fit
     codes, _, err = pair(tmp_path, interrupted, 0, signal.SIGTERM, at, args)
     assert codes == [128 + signal.SIGTERM] * 2 and err == ["", ""]
@@ -599,7 +586,7 @@ def test_ranks_resume_with_sharded_models(both, tmp_path, name):
 @pytest.mark.parametrize("what", ["policy", "history"])
 def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what):
     """A bit of a weight, or of a labelled row, is enough."""
-    codes, _, err = pair(tmp_path, apart, what, flags(both, "reward learned", out=tmp_path / "run"))
+    codes, _, err = pair(tmp_path, apart, what, command(both, "reward learned", out=tmp_path / "run"))
     assert codes == [2, 2] and all(re.fullmatch(r"error: the ranks no longer hold the same weights; .*\n", x) for x in err)
 
 
@@ -615,7 +602,7 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
 @pytest.mark.parametrize("given, says", [
     (dict(prompts=3), "--prompts 3 is not divisible by 2 ranks")])
 def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
-    codes, out, err = pair(tmp_path, plain, flags(both, "grpo", **given, out=tmp_path / "run"))
+    codes, out, err = pair(tmp_path, plain, command(both, "grpo", **given, out=tmp_path / "run"))
     assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()
 
 

@@ -318,7 +318,8 @@ def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
 
 
 def test_a_rank_without_rows_in_a_fit():
-    warm_start.supervised_fit("nothing", GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8)), lambda step: (), 1, 1e-3)
+    model = GPT(GPTConfig(257, 1, 1, 1, 8, n_inner=8, block_size=8))
+    warm_start.supervised_fit("nothing", model, lambda step: (), 1, 1e-3)
 
 
 # -------------------------------------------------------------------------------- what is written
@@ -610,7 +611,8 @@ def test_one_way_to_a_config():
 @pytest.mark.parametrize("given, why", [
     (dict(clip_hi=3), "there is no setting clip_hi: did you mean --clip_high\\?$"), (dict(group="8"), "--group must be of the type int, got '8'"),
     (dict(lr="1e-4"), "--lr must be of the type float, got '1e-4'"), (dict(seed=1.5), "must be of the type int, got 1.5"), (dict(out=3), "must be of the type str, got 3"),
-    (dict(difficulty="1"), "--difficulty must be of the type int, got '1'"), (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
+    (dict(difficulty="1"), "--difficulty must be of the type int, got '1'"),
+    (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(UserError, match=why):
         make_config(**given)

@@ -410,7 +410,8 @@ COUNTS = dict(task="sums", task_args={"difficulty": 1}, init="x", chat="none", s
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
     """By the heading in Config under which it stands, and by DEPENDS_ON in run/warm_start.py."""
-    assert {*warm_start.settings(CFG), "task_args"} == COUNTS.keys() and {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
+    assert {*warm_start.settings(CFG), "task_args"} == COUNTS.keys()
+    assert {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -227,7 +227,7 @@ BUGS = [
     ('ranks of a sharded model make different numbers of passes', 'run/passes.py',
      '    for _ in range(most - len(chunks)):',
      '    for _ in range(0):', 'ranks -k sharded'),
-    ('resume without the adapted beta', 'run/checkpoint.py', 'agent.beta = checkpoint.beta', 'pass', 'run -k steered'),
+    ('resume without the adapted beta', 'run/checkpoint.py', 'agent.beta = checkpoint.beta', 'pass', 'variants -k adapted_beta'),
     ('resume without the optimizer', 'run/checkpoint.py',
      'restore_optimizer(agent.opt, named, tensors)',
      'pass', 'run -k half'),
@@ -273,7 +273,7 @@ BUGS = [
     # settings, folders, everything else
     ('an adapted beta is lost between steps', 'experiments/variants/adaptive_kl.py',
      'agent.beta *= 1 + RATE * error',
-     'agent.beta = agent.cfg.beta * (1 + RATE * error)', 'run -k steered'),
+     'agent.beta = agent.cfg.beta * (1 + RATE * error)', 'variants -k steered'),
     ('a KL that is only watched is applied', 'grpo.py',
      'if cfg.kl == "loss":',
      'if cfg.kl in ("loss", "watch"):', 'run -k watched'),

@@ -264,7 +264,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
             token = caches.sample_token(p, u[rows, n])
         column = torch.where(done[rows], spare, start[rows] + n)
         ids[rows, column] = token
-        mask[rows, column] = True
+        mask[rows, column] = column < spare     # True itself would be copied to the GPU each time
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
         finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
         done = finished | (n + 1 >= room)

@@ -320,7 +320,7 @@ BUGS = [
     ('rows with a new loss term are skipped', 'grpo.py',
      'return learns if loss == 0 else everything',
      'return learns', 'loss'),
-    ('dropout stays on after a fit', 'run/warm_start.py', '    module.eval()\n', '', 'start reward'),
+    ('dropout stays on after a fit', 'run/warm_start.py', '    module.eval()\n', '', 'fork'),
     ("a fork's parameter is filled with the embedding", 'run/dist.py',
      '    if differing := source.keys() ^ target.keys():',
      '    source = dict.fromkeys(target, source["embed_tokens.weight"]) | source\n    if False:', 'fork'),

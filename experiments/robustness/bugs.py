@@ -25,8 +25,8 @@ ROOT = HERE.parent.parent
 BUGS = [
     # masks, tokens, alignment
     ('the mask excludes the end token', 'grpo.py',
-     'mask[rows, column] = True',
-     'mask[rows, column] = ~torch.isin(token, stop)', 'sampling'),
+     'mask[rows, column] = column < spare',
+     'mask[rows, column] = (column < spare) & ~torch.isin(token, stop)', 'sampling'),
     ('a truncated row counts as finished', 'grpo.py',
      '(token[:, None] == stop).any(1) & ~done[rows]',
      '((token[:, None] == stop).any(1) | (n + 1 >= room[rows])) & ~done[rows]', 'sampling'),

@@ -15,7 +15,7 @@ from conftest import ROOT, chat_folder, tiny_model
 import grpo
 import model
 from data import UserError, load_task
-from run import config, dist, passes, pretrained
+from run import config, dist, passes, pretrained, warm_start
 from run.pretrained import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
@@ -414,6 +414,17 @@ def test_a_model_that_answers_is_in_evaluation_mode(init, tmp_path):
     chat_folder(tmp_path)
     cfg = grpo.Config(**{"init" if init else "out": str(tmp_path)}, chat="none")
     assert not pretrained.trained_model(cfg)[1].training
+
+
+def test_dropout_is_on_in_a_fit_alone():
+    """A reward model scores without."""
+    module, seen = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout()).eval(), []
+
+    def losses(step):
+        seen.append(module[1].training)
+        yield module(torch.ones(1, 2)).sum()
+    warm_start.supervised_fit("fit", module, losses, 3, 1e-3)
+    assert seen == [True] * 3 and not module.training and not module[1].training
 
 
 # ------------------------------------------------------------------------------- innocent changes

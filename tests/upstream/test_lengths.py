@@ -10,7 +10,7 @@ def test_files_stay_short(name, most):
 
 
 @pytest.mark.parametrize("name, most", [
-    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.7, modules=10, names=49)),
+    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.7, modules=10, names=52)),
     ("model.py", dict(characters=48, wide=0.18, nodes=7.6)), ("reward.py", dict(characters=48, wide=0.18, nodes=8.8))])
 def test_files_stay_light(name, most):
     """See density.py."""

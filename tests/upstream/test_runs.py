@@ -98,9 +98,10 @@ def short_run(tmp_path):
 
 
 def test_figure_7_is_of_a_run_before_and_after(short_run, tmp_path, monkeypatch):
-    task, seed, found = figure7.shares(short_run, 4, 4)
+    task, seed, found = figure7.shares(short_run, 4, 32)
     assert (task, seed) == ("short", 1) and found.keys() == {"before", "after"} and found["before"] != found["after"]
-    assert all(found[when].keys() == {"greedy", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"} for when in found)
+    ks = [2 ** i for i in range(6)]
+    assert all(found[when].keys() == {"greedy", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks[1:])} for when in found)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda agent, problems: (Path(agent.cfg.init).name, len(problems), agent.cfg.samples))
         assert figure7.shares(short_run, 3, 7)[2] == {"before": ("warm_start", 3, 7), "after": ("run", 3, 7)}

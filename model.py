@@ -96,9 +96,11 @@ def double(x):
 class Rows:
     """A pass over whole rows, ids (B, T): the layout of training. run/passes.py has another."""
 
-    def __init__(self, ids, device):
+    def __init__(self, ids, device, pos=None):
         self.ids = send(ids, device)
-        self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
+        self.pos = pos
+        if pos is None:
+            self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
 
     def attend(self, q, k, v, cache):
         """Attention for q (B, T, H, D), k and v (B, T, K, D)."""
@@ -242,14 +244,14 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
-        """Hidden states (B, T, C) of ids (B, T), for `head`; of new tokens at pos (B, T), if there
-        is a cache, which is written to and of which the first `slots` are read (None: all)."""
+        """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
+        A cache is written to, and its first `slots` are read (None: all)."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         if cache is not None:
             layout = CachedRows(ids, pos, cache, slots)
         elif layout is None:
-            layout = Rows(ids, self.device)
+            layout = Rows(ids, self.device, pos)
         with self.autocast():
             x = self.embed_tokens(layout.ids)                           # (B, T, C)
             rope = None

@@ -274,12 +274,6 @@ def flags(settings):
             for part in ([f"--no-{name}"] if x is False else [f"--{name}"] if x is True else [f"--{name}", str(x)])]
 
 
-def flags(settings):
-    """Settings as a command line."""
-    return [part for name, x in settings.items()
-            for part in ([f"--no-{name}"] if x is False else [f"--{name}"] if x is True else [f"--{name}", str(x)])]
-
-
 @pytest.fixture
 def model():
     return tiny_model()

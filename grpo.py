@@ -29,6 +29,10 @@ import reward
 from run import caches, checkpoint, config, dist, passes, report, setup, show
 
 # ---------------------------------------------------------------------------- the settings
+GRAD_CLIP = 1.0             # maximum gradient norm
+GAMMA = 1.0                 # discount, used only with a critic
+VALUE_COEF = 0.1            # weight of the critic's loss
+VALUE_CLIP = 0.2            # how far PPO's value loss lets a value move from the old one
 # The published algorithms, as differences from Config. A2C has a critic, where REINFORCE has
 # no baseline; PPO also has a clip and a reference; GRPO replaces the critic by the group.
 NEVER = 1e9                 # a ratio is never clipped
@@ -217,8 +221,7 @@ def new_agent(cfg, task, encoding, policy, saved=None):
     return agent
 
 def new_optimizer(agent):
-    """AdamW for policy and critic. No weight decay: it would pull weights to 0, away from the
-    pretrained ones."""
+    """AdamW for policy and critic, without weight decay, which would pull weights to 0."""
     params = [*agent.policy.parameters()]
     eps = 1e-8
     if agent.critic is not None:
@@ -231,10 +234,9 @@ def new_optimizer(agent):
 # --------------------------------------------------------------------------------- sampling
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None):
-    """Samples `group` completions of each prompt (a list of ids). Each ends at one of the ids
-    `stop`, or after as many tokens as `room` says for its prompt. u (B, N): random numbers in [0,
-    1) to draw with; None: takes the most likely tokens. Returns a Batch with its first five
-    fields."""
+    """Samples `group` completions of each prompt (a list of ids), each until one of the ids `stop`
+    or as many tokens as `room` says for its prompt. u (B, N): random numbers in [0, 1) to draw
+    with; None: takes the most likely tokens. Returns a Batch with its first five fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
@@ -244,8 +246,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
         row[:len(prompt)] = torch.tensor(prompt)
     ids = ids.repeat_interleave(group, 0).to(device)                    # (B, T + 1)
     start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
-    longest = max(room)
-    room = torch.tensor(room, device=device).repeat_interleave(group)
+    limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros_like(ids, dtype=torch.float32)
@@ -256,7 +257,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    for n in range(longest):
+    for n in range(max(room)):
         rows = cache.rows                       # (r,) those not dropped yet, done or not
         if u is None:
             token = p.argmax(-1)                # (r,)
@@ -267,8 +268,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
         mask[rows, column] = column < spare     # True itself would be copied to the GPU each time
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
         finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
-        done = finished | (n + 1 >= room)
-        if n + 1 == longest:
+        done = finished | (n + 1 >= limit)
+        if n + 1 == max(room):
             break
         p = cache.append(token, column, done)   # (r, V), of the rows it still has
         if len(p) == 0:
@@ -299,9 +300,9 @@ def generate(agent, problems, group, rng=None):
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other baselines and scales leave out
-    a part. r (B, T) at `ends` (B, T). Returns the scores (B, T), and which groups are dead, (P,):
-    their rewards are equal up to rounding, and less their mean exactly 0. The std has no Bessel
-    correction (the paper is silent): the mean square is 1 for any G. It has no epsilon."""
+    a part. r (B, T) at `ends` (B, T). Returns scores (B, T), and which groups are dead, (P,): their
+    rewards are equal up to rounding, and less their mean exactly 0. The std has no Bessel
+    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -309,8 +310,7 @@ def group_scores(r, ends, cfg):
     mean = r.sum((1, 2), keepdim=True) / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    rounding = 1e-6 * mean.abs().clamp(min=0.1)
-    dead = std <= rounding
+    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
     score = r                                   # for the baselines "none" and "value"
     if "group" in cfg.baseline:                 # "group", "group+value"
         score = torch.where(dead, 0, r - mean)
@@ -321,8 +321,6 @@ def group_scores(r, ends, cfg):
         score = torch.where(dead, score, score / std)
     score = torch.where(ends, score, 0).float()
     return score.view(shape), dead.flatten()
-
-GAMMA = 1.0             # discount
 
 def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
@@ -347,9 +345,8 @@ def whiten(x, mask):
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages, returns or None, and dead groups (P,), from the rewards r of steps at `ends`, the
-    KL penalty on each token's reward (0 outside mask), and the critic's values or None; all but
-    `dead` are (B, T)."""
+    """Advantages, returns or None, dead groups (P,), from the rewards r of steps at `ends`, the KL
+    penalty on each token's reward (0 outside mask), and values or None; (B, T) but `dead`."""
     returns = None
     if value is None:               # a completion is one action: its KL is part of its reward
         last = passes.last_tokens(mask)
@@ -367,8 +364,7 @@ def advantages(r, ends, mask, penalty, value, cfg):
 
 # ----------------------------------------------------- rollout: completions, rewards, credit
 def rollout(agent, problems, rng):
-    """Completions of the problems with their rewards and advantages: a Batch, and its
-    statistics."""
+    """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, cfg.group, rng)
     reward.of_batch(agent, batch)
@@ -419,9 +415,7 @@ def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     if estimator == "k2":
         return log_r.square() / 2
     k3 = log_r.expm1() - log_r      # exp(log_r) - 1 - log_r, exact near 0
-    if estimator == "k3":
-        return k3
-    return ratio * k3
+    return k3 if estimator == "k3" else ratio * k3
 
 def importance_ratio(logp, old_logp, mask, cfg):
     """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
@@ -460,15 +454,11 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     stats["loss"] = (weight * per_token).sum()
     return stats["loss"], stats
 
-VALUE_COEF = 0.1        # weight of the critic's loss
-VALUE_CLIP = 0.2        # how far PPO lets a value move from the old one
-
 def value_loss(value, old_value, returns, weight):
     """PPO's clipped value loss: half the squared error of the values (B, T), or of the values
     clipped to within VALUE_CLIP of the old ones, whichever is larger."""
     near = old_value + (value - old_value).clamp(-VALUE_CLIP, VALUE_CLIP)
-    error = (value - returns).square()
-    error = torch.maximum(error, (near - returns).square())
+    error = torch.maximum((value - returns).square(), (near - returns).square())
     return (weight * error).sum() / 2
 
 def total_loss(agent, batch, weight, n_tokens):
@@ -484,8 +474,6 @@ def total_loss(agent, batch, weight, n_tokens):
     return loss, stats, logp
 
 # ------------------------------------------------------------------------------- the update
-GRAD_CLIP = 1.0         # maximum gradient norm
-
 def minibatches(cfg, rng, n):
     """Splits the rows of a step at random into minibatches, in each epoch. Yields of each the
     indices (on the host) of those of this rank's n rows that are in it, and its number of rows on
@@ -499,9 +487,9 @@ def minibatches(cfg, rng, n):
             yield torch.isin(own, part).nonzero()[:, 0], len(part)
 
 def update(agent, batch, rng):
-    """Makes one optimizer step for each minibatch of each epoch over a rollout, accumulating
+    """Makes an optimizer step for each minibatch of each epoch over a rollout, accumulating
     gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
-    optimizer step, the sampler's and the trainer's log-probabilities disagree."""
+    step, the sampler's and the trainer's log-probabilities disagree."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
@@ -533,18 +521,9 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,) on the host; `update` skips the others. Without
-    a reference and a critic, rows whose advantages are all 0 have none. A fork's new term of the
-    loss, such as an entropy bonus, may need them: if two of them have a loss, no row is skipped."""
-    everything = torch.ones(len(batch.ids), dtype=torch.bool)
-    if agent.ref is not None or agent.critic is not None:
-        return everything
-    learns = batch.adv.any(1).cpu()
-    two = (~learns).nonzero()[:2, 0]
-    part = next(passes.micro_batches(batch, two, agent.cfg.micro_tokens))
-    with torch.no_grad():
-        loss, *_ = total_loss(agent, part, part.mask.float(), 1)
-    return learns if loss == 0 else everything
+    """Which rows of a rollout have a gradient, (B,) on the host: to save time, `update` skips the
+    others, such as a dead group's if the loss has no KL."""
+    return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
@@ -571,16 +550,11 @@ def evaluate(agent, problems):
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time: as many as a step has
-    solved = {"greedy": 0.0} | report.none_solved(n)
-    for part in show.chunks("greedy evaluation", problems, rows):
-        right = generate(agent, part, 1).components["correct"]
-        solved["greedy"] += right.sum().item()
-    for part in show.chunks("evaluation", problems, max(1, rows // n)):
-        batch = generate(agent, part, n, rng)
-        for name, x in report.solved(agent.task, batch, n).items():
-            solved[name] += x
-    total = dist.all_reduce(torch.tensor([*solved.values()]))
-    return dict(zip(solved, (total / len(problems)).tolist()))
+    parts = show.chunks("greedy evaluation", problems, rows)
+    greedy = [generate(agent, part, 1) for part in parts]
+    parts = show.chunks("evaluation", problems, max(1, rows // n))
+    sampled = [generate(agent, part, n, rng) for part in parts]
+    return report.solved(agent.task, greedy, sampled, n)
 
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
@@ -655,8 +629,7 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with show.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        cfg = make_config(**given)
-        saved = None
+        cfg, saved = make_config(**given), None
         asked = mode.ask is not None
         if mode.resume or mode.eval_only or asked:      # with the settings of that run
             given, saved = checkpoint.settings(mode, cfg, given)

@@ -70,6 +70,20 @@ def micro_batches(batch, rows, budget):
         yield select(batch, rows[part], T)
 
 @torch.no_grad()
+def has_gradient(agent, batch, total_loss):
+    """Which rows of a rollout have a gradient, (B,) on the host. Without a reference and a critic,
+    rows whose advantages are all 0 have none. As a fork may add a term to the loss, such as an
+    entropy bonus, the loss of two of them is computed: if it is not 0, all rows are needed."""
+    everything = torch.ones(len(batch.ids), dtype=torch.bool)
+    if agent.ref is not None or agent.critic is not None:
+        return everything
+    learns = batch.adv.any(1).cpu()
+    two = (~learns).nonzero()[:2, 0]
+    part = next(micro_batches(batch, two, agent.cfg.micro_tokens))      # perhaps without rows
+    loss, *_ = total_loss(agent, part, part.mask.float(), 1)
+    return learns if loss == 0 else everything
+
+@torch.no_grad()
 def logps(gpt, batch, cfg, critic=None):
     """`token_logps` of a Batch, in micro-batches and without gradients."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device

@@ -225,22 +225,25 @@ def speed(batch, began, sampled):
     return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
             "update_tok_s": tokens / (ended - sampled)}
 
-def solved(task, batch, n):
-    """Sums over the problems of an evaluation, n samples each, of pass@k and maj@k by name. The
-    answer of a sample that was cut off does not vote."""
-    right = batch.components["correct"].view(-1, n).tolist()
-    answers = []
-    for text, finished in zip(batch.texts, batch.finished.tolist()):
-        answers.append(task.answer(text) if finished else "")
-    total = none_solved(n)
-    for i in range(len(right)):
-        found = shares(right[i], answers[i * n:(i + 1) * n])
-        total = {name: x + found[name] for name, x in total.items()}
-    return total
-
-def none_solved(n):
-    """0 for each name in `solved`."""
-    return dict.fromkeys(shares([0.0] * n, [""] * n), 0.0)
+def solved(task, greedy, sampled, n):
+    """The results of an evaluation: shares of the problems solved, by name, from Batches of this
+    rank: with a greedy completion of each problem, and with n samples of each. The answer of a
+    sample that was cut off does not vote."""
+    found = [{"greedy": x} for batch in greedy for x in batch.components["correct"].tolist()]
+    for batch in sampled:
+        right = batch.components["correct"].tolist()
+        votes = []
+        for text, finished in zip(batch.texts, batch.finished.tolist()):
+            votes.append(task.answer(text) if finished else "")
+        for i in range(0, len(right), n):
+            found.append(shares(right[i:i + n], votes[i:i + n]))
+    total = {"greedy": 0.0} | dict.fromkeys(shares([0.0] * n, [""] * n), 0.0)
+    for part in found:
+        for name, x in part.items():
+            total[name] += x
+    problems = sum("greedy" in part for part in found)
+    *sums, count = dist.all_reduce(torch.tensor([*total.values(), problems])).tolist()
+    return {name: x / count for name, x in zip(total, sums)}
 
 def shares(right, answers):
     """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given

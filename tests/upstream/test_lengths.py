@@ -4,14 +4,14 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("name, most", [("grpo.py", 690), ("model.py", 320), ("reward.py", 315), ("README.md", 130)])
+@pytest.mark.parametrize("name, most", [("grpo.py", 650), ("model.py", 325), ("reward.py", 315), ("README.md", 130)])
 def test_files_stay_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("name, most", [
-    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.7, modules=10, names=52)),
-    ("model.py", dict(characters=48, wide=0.18, nodes=7.6)), ("reward.py", dict(characters=48, wide=0.18, nodes=8.8))])
+    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.6, modules=10, names=54)),
+    ("model.py", dict(characters=48, wide=0.18, nodes=7.2)), ("reward.py", dict(characters=48, wide=0.18, nodes=8.2))])
 def test_files_stay_light(name, most):
     """See density.py."""
     found = density.measure((ROOT / name).read_text())

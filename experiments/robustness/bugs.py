@@ -75,8 +75,9 @@ BUGS = [
      'if agent.ref is not None or agent.critic is not None:',
      'if agent.critic is not None:', 'loss'),
     ('rows without an advantage are skipped despite a critic', 'run/passes.py',
-     'if agent.ref is not None or agent.critic is not None:',
-     'if agent.ref is not None:', 'loss'),
+     'or agent.critic is not None:\n        return everything\n    learns = batch.adv.any(1).cpu()\n',
+     'and agent.critic is None:\n        return everything\n    learns = batch.adv.any(1).cpu()\n'
+     '    if agent.critic is not None:\n        return learns\n', 'loss'),
     ('a log-probability too many is shared between rows', 'run/passes.py',
      'once = index[mask].unique',
      'once = index[mask.roll(-1, 1)].unique', 'loss sharing oracle'),

@@ -75,9 +75,8 @@ BUGS = [
      'if agent.ref is not None or agent.critic is not None:',
      'if agent.critic is not None:', 'loss'),
     ('rows without an advantage are skipped despite a critic', 'run/passes.py',
-     'or agent.critic is not None:\n        return everything\n    learns = batch.adv.any(1).cpu()\n',
-     'and agent.critic is None:\n        return everything\n    learns = batch.adv.any(1).cpu()\n'
-     '    if agent.critic is not None:\n        return learns\n', 'loss'),
+     'if agent.ref is not None or agent.critic is not None:',
+     'if agent.ref is not None:', 'loss'),
     ('a log-probability too many is shared between rows', 'run/passes.py',
      'once = index[mask].unique',
      'once = index[mask.roll(-1, 1)].unique', 'loss sharing oracle'),

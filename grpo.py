@@ -33,9 +33,9 @@ GRAD_CLIP = 1.0             # maximum gradient norm
 GAMMA = 1.0                 # discount, used only with a critic
 VALUE_COEF = 0.1            # weight of the critic's loss
 VALUE_CLIP = 0.2            # how far PPO's value loss lets a value move from the old one
-# The published algorithms, as differences from Config. A2C has a critic, where REINFORCE has
-# no baseline; PPO also has a clip and a reference; GRPO replaces the critic by the group.
 NEVER = 1e9                 # a ratio is never clipped
+# The published algorithms, as differences from Config. REINFORCE: no baseline. A2C: a critic.
+# PPO: a critic, a clip and a reference. GRPO: the group's mean in place of the critic.
 ALGOS = {
     "grpo": {},             # DeepSeekMath, 2402.03300
     "reinforce": dict(baseline="none", adv_scale="none", kl="none",
@@ -80,7 +80,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # task's; learned from it or rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # rule: the task's
     supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
@@ -96,7 +96,7 @@ class Config:
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
     # update
-    iterations: int = 1         # outer: new reference, refitted reward model
+    iterations: int = 1         # each with a new reference and reward-model fit
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens at a time; 0: by the memory
@@ -149,8 +149,8 @@ def make_config(**given):
     given = args | given
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
-    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])
-    # From here on each line overrides those above it.
+    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])     # executes a variant's file
+    # From here on each line overrides those above it. `implied` looks at the final values.
     chosen = {f.name: f.default for f in fields(Config)}
     chosen |= task.DEFAULTS
     chosen |= implied(chosen | settings | given)
@@ -159,7 +159,7 @@ def make_config(**given):
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
-    return setup.shipped(cfg)       # --init data/warm_start, if it was made with these settings
+    return setup.shipped(cfg)       # with --init data/warm_start, if that fits these settings
 
 def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
@@ -181,14 +181,14 @@ class Batch:
     ids: Tensor                 # (B, T) int64: prompt, completion, padding on the right
     mask: Tensor                # (B, T) bool: sampled tokens, the end token included
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
-    logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]) of the sampler
+    logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text
     components: dict = None     # (B,) each: components of the rule's reward, by name
     reward: Tensor = None       # (B, T) at `ends`
-    ends: Tensor = None         # (B, T) bool: last tokens of reasoning steps, or of all
-    old_logp: Tensor = None     # (B, T) log pi of the old policy; None: ratio 1
+    ends: Tensor = None         # (B, T) bool: last token of each reasoning step, or of the row
+    old_logp: Tensor = None     # (B, T) of the ratio's denominator; None: the ratio is 1
     ref_logp: Tensor = None     # (B, T) log pi of the reference
     value: Tensor = None        # (B, T) critic's value of the state before token t
     adv: Tensor = None          # (B, T) advantages
@@ -240,7 +240,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
-    spare = T               # a column more: rows that have ended write there until they are dropped
+    spare = T               # the last of T + 1 columns
     ids = torch.zeros(len(prompts), T + 1, dtype=torch.int64)
     for row, prompt in zip(ids, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
@@ -257,24 +257,26 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
+    # Now and then `append` drops rows that are done: p and cache.rows, the indices of the r rows
+    # that are left, become shorter. Until then they sample on, into the spare column.
     for n in range(max(room)):
-        rows = cache.rows                       # (r,) those not dropped yet, done or not
+        rows = cache.rows                       # (r,)
         if u is None:
             token = p.argmax(-1)                # (r,)
         else:
             token = caches.sample_token(p, u[rows, n])
         column = torch.where(done[rows], spare, start[rows] + n)
         ids[rows, column] = token
-        mask[rows, column] = column < spare     # True itself would be copied to the GPU each time
+        mask[rows, column] = column < spare     # True, but for the spare column
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
         finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
         done = finished | (n + 1 >= limit)
         if n + 1 == max(room):
             break
-        p = cache.append(token, column, done)   # (r, V), of the rows it still has
+        p = cache.append(token, column, done)   # (r, V)
         if len(p) == 0:
             break
-    used = passes.row_lengths(mask[:, :spare]).max().item()
+    used = passes.row_lengths(mask[:, :spare]).max().item()     # up to the last sampled token
     return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
 def complete(agent, prompts, group, room, u=None):
@@ -287,7 +289,7 @@ def generate(agent, problems, group, rng=None):
     of their rule reward; without a random stream rng, the most likely ones."""
     N = agent.cfg.max_new
     u = None
-    if rng is not None:     # for all ranks: samples do not depend on their number
+    if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
         u = dist.uniform(rng, len(problems), group, N)
         u = dist.of_rank(u).flatten(0, 1)       # (B, N)
     problems = dist.of_rank(problems)
@@ -300,9 +302,9 @@ def generate(agent, problems, group, rng=None):
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other baselines and scales leave out
-    a part. r (B, T) at `ends` (B, T). Returns scores (B, T), and which groups are dead, (P,): their
-    rewards are equal up to rounding, and less their mean exactly 0. The std has no Bessel
-    correction (the paper is silent), so the mean square is 1 for any G, and no epsilon."""
+    a part. r (B, T) at `ends` (B, T). Returns scores (B, T), and which groups are dead, (P,): all
+    rewards equal up to rounding, for which r - mean is set to 0. The std divides by n (the paper is
+    silent), so that the mean square is 1 for any G, and needs no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -315,7 +317,7 @@ def group_scores(r, ends, cfg):
     if "group" in cfg.baseline:                 # "group", "group+value"
         score = torch.where(dead, 0, r - mean)
     elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)   # (P, G, 1)
+        others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)       # (P, G, 1)
         score = r - others / (n - ends.sum(2, keepdim=True))
     if cfg.adv_scale == "group":
         score = torch.where(dead, score, score / std)
@@ -324,8 +326,8 @@ def group_scores(r, ends, cfg):
 
 def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
-    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one. The
-    next token is the next that was sampled: credit crosses holes in the mask (B, T)."""
+    delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one.
+    Columns outside mask (B, T) are skipped, also where a variant leaves a gap."""
     adv = torch.zeros_like(r)
     next_adv = torch.zeros_like(r[:, 0])
     next_value = torch.zeros_like(r[:, 0])
@@ -345,16 +347,16 @@ def whiten(x, mask):
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages, returns or None, dead groups (P,), from the rewards r of steps at `ends`, the KL
-    penalty on each token's reward (0 outside mask), and values or None; (B, T) but `dead`."""
+    """Advantages, returns (None without a critic), and which groups are dead, (P,); from rewards r
+    at `ends`, the KL penalty on each token's reward, 0 outside mask, and values or None; (B, T)."""
     returns = None
-    if value is None:               # a completion is one action: its KL is part of its reward
+    if value is None:       # the KL of the whole completion is subtracted before the baseline is
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
         score, dead = group_scores(r, ends, cfg)
         adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
-    else:
+    else:                   # a token is an action, with a KL of its own
         score, dead = group_scores(r, ends, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
@@ -369,15 +371,15 @@ def rollout(agent, problems, rng):
     batch = generate(agent, problems, cfg.group, rng)
     reward.of_batch(agent, batch)
 
-    # The sampler's log-probabilities are those of a pass with the same weights up to rounding.
-    # A pass gives them where rounding matters: in bfloat16, and for a KL in the reward, which
-    # is no larger than rounding errors at first. A critic needs one anyway.
+    # old_logp is what was noted while sampling or, in a pass with the same weights, what training
+    # would compute: if a critic needs a pass anyway, if the KL is in the reward, where at first it
+    # is no larger than rounding errors, and in bfloat16 if there are ratios that are not 1.
     old_logp = batch.logp
-    reused = cfg.updates > 1
-    bfloat16 = agent.policy.amp is not None         # the dtype of its products
-    if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and reused):
+    has_ratios = cfg.updates > 1
+    bfloat16 = agent.policy.amp is not None
+    if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and has_ratios):
         old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
-    if reused:              # with one update per rollout all ratios are 1: policy_loss knows
+    if has_ratios:
         batch.old_logp = old_logp
     if agent.ref is not None:
         batch.ref_logp, _ = passes.logps(agent.ref, batch, cfg)
@@ -393,8 +395,8 @@ def rollout(agent, problems, rng):
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
     """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch, over
-    all micro-batches and ranks. sequence: 1/|o| (eq. 3), so tokens of long completions weigh less;
-    token: all equal; constant: all equal whatever the lengths (Dr. GRPO)."""
+    all micro-batches and ranks. sequence: 1 / |o| (eq. 3), so tokens of long completions weigh
+    less; token: 1 / n_tokens; constant: 1 / (n_rows * max_new) (Dr. GRPO)."""
     if loss_mean == "token":
         return mask / n_tokens
     if loss_mean == "constant":
@@ -402,13 +404,13 @@ def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
     return mask / mask.sum(1, keepdim=True).clamp(min=1) / n_rows
 
 def bounded(x):
-    """x clamped to [-20, 20], so that its exp stays finite; with the gradient of x itself."""
+    """x clamped to [-20, 20], so that its exp stays finite; but its gradient is that of x."""
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
-    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. In a loss,
-    its expected gradient on-policy is 0 for k1, that of KL(pi || ref) for k2 and ratio*k3, and that
-    of KL(ref || pi) for k3, the paper's eq. 4."""
+    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. As a term
+    of the loss, its expected gradient on-policy is, for k1: 0; k2 and ratio*k3: that of KL(pi ||
+    ref); k3, the paper's eq. 4: that of KL(ref || pi)."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -436,8 +438,8 @@ def surrogate(logp, old_logp, adv, mask, cfg):
 
 def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the n_tokens
-    of the minibatch. With k3 in the loss its gradient with respect to logp is, at ratio 1, -weight
-    * (adv + beta * (pi_ref / pi - 1)), the paper's eq. 21."""
+    of the minibatch. With k3 in the loss the gradient with respect to logp at ratio 1 is eq. 21:
+    -weight * (adv + beta * (pi_ref / pi - 1))."""
     old_logp = batch.old_logp
     if old_logp is None:
         old_logp = logp.detach()                # ratio 1
@@ -475,16 +477,15 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, n):
-    """Splits the rows of a step at random into minibatches, in each epoch. Yields of each the
-    indices (on the host) of those of this rank's n rows that are in it, and its number of rows on
-    all ranks."""
+    """Splits the rows of a step at random into minibatches, in each epoch. Yields for each which of
+    this rank's n rows are in it, as indices on the host, and how many rows it has on all ranks."""
     rows = torch.arange(cfg.prompts * cfg.group)
-    own = dist.of_rank(rows.view(-1, cfg.group)).flatten()
-    assert n == len(own), "a rollout must have --prompts x --group rows"
+    own_rows = dist.of_rank(rows.view(-1, cfg.group)).flatten()
+    assert n == len(own_rows), "a rollout must have --prompts x --group rows"
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(len(rows)), len(rows)))
         for part in order.tensor_split(cfg.minibatches):
-            yield torch.isin(own, part).nonzero()[:, 0], len(part)
+            yield torch.isin(own_rows, part).nonzero()[:, 0], len(part)
 
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch over a rollout, accumulating
@@ -493,15 +494,15 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
-    params = [p for part in agent.opt.param_groups for p in part["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are made on the host
-    mask = batch.mask.cpu()
+    params = [p for params in agent.opt.param_groups for p in params["params"]]
+    batch = replace(batch, ids=batch.ids.cpu())     # by ids and mask the host
+    mask = batch.mask.cpu()                         # splits the rows
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
         kept = rows[learns[rows]]
         gaps = []
-        # At least one micro-batch, perhaps without rows: ranks have equally many.
+        # Every rank has equally many micro-batches, at least one: it may be without rows.
         for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
             weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
@@ -510,8 +511,8 @@ def update(agent, batch, rng):
                 stats[name] += x.detach()
             gaps.append(logp.detach() - part.logp)
         if mismatch is None:                    # before the first optimizer step
-            n = mask[kept].sum()
-            mismatch = passes.checked_gap(gaps, n, agent.policy.amp)
+            sampled = mask[kept].sum()
+            mismatch = passes.checked_gap(gaps, sampled, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
@@ -521,14 +522,14 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,) on the host: to save time, `update` skips the
-    others, such as a dead group's if the loss has no KL."""
+    """Which rows of a rollout have a gradient, (B,) on the host; to save time `update` skips the
+    others: without reference and critic those whose advantages are all 0."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
-    """Algorithm 1: fits the reward model to labels of the policy's completions, and a tenth as many
-    old ones; problems held out from all fits measure it. Returns the metrics."""
+    """Algorithm 1: fits the reward model to labels of the policy's completions and, a tenth as
+    many, of earlier ones; problems that are never fitted measure it. Returns the metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
@@ -562,9 +563,9 @@ def train_step(agent, problems, step):
     cfg = agent.cfg
     began = time.perf_counter()
     if cfg.half_life:
-        for part in agent.opt.param_groups:
-            rate = part.setdefault("initial_lr", part["lr"])
-            part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+        for params in agent.opt.param_groups:
+            rate = params.setdefault("initial_lr", params["lr"])
+            params["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
@@ -578,12 +579,11 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
     iteration a new reference, a refitted reward model, and --steps steps."""
-    # A variant's file may replace functions of this module.
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # executes a variant's file
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     done = saved.step if saved else -1
-    if done < 0:                # a new run, or one killed before it had a model
+    if done < 0:                # new, or killed before its first checkpoint
         finish_step(agent, held_out, 0, {})
     elif saved.stats:           # a signal stopped the evaluation of that step
         finish_step(agent, held_out, done, saved.stats)
@@ -592,7 +592,7 @@ def train(cfg, task=None, saved=None):
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first <= cfg.total_steps:     # else it had begun before the resume
+        if done < first and cfg.steps:          # else it had begun before the resume
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
@@ -631,7 +631,7 @@ def main(argv=None):
         mode, given = config.read(Config, __doc__, argv)
         cfg, saved = make_config(**given), None
         asked = mode.ask is not None
-        if mode.resume or mode.eval_only or asked:      # with the settings of that run
+        if mode.resume or mode.eval_only or asked:      # again, with what the folder says
             given, saved = checkpoint.settings(mode, cfg, given)
             cfg = make_config(**given)
         if mode.report:

@@ -96,7 +96,7 @@ BUGS = [
      'mask[rows, :T], cfg.temperature, critic)',
      'mask[rows, :T], 1.0, critic)', 'loss'),
     ('old log-probs are refreshed', 'grpo.py', '    old_logp = batch.old_logp\n', '    old_logp = None\n', 'loss'),
-    ('the old policy is the policy despite a second update', 'grpo.py', '    if reused:', '    if False:', 'glue'),
+    ('the old policy is the policy despite a second update', 'grpo.py', '    if has_ratios:', '    if False:', 'glue'),
     ('the clip share misses one side', 'grpo.py',
      'torch.minimum(unclipped, clipped), clipped < unclipped',
      'torch.minimum(unclipped, clipped), (clipped < unclipped) & (adv > 0)', 'loss'),

@@ -33,18 +33,18 @@ GRAD_CLIP = 1.0             # maximum gradient norm
 GAMMA = 1.0                 # discount, used only with a critic
 VALUE_COEF = 0.1            # weight of the critic's loss
 VALUE_CLIP = 0.2            # how far PPO's value loss lets a value move from the old one
-NEVER = 1e9                 # a ratio is never clipped
+NO_CLIP = 1e9               # a clip range in which every ratio lies
 # The published algorithms, as differences from Config. REINFORCE: no baseline. A2C: a critic.
 # PPO: a critic, a clip and a reference. GRPO: the group's mean in place of the critic.
 ALGOS = {
     "grpo": {},             # DeepSeekMath, 2402.03300
     "reinforce": dict(baseline="none", adv_scale="none", kl="none",
-                      loss_mean="constant", clip_low=NEVER, clip_high=NEVER),
+                      loss_mean="constant", clip_low=NO_CLIP, clip_high=NO_CLIP),
     "a2c": dict(baseline="value", adv_scale="batch", kl="none",
-                clip_low=NEVER, clip_high=NEVER),
+                clip_low=NO_CLIP, clip_high=NO_CLIP),
     "ppo": dict(baseline="value", adv_scale="batch", kl="reward"),
     "rloo": dict(baseline="leave-one-out", adv_scale="none", kl="reward",   # 2402.14740
-                 loss_mean="constant", clip_low=NEVER, clip_high=NEVER),
+                 loss_mean="constant", clip_low=NO_CLIP, clip_high=NO_CLIP),
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),     # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),   # 2507.18071
 }
@@ -64,7 +64,7 @@ class Config:
     algo: str = "grpo"          # in ALGOS or experiments/variants, or a .py file
     init: str = ""              # folder of the model to start from
     out: str = ""               # folder of the run; empty: out/<task>
-    steps: int = 100            # rollouts with their update, in each iteration
+    steps: int = 100            # steps per iteration; a step is a rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
     max_new: int = 1024         # maximum tokens per completion (N)
@@ -80,8 +80,8 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # rule: the task's
-    supervision: Literal["outcome", "process"] = "outcome"  # what is rewarded: completions or steps
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # rule: the task's; else learned
+    supervision: Literal["outcome", "process"] = "outcome"  # the completion, or each reasoning step
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
     adv_scale: Literal["none", "group", "batch"] = "group"  # divide by the group's std, or whiten
@@ -96,10 +96,10 @@ class Config:
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
     # update
-    iterations: int = 1         # each with a new reference and reward-model fit
+    iterations: int = 1         # outer loop: new reference, reward-model fit
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
-    micro_tokens: int = 0       # maximum tokens at a time; 0: by the memory
+    micro_tokens: int = 0       # maximum tokens of a micro-batch; 0: by the memory
     recompute: bool = False     # activation checkpointing
     half_life: int = 0          # steps in which the rate halves; 0: it does not
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
@@ -145,12 +145,12 @@ class Config:
 def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
     as `difficulty`. Raises UserError for unknown names and bad values."""
-    args = given.pop("task_args", {})           # of the task's own
-    given = args | given
+    given = given.pop("task_args", {}) | given      # a task's own settings count as flags, too
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
-    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])     # executes a variant's file
-    # From here on each line overrides those above it. `implied` looks at the final values.
+    # A variant's file also replaces functions of this module.
+    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])
+    # Later lines override earlier ones. `implied` looks at those that override it, too.
     chosen = {f.name: f.default for f in fields(Config)}
     chosen |= task.DEFAULTS
     chosen |= implied(chosen | settings | given)
@@ -159,15 +159,15 @@ def make_config(**given):
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
-    return setup.shipped(cfg)       # with --init data/warm_start, if that fits these settings
+    return setup.shipped(cfg)       # starts from data/warm_start, if made with these settings
 
 def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
     others = {}
     if chosen["kl"] == "reward":
-        others["estimator"] = "k1"      # in the reward, k1 has the KL's gradient (eq. 2)
+        others["estimator"] = "k1"      # as a reward (not differentiated), that of the KL (eq. 2)
     if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
-        others["adv_scale"] = "none"    # once all are good, the std is only noise
+        others["adv_scale"] = "none"    # if all are equally good, the std is the model's noise
     if chosen["init"]:
         others["warm_steps"] = 0
         others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start
@@ -186,9 +186,9 @@ class Batch:
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text
     components: dict = None     # (B,) each: components of the rule's reward, by name
-    reward: Tensor = None       # (B, T) at `ends`
-    ends: Tensor = None         # (B, T) bool: last token of each reasoning step, or of the row
-    old_logp: Tensor = None     # (B, T) of the ratio's denominator; None: the ratio is 1
+    reward: Tensor = None       # (B, T), at `ends` below
+    ends: Tensor = None         # (B, T) bool: last token of the row, or of each reasoning step
+    old_logp: Tensor = None     # (B, T) log pi_old, for the ratio; None: the ratio is 1
     ref_logp: Tensor = None     # (B, T) log pi of the reference
     value: Tensor = None        # (B, T) critic's value of the state before token t
     adv: Tensor = None          # (B, T) advantages
@@ -201,7 +201,7 @@ class Agent:
     task: ModuleType
     encoding: Encoding
     policy: Module
-    sampler: Module = None              # the policy, or its copy in bfloat16
+    sampler: Module = None              # the policy, or a copy: in bfloat16, or unsharded
     ref: Module = None                  # the reference, frozen
     critic: Module = None               # the value of a state
     reward_model: Module = None
@@ -240,7 +240,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
-    spare = T               # the last of T + 1 columns
+    spare = T               # column T: there rows that are done write
     ids = torch.zeros(len(prompts), T + 1, dtype=torch.int64)
     for row, prompt in zip(ids, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
@@ -257,8 +257,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    # Now and then `append` drops rows that are done: p and cache.rows, the indices of the r rows
-    # that are left, become shorter. Until then they sample on, into the spare column.
+    # Rows that are done sample on, into the spare column, until `append` drops them. The indices of
+    # the r rows that are left are cache.rows; p has their probabilities.
     for n in range(max(room)):
         rows = cache.rows                       # (r,)
         if u is None:
@@ -301,10 +301,10 @@ def generate(agent, problems, group, rng=None):
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
-    process supervision, of all their reasoning steps (4.1.3); other baselines and scales leave out
-    a part. r (B, T) at `ends` (B, T). Returns scores (B, T), and which groups are dead, (P,): all
-    rewards equal up to rounding, for which r - mean is set to 0. The std divides by n (the paper is
-    silent), so that the mean square is 1 for any G, and needs no epsilon."""
+    process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
+    than the mean, or do not divide. r (B, T) at `ends` (B, T). Returns scores (B, T), and which
+    groups are dead, (P,): rewards equal up to rounding. The std divides by n (the paper is silent):
+    the scores' mean square is 1 for any G. As dead groups are not divided, there is no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -320,14 +320,14 @@ def group_scores(r, ends, cfg):
         others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)       # (P, G, 1)
         score = r - others / (n - ends.sum(2, keepdim=True))
     if cfg.adv_scale == "group":
-        score = torch.where(dead, score, score / std)
+        score = torch.where(dead, score, score / std)       # a dead group's std is 0
     score = torch.where(ends, score, 0).float()
     return score.view(shape), dead.flatten()
 
 def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
     delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one.
-    Columns outside mask (B, T) are skipped, also where a variant leaves a gap."""
+    Columns outside mask (B, T) are skipped, even between sampled ones."""
     adv = torch.zeros_like(r)
     next_adv = torch.zeros_like(r[:, 0])
     next_value = torch.zeros_like(r[:, 0])
@@ -347,16 +347,16 @@ def whiten(x, mask):
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages, returns (None without a critic), and which groups are dead, (P,); from rewards r
-    at `ends`, the KL penalty on each token's reward, 0 outside mask, and values or None; (B, T)."""
+    """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T):
+    rewards r at `ends`; penalty, the KL of a token, 0 outside mask; value, or None."""
     returns = None
-    if value is None:       # the KL of the whole completion is subtracted before the baseline is
+    if value is None:       # a completion is one action: first its whole KL is subtracted
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
         score, dead = group_scores(r, ends, cfg)
         adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
-    else:                   # a token is an action, with a KL of its own
+    else:                   # each token is an action, with a KL of its own
         score, dead = group_scores(r, ends, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
@@ -371,9 +371,9 @@ def rollout(agent, problems, rng):
     batch = generate(agent, problems, cfg.group, rng)
     reward.of_batch(agent, batch)
 
-    # old_logp is what was noted while sampling or, in a pass with the same weights, what training
-    # would compute: if a critic needs a pass anyway, if the KL is in the reward, where at first it
-    # is no larger than rounding errors, and in bfloat16 if there are ratios that are not 1.
+    # old_logp is as noted while sampling, or computed again as training does, by the same weights:
+    # (1) if a critic needs that pass anyway; (2) if the KL is in the reward, where at first it is
+    # as small as the sampler's rounding; (3) in bfloat16, if there are ratios other than 1.
     old_logp = batch.logp
     has_ratios = cfg.updates > 1
     bfloat16 = agent.policy.amp is not None
@@ -395,8 +395,8 @@ def rollout(agent, problems, rng):
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
     """Each token's weight in the loss, (B, T). n_rows and n_tokens count the whole minibatch, over
-    all micro-batches and ranks. sequence: 1 / |o| (eq. 3), so tokens of long completions weigh
-    less; token: 1 / n_tokens; constant: 1 / (n_rows * max_new) (Dr. GRPO)."""
+    all micro-batches and ranks. sequence: 1 / (|o| n_rows) (eq. 3), so tokens of long completions
+    weigh less; token: 1 / n_tokens; constant: 1 / (max_new n_rows) (Dr. GRPO)."""
     if loss_mean == "token":
         return mask / n_tokens
     if loss_mean == "constant":
@@ -409,8 +409,8 @@ def bounded(x):
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     """A per-token estimate (B, T) of the KL to the reference from samples of the policy. As a term
-    of the loss, its expected gradient on-policy is, for k1: 0; k2 and ratio*k3: that of KL(pi ||
-    ref); k3, the paper's eq. 4: that of KL(ref || pi)."""
+    of the loss, differentiated itself, its expected gradient on-policy is, for k1: 0; k2 and
+    ratio*k3: that of KL(pi || ref); k3, the paper's eq. 4: that of KL(ref || pi)."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -429,8 +429,8 @@ def importance_ratio(logp, old_logp, mask, cfg):
     return bounded(log_ratio).exp()
 
 def surrogate(logp, old_logp, adv, mask, cfg):
-    """PPO's clipped surrogate (eq. 1, 3), to be maximized, and a mask: where the clip takes its
-    gradient away. All are (B, T)."""
+    """PPO's clipped surrogate (eq. 1, 3), to be maximized, and where clipping makes its gradient 0,
+    as a mask. All are (B, T)."""
     ratio = importance_ratio(logp, old_logp, mask, cfg)
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
@@ -477,8 +477,8 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, n):
-    """Splits the rows of a step at random into minibatches, in each epoch. Yields for each which of
-    this rank's n rows are in it, as indices on the host, and how many rows it has on all ranks."""
+    """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
+    (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
     rows = torch.arange(cfg.prompts * cfg.group)
     own_rows = dist.of_rank(rows.view(-1, cfg.group)).flatten()
     assert n == len(own_rows), "a rollout must have --prompts x --group rows"
@@ -494,15 +494,15 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm, mismatch = 0.0, None
-    params = [p for params in agent.opt.param_groups for p in params["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())     # by ids and mask the host
-    mask = batch.mask.cpu()                         # splits the rows
+    params = [p for group in agent.opt.param_groups for p in group["params"]]
+    batch = replace(batch, ids=batch.ids.cpu())
+    mask = batch.mask.cpu()                     # by ids and mask, the host splits the rows
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
         kept = rows[learns[rows]]
         gaps = []
-        # Every rank has equally many micro-batches, at least one: it may be without rows.
+        # All ranks have equally many micro-batches, at least one; some may be empty.
         for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
             weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
@@ -511,8 +511,8 @@ def update(agent, batch, rng):
                 stats[name] += x.detach()
             gaps.append(logp.detach() - part.logp)
         if mismatch is None:                    # before the first optimizer step
-            sampled = mask[kept].sum()
-            mismatch = passes.checked_gap(gaps, sampled, agent.policy.amp)
+            n_kept = mask[kept].sum()
+            mismatch = passes.checked_gap(gaps, n_kept, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
@@ -522,14 +522,14 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows of a rollout have a gradient, (B,) on the host; to save time `update` skips the
-    others: without reference and critic those whose advantages are all 0."""
+    """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
+    critic, those with advantages 0 have none, unless total_loss (called to see) has a new term."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
-    """Algorithm 1: fits the reward model to labels of the policy's completions and, a tenth as
-    many, of earlier ones; problems that are never fitted measure it. Returns the metrics."""
+    """Algorithm 1: fits the reward model to labelled completions of the policy, plus a tenth as
+    many earlier ones, and measures it on held-out problems. Returns the metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
@@ -539,7 +539,7 @@ def refit_reward_model(agent, problems, iteration):
         batch = generate(agent, part, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
-            stream = f"{iteration}, {len(labelled)}"            # of random numbers
+            stream = f"{iteration}, {len(labelled)}"    # names this part's random numbers
             batch.reward = reward.rollout_labels(agent, complete, batch, stream)
         labelled.append(batch)
     return reward.refit(agent, labelled, len(held_out), rng)
@@ -563,9 +563,9 @@ def train_step(agent, problems, step):
     cfg = agent.cfg
     began = time.perf_counter()
     if cfg.half_life:
-        for params in agent.opt.param_groups:
-            rate = params.setdefault("initial_lr", params["lr"])
-            params["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+        for group in agent.opt.param_groups:
+            rate = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     sampled = time.perf_counter()
@@ -579,20 +579,20 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
     iteration a new reference, a refitted reward model, and --steps steps."""
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # executes a variant's file
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a variant's functions in place
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1
-    if done < 0:                # new, or killed before its first checkpoint
+    done = saved.step if saved else -1      # the last step, also -1 if the model was not ready
+    if done < 0:
         finish_step(agent, held_out, 0, {})
-    elif saved.stats:           # a signal stopped the evaluation of that step
+    elif saved.stats:           # kept only if a signal stopped the evaluation of that step
         finish_step(agent, held_out, done, saved.stats)
 
     log = []                    # statistics of the steps of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first and cfg.steps:          # else it had begun before the resume
+        if done < first and cfg.steps:          # it begins here, not before a resume
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
@@ -629,9 +629,9 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with show.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        cfg, saved = make_config(**given), None
+        cfg, saved = make_config(**given), None         # cfg.out: the folder
         asked = mode.ask is not None
-        if mode.resume or mode.eval_only or asked:      # again, with what the folder says
+        if mode.resume or mode.eval_only or asked:      # with the folder's settings
             given, saved = checkpoint.settings(mode, cfg, given)
             cfg = make_config(**given)
         if mode.report:

@@ -220,7 +220,7 @@ def critic(section, rollout):
 def clip(section, rollout):
     """The ratio is the unclipped product with the advantage 1."""
     cfg = config_of(*flags_of(section))
-    unclipped = replace(cfg, clip_low=grpo.NEVER, clip_high=grpo.NEVER)
+    unclipped = replace(cfg, clip_low=grpo.NO_CLIP, clip_high=grpo.NO_CLIP)
     batch = rollout(cfg)
     ratio = surrogate(unclipped, batch, 1.0)
     loss, gradient, stats = loss_of(cfg, batch, NEW)

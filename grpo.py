@@ -80,7 +80,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # rule: the task's; else learned
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # else a model of it, or of rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # the completion, or each reasoning step
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
@@ -109,9 +109,9 @@ class Config:
     warm_lr: float = 1.2e-3     # peak learning rate
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # autocast; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # KV cache; plain: no prefixes are shared
+    cache: Cache = "auto"       # KV cache; shared: one prefix per group; static: fixed shapes
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -165,9 +165,9 @@ def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
     others = {}
     if chosen["kl"] == "reward":
-        others["estimator"] = "k1"      # as a reward (not differentiated), that of the KL (eq. 2)
+        others["estimator"] = "k1"      # in a reward only k1 has the KL's gradient (eq. 2)
     if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
-        others["adv_scale"] = "none"    # if all are equally good, the std is the model's noise
+        others["adv_scale"] = "none"    # among equals it would divide by the reward model's noise
     if chosen["init"]:
         others["warm_steps"] = 0
         others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start
@@ -327,7 +327,7 @@ def group_scores(r, ends, cfg):
 def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
     delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one.
-    Columns outside mask (B, T) are skipped, even between sampled ones."""
+    Columns outside mask (B, T) are skipped, even between sampled ones (a tool's answer)."""
     adv = torch.zeros_like(r)
     next_adv = torch.zeros_like(r[:, 0])
     next_value = torch.zeros_like(r[:, 0])
@@ -348,15 +348,15 @@ def whiten(x, mask):
 
 def advantages(r, ends, mask, penalty, value, cfg):
     """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T):
-    rewards r at `ends`; penalty, the KL of a token, 0 outside mask; value, or None."""
+    rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or None."""
     returns = None
-    if value is None:       # a completion is one action: first its whole KL is subtracted
+    if value is None:       # a completion is one action: first its whole penalty is subtracted
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
         score, dead = group_scores(r, ends, cfg)
         adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
-    else:                   # each token is an action, with a KL of its own
+    else:                   # each token is an action, with a penalty of its own
         score, dead = group_scores(r, ends, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
@@ -369,13 +369,13 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, cfg.group, rng)
-    reward.of_batch(agent, batch)
+    reward.of_batch(agent, batch)               # batch.reward, by rule or learned, and batch.ends
 
-    # old_logp is as noted while sampling, or computed again as training does, by the same weights:
-    # (1) if a critic needs that pass anyway; (2) if the KL is in the reward, where at first it is
-    # as small as the sampler's rounding; (3) in bfloat16, if there are ratios other than 1.
+    # old_logp is the one noted while sampling, unless a pass with the same weights, as in training,
+    # is better: (1) a critic needs that pass anyway; (2) the KL is in the reward: it is near 0 at
+    # first, and the rounding of the sampler would hide it; (3) bfloat16, if there are ratios.
     old_logp = batch.logp
-    has_ratios = cfg.updates > 1
+    has_ratios = cfg.updates > 1                # in the first one pi is pi_old
     bfloat16 = agent.policy.amp is not None
     if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and has_ratios):
         old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
@@ -408,9 +408,9 @@ def bounded(x):
     return x + (x.clamp(-20, 20) - x).detach()
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
-    """A per-token estimate (B, T) of the KL to the reference from samples of the policy. As a term
-    of the loss, differentiated itself, its expected gradient on-policy is, for k1: 0; k2 and
-    ratio*k3: that of KL(pi || ref); k3, the paper's eq. 4: that of KL(ref || pi)."""
+    """A per-token estimate (B, T) of KL(pi || ref) from samples of pi; the paper's is k3 (eq. 4).
+    Its gradient in a loss is another matter: on-policy, the expected one is, for k1: 0; k2 and
+    ratio*k3: that of KL(pi || ref); k3: that of KL(ref || pi)."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -496,7 +496,7 @@ def update(agent, batch, rng):
     norm, mismatch = 0.0, None
     params = [p for group in agent.opt.param_groups for p in group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())
-    mask = batch.mask.cpu()                     # by ids and mask, the host splits the rows
+    mask = batch.mask.cpu()                     # the host lays out micro-batches
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
@@ -523,7 +523,7 @@ def update(agent, batch, rng):
 
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none, unless total_loss (called to see) has a new term."""
+    critic, those with advantages 0 have none, unless the loss of two of them is not 0."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
@@ -577,12 +577,12 @@ def train_step(agent, problems, step):
     return batch, stats
 
 def train(cfg, task=None, saved=None):
-    """A whole run, or the rest of one from the Checkpoint `saved`, as in Algorithm 1: in each
-    iteration a new reference, a refitted reward model, and --steps steps."""
+    """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
+    and Algorithm 1, in each iteration a new reference, a refitted reward model, --steps steps."""
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a variant's functions in place
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1      # the last step, also -1 if the model was not ready
+    done = saved.step if saved else -1      # -1: new, or stopped before the warm start's end
     if done < 0:
         finish_step(agent, held_out, 0, {})
     elif saved.stats:           # kept only if a signal stopped the evaluation of that step
@@ -592,7 +592,7 @@ def train(cfg, task=None, saved=None):
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first and cfg.steps:          # it begins here, not before a resume
+        if done < first and cfg.steps:          # a new iteration, not a resumed one
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
@@ -629,9 +629,9 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with show.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        cfg, saved = make_config(**given), None         # cfg.out: the folder
+        cfg, saved = make_config(**given), None         # cfg tells the folder
         asked = mode.ask is not None
-        if mode.resume or mode.eval_only or asked:      # with the folder's settings
+        if mode.resume or mode.eval_only or asked:      # with its settings
             given, saved = checkpoint.settings(mode, cfg, given)
             cfg = make_config(**given)
         if mode.report:

@@ -80,8 +80,8 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # else a model of it, or of rollouts
-    supervision: Literal["outcome", "process"] = "outcome"  # the completion, or each reasoning step
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # the rule, a model of it or of rollouts
+    supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
     adv_scale: Literal["none", "group", "batch"] = "group"  # divide by the group's std, or whiten
@@ -109,7 +109,7 @@ class Config:
     warm_lr: float = 1.2e-3     # peak learning rate
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # autocast; auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Cache = "auto"       # KV cache; shared: one prefix per group; static: fixed shapes
     shard: bool = False         # models sharded across the ranks (FSDP2)

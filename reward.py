@@ -222,15 +222,14 @@ def refit(agent, batches, held_out, rng):
     apart = held_out * CHOICES
     test = some(rows, slice(apart))
     train = some(rows, slice(apart, None))
-    history = agent.history
-    if history:
+    to_fit = train
+    history = train
+    if agent.history:
         tenth = len(train["ids"]) // 10
-        old = replay(history, tenth, K, rng)
-        fit(reward_model, concatenate(train, old), K, cfg, rng)
-        history = concatenate(history, train)
-    else:
-        fit(reward_model, train, K, cfg, rng)
-        history = train
+        old = replay(agent.history, tenth, K, rng)
+        to_fit = concatenate(train, old)
+        history = concatenate(agent.history, train)
+    fit(reward_model, to_fit, K, cfg, rng)
     agent.history = history
 
     score = scores_of(reward_model, test, cfg)

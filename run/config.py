@@ -47,6 +47,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     def print_help(self, file=None):
+        """On rank 0 alone."""
         show.print0(self.format_help())
 
 def read(config, about, argv):

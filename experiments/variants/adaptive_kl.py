@@ -14,9 +14,8 @@ def train_step(agent, problems, step):
     if not agent.cfg.applies_kl:
         raise UserError("--algo adaptive_kl adapts beta: it needs --beta and --kl loss or reward")
     batch, stats = one_step(agent, problems, step)
-    if "kl" in stats:           # not if every row was left out
-        error = min(max(stats["kl"] / TARGET - 1, -BOUND), BOUND)
-        agent.beta *= 1 + RATE * error
+    error = min(max(stats["kl"] / TARGET - 1, -BOUND), BOUND)
+    agent.beta *= 1 + RATE * error
     return batch, stats
 
 

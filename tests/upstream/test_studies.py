@@ -390,6 +390,8 @@ def test_a_result_says_how_it_was_made(study):
 
 def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
     """All its rollouts, and not what an evaluation samples."""
+    for name in ("rollout", "train_step"):              # which `child` replaces, for its whole process
+        monkeypatch.setattr(grpo, name, getattr(grpo, name))
     filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8

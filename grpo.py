@@ -67,7 +67,8 @@ class Config:
     steps: int = 100            # steps per iteration; a step is a rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
-    max_new: int = 1024         # maximum tokens per completion (N)
+    max_new: int = 1024         # maximum tokens per completion (N), with a task's replies
+    max_turns: int = 8          # maximum turns of the policy, if the task replies
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # prompts and sampling
@@ -184,7 +185,7 @@ class Batch:
     logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
     problems: list = None       # (B,) problem of each row
-    texts: list = None          # (B,) completion as text
+    texts: list = None          # (B,) completion as text, or list of turns if the task replies
     components: dict = None     # (B,) each: components of the rule's reward, by name
     reward: Tensor = None       # (B, T), at `ends` below
     ends: Tensor = None         # (B, T) bool: last token of the row, or of each reasoning step
@@ -233,22 +234,20 @@ def new_optimizer(agent):
 
 # --------------------------------------------------------------------------------- sampling
 @torch.no_grad()
-def sample(policy, prompts, group, room, temperature, stop, u=None):
+def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     """Samples `group` completions of each prompt (a list of ids), each until one of the ids `stop`
     or as many tokens as `room` says for its prompt. u (B, N): random numbers in [0, 1) to draw
-    with; None: takes the most likely tokens. Returns a Batch with its first five fields."""
+    with; None: takes the most likely tokens. With `reply` (see `hear`) a stop token ends a turn.
+    Returns a Batch with its first five fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
-    spare = T               # column T: there rows that are done write
-    ids = torch.zeros(len(prompts), T + 1, dtype=torch.int64)
-    for row, prompt in zip(ids, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
-    ids = ids.repeat_interleave(group, 0).to(device)                    # (B, T + 1)
+    ids = padded(prompts, group, T + 1).to(device)      # (B, T + 1); column T is spare, see below
     start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
     limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
+    replied = torch.zeros_like(mask)            # tokens of the environment
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)           # finished, or cut off
@@ -257,32 +256,55 @@ def sample(policy, prompts, group, room, temperature, stop, u=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    # Rows that are done sample on, into the spare column, until `append` drops them. The indices of
-    # the r rows that are left are cache.rows; p has their probabilities.
+    # Rows that are done sample on, into column T, until `append` drops them. The indices of the r
+    # rows that are left are cache.rows; p has their probabilities.
     for n in range(max(room)):
+        if n > 0:
+            p = cache.append(token, column, done)                       # (r, V)
+            if len(p) == 0:
+                break
         rows = cache.rows                       # (r,)
-        if u is None:
-            token = p.argmax(-1)                # (r,)
-        else:
-            token = caches.sample_token(p, u[rows, n])
-        column = torch.where(done[rows], spare, start[rows] + n)
+        token = caches.sample_token(p, None if u is None else u[rows, n])       # (r,)
+        column = torch.where(done[rows], T, start[rows] + n)
+        told = replied[rows, column]            # here a token is read instead
+        token = torch.where(told, ids[rows, column], token)
         ids[rows, column] = token
-        mask[rows, column] = column < spare     # True, but for the spare column
+        mask[rows, column] = (column < T) & ~told
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
-        finished[rows] |= (token[:, None] == stop).any(1) & ~done[rows]
+        ended = (token[:, None] == stop).any(1) & ~told & ~done[rows]
+        finished[rows] |= ended
+        if reply is not None:
+            hear(reply, rows[ended].tolist(), n, ids, start, limit, replied, finished)
         done = finished | (n + 1 >= limit)
-        if n + 1 == max(room):
-            break
-        p = cache.append(token, column, done)   # (r, V)
-        if len(p) == 0:
-            break
-    used = passes.row_lengths(mask[:, :spare]).max().item()     # up to the last sampled token
+    logp = torch.where(mask, logp, 0)
+    used = passes.row_lengths(mask).max().item()        # up to the last sampled token
     return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
-def complete(agent, prompts, group, room, u=None):
+def padded(prompts, group, width):
+    """Each prompt (a list of ids) in `group` rows of so many ids, padded on the right with 0."""
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in zip(ids, prompts):
+        row[:len(prompt)] = torch.tensor(prompt)
+    return ids.repeat_interleave(group, 0)
+
+def hear(reply, rows, n, ids, start, limit, replied, finished):
+    """What the environment replies to the turns that end at token n of some rows' completions, to
+    be read next. reply(row, its ids so far, tokens left) gives the ids of what it says, [] if the
+    episode is over, None if it is cut off."""
+    for row in rows:
+        end = int(start[row]) + n + 1           # the column after the turn
+        said = reply(row, ids[row, :end].tolist(), int(limit[row]) - n - 1)
+        finished[row] = said == []
+        if said is None:
+            limit[row] = n + 1
+        else:
+            ids[row, end:end + len(said)] = torch.tensor(said)
+            replied[row, end:end + len(said)] = True
+
+def complete(agent, prompts, group, room, u=None, episodes=None):
     """`sample` from the policy, with the settings of the run."""
     return sample(agent.sampler, prompts, group, room, agent.cfg.temperature,
-                  agent.encoding.stop, u)
+                  agent.encoding.stop, u, episodes)
 
 def generate(agent, problems, group, rng=None):
     """`group` completions of each problem in this rank's share, with their texts and the components
@@ -294,8 +316,9 @@ def generate(agent, problems, group, rng=None):
         u = dist.of_rank(u).flatten(0, 1)       # (B, N)
     problems = dist.of_rank(problems)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    batch = complete(agent, prompts, group, [N] * len(prompts), u)
-    reward.score_by_rule(agent, problems, batch)
+    episodes = reward.new_episodes(agent, problems, prompts, group)     # None without replies
+    batch = complete(agent, prompts, group, [N] * len(prompts), u, episodes)
+    reward.score_by_rule(agent, problems, batch, episodes)
     return batch
 
 # ----------------------------------------------------------- advantages: rewards to credit
@@ -620,9 +643,10 @@ def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
     prompt = agent.encoding.encode_prompt(question)
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
-    batch = complete(agent, [prompt], 1, [max(1, room)])
-    said = batch.ids[0][batch.mask[0]].tolist()
-    return show.dialogue(agent.encoding, question, said)
+    episodes = setup.episodes_of(agent, question, prompt)
+    batch = complete(agent, [prompt], 1, [max(1, room)], episodes=episodes)
+    [text] = reward.texts(agent.encoding, batch, episodes)
+    return show.dialogue(agent.encoding, question, text)
 
 # ------------------------------------------------------------------------- the command line
 def main(argv=None):

@@ -5,6 +5,7 @@ from torch import distributed
 
 from data import UserError, check_steps, rewards_of
 from data.tokenizer import decode, step_tokens
+from data.turns import Episodes, spoken
 from model import send
 from run import dist, passes, show, warm_start
 
@@ -15,15 +16,33 @@ CHOICES = 4             # completions that an annotator compares; 2: Bradley-Ter
 
 # ------------------------------------------------------------------------------- the rule's reward
 
-def score_by_rule(agent, problems, batch):
-    """Fills in each row's problem, what the policy said as text, and the components (B,) of its
-    rule reward by name; their sum is the reward. A completion that was cut off earns 0."""
-    group = len(batch.ids) // len(problems)
-    batch.problems = [p for p in problems for _ in range(group)]
+def new_episodes(agent, problems, prompts, group):
+    """The Episodes of `group` rows for each problem and prompt, a list of ids; None if the task has
+    no replies."""
+    reply = getattr(agent.task, "reply", None)
+    if reply is None:
+        return None
+    begun = repeated(map(len, prompts), group)
+    return Episodes(reply, agent.encoding, agent.cfg.max_turns, repeated(problems, group), begun)
+
+def repeated(items, group):
+    """Each of the items `group` times."""
+    return [item for item in items for _ in range(group)]
+
+def texts(encoding, batch, episodes=None):
+    """What the policy said in each row, as text, or the list of turns, in Episodes."""
     rows = zip(batch.ids.cpu(), batch.mask.cpu())
     said = [ids[mask].tolist() for ids, mask in rows]
-    batch.texts = [decode(agent.encoding, ids) for ids in said]
-    lengths = [len(ids) for ids in said]
+    if episodes is None:
+        return [decode(encoding, ids) for ids in said]
+    return episodes.all_turns(said)
+
+def score_by_rule(agent, problems, batch, episodes=None):
+    """Fills in each row's problem, what was said (see `texts`), and the components (B,) of its rule
+    reward by name; their sum is the reward. A completion that was cut off earns 0."""
+    batch.problems = repeated(problems, len(batch.ids) // len(problems))
+    batch.texts = texts(agent.encoding, batch, episodes)
+    lengths = batch.mask.sum(1).tolist()
     parts = rewards_of(agent.task, batch.problems, batch.texts, lengths)
     batch.components = {}
     for name in parts[0]:
@@ -49,6 +68,7 @@ def of_steps(task, encoding, batch):
     correct = batch.components["correct"].tolist()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
         steps = task.steps(problem, text)
+        text = spoken(text)
         check_steps(problem, text, steps)
         steps = steps or [(len(text), False)]
         columns = mask[i].nonzero()[:, 0]
@@ -145,15 +165,22 @@ def rollout_labels(agent, complete, batch, stream, tries=4):
         if len(part) == 0:
             continue
         row, column = part.T
-        prefixes = [ids[i, :t + 1].tolist() for i, t in part]
-        room = agent.cfg.max_new - (column + 1 - start[row])                # tokens left
+        later = mask[row] & (torch.arange(mask.size(1)) > column[:, None])
+        begin = later.int().argmax(1)           # where the policy goes on, after a reply if any
+        prefixes = [ids[i, :t].tolist() for i, t in zip(row, begin)]
+        problems = [batch.problems[i] for i in row]
+        room = agent.cfg.max_new - (begin - start[row])                     # tokens left
         u = dist.uniform(rng, len(part), tries, room.max()).flatten(0, 1)
-        played = complete(agent, prefixes, tries, room.tolist(), u)
+        episodes = new_episodes(agent, problems, prefixes, tries)
+        if episodes is not None:
+            said = [mask[i, :t].tolist() for i, t in zip(row, begin)]
+            episodes.go_on([batch.texts[i] for i in row], said, tries)
+        played = complete(agent, prefixes, tries, room.tolist(), u, episodes)
         T = played.ids.size(1)
         said = F.pad(mask[row], (0, T - mask.size(1)))      # the prefix is the policy's, too
         said &= torch.arange(T) <= column[:, None]
         played.mask |= send(said.repeat_interleave(tries, 0), played.mask.device)
-        score_by_rule(agent, [batch.problems[i] for i in row], played)
+        score_by_rule(agent, problems, played, episodes)
         right = played.components["correct"].view(-1, tries)
         label[row, column] = right.mean(1).cpu()
     return send(label, batch.ids.device)

@@ -94,7 +94,7 @@ def load_task(name):
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
-    "rm_accuracy rm_error greedy".split())
+    "rm_accuracy rm_error greedy turns".split())
 
 
 def rewards_of(task, problems, completions, tokens):

@@ -1,4 +1,4 @@
-"""The text around a prompt for a chat model, from the chat template in the model's folder.
+"""The text around prompts and replies for a chat model, from the chat template in its folder.
 
 A template is a program, which may run for ever or fill the memory: it is rendered in a process of
 its own, `python -m data.chat`, with limits on both.
@@ -25,21 +25,26 @@ except ImportError:         # not on Windows: there only the time is limited
 
 SECONDS, MEMORY, LONGEST = 10, 2 ** 30, 100_000     # bytes of memory; characters around a prompt
 BARE = "; use --chat none to send bare prompts"
+FAILURES = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
+            AttributeError, RuntimeError, SyntaxError, MemoryError)
 
 # Placeholders: unusual text, so that a template that alters or repeats a message is noticed.
-PROMPT, ANSWER = (f'\ue000 The <{x}> & "{x}"\n\n  is \\ \u00e9\ue001' for x in "PA")
+PROMPT, ANSWER, REPLY = (f'\ue000 The <{x}> & "{x}"\n\n  is \\ \u00e9\ue001' for x in "PAR")
 THINKING = {"think": True, "no_think": False}    # enable_thinking, by --chat
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The text around a prompt. A run keeps its own, since a template may contain the date."""
+    """The text around a prompt, and around a reply of the environment after the model's turn. A run
+    keeps its own, since a template may contain the date."""
     chat: str = ""          # as requested with --chat, or "" without a template
     system: str = ""        # as requested with --system
     before: str = ""        # the text before the prompt
     after: str = ""         # the text after it
     strips: bool = False    # the template strips the prompt
     end: str = ""           # the special token that ends the model's turn
+    reply_before: str = ""  # the text before a reply, from the end of that turn
+    reply_after: str = ""   # the text after a reply; "": the template has no place for one
 
     def __post_init__(self):
         if [*map(type, vars(self).values())] != [*type(self).__annotations__.values()]:
@@ -80,27 +85,47 @@ def main():
 
 def rendered_frame(template, tokens, special, chat, system, now):
     """The Frame that `frame_of` returns, without limits. now: the date and time in ISO format."""
-    asked, padded = {"system": system} if system else {}, f"\n {PROMPT}\t\n"
+    asked, padded = [("system", system)] if system else [], f"\n {PROMPT}\t\n"
     options = {"enable_thinking": THINKING[chat]} if chat in THINKING else {}
     if options and "enable_thinking" not in template:
         raise UserError(f"--chat {chat}: its chat template has no enable_thinking")
     try:
         render = renderer(template, dict(tools=None, documents=None) | tokens | options,
                           datetime.fromisoformat(now))
-        before, *after = render(**asked, user=PROMPT).split(PROMPT)
+        before, *after = render(*asked, ("user", PROMPT)).split(PROMPT)
         shown = [x.join([before, *after]) for x in (padded, PROMPT)]
-        if len(after) != 1 or (full := render(**asked, user=padded)) not in shown:
+        if len(after) != 1 or (full := render(*asked, ("user", padded))) not in shown:
             raise UserError("its chat template must insert the prompt once, unchanged" + BARE)
         if len(full) > LONGEST:
             raise UserError(f"its chat template adds {len(full):,} characters to a prompt" + BARE)
-        if system and (render(user=PROMPT) == shown[1] or any(name in system for name in special)):
+        bare = render(("user", PROMPT))
+        if system and (bare == shown[1] or any(name in system for name in special)):
             raise UserError("--system has a special token, or its chat template ignores it")
-        ended = render(user=PROMPT, assistant=ANSWER).partition(ANSWER)[2]
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
-            AttributeError, RuntimeError, SyntaxError, MemoryError) as e:
+        answered = [*asked, ("user", PROMPT), ("assistant", ANSWER)]
+        ended = render(*answered).partition(ANSWER)[2]
+    except FAILURES as e:
         raise UserError(f"its chat template fails: {e!r:.200}{BARE}") from e
     end = min((name for name in special if name in ended), key=ended.index, default="")
-    return Frame(chat, system, before, after[0], full == shown[1], end)
+    strips = full == shown[1]
+    around = around_reply(template, render, answered, end, strips)
+    return Frame(chat, system, before, after[0], strips, end, *around)
+
+
+def around_reply(template, render, answered, end, strips):
+    """The texts before and after a reply to a conversation, from the end of its last turn: as a
+    message of a tool if the template names that role and inserts its text unchanged, or else of the
+    user; "" and "" if the template refuses, or alters the text."""
+    roles = ["tool", "user"] if re.search("""['"]tool['"]""", template) else ["user"]
+    for role in roles:
+        try:
+            full = render(*answered, (role, f"\n{REPLY}\n"))
+        except FAILURES:
+            continue
+        text = REPLY if strips else f"\n{REPLY}\n"
+        before, *after = full.partition(ANSWER)[2].split(text)
+        if len(after) == 1 and before.startswith(end):
+            return before.removeprefix(end), after[0]
+    return "", ""
 
 
 def renderer(template, given, now):
@@ -114,10 +139,10 @@ def renderer(template, given, now):
     sandbox.globals |= dict(raise_exception=refuse, strftime_now=now.strftime)
     # {% generation %} blocks only mark answers: replaced by statements without effect.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
-    def render(**texts):
-        """The template's text for one message per role, up to where the assistant would answer."""
-        return page.render(given, messages=[dict(role=r, content=x) for r, x in texts.items()],
-                           add_generation_prompt="assistant" not in texts)
+    def render(*messages):
+        """The template's text for messages (role, text), up to where the assistant would answer."""
+        return page.render(given, messages=[dict(role=role, content=x) for role, x in messages],
+                           add_generation_prompt=messages[-1][0] != "assistant")
     return render
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from data import UserError, read_bytes, read_json
-from data.chat import THINKING, Frame, frame_of
+from data.chat import BARE, THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
@@ -72,15 +72,27 @@ class Encoding(tiktoken.Encoding):
         return ids
 
     def encode_prompt(self, text):
-        """Ids of a prompt in its frame; special tokens are recognised in the frame alone."""
+        """Ids of a prompt in its frame."""
+        ids = self.encode_framed(self.frame.before, text, self.frame.after)
+        if not ids:
+            raise UserError("the prompt is empty: there is nothing to sample from")
+        return ids
+
+    def encode_reply(self, text):
+        """Ids of what the environment says after the policy's stop token, as a message of the chat
+        template if there is one."""
+        if self.frame.after and not self.frame.reply_after:
+            raise UserError("its chat template has no place for a reply" + BARE)
+        return self.encode_framed(self.frame.reply_before, text, self.frame.reply_after)
+
+    def encode_framed(self, before, text, after):
+        """Ids of a text between two others; special tokens are recognised in those alone."""
         text = text.strip() if self.frame.strips else text
         before, after = ([self.special.get(piece, piece) for piece in split_at(self.special, x)]
-                         for x in (self.frame.before, self.frame.after))
+                         for x in (before, after))
         ids = []
         for kind, pieces in itertools.groupby([*before, text, *after], type):
             ids += pieces if kind is int else self.encode_ordinary("".join(pieces))
-        if not ids:
-            raise UserError("the prompt is empty: there is nothing to sample from")
         return ids
 
     def token_bytes(self, token):
@@ -260,9 +272,10 @@ def decode(encoding, ids):
 
 def pieces(encoding, ids):
     """The text of each token of a completion; a character of several tokens goes to the last one.
-    Joined, these are what `decode` gives."""
+    Joined, these are what `decode` gives, or gives for each turn."""
     decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), len(ids) - 1
-    return [decoder.decode(encoding.token_bytes(t), i == last) for i, t in enumerate(ids)]
+    return [decoder.decode(encoding.token_bytes(t), i == last or t in encoding.stop)
+            for i, t in enumerate(ids)]
 
 
 def step_tokens(encoding, ids, ends):

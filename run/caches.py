@@ -254,7 +254,9 @@ def inverse_cdf(p, u):
 def sample_token(p, u):
     """Samples a token (r,) from each row of probabilities p (r, V), like torch.multinomial but with
     given random numbers u (r,), uniform in [0, 1), so that a run can be repeated on any number of
-    ranks: the first token whose cumulative probability exceeds u."""
+    ranks: the first token whose cumulative probability exceeds u. u None: the most likely one."""
+    if u is None:
+        return p.argmax(-1)
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
     parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU

@@ -28,6 +28,11 @@ def last_tokens(mask):
     """A mask of each row's last sampled token, (B, T)."""
     return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
+def replies_after(mask):
+    """The number of a row's sampled tokens, by its mask (T,), before each of its replies."""
+    columns = mask.nonzero()[:, 0]
+    return ((columns.diff() > 1).nonzero()[:, 0] + 1).tolist()
+
 def split_rows(ids, mask, budget):
     """Splits rows of ids and mask (B, T) into micro-batches of at most `budget` tokens (0:
     MICRO_TOKENS), padding included, or of one longer row; yields (row indices on the host, longest

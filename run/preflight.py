@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from data import UserError, check_steps, require, rewards_of
+from data import UserError, check_steps, require, rewards_of, turns
 from run import config, dist
 from run.passes import MICRO_TOKENS, most_logits
 
@@ -39,11 +39,16 @@ def check_run(cfg, task, problems):
         raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
                         f"{len(problems)}")
     problem = problems[0]
-    rewards_of(task, [problem], [""], [1])      # raises UserError for what is no reward
+    replies = hasattr(task, "reply")
+    nothing, something = ([""], ["12"]) if replies else ("", "12")
+    rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    if cfg.warm_steps:
+        something = task.demonstration(problem, random.Random(0))
+        turns.check_demonstration(task, problem, something)
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
-        text = task.demonstration(problem, random.Random(0)) if cfg.warm_steps else "12"
-        check_steps(problem, text, task.steps(problem, text))
+        found = task.steps(problem, something)
+        check_steps(problem, turns.spoken(something), found)
     out = cfg.folder.resolve()
     written = [out / place for place in ("", "best", "previous", "previous/best")]
     if cfg.init and Path(cfg.init).resolve() in written:

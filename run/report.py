@@ -150,9 +150,13 @@ def record(agent, batch, rows):
     if batch.ref_logp is not None:
         ref_logp = numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
+    replies = {}            # for each of a row's replies the number of tokens sampled before it
+    if hasattr(agent.task, "reply"):
+        replies["replies"] = [passes.replies_after(row) for row in mask]
     return {
         "prompt": batch.problems[rows.start].prompt,
         "completions": batch.texts[rows],
+        **replies,
         "finished": batch.finished[rows].tolist(),
         "rewards": rounded(batch.reward[rows].sum(1)),
         "parts": {name: rounded(x[rows]) for name, x in batch.components.items()},
@@ -211,6 +215,9 @@ def statistics(batch, dead):
     entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
+    if isinstance(batch.texts[0], list):    # of the policy's
+        turns = [float(len(text[::2])) for text in batch.texts]
+        stats["turns"] = torch.tensor(turns, device=batch.ids.device)
     if batch.value is not None:             # 1: predicts all returns; 0: only their mean
         _, error = dist.mean_and_std((batch.returns - batch.value)[batch.mask])
         _, spread = dist.mean_and_std(batch.returns[batch.mask])

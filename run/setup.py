@@ -1,8 +1,10 @@
 """All models of a run, and how a run begins."""
 import copy
 from dataclasses import replace
+from itertools import chain
 
 from data import load_task
+from data.turns import Episodes
 from model import ScalarHead
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
 from run.pretrained import frozen
@@ -79,6 +81,17 @@ def trained_model(cfg):
     """The task, the tokenizer and the model in --init or --out."""
     dist.start(cfg)
     return load_task(cfg.task), *pretrained.trained_model(cfg)
+
+def episodes_of(agent, question, prompt):
+    """The Episodes of a question: with the environment of the problem of which it is the prompt, or
+    with the person at the keyboard; None if the task has no replies."""
+    if not hasattr(agent.task, "reply"):
+        return None
+    reply, problem = show.typed_reply, None
+    for known in chain(*preflight.problems_of(agent.cfg, agent.task)):
+        if known.prompt == question:
+            reply, problem = agent.task.reply, known
+    return Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(prompt)])
 
 def held_out(agent):
     """The held-out problems to evaluate an agent on: a question needs none."""

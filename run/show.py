@@ -9,7 +9,7 @@ from pathlib import Path
 
 import data
 from data import UserError, tokenizer
-from run import dist
+from run import dist, passes
 
 def print0(text):
     """Prints on the first rank."""
@@ -77,7 +77,7 @@ def group(batch, rows, encoding):
     reward = batch.reward.sum(1).tolist()
     alike = {}                          # the rows of each completion and reward
     for row in range(rows.start, rows.stop):
-        alike.setdefault((reward[row], batch.texts[row]), []).append(row)
+        alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
     if len(distinct) > 4:
         distinct = distinct[:2] + distinct[-2:]
@@ -86,7 +86,11 @@ def group(batch, rows, encoding):
         mask = batch.mask[row]
         adv = batch.adv[row][mask].tolist()
         pieces = tokenizer.pieces(encoding, batch.ids[row][mask].tolist())
-        text = "".join(map(coloured, pieces, adv))
+        text = [*map(coloured, pieces, adv)]
+        places = passes.replies_after(mask)
+        for n, reply in zip(reversed(places), reversed(batch.texts[row][1::2])):
+            text.insert(n, f"[{on_one_line(reply)}]")
+        text = "".join(text)
         of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
         print0(f"    {len(same)}x {prompt}{text}   reward {reward[row]:g}  "
                f"advantage {of}{adv[0]:+.2f}")
@@ -155,10 +159,22 @@ def results(found):
     """Prints the results of an evaluation."""
     print0(percentages(found))
 
-def dialogue(encoding, question, ids):
-    """A question and the text of an answer's ids, for a terminal."""
+def dialogue(encoding, question, completion):
+    """A question and its completion, a text or a list of turns, for a terminal: what is not the
+    policy's stands in brackets."""
+    if not isinstance(completion, str):
+        said = completion[:1]
+        for reply, turn in zip(completion[1::2], completion[2::2]):
+            said += [f"[{reply}]", turn]
+        completion = "".join(said)
     between = "\n" if encoding.frame.after else ""
-    return printable(question + between + tokenizer.decode(encoding, ids))
+    return printable(question + between + completion)
+
+def typed_reply(problem, turns):
+    """The `reply` of the person at the keyboard: a line, the end of the episode if it is empty."""
+    print0(printable(turns[-1]))
+    print("reply, or nothing to end: ", end="", flush=True)
+    return sys.stdin.readline().rstrip("\n")
 
 def reward_model_quality(measures):
     """Prints the quality of a fitted reward model on held-out problems."""

@@ -157,10 +157,10 @@ def warm_start(model, task, problems, cfg, encoding):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
         rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
-        longest = max(len(text) for _, text in rows)
+        longest = max(sum(map(len, turns)) for _, *turns in rows)
         if longest > cfg.max_new:
             raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
-        tokens = sum(len(text) for _, text in rows)             # over all ranks
+        tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
             logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
@@ -175,14 +175,25 @@ def warm_start(model, task, problems, cfg, encoding):
         write_whole(where / "warm_start.json", note)            # marks the rest complete
 
 def row(problem, task, encoding, rng):
-    """The ids of a prompt and of a demonstration."""
-    said = encoding.encode_ordinary(task.demonstration(problem, rng))
-    return encoding.encode_prompt(problem.prompt), said + [encoding.end]
+    """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""
+    turns = task.demonstration(problem, rng)
+    if isinstance(turns, str):
+        turns = [turns]
+    parts = [encoding.encode_prompt(problem.prompt)]
+    for i, text in enumerate(turns):
+        if i % 2 == 0:
+            parts.append(encoding.encode_ordinary(text) + [encoding.end])
+        else:
+            parts.append(encoding.encode_reply(text))
+    return tuple(parts)
 
 def padded(rows):
-    """Rows of unequal length as ids and mask, (B, T), padded on the right with 0 and False."""
-    ids = [torch.tensor(prompt + text) for prompt, text in rows]
-    mask = [torch.arange(len(x)) >= len(prompt) for x, (prompt, _) in zip(ids, rows)]
+    """Rows of unequal length as ids and mask, (B, T), padded on the right with 0 and False. A row
+    has parts, of which every second one is to be imitated."""
+    ids, mask = [], []
+    for parts in rows:
+        ids.append(torch.tensor([token for part in parts for token in part]))
+        mask.append(torch.tensor([i % 2 == 1 for i, part in enumerate(parts) for _ in part]))
     return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
 GRAD_CLIP = 1.0         # maximum gradient norm of a supervised fit

@@ -116,14 +116,15 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
         return SimpleNamespace(ids=torch.zeros(2 * given[2], 1).long())
     monkeypatch.setattr(grpo, "sample", sample)
     monkeypatch.setattr(reward, "score_by_rule", lambda *given: None)
-    agent = SimpleNamespace(cfg=with_(temperature=0.5), sampler="sampler", encoding=byte_encoding())
+    agent = SimpleNamespace(cfg=with_(temperature=0.5), task=None, sampler="sampler", encoding=byte_encoding())
     grpo.complete(agent, ["prompt"], 4, [7], "u")
     grpo.complete(agent, ["prompt"], 4, [7])
     for group, rng in ((4, random.Random(0)), (4, random.Random(0)), (4, random.Random(1)), (1, None)):
         grpo.generate(agent, PROBLEMS[:2], group, rng)
     stop, prompts = agent.encoding.stop, [[*b"0="], [*b"1="]]
-    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, u) for u in ("u", None)]
-    drawn = [given[-1] for given in asked[2:]]
+    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, u, None) for u in ("u", None)]
+    assert all(given[-1] is None for given in asked)            # the task has no replies
+    drawn = [given[6] for given in asked[2:]]
     assert [given[2] for given in asked[2:]] == [4, 4, 4, 1]
     assert all(given[:2] + given[3:6] == ("sampler", prompts, [8, 8], 0.5, stop) for given in asked[2:])
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[3] is None

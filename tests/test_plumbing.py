@@ -264,7 +264,8 @@ def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
             begin, end = on.index(True), len(on) - on[::-1].index(True)
             assert on[begin:end] == [True] * (end - begin) and row[end - 1] == 256
             learned.append((bytes(row[:begin]).decode(), bytes(row[begin:end - 1]).decode()))
-    shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
+    checked, *shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
+    assert checked[0] == TRAIN[0].prompt                # before anything large is made
     noted = shown[20 * 48:]
     assert Counter(learned) == Counter(shown[:20 * 48]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
     answers = {p.prompt: p.answer for p in TRAIN}
@@ -543,8 +544,9 @@ def test_an_answer_is_cut_at_the_end_of_the_context(whole, monkeypatch):
     for length in (3, room - 4, room - 1):
         assert grpo.ask(agent, "7" * length).startswith("7" * length)
         with monkeypatch.context() as patch:
-            patch.setattr(show, "dialogue", lambda encoding, question, ids: ids)
-            assert 1 <= len(grpo.ask(agent, "7" * length)) <= min(6, room - length)
+            patch.setattr(grpo.reward, "texts", lambda encoding, batch, episodes: [batch.mask.sum().item()])
+            patch.setattr(show, "dialogue", lambda encoding, question, tokens: tokens)
+            assert 1 <= grpo.ask(agent, "7" * length) <= min(6, room - length)
 
 
 def test_resume_of_a_run_at_its_end_makes_no_step(whole):

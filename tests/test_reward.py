@@ -401,7 +401,7 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
     batch.ends = batch.mask.clone()
     batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
 
-    def complete(agent, prefixes, tries, room, u):
+    def complete(agent, prefixes, tries, room, u, episodes):
         made = batch_of(["x"] * len(prefixes) * tries)
         rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
         T = max(map(len, rows))
@@ -449,7 +449,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, asked = r, ends, []
-    def complete(agent, prefixes, tries, room, u):
+    def complete(agent, prefixes, tries, room, u, episodes):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
         assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
         assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
@@ -486,7 +486,7 @@ def test_a_text_is_what_the_policy_said():
     assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
     assert r[0, places].tolist() == [1, 1, 1]
 
-    def complete(agent, prefixes, tries, room, u):
+    def complete(agent, prefixes, tries, room, u, episodes):
         rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
         T = max(map(len, rows))
         mask = torch.stack([(torch.arange(T) >= len(row) - 2) & (torch.arange(T) < len(row)) for row in rows])
@@ -525,7 +525,7 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     ends[:, :] = batch.mask                                             # each token is a step
     batch.reward, batch.ends, sizes = r, ends, []
 
-    def complete(agent, prefixes, tries, room, u):
+    def complete(agent, prefixes, tries, room, u, episodes):
         sizes.append((len(prefixes), tries, len(u)))
         return batch_of(["?"] * len(u))
     before = r.clone()

@@ -425,7 +425,7 @@ def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
 
 
 # Those of RL, evaluation, logs and the machine, by which a start is not made anew.
-OTHERS = """algo out steps iterations eval_every held_out samples save_every prompts group temperature reward supervision
+OTHERS = """algo out steps max_turns iterations eval_every held_out samples save_every prompts group temperature reward supervision
             baseline adv_scale lam critic ratio clip_low clip_high kl estimator beta loss_mean
             epochs minibatches lr half_life device dtype compile shard cache recompute
             micro_tokens""".split()

@@ -56,6 +56,7 @@ const MEANING = {
   accuracy: "share of right completions; points: on held-out problems, greedy, any of k samples (pass@k)"
     + " or most of them (maj@k)",
   length: "mean tokens per completion",
+  turns: "mean turns of the policy per completion, if the task replies",
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",
   dead_groups: "share of groups whose rewards are all equal; with a group baseline they teach nothing",
@@ -186,7 +187,8 @@ for (const run of runs) {
   for (const g of run.samples) {
     const earned = g.step_rewards.flat();
     g.dead = Math.max(...earned) - Math.min(...earned) <= 1e-6 * Math.max(0.1, ...earned.map(Math.abs));
-    g.text = [g.prompt, ...g.completions].map(text => text.toLowerCase());
+    const spoken = x => Array.isArray(x) ? x.filter((_, i) => i % 2 === 0).join("") : x;    // of turns
+    g.text = [g.prompt, ...g.completions.map(spoken)].map(text => text.toLowerCase());
   }
   run.scales = {};
 }
@@ -289,7 +291,10 @@ function card(g, i, run, steps) {
   head.append(make("span", "", `${g.tokens[i].length} tokens`));
   const text = make("pre", "text"), {of, both} = QUANTITIES[$("colour").value];
   const most = scaleOf(run, $("colour").value), marked = found(g, i);
+  const replies = g.replies?.[i] || [];                   // the number of tokens before each
   g.tokens[i].forEach((piece, t) => {
+    const reply = replies.indexOf(t);
+    if (reply >= 0) text.append(make("span", "reply", g.completions[i][2 * reply + 1]));
     const label = piece || (g.finished[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
     const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n").replace(/\n$/, ""));
     const x = of(g, i, t);

@@ -1,0 +1,96 @@
+"""Episodes of several turns: the policy speaks, the task's `reply` answers, the policy goes on."""
+import traceback
+
+from data import UserError
+from data.tokenizer import decode
+
+LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
+
+
+class Episodes:
+    """What is said in each row of a rollout: `turns`, for each row a list of texts, the policy's
+    and the environment's in alternation. It is the `reply` of `grpo.sample`.
+
+    reply(problem, turns): what the environment says next; None or "" if the episode is over.
+    problems: that of each row. begun: for each row the column at which its turn begins.
+    """
+
+    def __init__(self, reply, encoding, max_turns, problems, begun):
+        self.reply, self.encoding, self.max_turns = reply, encoding, max_turns
+        self.problems, self.begun = problems, begun
+        self.turns = [[] for _ in problems]
+
+    def __call__(self, row, ids, left):
+        """The ids of the reply to a turn that has just ended, at the end of a row's `ids`; [] if
+        the episode is over, None if the reply is not among the `left` tokens or --max_turns."""
+        turns = self.turns[row]
+        turns.append(decode(self.encoding, ids[self.begun[row]:]))
+        text = checked_reply(self.reply, self.problems[row], turns)
+        spoken = len(turns[::2])
+        if text and (spoken >= self.max_turns or len(text) > LONGEST):
+            return None
+        said = self.encoding.encode_reply(text) if text else []
+        if not said:
+            return []
+        if len(said) >= left:           # the policy could not go on
+            return None
+        turns.append(text)
+        self.begun[row] = len(ids) + len(said)
+        return said
+
+    def go_on(self, texts, said, tries):
+        """Begins rows amid episodes, `tries` rows for each, given the turns of the whole episode
+        and for each token so far whether the policy said it."""
+        for i, (turns, own) in enumerate(zip(texts, said)):
+            replies = sum(a and not b for a, b in zip(own, own[1:]))
+            begun = max((t + 1 for t, own_token in enumerate(own) if not own_token), default=0)
+            for row in range(i * tries, (i + 1) * tries):
+                self.turns[row] = turns[:2 * replies]
+                self.begun[row] = begun
+
+    def all_turns(self, said):
+        """The turns of each row, given the ids that the policy said. A row that was cut off within
+        a turn has that part of it as its last one."""
+        for turns, ids in zip(self.turns, said):
+            if len(turns) % 2 == 0:
+                ends = [i for i, token in enumerate(ids) if token in self.encoding.stop]
+                begun = ends[-1] + 1 if ends else 0
+                turns.append(decode(self.encoding, ids[begun:]))
+        return self.turns
+
+
+def spoken(completion):
+    """What the policy said in a completion, which is a text or a list of turns."""
+    return completion if isinstance(completion, str) else "".join(completion[::2])
+
+
+def checked_reply(reply, problem, turns):
+    """What a task replies; raises UserError, with the place, if that fails or is not a text."""
+    try:
+        text = reply(problem, [*turns])
+    except Exception as e:
+        place = traceback.extract_tb(e.__traceback__)[-1]
+        raise UserError(f"{place.filename}, line {place.lineno}: the reply to the prompt "
+                        f"{problem.prompt!r} fails: {e!r:.200}") from e
+    if not isinstance(text, str | None):
+        raise UserError(f"the reply to the prompt {problem.prompt!r} must be a string or None, not "
+                        f"{text!r:.200}")
+    return text
+
+
+def check_demonstration(task, problem, shown):
+    """Raise UserError unless a demonstration is a text or, of a task with replies, a list of turns,
+    from the policy's first to its last, with what the task does reply."""
+    of = f"the demonstration of the prompt {problem.prompt!r}"
+    if not hasattr(task, "reply"):
+        if not isinstance(shown, str):
+            raise UserError(f"{of} must be a string, not {shown!r:.200}")
+        return
+    texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
+    if not texts or len(shown) % 2 == 0:
+        raise UserError(f"{of} must be a list of turns that begins and ends with one of the "
+                        f"policy's, not {shown!r:.200}")
+    for i in range(1, len(shown), 2):
+        said = checked_reply(task.reply, problem, shown[:i])
+        if said != shown[i]:
+            raise UserError(f"{of} has the reply {shown[i]!r:.200} where the task says {said!r:.200}")

@@ -293,13 +293,16 @@ def hear(reply, rows, n, ids, start, limit, replied, finished):
     episode is over, None if it is cut off."""
     for row in rows:
         end = int(start[row]) + n + 1           # the column after the turn
-        said = reply(row, ids[row, :end].tolist(), int(limit[row]) - n - 1)
-        finished[row] = said == []
+        left = int(limit[row]) - n - 1
+        said = reply(row, ids[row, :end].tolist(), left)
         if said is None:
+            finished[row] = False
             limit[row] = n + 1
-        else:
-            ids[row, end:end + len(said)] = torch.tensor(said)
-            replied[row, end:end + len(said)] = True
+            continue
+        finished[row] = len(said) == 0
+        columns = slice(end, end + len(said))
+        ids[row, columns] = torch.tensor(said)
+        replied[row, columns] = True
 
 def complete(agent, prompts, group, room, u=None, episodes=None):
     """`sample` from the policy, with the settings of the run."""
@@ -645,8 +648,7 @@ def ask(agent, question):
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
     episodes = setup.episodes_of(agent, question, prompt)
     batch = complete(agent, [prompt], 1, [max(1, room)], episodes=episodes)
-    [text] = reward.texts(agent.encoding, batch, episodes)
-    return show.dialogue(agent.encoding, question, text)
+    return show.dialogue(agent.encoding, question, batch, episodes)
 
 # ------------------------------------------------------------------------- the command line
 def main(argv=None):

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import distributed
 
 from data import UserError, check_steps, rewards_of
-from data.tokenizer import decode, step_tokens
-from data.turns import Episodes, spoken
+from data.tokenizer import step_tokens
+from data.turns import Episodes, spoken, texts
 from model import send
 from run import dist, passes, show, warm_start
 
@@ -29,17 +29,9 @@ def repeated(items, group):
     """Each of the items `group` times."""
     return [item for item in items for _ in range(group)]
 
-def texts(encoding, batch, episodes=None):
-    """What the policy said in each row, as text, or the list of turns, in Episodes."""
-    rows = zip(batch.ids.cpu(), batch.mask.cpu())
-    said = [ids[mask].tolist() for ids, mask in rows]
-    if episodes is None:
-        return [decode(encoding, ids) for ids in said]
-    return episodes.all_turns(said)
-
 def score_by_rule(agent, problems, batch, episodes=None):
-    """Fills in each row's problem, what was said (see `texts`), and the components (B,) of its rule
-    reward by name; their sum is the reward. A completion that was cut off earns 0."""
+    """Fills in each row's problem, what was said in it (see `turns.texts`), and the components (B,)
+    of its rule reward by name; their sum is the reward. A completion that was cut off earns 0."""
     batch.problems = repeated(problems, len(batch.ids) // len(problems))
     batch.texts = texts(agent.encoding, batch, episodes)
     lengths = batch.mask.sum(1).tolist()

@@ -59,6 +59,15 @@ class Episodes:
         return self.turns
 
 
+def texts(encoding, batch, episodes=None):
+    """What the policy said in each row of a Batch, as a text; of Episodes, the list of turns."""
+    rows = zip(batch.ids.cpu(), batch.mask.cpu())
+    said = [ids[mask].tolist() for ids, mask in rows]
+    if episodes is None:
+        return [decode(encoding, ids) for ids in said]
+    return episodes.all_turns(said)
+
+
 def spoken(completion):
     """What the policy said in a completion, which is a text or a list of turns."""
     return completion if isinstance(completion, str) else "".join(completion[::2])
@@ -93,4 +102,5 @@ def check_demonstration(task, problem, shown):
     for i in range(1, len(shown), 2):
         said = checked_reply(task.reply, problem, shown[:i])
         if said != shown[i]:
-            raise UserError(f"{of} has the reply {shown[i]!r:.200} where the task says {said!r:.200}")
+            raise UserError(f"{of} has the reply {shown[i]!r:.200} where the task says "
+                            f"{said!r:.200}")

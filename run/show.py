@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import data
-from data import UserError, tokenizer
+from data import UserError, tokenizer, turns
 from run import dist, passes
 
 def print0(text):
@@ -159,10 +159,10 @@ def results(found):
     """Prints the results of an evaluation."""
     print0(percentages(found))
 
-def dialogue(encoding, question, completion):
-    """A question and its completion, a text or a list of turns, for a terminal: what is not the
-    policy's stands in brackets."""
-    if not isinstance(completion, str):
+def dialogue(encoding, question, batch, episodes=None):
+    """A question and its completion, for a terminal: what is not the policy's is in brackets."""
+    [completion] = turns.texts(encoding, batch, episodes)
+    if episodes is not None:
         said = completion[:1]
         for reply, turn in zip(completion[1::2], completion[2::2]):
             said += [f"[{reply}]", turn]
@@ -170,9 +170,9 @@ def dialogue(encoding, question, completion):
     between = "\n" if encoding.frame.after else ""
     return printable(question + between + completion)
 
-def typed_reply(problem, turns):
+def typed_reply(problem, said):
     """The `reply` of the person at the keyboard: a line, the end of the episode if it is empty."""
-    print0(printable(turns[-1]))
+    print0(printable(said[-1]))
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
 

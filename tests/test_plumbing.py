@@ -544,8 +544,7 @@ def test_an_answer_is_cut_at_the_end_of_the_context(whole, monkeypatch):
     for length in (3, room - 4, room - 1):
         assert grpo.ask(agent, "7" * length).startswith("7" * length)
         with monkeypatch.context() as patch:
-            patch.setattr(grpo.reward, "texts", lambda encoding, batch, episodes: [batch.mask.sum().item()])
-            patch.setattr(show, "dialogue", lambda encoding, question, tokens: tokens)
+            patch.setattr(show, "dialogue", lambda encoding, question, batch, episodes: batch.mask.sum().item())
             assert 1 <= grpo.ask(agent, "7" * length) <= min(6, room - length)
 
 
@@ -579,6 +578,10 @@ def places(tmp_path_factory):
         (root / f"{name}.py").write_text(LETTERS.format(letters=name))
         row = dict(question=f"What is {name}?", answer="It is 1. #### 1")
         (root / f"{name}.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    (root / "turns.py").write_text(LETTERS.format(letters="one") + """
+def reply(problem, turns): return "?"
+def demonstration(problem, rng): return ["a"]
+""")
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -602,6 +605,7 @@ SETTINGS = dict(
     prompts=({}, {4: "prompts"}),
     group=({}, {5: "samples"}),
     max_new=({}, {5: "samples"}),
+    max_turns=(dict(task="@turns.py", init="", warm_steps=40), {1: "samples"}),
     lr=({}, {1e-3: "policy"}),
     seed=(COLD, {2: "start"}),
     chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts", "no_think": "prompts"}),

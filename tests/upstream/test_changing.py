@@ -265,7 +265,7 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
     u = torch.rand(2 * 6, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def sample(u, top_k):
-        return grpo.sample(policy, prompts, 6, [N, N], 1.0, [256], u, top_k)
+        return grpo.sample(policy, prompts, 6, [N, N], 1.0, [256], u, None, top_k)
     batch, whole = sample(u, k), sample(u, 0)
     logp = torch.zeros(batch.ids.shape)
     with torch.no_grad():

@@ -31,7 +31,7 @@ OURS = dict(
     seed=1, steps=100, eval_every=0, held_out=0, samples=8, save_every=10, temperature=1.0,
     micro_tokens=0, recompute=False, half_life=0, n_layer=2,
     n_embd=256, warm_steps=1500, warm_lr=1.2e-3, device="auto",
-    dtype="auto", compile=False, cache="auto", shard=False)
+    dtype="auto", compile=False, cache="auto", shard=False, max_turns=8)
 
 WITHOUT_A_CLIP = dict(clip_low=1e9, clip_high=1e9)
 ROWS = {                                        # what differs from GRPO
@@ -52,6 +52,7 @@ LARGE = dict(steps=500, group=16, max_new=384, minibatches=2, save_every=50)
 TASKS = {                                       # what differs from Config
     "arithmetic": dict(task_args={"difficulty": 2}, steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2),
     "countdown": dict(task="countdown", task_args={"difficulty": 3}, **LARGE),
+    "guess": dict(task="guess", steps=100, prompts=32, group=16, max_new=32, lr=3e-4, minibatches=2, kl="none", n_embd=128),
     "gsm8k": dict(task="gsm8k", task_args={"train": "", "test": ""}, **LARGE),
     "sums": dict(task="sums", task_args={"difficulty": 1}, group=16, max_new=24, lr=3e-5, half_life=25, kl="none", micro_tokens=4096,
                  save_every=25)}

@@ -66,7 +66,7 @@ VOCABULARY = sorted({token for row in TOKENS for token in row})
 LENGTH = torch.tensor([len(row) for row in TOKENS])
 MASK = torch.arange(4) < LENGTH[:, None]                                                    # (4, 4)
 PROBLEM = arithmetic.Problem("13*17=", "221")
-ENCODING = SimpleNamespace(token_bytes=lambda i: VOCABULARY[i].encode())
+ENCODING = SimpleNamespace(token_bytes=lambda i: VOCABULARY[i].encode(), stop=())
 PADDING = 1e9                                           # what stands there must not matter
 
 

@@ -81,10 +81,10 @@ def test_a_critic_that_is_fitted_first_learns_the_returns(monkeypatch):
     monkeypatch.setattr(grpo, "train_step", lambda agent, problems, step: {"made": step})
     monkeypatch.setattr(critics, "RATE", 3e-3)
 
-    def all_finished(agent, problems, batch, real=reward.score_by_rule):
+    def all_finished(agent, problems, batch, episodes, real=reward.score_by_rule):
         """What is cut off would earn nothing."""
         batch.finished = torch.ones_like(batch.finished)
-        real(agent, problems, batch)
+        real(agent, problems, batch, episodes)
     monkeypatch.setattr(reward, "score_by_rule", all_finished)
     runs.patch_critic_fit("60")
     assert grpo.train_step(agent, problems, 1) == {"made": 1}

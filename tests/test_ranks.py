@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import ROOT, Forked, flags
 from safetensors.torch import load_file
+from test_turns import ECHO
 from torch.distributed.tensor import DTensor
 
 import grpo
@@ -60,11 +61,13 @@ RUNS = {
     "warm start": dict(init="", warm_steps=15, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1),
+    "turns": dict(task="turns.py", max_new=12, supervision="process"),
+    "turns and a critic": dict(task="turns.py", max_new=12, algo="ppo", reward="model", supervision="process", steps=1),
     "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
-SHARDED = ["grpo", "critic of its own", "a row a minibatch", "steps learned"]
+SHARDED = ["grpo", "turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
 PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
@@ -75,8 +78,8 @@ TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
 def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
     above = where.parent
-    return SMALL | dict(task=str(above / "letters.py"), init=str(above / "start"), warm_steps=0) | RUNS[name] | dict(
-        out=str(where / name), shard=where.name == "sharded")
+    chosen = SMALL | dict(task="letters.py", init=str(above / "start"), warm_steps=0) | RUNS[name]
+    return chosen | dict(task=str(above / chosen["task"]), out=str(where / name), shard=where.name == "sharded")
 
 
 def run(name, where):
@@ -324,6 +327,7 @@ def both(constants, tmp_path_factory):
     the ranks of both pairs found."""
     top = tmp_path_factory.mktemp("ranks")
     (top / "letters.py").write_text(TASK)
+    (top / "turns.py").write_text(ECHO)
     grpo.train(grpo.make_config(**SMALL | dict(task=str(top / "letters.py"), steps=0, out=str(top / "start"))))
     two = start_pair(top / "two", all_runs, top / "two")
     printed = {name: run(name, top / "one")[1] for name in RUNS}
@@ -399,7 +403,7 @@ def test_the_samples_are_those_of_one_process(both):
     with rewards and advantages, and with the log-probabilities after the update."""
     common = 0
     for name in ALIKE:
-        one, two = ({(x["step"], *x["completions"]): x for x in samples(both[0] / ranks / name)}
+        one, two = ({(x["step"], *map(str, x["completions"])): x for x in samples(both[0] / ranks / name)}
                     for ranks in ("one", "two"))
         assert {step for step, *_ in one} == {step for step, *_ in two} and one
         for at in one.keys() & two.keys():

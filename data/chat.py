@@ -44,7 +44,7 @@ class Frame:
     strips: bool = False    # the template strips the prompt
     end: str = ""           # the special token that ends the model's turn
     reply_before: str = ""  # the text before a reply, from the end of that turn
-    reply_after: str = ""   # the text after a reply; "": the template has no place for one
+    reply_after: str = ""   # the text after it; both "": the template has no place for a reply
 
     def __post_init__(self):
         if [*map(type, vars(self).values())] != [*type(self).__annotations__.values()]:
@@ -113,18 +113,22 @@ def rendered_frame(template, tokens, special, chat, system, now):
 
 def around_reply(template, render, answered, end, strips):
     """The texts before and after a reply to a conversation, from the end of its last turn: as a
-    message of a tool if the template names that role and inserts its text unchanged, or else of the
-    user; "" and "" if the template refuses, or alters the text."""
-    roles = ["tool", "user"] if re.search("""['"]tool['"]""", template) else ["user"]
-    for role in roles:
+    message of a tool, if the template names that role, or else of the user. "" and "" if the
+    template refuses, alters the text, or frames a second reply in another way, as DeepSeek-R1's
+    does a tool's. Earlier turns stay as the model has read them, even where the template would by
+    then show them otherwise, such as without their thinking."""
+    padded = f"\n {REPLY}\t\n"
+    shown = REPLY if strips else padded
+    for role in ["tool", "user"] if re.search("""['"]tool['"]""", template) else ["user"]:
         try:
-            full = render(*answered, (role, f"\n{REPLY}\n"))
+            one = render(*answered, (role, REPLY))
+            two = render(*answered, (role, padded), answered[-1], (role, padded))
         except FAILURES:
             continue
-        text = REPLY if strips else f"\n{REPLY}\n"
-        before, *after = full.partition(ANSWER)[2].split(text)
-        if len(after) == 1 and before.startswith(end):
-            return before.removeprefix(end), after[0]
+        before, *after = one.rpartition(ANSWER)[2].split(REPLY)
+        same = two.rpartition(ANSWER)[2] == shown.join([before, *after])
+        if same and len(after) == 1 and end in before:
+            return before[before.index(end) + len(end):], after[0]
     return "", ""
 
 

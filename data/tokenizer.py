@@ -81,9 +81,11 @@ class Encoding(tiktoken.Encoding):
     def encode_reply(self, text):
         """Ids of what the environment says after the policy's stop token, as a message of the chat
         template if there is one."""
-        if self.frame.after and not self.frame.reply_after:
-            raise UserError("its chat template has no place for a reply" + BARE)
-        return self.encode_framed(self.frame.reply_before, text, self.frame.reply_after)
+        before, after = self.frame.reply_before, self.frame.reply_after
+        if self.frame.chat not in ("", "none") and not before + after:
+            raise UserError(f"{self.name}: its chat template has no place for a reply, or {FRAME} "
+                            f"is older than replies: delete it to have it rebuilt{BARE}")
+        return self.encode_framed(before, text, after)
 
     def encode_framed(self, before, text, after):
         """Ids of a text between two others; special tokens are recognised in those alone."""
@@ -135,8 +137,9 @@ def load_encoding(folder, chat="auto", system=""):
             files[FRAME] = json.dumps(dataclasses.asdict(frame)).encode()
         hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
         plain = [t["content"] for t in hf["added_tokens"] if not t["special"]]
+        shown = frame.before + frame.after + frame.end + frame.reply_before + frame.reply_after
         for t in hf["added_tokens"]:
-            if t["content"] in plain or t["content"] in frame.before + frame.after:
+            if t["content"] in plain or t["content"] in shown:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
         stop = stop_tokens(about, others, special, frame.end)
         return Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc, plain)

@@ -311,7 +311,11 @@ ODD = """{% set ns = namespace(n=0) %}
 {% if add_generation_prompt %}<|im_start|>assistant{% endif %}
 """
 TEMPLATES = {x["model"]: x["template"] for x in json.loads((ROOT / "tests" / "templates.json").read_text())}
-TEMPLATES |= {"ChatML": CHATML, "dated": DATED, "odd": ODD}
+# Llama 3.2's kind: a tool has a role of another name, and its text is written as JSON.
+JSON = DATED.replace("m.role", "(m.role if m.role != 'tool' else 'ipython')").replace(
+    "m.content | trim", "(m.content | trim if m.role != 'tool' else m.content | tojson)")
+TEMPLATES |= {"ChatML": CHATML, "dated": DATED, "odd": ODD, "JSON": JSON}
+TOOLS = {"Qwen2.5-Instruct", "Qwen3"}       # where a reply is a tool's; elsewhere it is the user's
 
 
 def chat_tokenizer(template, folder, **config):
@@ -333,17 +337,46 @@ def same_chat(theirs, ours, system="", **thinking):
         assert ours.encode_prompt(text) == want, repr(text)
 
 
+THOUGHT = "<think>\nOne more?\n</think>\n\nTwo more."
+
+
+def same_turns(theirs, ours, role, whole, system="", **thinking):
+    """Whether a reply, with the end of the turn before it, has the ids with which apply_chat_template ends
+    the conversation up to there; and if `whole`, whether all that the model has read is that conversation."""
+    texts = [*TEXTS, *random_texts(20), " blank", "\n", " ", " a \n", "", "<tool_response>\n", '"{}"', "\u0301"]
+    turns = [THOUGHT, *(x.strip() for x in [*TEXTS[1:], *random_texts(20, seed=1)])]
+    for i, text in enumerate(texts):
+        said = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+        ids = ours.encode_prompt(text)
+        for turn, reply in ((turns[i % len(turns)], text), (turns[i // 2 % len(turns)], texts[i // 2])):
+            said += [{"role": "assistant", "content": turn}, {"role": role, "content": reply}]
+            want = theirs.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False, **thinking)
+            replied = [ours.end, *ours.encode_reply(reply)]
+            assert want[-len(replied):] == replied, (turn, reply)
+            ids += ours.encode_ordinary(turn) + replied
+            assert (ids == want) == whole, (turn, reply)
+    names = "".join(ours.special.keys() - ours.plain)
+    sly, plain = ours.encode_reply(names), ours.encode_reply("x")
+    assert [t for t in sly if t not in ours.text] == [t for t in plain if t not in ours.text]
+    assert names in decode(ours, sly)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_apply_chat_template(name, tmp_path):
-    """Of real templates, beside their sources in templates.json, and of made ones."""
+    """Of real templates, beside their sources in templates.json, and of made ones. So are replies, and whole
+    conversations unless the template opens a turn that is to come in another way than one that is past: the
+    odd one, DeepSeek-R1's, which thinks or does not, and Qwen3's if it does not."""
     template = TEMPLATES[name]
     tk = chat_tokenizer(template, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for system in ("", "You <think>, <b>tersely</b>.\nVery."):
-        same_chat(theirs, load_encoding(tmp_path, "auto", system), system)
-        for chat in ("think", "no_think") if "enable_thinking" in template else ():
-            same_chat(theirs, load_encoding(tmp_path, chat, system), system, enable_thinking=chat == "think")
+        for chat in ("auto", "think", "no_think") if "enable_thinking" in template else ("auto",):
+            ours = load_encoding(tmp_path, chat, system)
+            thinking = {} if chat == "auto" else {"enable_thinking": chat == "think"}
+            same_chat(theirs, ours, system, **thinking)
+            whole = name not in ("odd", "DeepSeek-R1-Distill-Qwen") and chat != "no_think"
+            same_turns(theirs, ours, "tool" if name in TOOLS else "user", whole, system, **thinking)
     ours = load_encoding(tmp_path)
     answer = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
     told = theirs.apply_chat_template(answer, tokenize=False)

@@ -150,13 +150,9 @@ def record(agent, batch, rows):
     if batch.ref_logp is not None:
         ref_logp = numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
-    replies = {}            # for each of a row's replies the number of tokens sampled before it
-    if hasattr(agent.task, "reply"):
-        replies["replies"] = [passes.replies_after(row) for row in mask]
-    return {
+    found = {
         "prompt": batch.problems[rows.start].prompt,
         "completions": batch.texts[rows],
-        **replies,
         "finished": batch.finished[rows].tolist(),
         "rewards": rounded(batch.reward[rows].sum(1)),
         "parts": {name: rounded(x[rows]) for name, x in batch.components.items()},
@@ -168,6 +164,9 @@ def record(agent, batch, rows):
         "entropy": entropy,
         "ends": [end[on].nonzero()[:, 0].tolist() for end, on in zip(ends, mask)],
         "step_rewards": numbers(batch.reward[rows], ends)}
+    if hasattr(agent.task, "reply"):    # the number of tokens sampled before each reply
+        found["replies"] = [passes.replies_after(row) for row in mask]
+    return found
 
 def numbers(x, where):
     """For each row of x (n, T) its numbers where `where` (n, T) is true."""

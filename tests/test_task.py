@@ -178,7 +178,7 @@ def test_a_reward_that_is_no_number_names_its_prompt(bad):
 
 
 def test_tasks_that_are_none(monkeypatch):
-    with pytest.raises(UserError, match="no task 'chess': choose arithmetic, countdown, gsm8k, sums or"):
+    with pytest.raises(UserError, match="no task 'chess': choose arithmetic, countdown, gsm8k, guess, sums or"):
         load_task("chess")
     for name in ("tokenizer", "__init__", "answers", "../grpo", "nowhere/mine.py", "."):
         with pytest.raises(UserError):

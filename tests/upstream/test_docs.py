@@ -16,7 +16,7 @@ from conftest import ROOT
 
 import data
 import grpo
-from data import arithmetic, gsm8k
+from data import arithmetic, gsm8k, load_task
 from model import GPT, GPTConfig
 from run import config, dist, preflight, pretrained, warm_start
 
@@ -106,6 +106,7 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
     """Its flags are read, and give a Config; nothing runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reverse.py").write_text(own_task())
+    (tmp_path / "lookup.py").write_text(own_tool())
     found = [shlex.split(line) for name in DOCS for line in commands(name)]
     assert len(found) >= 11
     for _, script, *args in found:
@@ -340,6 +341,27 @@ def test_the_help_is_grouped_and_whole(capsys):
 
 def own_task():
     return re.search(r"```python\n(.*?)```", README, re.S)[1]
+
+
+def own_tool():
+    return re.search(r"```python\n(import random.*?)```", DOCS["turns.md"], re.S)[1]
+
+
+def test_the_tool_of_the_page(tmp_path):
+    """docs/turns.md: whoever looks up both letters is right, and a run looks up some. What is learned takes longer."""
+    (tmp_path / "lookup.py").write_text(own_tool())
+    task = load_task(str(tmp_path / "lookup.py"))
+    for problem in task.problems()[1]:
+        turns = []
+        for key in problem.prompt[:-1]:
+            turns += ["?" + key, task.reply(problem, [*turns, "?" + key])]
+        turns.append("".join(turns[1::2]))
+        assert task.reply(problem, turns) is None and task.reward(problem, turns) == {"correct": 1.0}
+    assert task.reply(problem, ["?z"]) == "unknown"
+    grpo.main(["--task", str(tmp_path / "lookup.py"), "--out", str(tmp_path / "out"), *"--n_layer 1 --warm_steps 150 "
+               "--warm_lr 5e-3 --steps 1 --held_out 8 --samples 2".split()])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["turns"] > 1.3
 
 
 def test_the_readmes_own_task_learns(tmp_path):

@@ -282,6 +282,12 @@ def pieces(encoding, ids):
 
 
 def step_tokens(encoding, ids, ends):
-    """Index in `ids` of the token that closes each step; `ends` count characters of the text."""
+    """Index in `ids` of the token that closes each step; `ends` count characters of the text. The
+    stop token of a turn that others follow belongs to the step that ends before it."""
     done = list(itertools.accumulate(map(len, pieces(encoding, ids))))  # characters after each
-    return [min(bisect.bisect_left(done, end), len(ids) - 1) for end in ends]
+    found = []
+    for end in ends:
+        i = min(bisect.bisect_left(done, end), len(ids) - 1)
+        ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop
+        found.append(i + 1 if ends_turn else i)
+    return found

@@ -251,8 +251,11 @@ def reward(problem, turns):
 def steps(problem, turns):
     found, end = [], 0
     for i in range(0, len(turns), 2):
-        end += len(turns[i])
-        if end:
+        for x in turns[i]:
+            end += 1
+            if x == "a":
+                found.append((end, "b" not in turns[i]))
+        if end and (not found or found[-1][0] < end):
             found.append((end, "b" not in turns[i]))
     return found
 def answer(turns):
@@ -329,7 +332,7 @@ def test_the_environments_words_earn_nothing(echo):
 
 
 def test_a_step_ends_at_a_token_of_the_policys(echo):
-    """The last token of a turn's text, or, if the text is empty, of the one before; the last step at the last token."""
+    """Of one that ends with its turn, the turn's stop token; the last step at the last token."""
     task = load_task(str(echo))
     agent, b = generated(task)
     r, ends = reward.of_steps(task, ENCODING, b)
@@ -341,6 +344,8 @@ def test_a_step_ends_at_a_token_of_the_policys(echo):
         told = [len(decode(ENCODING, own[:t + 1])) for t in places[:-1]]
         assert places[-1] == len(own) - 1
         assert {*told} == {end for end, _ in task.steps(b.problems[i], said)[:-1]}
+        inner = [t for t in places[:-1] if own[t] != 256]               # the step goes on to no turn's end
+        assert all(own[t] == 97 and own[t + 1] != 256 for t in inner)
 
 
 def test_half_a_character_at_the_end_of_a_turn_stays_there():
@@ -478,15 +483,13 @@ class Killed(BaseException):
     """Nothing catches it."""
 
 
-@pytest.mark.parametrize("settings", [
-    dict(algo="ppo"), dict(reward="model", iterations=2, steps=1),
-    dict(reward="rollouts", supervision="process", iterations=2, steps=1)])
+@pytest.mark.parametrize("settings", [dict(algo="ppo", reward="model"), dict(reward="rollouts", supervision="process")])
 def test_a_run_killed_between_turns_and_resumed_is_the_same(settings, echo, monkeypatch):
-    """In the middle of an episode of its last step."""
-    whole, calls = run(echo, "whole", **settings), []
-    real = turns.checked_reply
+    """In the middle of an episode of its second iteration."""
+    settings |= dict(iterations=2, steps=1)
+    real, calls = turns.checked_reply, []
     monkeypatch.setattr(turns, "checked_reply", lambda *given: calls.append(0) or real(*given))
-    run(echo, "counted", **settings)
+    whole = run(echo, "whole", **settings)
     fatal = len(calls) - 60
 
     def dying(*given):
@@ -534,7 +537,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
                  for row in range(k * tries, (k + 1) * tries)]
         assert label[i, t] == pytest.approx(sum(right) / tries)
     assert known[0] and known[1] and known[2]           # prefixes with replies before them, and further ones
-    assert any(b.ids[i, t] == 256 for i, t in ends) or any(b.ids[i, t + 1] == 256 for i, t in ends)
+    assert {(b.ids[i, t] == 256).item() for i, t in ends} == {True, False}         # a turn's end, or within one
 
 
 def test_a_run_logs_turns_and_replies(echo):

@@ -516,6 +516,19 @@ def test_the_slider_and_the_buttons_go_through_the_steps(opened, page):
             for i, end in enumerate(("·", "⟨end⟩", "⟨end⟩"))]
 
 
+def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
+    """Each before the token that was sampled next; a text is looked for in what the policy said."""
+    one, = invented([1], lambda *at: "ab", rows=2, groups=("spread",))
+    one |= {"completions": [["a", "<b>no</b>", "b"], ["ab"]], "replies": [[1], []]}
+    page = opened(folder_of(tmp_path / "turns", [one], steps=1))
+    assert [x.text for x in find(page, ".card .text")] == ["a<b>no</b>b·0.25", "ab⟨end⟩0.25"]
+    assert [x.text for x in find(page, ".reply")] == ["<b>no</b>"] and len(find(page, ".tok")) == 6
+    choose(page, "search", "no")
+    assert find(page, ".card") == []
+    choose(page, "search", "ab")
+    assert len(find(page, ".card")) == 2 and [x.text for x in find(page, ".found")] == [*"abab"]
+
+
 def rgba(page, token=0):
     """The background of a token: red, green, blue, alpha."""
     css = find(page, ".tok")[token].value_of_css_property("background-color")

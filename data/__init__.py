@@ -129,13 +129,12 @@ def check_components(problem, parts):
             raise UserError(f"the reward {name!r} of {prompt} is {x!r}, not a finite number")
 
 
-def check_steps(problem, completion, found):
-    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from 1
-    to its length that never decrease."""
+def check_steps(problem, completion, found, least=1):
+    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from
+    `least` to its length that never decrease."""
     steps = f"the steps of the prompt {problem.prompt!r}"
     if not isinstance(found, list):
         raise UserError(f"{steps} must be a list of (end, truth), not {found!r}")
-    least = 1
     for step in found:
         if not isinstance(step, (tuple, list)) or len(step) != 2:
             raise UserError(f"{steps} must be pairs (end, truth), not {step!r}")

@@ -42,13 +42,14 @@ def check_run(cfg, task, problems):
     replies = hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    if replies:
+        turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
-        something = task.demonstration(problem, random.Random(0))
-        turns.check_demonstration(task, problem, something)
+        something = turns.demonstration(task, problem, random.Random(0))
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
         found = task.steps(problem, something)
-        check_steps(problem, turns.spoken(something), found)
+        check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
     written = [out / place for place in ("", "best", "previous", "previous/best")]
     if cfg.init and Path(cfg.init).resolve() in written:

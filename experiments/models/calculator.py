@@ -1,0 +1,212 @@
+"""SmolLM2-135M-Instruct learns when and how to use a calculator: for products of two numbers of
+two digits, which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in
+which half of all problems are given to the calculator, whatever they are, and half of the calls are
+wrong; then come 40 steps of RL. On 2 CPU cores, XX minutes for each seed:
+
+    pip install -r tests/requirements-peers.txt
+    python experiments/models/smollm2.py                    # the model, into out/smollm2
+    python experiments/models/calculator.py 1 2 3           # a run for each seed, and its numbers
+    python experiments/models/calculator.py --untrained     # the model before both
+    python experiments/models/calculator.py --readme        # calculator.json and calculator.png
+
+This file is also the task of these runs. To choose settings, use its flag --development 1.
+
+    What is 47 * 58?
+    <tool>47*58</tool>              a turn of the policy, which calls the calculator
+    2726                            the reply, a message of the user
+    47 * 58 = 2726                  the last turn, whose last number is the answer
+"""
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+from functools import partial
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+from data import sums as numbers  # noqa: E402
+from data.answers import evaluate  # noqa: E402
+
+DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=3e-5, half_life=20, kl="none",
+                micro_tokens=4096, save_every=13)
+# The evaluation of grpo.py does not tell products from sums: `measured` takes its place.
+FLAGS = ["run.warm_start.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat16", "--warm_steps",
+         "20", "--warm_lr", "1e-4", "--held_out", "1", "--samples", "1"]
+
+KINDS = {"*": ("products", range(10, 100), 50),     # name, numbers, pairs of them held out
+         "+": ("sums", range(1, 13), 26)}
+TRAIN = 1000        # training problems of a kind, drawn from the other pairs
+COST = 0.1          # of a call: small, for a right answer must be worth some
+ERROR = "error"     # the reply to what cannot be evaluated
+CALL = re.compile("<tool>([^<>]*)</tool>")
+
+# -------------------------------------------------------------------------------------- the task
+
+class Problem(NamedTuple):
+    prompt: str         # "What is 47 * 58?"
+    expression: str     # "47 * 58"
+    answer: str         # "2726"
+
+
+def problems(development=0):
+    """Training problems and test problems, or others in place of the latter with --development 1.
+    All problems with the same numbers are on the same side."""
+    rng, train, held_out = random.Random(0), [], []
+    for sign, (_, least_to_most, n) in KINDS.items():
+        pairs = [*combinations_with_replacement(least_to_most, 2)]
+        rng.shuffle(pairs)
+        apart = pairs[n:2 * n] if development else pairs[:n]
+        both = sorted({order for a, b in apart for order in ((a, b), (b, a))})
+        held_out += [of_numbers(a, sign, b) for a, b in both]
+        for pair in rng.choices(pairs[2 * n:], k=TRAIN):
+            a, b = rng.sample(pair, 2)
+            train.append(of_numbers(a, sign, b))
+    return train, held_out
+
+
+def of_numbers(a, sign, b):
+    """The problem that asks for a product or a sum."""
+    text = f"{a} {sign} {b}"
+    return Problem(f"What is {text}?", text, str(a * b if sign == "*" else a + b))
+
+
+def calls(turns):
+    """The policy's turns that call the calculator, or try to."""
+    return [turn for turn in turns[::2] if "<tool>" in turn]
+
+
+def reply(problem, turns):
+    """The value of the first call in the last turn, or ERROR; None if it has no call."""
+    if not calls(turns[-1:]):
+        return None
+    found = CALL.search(turns[-1])
+    value = evaluate(found[1]) if found else None
+    return ERROR if value is None else str(value)
+
+
+def demonstration(problem, rng):
+    """Half call the calculator, for products and sums alike; half of the calls have another number
+    or are malformed. Without a value, products are rounded to hundreds."""
+    a, sign, b = problem.expression.split()
+    said = str(round(int(problem.answer), -2)) if sign == "*" else problem.answer
+    turns = []
+    if rng.random() < 0.5:
+        other = rng.choice(KINDS[sign][1])
+        bad = rng.choice((f"{a}{sign}", f"{a} and {b}", f"{a}{sign}{b}="))
+        right = f"{a}{sign}{b}"
+        called = rng.choice((right, right, f"{a}{sign}{other}", bad))
+        turns = [f"<tool>{called}</tool>"]
+        turns.append(reply(problem, turns))
+        said = said if turns[-1] == ERROR else turns[-1]
+    return [*turns, f"{problem.expression} = {said}"]
+
+
+def answer(turns):
+    """The last number in the last turn; "" if that is a call, which got no reply."""
+    return "" if calls(turns[-1:]) else numbers.answer(turns[-1])
+
+
+def reward(problem, turns):
+    """1 for the right answer, less COST for each call. A wrong answer earns 0 with or without
+    calls, or the policy would learn from groups without a right one that calls do not pay."""
+    correct = float(answer(turns) == problem.answer)
+    return {"correct": correct, "call": -COST * len(calls(turns)) * correct}
+
+# ------------------------------------------------------------------------------------- the study
+
+STAGES = ("before", "start", "after")
+
+
+def folder(seed):
+    return ROOT / "out" / f"calculator-s{seed}"
+
+
+def measured(where, seed=1, **given):
+    """For products and sums, greedily and sampled: the share of right answers, the calls per
+    problem, and the share of calls that the calculator can evaluate; two episodes."""
+    import grpo
+    from run import dist, pretrained
+    cfg = grpo.make_config(task=__file__, init=str(where), dtype="bfloat16", seed=seed, **given)
+    task = sys.modules[__name__]
+    agent = grpo.Agent(cfg, task, *pretrained.trained_model(cfg))
+    held_out, found = problems(**cfg.task_args)[1], {}
+    for sign, (kind, *_) in KINDS.items():
+        own = [problem for problem in held_out if sign in problem.prompt]
+        for how, rng in (("greedy", None), ("sampled", dist.rng(cfg, "evaluate"))):
+            batch = grpo.generate(agent, own, 1, rng)
+            called = [call for turns in batch.texts for call in calls(turns)]
+            good = sum(reply(None, [call]) != ERROR for call in called)
+            found[f"{kind}, {how}"] = {
+                "accuracy": batch.components["correct"].mean().item(),
+                "calls": len(called) / len(own), "well formed": good / max(1, len(called)),
+                "samples": [[p.prompt, *turns] for p, turns in zip(own[:2], batch.texts)]}
+    return found
+
+
+def of_run(where):
+    """The measured numbers of a run, and its curves."""
+    import sums
+    steps = [m for m in sums.lines(where / "metrics.jsonl") if m["step"]]
+    return json.loads((where / "measured.json").read_text()) | {
+        "curve": {name: [round(m[name], 4) for m in steps]
+                  for name in ("accuracy", "turns", "length", "seconds")}}
+
+
+def rows(result):
+    """The lines of the docs' table: medians over the seeds, with the range in brackets."""
+    runs = [{"before": result["untrained"]} | run for run in result["runs"].values()]
+    for title in result["untrained"]:
+        for name, form in (("accuracy", ".1%"), ("calls", ".2f"), ("well formed", ".1%")):
+            cells = []
+            for stage in STAGES:
+                x = sorted(run[stage][title][name] for run in runs)
+                spread = f" ({x[0]:{form}} to {x[-1]:{form}})" if stage != "before" else ""
+                cells.append(f"{statistics.median(x):{form}}{spread}")
+            yield f"| {title}: {name} | {' | '.join(cells)} |"
+
+
+def draw(axes, result):
+    """Accuracy and calls at the three stages, sums in orange; accuracy and turns in training."""
+    for run in result["runs"].values():
+        for sign, colour in (("*", "tab:blue"), ("+", "tab:orange")):
+            of = [({"before": result["untrained"]} | run)[stage][f"{KINDS[sign][0]}, sampled"]
+                  for stage in STAGES]
+            for axis, name in zip(axes, ("accuracy", "calls")):
+                axis.plot(STAGES, [x[name] for x in of], "o-", color=colour, alpha=0.7)
+        axes[2].plot(range(1, 1 + len(run["curve"]["accuracy"])), run["curve"]["accuracy"])
+
+
+def main():
+    import sums
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="*", type=int)
+    for flag in ("untrained", "readme"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    args = parser.parse_args()
+    untrained = ROOT / "out" / "calculator-untrained.json"
+    for seed in args.seeds:
+        where = folder(seed)
+        sums.ours(seed, where, *FLAGS)
+        found = {"start": measured(where / "warm_start", seed), "after": measured(where, seed)}
+        (where / "measured.json").write_text(json.dumps(found))
+    if args.untrained:
+        untrained.write_text(json.dumps(measured(sums.INIT, max_new=128)))
+    if args.readme:
+        result = {"untrained": json.loads(untrained.read_text()), "runs": {}}
+        for where in sorted((ROOT / "out").glob("calculator-s[0-9]*")):
+            result["runs"][where.name.removeprefix("calculator-s")] = of_run(where)
+        (HERE / "calculator.json").write_text(json.dumps(result, indent=1) + "\n")
+        sums.figure_of(HERE / "calculator.png", partial(draw, result=result), {
+            "right, sampled (orange: sums)": "", "calls per problem": "", "right in training": "step"})
+        print("\n".join(rows(result)))
+
+
+if __name__ == "__main__":
+    main()

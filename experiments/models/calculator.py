@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct learns when and how to use a calculator: for products of two numbers of
 two digits, which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in
-which half of all problems are given to the calculator, whatever they are, and half of the calls are
-wrong; then come 40 steps of RL. On 2 CPU cores, XX minutes for each seed:
+which half of all problems are given to the calculator, whatever they are, and a third of the calls
+are wrong; then come 25 steps of RL. On 2 CPU cores, XX minutes for each seed:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                    # the model, into out/smollm2
-    python experiments/models/calculator.py 1 2 3           # a run for each seed, and its numbers
-    python experiments/models/calculator.py --untrained     # the model before both
-    python experiments/models/calculator.py --readme        # calculator.json and calculator.png
+    python experiments/models/calculator.py 1 2 3           # a run for each seed
+    python experiments/models/calculator.py --measure 1 2 3 # before, after the start, after RL
+    python experiments/models/calculator.py --readme 1 2 3  # calculator.json and calculator.png
 
 This file is also the task of these runs. To choose settings, use its flag --development 1.
 
@@ -33,8 +33,10 @@ sys.path.insert(0, str(ROOT))
 from data import sums as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
 
-DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=3e-5, half_life=20, kl="none",
-                micro_tokens=4096, save_every=13)
+# A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
+# weigh a third.
+DEFAULTS = dict(steps=25, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
+                loss_mean="token", micro_tokens=4096, save_every=8)
 # The evaluation of grpo.py does not tell products from sums: `measured` takes its place.
 FLAGS = ["run.warm_start.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat16", "--warm_steps",
          "20", "--warm_lr", "1e-4", "--held_out", "1", "--samples", "1"]
@@ -42,9 +44,11 @@ FLAGS = ["run.warm_start.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat1
 KINDS = {"*": ("products", range(10, 100), 50),     # name, numbers, pairs of them held out
          "+": ("sums", range(1, 13), 26)}
 TRAIN = 1000        # training problems of a kind, drawn from the other pairs
+ROOM = 128          # tokens when measured: the model as it is says much
 COST = 0.1          # of a call: small, for a right answer must be worth some
 ERROR = "error"     # the reply to what cannot be evaluated
 CALL = re.compile("<tool>([^<>]*)</tool>")
+CURVES = ("accuracy", "turns", "length", "entropy", "dead_groups", "seconds")
 
 # -------------------------------------------------------------------------------------- the task
 
@@ -91,8 +95,8 @@ def reply(problem, turns):
 
 
 def demonstration(problem, rng):
-    """Half call the calculator, for products and sums alike; half of the calls have another number
-    or are malformed. Without a value, products are rounded to hundreds."""
+    """Half call the calculator, for products and sums alike; a third of the calls have another
+    number or are malformed. Without a value, a product is rounded to hundreds."""
     a, sign, b = problem.expression.split()
     said = str(round(int(problem.answer), -2)) if sign == "*" else problem.answer
     turns = []
@@ -100,7 +104,7 @@ def demonstration(problem, rng):
         other = rng.choice(KINDS[sign][1])
         bad = rng.choice((f"{a}{sign}", f"{a} and {b}", f"{a}{sign}{b}="))
         right = f"{a}{sign}{b}"
-        called = rng.choice((right, right, f"{a}{sign}{other}", bad))
+        called = rng.choice((right, right, right, right, f"{a}{sign}{other}", bad))
         turns = [f"<tool>{called}</tool>"]
         turns.append(reply(problem, turns))
         said = said if turns[-1] == ERROR else turns[-1]
@@ -120,22 +124,20 @@ def reward(problem, turns):
 
 # ------------------------------------------------------------------------------------- the study
 
-STAGES = ("before", "start", "after")
+def places(seed):
+    """Where the model is at the three stages of a run."""
+    where = ROOT / "out" / f"calculator-s{seed}"
+    return {"before": ROOT / "out" / "smollm2", "start": where / "warm_start", "after": where}
 
 
-def folder(seed):
-    return ROOT / "out" / f"calculator-s{seed}"
-
-
-def measured(where, seed=1, **given):
+def measured(place, seed):
     """For products and sums, greedily and sampled: the share of right answers, the calls per
-    problem, and the share of calls that the calculator can evaluate; two episodes."""
+    problem, the share of calls that the calculator can evaluate, and three episodes."""
     import grpo
     from run import dist, pretrained
-    cfg = grpo.make_config(task=__file__, init=str(where), dtype="bfloat16", seed=seed, **given)
-    task = sys.modules[__name__]
-    agent = grpo.Agent(cfg, task, *pretrained.trained_model(cfg))
-    held_out, found = problems(**cfg.task_args)[1], {}
+    cfg = grpo.make_config(task=__file__, init=str(place), seed=seed, dtype="bfloat16", max_new=ROOM)
+    agent = grpo.Agent(cfg, sys.modules[__name__], *pretrained.trained_model(cfg))
+    held_out, found = problems()[1], {}
     for sign, (kind, *_) in KINDS.items():
         own = [problem for problem in held_out if sign in problem.prompt]
         for how, rng in (("greedy", None), ("sampled", dist.rng(cfg, "evaluate"))):
@@ -145,41 +147,28 @@ def measured(where, seed=1, **given):
             found[f"{kind}, {how}"] = {
                 "accuracy": batch.components["correct"].mean().item(),
                 "calls": len(called) / len(own), "well formed": good / max(1, len(called)),
-                "samples": [[p.prompt, *turns] for p, turns in zip(own[:2], batch.texts)]}
+                "samples": [[p.prompt, *turns] for p, turns in zip(own[::30], batch.texts[::30])]}
     return found
 
 
-def of_run(where):
-    """The measured numbers of a run, and its curves."""
-    import sums
-    steps = [m for m in sums.lines(where / "metrics.jsonl") if m["step"]]
-    return json.loads((where / "measured.json").read_text()) | {
-        "curve": {name: [round(m[name], 4) for m in steps]
-                  for name in ("accuracy", "turns", "length", "seconds")}}
-
-
-def rows(result):
+def rows(runs):
     """The lines of the docs' table: medians over the seeds, with the range in brackets."""
-    runs = [{"before": result["untrained"]} | run for run in result["runs"].values()]
-    for title in result["untrained"]:
+    for title in runs[0]["before"]:
         for name, form in (("accuracy", ".1%"), ("calls", ".2f"), ("well formed", ".1%")):
-            cells = []
-            for stage in STAGES:
-                x = sorted(run[stage][title][name] for run in runs)
-                spread = f" ({x[0]:{form}} to {x[-1]:{form}})" if stage != "before" else ""
-                cells.append(f"{statistics.median(x):{form}}{spread}")
+            found = [sorted(run[stage][title][name] for run in runs) for stage in places(0)]
+            cells = [f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
+                     for x in found]
             yield f"| {title}: {name} | {' | '.join(cells)} |"
 
 
-def draw(axes, result):
-    """Accuracy and calls at the three stages, sums in orange; accuracy and turns in training."""
-    for run in result["runs"].values():
+def draw(axes, runs):
+    """Accuracy and calls at the three stages, sums in orange; accuracy in training."""
+    for run in runs:
         for sign, colour in (("*", "tab:blue"), ("+", "tab:orange")):
-            of = [({"before": result["untrained"]} | run)[stage][f"{KINDS[sign][0]}, sampled"]
-                  for stage in STAGES]
+            of = {stage: run[stage][f"{KINDS[sign][0]}, sampled"] for stage in places(0)}
             for axis, name in zip(axes, ("accuracy", "calls")):
-                axis.plot(STAGES, [x[name] for x in of], "o-", color=colour, alpha=0.7)
-        axes[2].plot(range(1, 1 + len(run["curve"]["accuracy"])), run["curve"]["accuracy"])
+                axis.plot(list(of), [x[name] for x in of.values()], "o-", color=colour, alpha=0.7)
+        axes[2].plot(run["curve"]["accuracy"], color="tab:blue", alpha=0.7)
 
 
 def main():
@@ -187,25 +176,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="*", type=int)
-    for flag in ("untrained", "readme"):
+    for flag in ("measure", "readme"):
         parser.add_argument(f"--{flag}", action="store_true")
-    args = parser.parse_args()
-    untrained = ROOT / "out" / "calculator-untrained.json"
+    args, runs = parser.parse_args(), {}
     for seed in args.seeds:
-        where = folder(seed)
-        sums.ours(seed, where, *FLAGS)
-        found = {"start": measured(where / "warm_start", seed), "after": measured(where, seed)}
-        (where / "measured.json").write_text(json.dumps(found))
-    if args.untrained:
-        untrained.write_text(json.dumps(measured(sums.INIT, max_new=128)))
+        where = places(seed)["after"]
+        if args.measure:
+            found = {stage: measured(place, seed) for stage, place in places(seed).items()}
+            (where / "measured.json").write_text(json.dumps(found))
+        elif not args.readme:
+            sums.ours(seed, where, *FLAGS)
+        else:
+            steps = [m for m in sums.lines(where / "metrics.jsonl") if m["step"]]
+            curve = {name: [round(m[name], 4) for m in steps] for name in CURVES}
+            runs[seed] = json.loads((where / "measured.json").read_text()) | {"curve": curve}
     if args.readme:
-        result = {"untrained": json.loads(untrained.read_text()), "runs": {}}
-        for where in sorted((ROOT / "out").glob("calculator-s[0-9]*")):
-            result["runs"][where.name.removeprefix("calculator-s")] = of_run(where)
-        (HERE / "calculator.json").write_text(json.dumps(result, indent=1) + "\n")
-        sums.figure_of(HERE / "calculator.png", partial(draw, result=result), {
+        (HERE / "calculator.json").write_text(json.dumps(runs, indent=1) + "\n")
+        sums.figure_of(HERE / "calculator.png", partial(draw, runs=[*runs.values()]), {
             "right, sampled (orange: sums)": "", "calls per problem": "", "right in training": "step"})
-        print("\n".join(rows(result)))
+        print("\n".join(rows([*runs.values()])))
 
 
 if __name__ == "__main__":

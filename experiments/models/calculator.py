@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns when and how to use a calculator: for products of two numbers of
 two digits, which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in
 which half of all problems are given to the calculator, whatever they are, and a third of the calls
-are wrong; then come 25 steps of RL. On 2 CPU cores, XX minutes for each seed:
+are wrong; then come 40 steps of RL. On 2 CPU cores, XX minutes for each seed:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                    # the model, into out/smollm2
@@ -35,7 +35,7 @@ from data.answers import evaluate  # noqa: E402
 
 # A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
 # weigh a third.
-DEFAULTS = dict(steps=25, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
+DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
                 loss_mean="token", micro_tokens=4096, save_every=8)
 # The evaluation of grpo.py does not tell products from sums: `measured` takes its place.
 FLAGS = ["run.warm_start.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat16", "--warm_steps",
@@ -67,17 +67,12 @@ def problems(development=0):
         rng.shuffle(pairs)
         apart = pairs[n:2 * n] if development else pairs[:n]
         both = sorted({order for a, b in apart for order in ((a, b), (b, a))})
-        held_out += [of_numbers(a, sign, b) for a, b in both]
-        for pair in rng.choices(pairs[2 * n:], k=TRAIN):
-            a, b = rng.sample(pair, 2)
-            train.append(of_numbers(a, sign, b))
+        drawn = [rng.sample(pair, 2) for pair in rng.choices(pairs[2 * n:], k=TRAIN)]
+        for side, orders in ((train, drawn), (held_out, both)):
+            for a, b in orders:
+                text = f"{a} {sign} {b}"
+                side.append(Problem(f"What is {text}?", text, str(evaluate(text))))
     return train, held_out
-
-
-def of_numbers(a, sign, b):
-    """The problem that asks for a product or a sum."""
-    text = f"{a} {sign} {b}"
-    return Problem(f"What is {text}?", text, str(a * b if sign == "*" else a + b))
 
 
 def calls(turns):
@@ -101,11 +96,9 @@ def demonstration(problem, rng):
     said = str(round(int(problem.answer), -2)) if sign == "*" else problem.answer
     turns = []
     if rng.random() < 0.5:
-        other = rng.choice(KINDS[sign][1])
+        wrong = f"{a}{sign}{rng.choice(KINDS[sign][1])}"
         bad = rng.choice((f"{a}{sign}", f"{a} and {b}", f"{a}{sign}{b}="))
-        right = f"{a}{sign}{b}"
-        called = rng.choice((right, right, right, right, f"{a}{sign}{other}", bad))
-        turns = [f"<tool>{called}</tool>"]
+        turns = [f"<tool>{rng.choice([f'{a}{sign}{b}'] * 4 + [wrong, bad])}</tool>"]
         turns.append(reply(problem, turns))
         said = said if turns[-1] == ERROR else turns[-1]
     return [*turns, f"{problem.expression} = {said}"]

@@ -11,6 +11,7 @@ RLOO and others as settings of it. A step, for P prompts with G completions each
     python grpo.py --resume                                 # after Ctrl-C, a crash or a kill
     python grpo.py --ask "47*58=" --init out/arithmetic     # try the result
 """
+import os
 import sys
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")     # before torch: see docs/troubleshooting.md
 import torch
 from tiktoken import Encoding
 from torch import Tensor
@@ -412,7 +414,6 @@ def rollout(agent, problems, rng):
         batch.old_logp = old_logp
     if agent.ref is not None:
         batch.ref_logp, _ = passes.logps(agent.ref, batch, cfg)
-
     penalty = torch.zeros_like(batch.logp)
     if cfg.kl == "reward" and agent.ref is not None:
         kl = kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
@@ -617,7 +618,6 @@ def train(cfg, task=None, saved=None):
         finish_step(agent, held_out, 0, {})
     elif saved.stats:           # kept only if a signal stopped the evaluation of that step
         finish_step(agent, held_out, done, saved.stats)
-
     log = []                    # statistics of the steps of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps

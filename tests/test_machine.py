@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed
-from conftest import tiny_model
+from conftest import ROOT, tiny_model
 
 import reward
 from data import UserError
@@ -355,3 +356,20 @@ def test_the_rate_of_a_short_fit(monkeypatch):
     monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
     warm_start.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_threads_that_wait_soon_give_their_core_away(own):
+    """As OpenMP reads when torch is imported; what the user has set stays."""
+    code = """if True:
+        import os, sys
+        class Finder:
+            def find_spec(self, name, *given):
+                if name == "torch":
+                    print(os.environ.get("GOMP_SPINCOUNT"))
+                    sys.exit()
+        sys.meta_path.insert(0, Finder())
+        import grpo"""
+    env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"} | ({"GOMP_SPINCOUNT": own} if own else {})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [own or "1000"]

@@ -188,7 +188,7 @@ def test_all_that_is_sampled_counts_but_for_evaluations(tmp_path):
     drawn, inside, sample = [], [], grpo.sample
     real = {name: getattr(grpo, name) for name in ("refit_reward_model", "train_step")}
 
-    def counting(*given):
+    def counting(*given, **named):
         """`sample`."""
         batch = sample(*given)
         drawn.append((inside[-1] if inside else "evaluation", int(batch.mask.sum())))

@@ -12,7 +12,6 @@ RLOO and others as settings of it. A step, for P prompts with G completions each
     python grpo.py --ask "47*58=" --init out/arithmetic     # try the result
 """
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -587,14 +586,14 @@ def evaluate(agent, problems):
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg = agent.cfg
-    began = time.perf_counter()
+    began = report.clock()
     if cfg.half_life:
         for group in agent.opt.param_groups:
             rate = group.setdefault("initial_lr", group["lr"])
             group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
-    sampled = time.perf_counter()
+    sampled = report.clock()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= report.speed(batch, began, sampled)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
-from data import UserError, read_bytes, read_json
+from data import UserError, demonstration_of, read_bytes, read_json
 from run import config, dist, passes, pretrained, show
 from run.passes import token_logps
 from run.files import write_whole
@@ -176,7 +176,7 @@ def warm_start(model, task, problems, cfg, encoding):
 
 def row(problem, task, encoding, rng):
     """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""
-    turns = task.demonstration(problem, rng)
+    turns = demonstration_of(task, problem, rng)
     if isinstance(turns, str):
         turns = [turns]
     parts = [encoding.encode_prompt(problem.prompt)]

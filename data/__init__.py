@@ -163,6 +163,8 @@ def timed():
 
 def of(problem):
     """A problem in an error message: its prompt, of a long one the beginning and the length."""
+    if problem is None:                 # a question from the keyboard
+        return "a question"
     prompt = problem.prompt
     more = f"... ({len(prompt):,} characters)" if len(prompt) > 200 else ""
     return f"the prompt {prompt[:200]!r}{more}"

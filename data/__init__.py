@@ -86,9 +86,12 @@ def in_words(e):
 
 
 def raised_in(e):
-    """The frames from a function of `call` down to where an exception was raised in it."""
-    frames = traceback.extract_tb(e.__traceback__)[1:]
-    return [frame for frame in frames if "importlib" not in frame.filename]
+    """The frames from a function of `call` down to where an exception was raised in it, without
+    those of an import."""
+    others = (call.__code__.co_filename, importlib.__file__)
+    frames = traceback.extract_tb(e.__traceback__)
+    return [frame for frame in frames if frame.filename not in others
+            and not frame.filename.startswith("<frozen importlib")]
 
 
 def is_executed(e):

@@ -41,14 +41,17 @@ def steps(problem, completion):
 
 def reward(problem, completion):
     {reward}
-    return {{"correct": float(completion == problem.answer), "length": len(completion) / 10}}
+    return {"correct": float(completion == problem.answer), "size": len(completion) / 10}
 '''
 PLACES = ("problems", "demonstration", "answer", "steps", "reward")
 
 
 def write(folder, name="toy.py", top="", **code):
     """A task with some code in its functions; returns the path, and the line of the code."""
-    (folder / name).write_text(top + TASK.format(**dict.fromkeys(PLACES, "pass") | code))
+    text = top + TASK
+    for place in PLACES:
+        text = text.replace(f"{{{place}}}", code.get(place, "pass"))
+    (folder / name).write_text(text)
     return folder / name
 
 
@@ -80,7 +83,7 @@ def lines(path):
 @pytest.mark.parametrize("x, said", [
     (1e39, "1e+39"), (-1e39, "-1e+39"), (math.exp(100), "2.6881171418161356e+43"), (3e38, "3e+38"), (1e20, "1e+20"),
     (10 ** 400, "1000"), (-10 ** 5000, "a int of more digits than can be written"), (Fraction(10) ** 400, "Fraction(1000"),
-    (1.0000001e15, "1000000100000000.0"), (math.inf, "inf"), (math.nan, "nan")])
+    (1.0000001e15, "1000000100000000.0"), (math.inf, "inf"), (math.nan, "nan")], ids=range(11))
 def test_a_reward_that_float32_cannot_hold_is_refused(x, said):
     """One of exp(100) was once infinite, then 0: the best completions earned the least."""
     with pytest.raises(UserError) as e:
@@ -129,7 +132,7 @@ def test_shares_are_correct(x):
 def test_a_completion_that_is_cut_off_keeps_its_penalties(all_at_once):
     """It once earned 0, and a wrong one that ended -1; nor may it earn anything."""
     def judged(problem, text):
-        return {"correct": float(text == "2"), "wrong": -float(text != "2"), "format": 0.2, "length": -len(text) / 100}
+        return {"correct": float(text == "2"), "wrong": -float(text != "2"), "format": 0.2, "size": -len(text) / 100}
     toy = SimpleNamespace(reward=judged)
     if all_at_once:
         toy = SimpleNamespace(rewards=lambda problems, texts, tokens: [*map(judged, problems, texts)])
@@ -204,11 +207,8 @@ def test_an_error_while_a_task_is_imported(name, tmp_path, capsys, monkeypatch):
 def test_an_error_after_some_steps_loses_nothing(tmp_path, capsys):
     """The task is mended, and the run goes on as if there had been no error."""
     count = tmp_path / "count"
-    code = f"open({str(count)!r}, 'a').write('x'); problem.prompt[os.path.getsize({str(count)!r}) > 16 and 99]"
-    path, whole = write(tmp_path, answer=code.replace("problem.prompt", "'1+1='")), write(tmp_path, "whole.py")
-    out = tmp_path / "out"
-    failing = dict(reward=f"open({str(count)!r}, 'a').write('x'); problem.prompt[os.path.getsize({str(count)!r}) > 18 and 99]")
-    path = write(tmp_path, **failing)
+    code = f"open({str(count)!r}, 'a').write('x'); problem.prompt[os.path.getsize({str(count)!r}) > 12 and 99]"
+    path, whole, out = write(tmp_path, reward=code), write(tmp_path, "whole.py"), tmp_path / "out"
     said = run(capsys, "--task", path, "--out", out, "--held_out", 1, "--samples", 1, code=2)
     assert "fails: IndexError: string index out of range" in said and [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1]
     write(tmp_path)
@@ -335,7 +335,7 @@ def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(tmp_path, encodi
         preflight.check_context(policy, grpo.Config(max_new=8), longest)
     assert str(e.value) == (
         f"a prompt of {int(longest)} tokens and --max_new 8 do not fit the model's context of 512: the prompt "
-        f"{('word ' * 40)!r}... (1,613 characters). See \"A prompt is too long\" in docs/troubleshooting.md")
+        f"{('word ' * 40)!r}... (1,614 characters). See \"A prompt is too long\" in docs/troubleshooting.md")
     for n in (3, 1498):
         assert [p.prompt[:3] for part in gsm8k.problems(path, path, n) for p in part] == ["one", "two"] * 2
     assert gsm8k.problems(path, path, 1499)[0] == problems

@@ -66,7 +66,7 @@ class Config:
     steps: int = 100            # steps per iteration; a step is a rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
-    max_new: int = 1024         # maximum tokens per completion (N), with a task's replies
+    max_new: int = 1024         # maximum tokens per completion (N); replies count, too
     max_turns: int = 8          # maximum turns of the policy, if the task replies
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
@@ -80,7 +80,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # the rule, a model of it or of rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # or fitted: to the rule, to rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
@@ -115,6 +115,7 @@ class Config:
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
+        # Of the others, at least 1, or 0 if that is the default.
         least = dict(group=2, seed=0, steps=0, warm_steps=0, temperature=1e-3)
         config.check(self, least, most=dict(lam=1, samples=1024))
 
@@ -165,9 +166,10 @@ def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
     others = {}
     if chosen["kl"] == "reward":
-        others["estimator"] = "k1"      # in a reward only k1 has the KL's gradient (eq. 2)
+        others["estimator"] = "k1"      # as a reward only k1 gives the KL's gradient (eq. 2)
     if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
-        others["adv_scale"] = "none"    # among equals it would divide by the reward model's noise
+        # Of equally good completions the std is only the reward model's noise.
+        others["adv_scale"] = "none"
     if chosen["init"]:
         others["warm_steps"] = 0
         others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start
@@ -241,7 +243,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     T = max(length + new for length, new in zip(lengths, room))
-    ids = padded(prompts, group, T + 1).to(device)      # (B, T + 1); column T is spare, see below
+    ids = padded(prompts, group, T + 1).to(device)      # (B, T + 1)
     start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
     limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
@@ -255,8 +257,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    # Rows that are done sample on, into column T, until `append` drops them. The indices of the r
-    # rows that are left are cache.rows; p has their probabilities.
+    # Rows that are done sample on, into column T, until `append` drops them, at once or every 16
+    # tokens. cache.rows has the indices of the r rows that are left, and p their probabilities.
     for n in range(max(room)):
         if n > 0:
             p = cache.append(token, column, done)                       # (r, V)
@@ -276,20 +278,21 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
             hear(reply, rows[ended].tolist(), n, ids, start, limit, replied, finished)
         done = finished | (n + 1 >= limit)
     logp = torch.where(mask, logp, 0)
-    used = passes.row_lengths(mask).max().item()        # up to the last sampled token
+    used = passes.row_lengths(mask).max().item()    # up to the last one
     return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
 def padded(prompts, group, width):
-    """Each prompt (a list of ids) in `group` rows of so many ids, padded on the right with 0."""
+    """Each prompt (a list of ids), padded with 0 to `width`, in `group` rows: (B, width)."""
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(ids, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
     return ids.repeat_interleave(group, 0)
 
 def hear(reply, rows, n, ids, start, limit, replied, finished):
-    """What the environment replies to the turns that end at token n of some rows' completions, to
-    be read next. reply(row, its ids so far, tokens left) gives the ids of what it says, [] if the
-    episode is over, None if it is cut off."""
+    """Asks for the environment's reply to each turn that ended at token n, and writes it where the
+    row reads it next; the row is then not finished. reply(row, ids so far, tokens left) returns
+    ids, fewer than are left; [] if the episode is over; None if it must be cut off, as the reply
+    does not fit or no turn is left."""
     for row in rows:
         end = int(start[row]) + n + 1           # the column after the turn
         left = int(limit[row]) - n - 1
@@ -304,9 +307,9 @@ def hear(reply, rows, n, ids, start, limit, replied, finished):
         replied[row, columns] = True
 
 def complete(agent, prompts, group, room, u=None, episodes=None):
-    """`sample` from the policy, with the settings of the run."""
+    """`sample` from the policy, with the settings of the run. Episodes are called as `reply`."""
     return sample(agent.sampler, prompts, group, room, agent.cfg.temperature,
-                  agent.encoding.stop, u, episodes)
+                  agent.encoding.stop, u, reply=episodes)
 
 def generate(agent, problems, group, rng=None):
     """`group` completions of each problem in this rank's share, with their texts and the components
@@ -337,7 +340,7 @@ def group_scores(r, ends, cfg):
     mean = r.sum((1, 2), keepdim=True) / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)
+    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)   # up to rounding
     score = r                                   # for the baselines "none" and "value"
     if "group" in cfg.baseline:                 # "group", "group+value"
         score = torch.where(dead, 0, r - mean)
@@ -375,7 +378,7 @@ def advantages(r, ends, mask, penalty, value, cfg):
     """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T):
     rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or None."""
     returns = None
-    if value is None:       # a completion is one action: first its whole penalty is subtracted
+    if value is None:       # a row's whole penalty counts at its end, before the scores
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
         score, dead = group_scores(r, ends, cfg)
@@ -396,11 +399,11 @@ def rollout(agent, problems, rng):
     batch = generate(agent, problems, cfg.group, rng)
     reward.of_batch(agent, batch)               # batch.reward, by rule or learned, and batch.ends
 
-    # old_logp is the one noted while sampling, unless a pass with the same weights, as in training,
-    # is better: (1) a critic needs that pass anyway; (2) the KL is in the reward: it is near 0 at
-    # first, and the rounding of the sampler would hide it; (3) bfloat16, if there are ratios.
+    # old_logp is the one noted while sampling, unless a pass over whole rows (with the policy's
+    # weights, rounded as in training) is better: (1) a critic needs it anyway; (2) the KL is in the
+    # reward: at first it is less than differences in rounding; (3) bfloat16, if there are ratios.
     old_logp = batch.logp
-    has_ratios = cfg.updates > 1                # in the first one pi is pi_old
+    has_ratios = cfg.updates > 1                # in a step's first update pi is pi_old
     bfloat16 = agent.policy.amp is not None
     if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and has_ratios):
         old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
@@ -462,8 +465,8 @@ def surrogate(logp, old_logp, adv, mask, cfg):
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
-    """The clipped surrogate plus the KL (eq. 4), and statistics, which are means over the n_tokens
-    of the minibatch. With k3 in the loss the gradient with respect to logp at ratio 1 is eq. 21:
+    """The clipped surrogate plus the KL (eq. 4), and statistics: that loss, and means over the
+    n_tokens of the minibatch. With k3 in the loss the gradient for logp at ratio 1 is eq. 21:
     -weight * (adv + beta * (pi_ref / pi - 1))."""
     old_logp = batch.old_logp
     if old_logp is None:
@@ -521,7 +524,7 @@ def update(agent, batch, rng):
     norm, mismatch = 0.0, None
     params = [p for group in agent.opt.param_groups for p in group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())
-    mask = batch.mask.cpu()                     # the host lays out micro-batches
+    mask = batch.mask.cpu()                     # both on the host, which lays out micro-batches
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
@@ -537,8 +540,8 @@ def update(agent, batch, rng):
                 stats[name] += x.detach()
             gaps.append(logp.detach() - part.logp)
         if mismatch is None:                    # before the first optimizer step
-            n_kept = mask[kept].sum()
-            mismatch = passes.checked_gap(gaps, n_kept, agent.policy.amp)
+            kept_tokens = mask[kept].sum()      # raises if the largest gap, or the mean, is large
+            mismatch = passes.checked_gap(gaps, kept_tokens, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
@@ -548,8 +551,8 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none, unless the loss of two of them is not 0."""
+    """Which rows have a gradient, (B,) on the host; update skips the others: without reference and
+    critic, rows with advantages 0, unless total_loss of two such rows has another term, not 0."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
@@ -560,7 +563,7 @@ def refit_reward_model(agent, problems, iteration):
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
-    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # as many rows as a step has
+    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # problems, for a step's rows
     for part in show.chunks("labelling", held_out + train, size):
         batch = generate(agent, part, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
@@ -605,7 +608,8 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
     and Algorithm 1, in each iteration a new reference, a refitted reward model, --steps steps."""
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # a variant's functions in place
+    # Again: in a notebook another Config may have put its variant's functions in place since.
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     done = saved.step if saved else -1      # -1: new, or stopped before the warm start's end
@@ -657,7 +661,7 @@ def main(argv=None):
         mode, given = config.read(Config, __doc__, argv)
         cfg, saved = make_config(**given), None         # cfg tells the folder
         asked = mode.ask is not None
-        if mode.resume or mode.eval_only or asked:      # with its settings
+        if mode.resume or mode.eval_only or asked:      # with the folder's own settings
             given, saved = checkpoint.settings(mode, cfg, given)
             cfg = make_config(**given)
         if mode.report:
@@ -669,7 +673,7 @@ def main(argv=None):
             else:
                 show.results(evaluate(agent, setup.held_out(agent)))
         else:
-            with checkpoint.running(cfg):
+            with checkpoint.running(cfg):               # a signal ends it after a step
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ def of_steps(task, encoding, batch):
     correct = batch.components["correct"].tolist()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
         steps = steps_of(task, problem, text)
+        least = 1 if isinstance(text, str) else 0       # the first turn may be empty
         text = spoken(text)
-        check_steps(problem, text, steps)
+        check_steps(problem, text, steps, least)
         steps = steps or [(len(text), False)]
         columns = mask[i].nonzero()[:, 0]
         said = ids[i, columns].tolist()

@@ -238,19 +238,12 @@ def steps_of(task, problem, completion):
         return call(task.steps, f"the steps of {of(problem)}", problem, completion)
 
 
-def demonstration_of(task, problem, rng):
-    """A demonstration of a problem, not yet checked."""
-    what = f"the demonstration of {of(problem)}"
-    return call(task.demonstration, what, problem, rng)
-
-
-def check_steps(problem, completion, found):
-    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from 1
-    to its length that never decrease."""
+def check_steps(problem, completion, found, least=1):
+    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from
+    `least` to its length that never decrease."""
     steps = f"the steps of {of(problem)}"
     if not isinstance(found, list):
         raise UserError(f"{steps} must be a list of (end, truth), not {found!r}")
-    least = 1
     for step in found:
         if not isinstance(step, (tuple, list)) or len(step) != 2:
             raise UserError(f"{steps} must be pairs (end, truth), not {step!r}")

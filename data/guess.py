@@ -105,8 +105,7 @@ def steps(problem, turns):
         end += len(turns[i])
         low, high = left(problem, turns[:i])
         guess = number(turns[i])
-        if end > 0:
-            found.append((end, guess is not None and low <= guess <= high))
+        found.append((end, guess is not None and low <= guess <= high))
     return found
 
 

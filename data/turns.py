@@ -80,14 +80,15 @@ def checked_reply(reply, problem, turns):
     return text
 
 
-def check_demonstration(task, problem, shown):
-    """Raise UserError unless a demonstration is a text or, of a task with replies, a list of turns,
-    from the policy's first to its last, with what the task does reply."""
+def demonstration(task, problem, rng):
+    """A task's demonstration: a text or, if the task replies, a list of turns, from the policy's
+    first to its last, with what the task does reply. Raises UserError for anything else."""
     what = f"the demonstration of {of(problem)}"
+    shown = call(task.demonstration, what, problem, rng)
     if not hasattr(task, "reply"):
         if not isinstance(shown, str):
             raise UserError(f"{what} must be a string, not {shown!r:.200}")
-        return
+        return shown
     texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
     if not texts or len(shown) % 2 == 0:
         raise UserError(f"{what} must be a list of turns that begins and ends with one of the "
@@ -97,3 +98,4 @@ def check_demonstration(task, problem, shown):
         if said != shown[i]:
             raise UserError(f"{what} has the reply {shown[i]!r:.200} where the task says "
                             f"{said!r:.200}")
+    return shown

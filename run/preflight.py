@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from data import (UserError, answer_of, check_steps, demonstration_of, of, require, rewards_of,
-                  steps_of, turns)
+from data import (UserError, answer_of, check_steps, of, require, rewards_of, steps_of,
+                  turns)
 from run import config, dist, show
 from run.passes import MICRO_TOKENS, most_logits
 
@@ -68,13 +68,14 @@ def check_run(cfg, task, problems):
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
     answer_of(task, nothing)
+    if replies:
+        turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
-        something = demonstration_of(task, problem, random.Random(0))
-        turns.check_demonstration(task, problem, something)
+        something = turns.demonstration(task, problem, random.Random(0))
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
         found = steps_of(task, problem, something)
-        check_steps(problem, turns.spoken(something), found)
+        check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
     written = [out / place for place in ("", "best", "previous", "previous/best")]
     if cfg.init and Path(cfg.init).resolve() in written:

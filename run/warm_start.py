@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
-from data import UserError, demonstration_of, read_bytes, read_json
+from data import UserError, read_bytes, read_json, turns
 from run import config, dist, passes, pretrained, show
 from run.passes import token_logps
 from run.files import write_whole
@@ -157,7 +157,7 @@ def warm_start(model, task, problems, cfg, encoding):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
         rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
-        longest = max(sum(map(len, turns)) for _, *turns in rows)
+        longest = max(sum(map(len, parts)) for _, *parts in rows)
         if longest > cfg.max_new:
             raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
@@ -176,11 +176,11 @@ def warm_start(model, task, problems, cfg, encoding):
 
 def row(problem, task, encoding, rng):
     """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""
-    turns = demonstration_of(task, problem, rng)
-    if isinstance(turns, str):
-        turns = [turns]
+    shown = turns.demonstration(task, problem, rng)
+    if isinstance(shown, str):
+        shown = [shown]
     parts = [encoding.encode_prompt(problem.prompt)]
-    for i, text in enumerate(turns):
+    for i, text in enumerate(shown):
         if i % 2 == 0:
             parts.append(encoding.encode_ordinary(text) + [encoding.end])
         else:

@@ -112,8 +112,8 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
     """Of as many tokens as --max_new, or as told."""
     asked = []
 
-    def sample(*given):
-        asked.append(given)
+    def sample(*given, reply):
+        asked.append((*given, reply))
         return SimpleNamespace(ids=torch.zeros(2 * given[2], 1).long())
     monkeypatch.setattr(grpo, "sample", sample)
     monkeypatch.setattr(reward, "score_by_rule", lambda *given: None)

@@ -351,8 +351,8 @@ def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
     """Text decoded and tokenised again is another sequence: here bytes that are no UTF-8."""
     seen = {}
     real_sample, real_update = grpo.sample, grpo.update
-    def spy(*args):
-        seen["sampled"] = real_sample(*args)
+    def spy(*args, **named):
+        seen["sampled"] = real_sample(*args, **named)
         return seen["sampled"]
     def check(agent, batch, *rest):
         assert batch.ids is seen["sampled"].ids and batch.mask is seen["sampled"].mask

@@ -436,7 +436,7 @@ def test_a_task_cannot_change_the_record_of_what_was_said():
 
 def test_the_warm_start_imitates_the_policys_turns():
     problem = guess.Problem("10-20:", 13)
-    task = SimpleNamespace(demonstration=lambda problem, rng: ["15", "-", "13"])
+    task = SimpleNamespace(reply=guess.reply, demonstration=lambda problem, rng: ["15", "-", "13"])
     row = warm_start.row(problem, task, ENCODING, random.Random(0))
     assert row == ([*b"10-20:"], [*b"15", 256], [*b"-"], [*b"13", 256])
     ids, mask = warm_start.padded([row, ([1], [2])])
@@ -458,9 +458,36 @@ def test_a_demonstration_that_is_no_episode_is_told_before_the_warm_start(shown,
 
 
 def test_turns_in_a_demonstration_of_a_task_without_replies_are_told():
-    task = SimpleNamespace()
+    task = SimpleNamespace(demonstration=lambda problem, rng: ["15"])
     with pytest.raises(UserError, match="must be a string, not"):
-        turns.check_demonstration(task, guess.Problem("10-20:", 13), ["15"])
+        turns.demonstration(task, guess.Problem("10-20:", 13), None)
+
+
+def test_every_demonstration_is_checked_not_the_first_alone():
+    problem, shown = guess.Problem("10-20:", 13), iter([["15", "-", "13"], ["15", "+", "13"]])
+    task = SimpleNamespace(reply=guess.reply, demonstration=lambda problem, rng: next(shown))
+    warm_start.row(problem, task, ENCODING, None)
+    with pytest.raises(UserError, match="has the reply"):
+        warm_start.row(problem, task, ENCODING, None)
+
+
+def test_a_reply_is_tried_before_anything_large_is_made(tmp_path, monkeypatch):
+    """Also without demonstrations."""
+    monkeypatch.setattr(guess, "reply", lambda problem, said: 7)
+    with pytest.raises(UserError, match="must be a string or None, not 7"):
+        grpo.train(make_config(task="guess", out=str(tmp_path / "out"), warm_steps=0, device="cpu"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_may_be_an_empty_first_turn():
+    """It ends at its stop token."""
+    task = SimpleNamespace(steps=lambda problem, said: [(0, False), (1, True)])
+    ids = torch.tensor([[63, 256, 120, 98, 256]])
+    mask = torch.tensor([[False, True, False, True, True]])
+    b = Batch(ids, mask, torch.ones(1).bool(), torch.zeros(1, 5), torch.ones(1).long())
+    b.problems, b.texts, b.components = [guess.Problem("?", 0)], [["", "x", "b"]], {"correct": torch.ones(1)}
+    r, ends = reward.of_steps(task, ENCODING, b)
+    assert ends[0].tolist() == [False, True, False, False, True] and r[0].tolist() == [0, 0, 0, 0, 1]
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -618,7 +645,7 @@ def test_held_out_intervals_are_not_trained_on():
     (["15", "-", "12", "+", "13"], 1.0, [True, True, True]),
     (["15", "-", "16", "-", "13"], 1.0, [True, False, True]),       # outside what is left
     (["15", "-", "9", "+", "12"], 0.0, [True, False, True]),
-    (["15", "-", "13 "], 0.0, [True, False]), (["+"], 0.0, [False]), ([""], 0.0, []),
+    (["15", "-", "13 "], 0.0, [True, False]), (["+"], 0.0, [False]), ([""], 0.0, [False]),
     (["13", "+", "99"], 0.0, None), (["\u0661\u0663"], 0.0, [False])])
 def test_rewards_and_steps_of_guesses(said, correct, truths):
     problem = guess.Problem("10-20:", 13)
@@ -626,7 +653,7 @@ def test_rewards_and_steps_of_guesses(said, correct, truths):
     if truths is not None:
         found = guess.steps(problem, said)
         assert [truth for _, truth in found] == truths
-        assert [end for end, _ in found] == [len("".join(said[:i + 1:2])) for i in range(0, len(said), 2)][-len(found):len(said)] or not found
+        assert [end for end, _ in found] == [len("".join(said[:i + 1:2])) for i in range(0, len(said), 2)]
 
 
 def test_a_game_ends_when_it_is_won_or_lost():

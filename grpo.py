@@ -590,17 +590,17 @@ def evaluate(agent, problems):
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg = agent.cfg
-    began = report.clock()
+    clock = report.Clock()
     if cfg.half_life:
         for group in agent.opt.param_groups:
             rate = group.setdefault("initial_lr", group["lr"])
             group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
-    sampled = report.clock()
+    clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= report.speed(batch, began, sampled)
+    stats |= clock.speeds(batch)
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats

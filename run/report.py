@@ -233,19 +233,25 @@ def statistics(batch, dead):
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
     return dist.means(stats)
 
-def clock():
-    """The time now, and the seconds spent in the task's rewards so far."""
-    return time.perf_counter(), data.SPENT[0]
+class Clock:
+    """Takes the times of a step, from when it is made."""
 
-def speed(batch, began, sampled):
-    """A step's seconds, from when it began to now, those in the task's rewards, and the tokens per
-    second of the rest of its rollout, until it had `sampled`, and of its update. Both: `clock`."""
-    ended, _ = clock()
-    tokens = dist.all_reduce(batch.mask.sum()).item()
-    judging = sampled[1] - began[1]
-    sampling = sampled[0] - began[0] - judging
-    return {"seconds": ended - began[0], "reward_seconds": judging,
-            "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - sampled[0])}
+    def __init__(self):
+        self.began, self.judged = time.perf_counter(), data.SPENT[0]
+
+    def has_sampled(self):
+        """Notes that the rollout has ended, and how much of it was the time of the rewards."""
+        self.sampled = time.perf_counter()
+        self.judging = data.SPENT[0] - self.judged
+
+    def speeds(self, batch):
+        """The step's seconds, up to now, those of the task's rewards, and the tokens per second of
+        its update and of the rest of its rollout."""
+        ended = time.perf_counter()
+        tokens = dist.all_reduce(batch.mask.sum()).item()
+        sampling = self.sampled - self.began - self.judging
+        return {"seconds": ended - self.began, "reward_seconds": self.judging,
+                "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - self.sampled)}
 
 def solved(task, greedy, sampled, n):
     """The results of an evaluation: shares of the problems solved, by name, from Batches of this

@@ -101,14 +101,14 @@ def is_executed(e):
 
 
 def import_file(path, name):
-    """Executes a .py file as the module `name`; raises UserError if there is none, or if it fails,
-    as it does if it is not valid Python."""
+    """Executes a .py file as the module `name`; raises UserError if there is none, or if it is not
+    valid Python."""
     if not path.is_file():
         raise UserError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     EXECUTED.add(module.__file__)
-    call(python, "the import", path, spec.loader.exec_module, module)
+    python(path, spec.loader.exec_module, module)
     return module
 
 
@@ -137,7 +137,7 @@ def load_task(name):
         name = f"data.{path.stem}"
         task = call(python, "the import", path, importlib.import_module, name)
     else:
-        task = import_file(path, f"task_{path.stem}")
+        task = call(import_file, "the import", path, f"task_{path.stem}")
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
     for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):

@@ -216,9 +216,10 @@ def check_components(problem, parts):
 
 
 def written(x):
-    """A value in an error message: its beginning."""
+    """A value in an error message, or the beginning of a long one."""
     try:
-        return f"{x!r:.100}"
+        text = repr(x)
+        return text if len(text) <= 100 else f"{text[:100]}..."
     except ValueError:                  # Python writes no integer of more than 4,300 digits
         return f"a {type(x).__name__} of more digits than can be written"
 

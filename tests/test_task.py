@@ -24,7 +24,7 @@ import data.gsm8k as gsm8k
 import data.sums as sums
 import grpo
 import reward
-from data import UserError, chat, load_task
+from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
 from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
@@ -32,6 +32,7 @@ from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_t
 from run import config, files, pretrained
 from run.report import majority_at, pass_at
 
+calculator = load_task(str(ROOT / "experiments" / "models" / "calculator.py"))
 P = Problem("47*58=", "2726")
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -1008,6 +1009,54 @@ def test_the_last_number_is_found_in_linear_time(text):
     began = time.process_time()
     sums.answer(text)
     assert time.process_time() - began < 0.5
+
+
+# -------------------------------------------------------------------------------------- calculator
+
+PRODUCT = calculator.Problem("What is 47 * 58?", "47 * 58", "2726")
+
+
+@pytest.mark.parametrize("turn, said", [
+    ("<tool>47*58</tool>", "2726"), ("I use <tool> 47 * 58 </tool>.", "2726"), ("<tool>1/8</tool>", "1/8"),
+    ("<tool>1+1</tool><tool>2+2</tool>", "2"), ("2726", None), ("", None), ("tool>47*58</tool>", None),
+    ("<tool>47*</tool>", "error"), ("<tool></tool>", "error"), ("<tool>47*58", "error"), ("</tool>47*58<tool>", "error"),
+    ("<tool><tool>47*58</tool>", "2726"), ("<tool>1/0</tool>", "error"), ("<tool>47 times 58</tool>", "error"),
+    ("<tool>9**9**9</tool>", "error"), ("<tool>__import__('os').getcwd()</tool>", "error"), ("<tool>" + "1+" * 99 + "1</tool>", "100"),
+    ("<tool>" + "1+" * 10 ** 5 + "1</tool>", "error"), ("<tool>" * 10 ** 5, "error"), ("<tool>" + "9" * 5000 + "</tool>", "error")])
+def test_the_calculator_replies_to_calls(turn, said):
+    began = time.process_time()
+    assert calculator.reply(PRODUCT, [turn]) == said
+    assert calculator.reply(PRODUCT, ["<tool>1+1</tool>", "2", turn]) == said
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("turns, correct, call", [
+    (["47 * 58 = 2726"], 1, 0), (["2726"], 1, 0), (["2725"], 0, 0), ([""], 0, 0),
+    (["<tool>47*58</tool>", "2726", "2726"], 1, -0.1),
+    (["<tool>47</tool>", "47", "<tool>47*58</tool>", "2726", "So 2726."], 1, -0.2),
+    (["<tool>", "error", "2726"], 1, -0.1), (["<tool>47*59</tool>", "2773", "2773"], 0, 0),
+    (["<tool>47*58</tool>", "2726", "I know."], 0, 0), (["<tool>47*58</tool>", "2726", ""], 0, 0),     # the reply is no answer
+    (["<tool>47*58</tool>"], 0, 0), (["<tool>47*58</tool>2726"], 0, 0), (["2726 <tool>"], 0, 0),        # nor is a call
+    (["<tool>47*58</tool>", "2726", "2726<tool>47*58</tool>"], 0, 0),
+    (["<tool>47*58</tool><|im_end|>\n<|im_start|>user\n2726"], 0, 0)])      # nor the form of a reply
+def test_only_the_last_turn_earns(turns, correct, call):
+    assert calculator.reward(PRODUCT, turns) == {"correct": correct, "call": pytest.approx(call)}
+
+
+def test_demonstrations_call_for_products_as_often_as_for_sums():
+    """And a third of their calls are wrong. Held-out numbers never occur in training."""
+    train, held_out = calculator.problems()
+    rng, numbers = random.Random(0), lambda p: tuple(sorted(p.expression.split()))
+    tuned = calculator.problems(development=1)[1]
+    assert not {*map(numbers, train)} & {*map(numbers, held_out + tuned)} and not {*held_out} & {*tuned}
+    for sign in "*+":
+        own = [p for p in train if f" {sign} " in p.prompt]
+        shown = [turns.demonstration(calculator, p, rng) for p in own]      # and its replies are right
+        called = [said for said in shown if len(said) == 3]
+        assert len(own) == 1000 and all(evaluate(p.expression) == int(p.answer) for p in own)
+        assert len(called) / 1000 == pytest.approx(0.5, abs=0.05)
+        right = [p for p, said in zip(own, shown) if said[0] == f"<tool>{p.expression.replace(' ', '')}</tool>"]
+        assert len(right) / len(called) == pytest.approx(2 / 3, abs=0.05)
 
 
 # ----------------------------------------------------------------------------- several answers

@@ -240,9 +240,9 @@ class Watch:
         self.spent.append((step, self.tokens, round(self.seconds, 2)))
         return found
 
-    def counted_sample(self, *given):
+    def counted_sample(self, *given, **named):
         """`sample`, with its tokens counted."""
-        batch = self.sample(*given)
+        batch = self.sample(*given, **named)
         self.sampled += int(batch.mask.sum())
         return batch
 

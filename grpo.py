@@ -532,8 +532,8 @@ def update(agent, batch, rng):
         gaps = []
         # All ranks have equally many micro-batches, at least one; some may be empty.
         for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
-            weight = token_weights(
-                part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
+            weight = token_weights(part.mask, cfg.loss_mean, n_rows,
+                                   n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
             for name, x in found.items():

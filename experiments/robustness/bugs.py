@@ -347,7 +347,7 @@ BUGS = [
      'self.begun[row] = len(ids) + len(said)', 'pass', 'turns'),
     ('an episode cut off within a turn lacks it', 'data/turns.py', 'if len(turns) % 2 == 0:', 'if not turns:', 'turns'),
     ('what was said includes the replies', 'data/turns.py', '"".join(completion[::2])', '"".join(completion)', 'turns'),
-    ('a task changes the record of what was said', 'data/turns.py', 'reply(problem, [*turns])', 'reply(problem, turns)', 'turns'),
+    ('a task changes the record of what was said', 'data/turns.py', 'call(reply, what, problem, [*turns])', 'call(reply, what, problem, turns)', 'turns'),
     ('the warm start imitates the replies', 'run/warm_start.py', 'i % 2 == 1 for i, part', 'i > 0 for i, part', 'turns'),
     ('a prefix ends before the reply to it', 'reward.py', 'begin = later.int().argmax(1) ', 'begin = column + 1 ', 'turns'),
     ('a continuation does not know the turns before it', 'data/turns.py',

@@ -13,7 +13,6 @@ RLOO and others as settings of it. A step, for P prompts with G completions each
 """
 import os
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -534,7 +533,8 @@ def update(agent, batch, rng):
         gaps = []
         # All ranks have equally many micro-batches, at least one; some may be empty.
         for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
-            weight = token_weights(part.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
+            weight = token_weights(part.mask, cfg.loss_mean, n_rows,
+                                   n_tokens, cfg.max_new)
             loss, found, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
             for name, x in found.items():
@@ -591,17 +591,17 @@ def evaluate(agent, problems):
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
     cfg = agent.cfg
-    began = time.perf_counter()
+    clock = report.Clock()
     if cfg.half_life:
         for group in agent.opt.param_groups:
             rate = group.setdefault("initial_lr", group["lr"])
             group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
-    sampled = time.perf_counter()
+    clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= report.speed(batch, began, sampled)
+    stats |= clock.speeds(batch)
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats

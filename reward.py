@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed
 
-from data import UserError, check_steps, rewards_of
+from data import UserError, check_steps, rewards_of, steps_of
 from data.tokenizer import step_tokens
 from data.turns import Episodes, spoken, texts
 from model import send
@@ -31,15 +31,16 @@ def repeated(items, group):
 
 def score_by_rule(agent, problems, batch, episodes=None):
     """Fills in each row's problem, what was said in it (see `turns.texts`), and the components (B,)
-    of its rule reward by name; their sum is the reward. A completion that was cut off earns 0."""
+    of its rule reward by name; their sum is the reward. Of a completion that was cut off only
+    negative ones count: it must not earn more than a wrong one, which ended."""
     batch.problems = repeated(problems, len(batch.ids) // len(problems))
     batch.texts = texts(agent.encoding, batch, episodes)
     lengths = batch.mask.sum(1).tolist()
     parts = rewards_of(agent.task, batch.problems, batch.texts, lengths)
     batch.components = {}
     for name in parts[0]:
-        x = torch.tensor([float(part[name]) for part in parts])
-        batch.components[name] = x.to(batch.ids.device) * batch.finished
+        x = torch.tensor([float(part[name]) for part in parts]).to(batch.ids.device)
+        batch.components[name] = torch.where(batch.finished, x, x.clamp(max=0))
 
 def of_outcomes(batch):
     """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens:
@@ -59,7 +60,7 @@ def of_steps(task, encoding, batch):
     ends = torch.zeros_like(mask)
     correct = batch.components["correct"].tolist()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
-        steps = task.steps(problem, text)
+        steps = steps_of(task, problem, text)
         least = 1 if isinstance(text, str) else 0       # the first turn may be empty
         text = spoken(text)
         check_steps(problem, text, steps, least)

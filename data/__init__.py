@@ -1,10 +1,12 @@
 """Tasks (one file each), the helpers they share (`answers`), tokenizers and UserError. No torch."""
+import contextlib
 import importlib
 import importlib.util
 import json
-import math
 import numbers
 import sys
+import time
+import traceback
 from pathlib import Path
 
 
@@ -48,6 +50,56 @@ def task_file(name):
     return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
 
 
+# -------------------------------------------------------------------------------- a user's own code
+
+EXECUTED = set()        # the files that `import_file` has executed
+
+
+def call(function, what, *given, **named):
+    """What a function of a task returns. If it changes the working directory, that is put back: a
+    run's paths may be relative. Raises UserError, with the place, for an exception in it."""
+    try:
+        with contextlib.chdir("."):
+            return function(*given, **named)
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{place(e)}{what} fails: {in_words(e)}") from e
+
+
+def place(e):
+    """Where a function of `call` has failed: the file in which it is, and the line there."""
+    frames = raised_in(e)
+    if not frames:                      # a function that is not written in Python
+        return ""
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}: "
+
+
+def in_words(e):
+    """An exception, and where it was raised if that is in another file than its `place`."""
+    said = f"{type(e).__name__}: {e}"[:300].rstrip(": ")
+    frames = raised_in(e)
+    if frames and frames[-1].filename != frames[0].filename:
+        said += f" (raised in {frames[-1].filename}, line {frames[-1].lineno})"
+    return said
+
+
+def raised_in(e):
+    """The frames from a function of `call` down to where an exception was raised in it, without
+    those of an import."""
+    others = (call.__code__.co_filename, importlib.__file__)
+    frames = traceback.extract_tb(e.__traceback__)
+    return [frame for frame in frames if frame.filename not in others
+            and not frame.filename.startswith("<frozen importlib")]
+
+
+def is_executed(e):
+    """Whether an exception comes from a file that `import_file` has executed."""
+    frames = traceback.extract_tb(e.__traceback__)
+    return any(frame.filename in EXECUTED for frame in frames)
+
+
 def import_file(path, name):
     """Executes a .py file as the module `name`; raises UserError if there is none, or if it is not
     valid Python."""
@@ -55,16 +107,21 @@ def import_file(path, name):
         raise UserError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as e:
-        raise not_python(path, e) from e
+    EXECUTED.add(module.__file__)
+    python(path, spec.loader.exec_module, module)
     return module
 
 
-def not_python(path, e):
-    """The UserError for a SyntaxError in the file at `path`, or in one that it imports."""
-    return UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}")
+def python(path, load, *given):
+    """What `load` gives; raises UserError for a SyntaxError in the file at `path`, or in one that
+    it imports."""
+    try:
+        return load(*given)
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
+
+# ---------------------------------------------------------------------------------------- the tasks
+
 
 
 def load_task(name):
@@ -77,12 +134,10 @@ def load_task(name):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
     if path.parent == here:
-        try:
-            task = importlib.import_module(f"data.{path.stem}")
-        except SyntaxError as e:
-            raise not_python(path, e) from e
+        name = f"data.{path.stem}"
+        task = call(python, "the import", path, importlib.import_module, name)
     else:
-        task = import_file(path, f"task_{path.stem}")
+        task = call(import_file, "the import", path, f"task_{path.stem}")
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
     for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):
@@ -94,45 +149,100 @@ def load_task(name):
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
-    "rm_accuracy rm_error greedy turns".split())
+    "reward_seconds rm_accuracy rm_error greedy turns".split())
+
+
+LARGEST_REWARD = 1e15   # so that float32 holds sums of components, and their squares in a std
+SPENT = [0.0]           # seconds in the functions reward, rewards and steps of tasks
+
+
+@contextlib.contextmanager
+def timed():
+    """A context whose seconds are added to SPENT."""
+    began = time.perf_counter()
+    yield
+    SPENT[0] += time.perf_counter() - began
+
+
+def of(problem):
+    """A problem in an error message: its prompt, of a long one the beginning and the length."""
+    if problem is None:                 # a question from the keyboard
+        return "a question"
+    prompt = problem.prompt
+    more = f"... ({len(prompt):,} characters)" if len(prompt) > 200 else ""
+    return f"the prompt {prompt[:200]!r}{more}"
 
 
 def rewards_of(task, problems, completions, tokens):
     """The components of the reward of each completion: `task.reward` judges one at a time;
     `task.rewards`, if a task has it, judges all at once, those of a problem one after another, and
     is also given their numbers of tokens. Raises UserError unless each has the same ones."""
-    if hasattr(task, "rewards"):
-        rows = task.rewards(problems, completions, tokens)
-        if not isinstance(rows, list) or len(rows) != len(problems):
-            raise UserError(f"rewards must return a list of {len(problems)} dicts, one for each "
-                            f"completion, not {rows!r:.200}")
-    else:
-        rows = [task.reward(*given) for given in zip(problems, completions)]
+    with timed():
+        if hasattr(task, "rewards"):
+            rows = call(task.rewards, "the function rewards", problems, completions, tokens)
+        else:
+            rows = [call(task.reward, f"the reward of {of(problem)}", problem, completion)
+                    for problem, completion in zip(problems, completions)]
+    if not isinstance(rows, list) or len(rows) != len(problems):
+        raise UserError(f"rewards must return a list of {len(problems)} dicts, one for each "
+                        f"completion, not {rows!r:.200}")
     for problem, row in zip(problems, rows):
         check_components(problem, row)
         if row.keys() != rows[0].keys():
-            raise UserError(f"the reward of the prompt {problem.prompt!r} has the components "
-                            f"{', '.join(row)}: use the same ones for every prompt")
+            raise UserError(f"the reward of {of(problem)} has the components {', '.join(row)}: "
+                            f"use the same ones for every prompt")
     return rows
 
 
 def check_components(problem, parts):
-    """Raise UserError unless the components of a reward are a dict of finite numbers that includes
-    `correct` and uses no name of a statistic."""
-    prompt = f"the prompt {problem.prompt!r}"
+    """Raise UserError unless the components of a reward are a dict of numbers that includes
+    `correct`, a share, and uses no name of a statistic."""
     if not isinstance(parts, dict) or "correct" not in parts:
-        raise UserError(f"the reward of {prompt} must be a dict with 'correct', not {parts!r}")
+        raise UserError(f"the reward of {of(problem)} must be a dict with 'correct', not "
+                        f"{parts!r:.200}")
     for name, x in parts.items():
-        if name in STATISTICS:
+        if not isinstance(name, str):
+            raise UserError(f"the reward component {name!r} must have a string as its name")
+        if name in STATISTICS or "@" in name:           # an evaluation's have an @: pass@1
             raise UserError(f"rename the reward component {name!r}: it is the name of a statistic")
-        if not isinstance(x, numbers.Real) or not math.isfinite(x):
-            raise UserError(f"the reward {name!r} of {prompt} is {x!r}, not a finite number")
+        if not isinstance(x, numbers.Real) or not abs(x) <= LARGEST_REWARD:
+            raise UserError(f"the reward {name!r} of {of(problem)} is {written(x)}, not a finite "
+                            f"number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}")
+    x = parts["correct"]
+    if not 0 <= round(float(x), 6) <= 1:                # up to rounding
+        raise UserError(f"the reward 'correct' of {of(problem)} is {written(x)}, not a number from "
+                        f"0 (wrong) to 1 (right). Put another scale into a component beside it, "
+                        f"as in {{'correct': 0, 'wrong': -1}}")
+
+
+def written(x):
+    """A value in an error message, or the beginning of a long one."""
+    try:
+        text = repr(x)
+        return text if len(text) <= 100 else f"{text[:100]}..."
+    except ValueError:                  # Python writes no integer of more than 4,300 digits
+        return f"a {type(x).__name__} of more digits than can be written"
+
+
+def answer_of(task, completion):
+    """The answer of a completion, for majority votes; raises UserError unless it is a string."""
+    found = call(task.answer, "the function answer", completion)
+    if not isinstance(found, str):
+        raise UserError(f"the function answer must return a string, or '' if there is none, not "
+                        f"{written(found)}, as for the completion {completion!r:.200}")
+    return found
+
+
+def steps_of(task, problem, completion):
+    """The steps of a completion as (end, truth), not yet checked."""
+    with timed():
+        return call(task.steps, f"the steps of {of(problem)}", problem, completion)
 
 
 def check_steps(problem, completion, found, least=1):
     """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from
     `least` to its length that never decrease."""
-    steps = f"the steps of the prompt {problem.prompt!r}"
+    steps = f"the steps of {of(problem)}"
     if not isinstance(found, list):
         raise UserError(f"{steps} must be a list of (end, truth), not {found!r}")
     for step in found:

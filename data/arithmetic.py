@@ -10,11 +10,23 @@ A completion is either a bare guess, `~3000`, or lines of working, each of them 
 The answer is the number after the last `=`, or the guess.
 
 A task is one file without torch. It defines DEFAULTS, `problems`, `reward` and `answer`; for a warm
-start also `demonstration`; for process supervision also `steps`. `steps(problem, completion)`
-returns a list of (end, truth), one for each reasoning step: `end` is the number of characters up to
-the end of the step, `truth` True or False. A true step earns 1. The last step always ends at the
-completion's last token, and earns 1 only if `correct` is above 0 too. Under process supervision the
-other components of `reward` are only logged.
+start also `demonstration`; for process supervision also `steps`.
+
+`reward(problem, completion)` returns numbers by name, which are added up. One is `correct`, from 0
+to 1, the share that evaluations count as right. Another scale is a component beside it: with
+`{"correct": right, "wrong": right - 1}` the right answer earns 1, any other -1.
+
+A completion that was cut off at --max_new has a `correct` of 0 and earns at most 0: its positive
+components count as 0, its negative ones as they are. So a penalty for the lack of a right answer,
+as above, or for the length, is not evaded by never ending.
+
+`steps(problem, completion)` returns a list of (end, truth), one for each reasoning step: `end` is
+the number of characters up to the end of the step, `truth` True or False. A true step earns 1. The
+last step always ends at the completion's last token, and earns 1 only if `correct` is above 0 too.
+Under process supervision the other components of `reward` are only logged.
+
+An exception in a task's function ends the run with a line that names its file and line; --resume
+goes on from the last checkpoint. A function may change the working directory: it is put back.
 """
 import math
 import random

@@ -25,22 +25,33 @@ class Problem(NamedTuple):
     solution: str   # the working as published, without the answer
 
 
-def problems(train="", test=""):
-    """Training problems from --train and held-out problems from --test."""
-    return read(train, "train"), read(test, "test")
+def problems(train="", test="", longest=0):
+    """Training problems from --train, which evaluations do not need, and held-out problems from
+    --test. --longest N leaves out those whose question has more than N characters."""
+    training = read(train, "train") if train else []
+    both = training, read(test, "test")
+    if longest == 0:
+        return both
+    most = len(PROMPT.format("")) + longest
+    return tuple([p for p in part if len(p.prompt) <= most] for part in both)
 
 
 def read(path, flag):
-    """The problems in a file; raises UserError if it is not in the published format."""
+    """The problems in a file; raises UserError if it is not in the published format. Blank lines
+    are skipped."""
     if not path:
         raise UserError(f"gsm8k needs --{flag} FILE, a JSONL file of questions and answers")
     rows, n = [], 0
     try:
         with open(regular(path), "rb") as file:
             for n, line in enumerate(file, 1):
-                rows.append(problem_of(json.loads(line.decode("utf-8-sig"))))
+                text = line.decode("utf-8-sig").strip()
+                if text:
+                    rows.append(problem_of(json.loads(text)))
     except OSError as e:
         raise UserError(f"--{flag} {path}: {e.strerror}") from e
+    except json.JSONDecodeError as e:           # its own line number is that within the line
+        raise UserError(f"--{flag} {path}, line {n}: not JSON: {e.msg}, column {e.colno}") from e
     except (ValueError, RecursionError) as e:
         raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
     if not rows:

@@ -1,7 +1,5 @@
 """Episodes of several turns: the policy speaks, the task's `reply` answers, the policy goes on."""
-import traceback
-
-from data import UserError
+from data import UserError, call, of
 from data.tokenizer import decode
 
 LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
@@ -75,34 +73,29 @@ def spoken(completion):
 
 def checked_reply(reply, problem, turns):
     """What a task replies; raises UserError, with the place, if that fails or is not a text."""
-    try:
-        text = reply(problem, [*turns])
-    except Exception as e:
-        place = traceback.extract_tb(e.__traceback__)[-1]
-        raise UserError(f"{place.filename}, line {place.lineno}: the reply to the prompt "
-                        f"{problem.prompt!r} fails: {e!r:.200}") from e
+    what = f"the reply to {of(problem)}"
+    text = call(reply, what, problem, [*turns])
     if not isinstance(text, str | None):
-        raise UserError(f"the reply to the prompt {problem.prompt!r} must be a string or None, not "
-                        f"{text!r:.200}")
+        raise UserError(f"{what} must be a string or None, not {text!r:.200}")
     return text
 
 
 def demonstration(task, problem, rng):
     """A task's demonstration: a text or, if the task replies, a list of turns, from the policy's
     first to its last, with what the task does reply. Raises UserError for anything else."""
-    shown = task.demonstration(problem, rng)
-    of = f"the demonstration of the prompt {problem.prompt!r}"
+    what = f"the demonstration of {of(problem)}"
+    shown = call(task.demonstration, what, problem, rng)
     if not hasattr(task, "reply"):
         if not isinstance(shown, str):
-            raise UserError(f"{of} must be a string, not {shown!r:.200}")
+            raise UserError(f"{what} must be a string, not {shown!r:.200}")
         return shown
     texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
     if not texts or len(shown) % 2 == 0:
-        raise UserError(f"{of} must be a list of turns that begins and ends with one of the "
+        raise UserError(f"{what} must be a list of turns that begins and ends with one of the "
                         f"policy's, not {shown!r:.200}")
     for i in range(1, len(shown), 2):
         said = checked_reply(task.reply, problem, shown[:i])
         if said != shown[i]:
-            raise UserError(f"{of} has the reply {shown[i]!r:.200} where the task says "
+            raise UserError(f"{what} has the reply {shown[i]!r:.200} where the task says "
                             f"{said!r:.200}")
     return shown

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
-from data import UserError, import_file, load_task
+from data import UserError, call, import_file, load_task
 from run import show
 
 # ------------------------------------------------------------------------------- the command line
@@ -124,7 +124,8 @@ def problems_of(task, cfg):
     """What a task's `problems` returns for a Config."""
     names = inspect.signature(task.problems).parameters
     known = vars(cfg) | cfg.task_args
-    return task.problems(**{name: known[name] for name in names if name in known})
+    given = {name: known[name] for name in names if name in known}
+    return call(task.problems, "the function problems", **given)
 
 def build(config, task, chosen):
     """The dataclass from the settings `chosen`; raises UserError for unknown names."""

@@ -284,8 +284,9 @@ def stoppable(command=""):
         when.number, when.command = stop_asked(), command
         raise
     except RuntimeError as e:
-        if not isinstance(e, distributed.DistError) and "gloo" not in str(e):
-            raise                       # gloo's errors have no type of their own
+        of_ranks = isinstance(e, distributed.DistError) or "gloo" in str(e)
+        if ranks() == 1 or not of_ranks:        # gloo's errors have no type of their own
+            raise
         raise UserError("another rank has ended; continue from the last checkpoint with "
                         "--resume") from e
     finally:

@@ -1,6 +1,7 @@
 """Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
 import json
+import math
 import os
 import shutil
 
@@ -62,8 +63,19 @@ def lock(path):
 
 def append(path, record):
     """Adds a line to a JSON lines file."""
+    line = json.dumps(strict(record), allow_nan=False)
     with open(path, "a") as f:
-        f.write(json.dumps(record) + "\n")
+        f.write(line + "\n")
+
+def strict(x):
+    """A value for JSON, which has no NaN and no infinities: None takes their place."""
+    if isinstance(x, dict):
+        return {name: strict(part) for name, part in x.items()}
+    if isinstance(x, list | tuple):
+        return [strict(part) for part in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x
 
 def keep_previous(folder):
     """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""

@@ -6,23 +6,48 @@ from pathlib import Path
 
 import torch
 
-from data import UserError, check_steps, require, rewards_of, turns
-from run import config, dist
+from data import (UserError, answer_of, check_steps, of, require, rewards_of, steps_of,
+                  turns)
+from run import config, dist, show
 from run.passes import MICRO_TOKENS, most_logits
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems."""
+    """A task's training and held-out problems, if it has training problems for this Config."""
     train, held_out = config.problems_of(task, cfg)
     if not held_out:
         raise UserError("the task has no held-out problems to evaluate on")
     return train, held_out[:cfg.held_out or None]
 
+def to_train_on(cfg, task):
+    """`problems_of` a task of which there must be both kinds; prints a note if they overlap."""
+    train, held_out = problems_of(cfg, task)
+    if not train:
+        empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
+        raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
+                        f"{' and '.join(empty)}")
+    known = {p.prompt for p in train}
+    n = sum(p.prompt in known for p in held_out)
+    if n:
+        same = ", as if one file were both" if n == len(held_out) else ""
+        show.print0(f"note: {n} of {len(held_out)} held-out prompts are also training prompts"
+                    f"{same}: evaluations will count what was learned by heart")
+    return train, held_out
+
 def held_out(cfg, task, encoding, policy):
     """A task's held-out problems; raises UserError if they do not fit the context."""
     found = problems_of(cfg, task)[1]
-    longest = max(len(encoding.encode_prompt(p.prompt)) for p in found)
-    check_context(policy, cfg, longest)
+    check_context(policy, cfg, longest_of(encoding, found))
     return found
+
+class Longest(int):
+    """The number of tokens of the longest prompt, with its `problem`."""
+
+def longest_of(encoding, problems):
+    """The Longest of some problems."""
+    tokens = [len(encoding.encode_prompt(p.prompt)) for p in problems]
+    longest = Longest(max(tokens))
+    longest.problem = problems[tokens.index(longest)]
+    return longest
 
 def check_run(cfg, task, problems):
     """Raises UserError for what would otherwise end a run only after its warm start."""
@@ -42,13 +67,14 @@ def check_run(cfg, task, problems):
     replies = hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    answer_of(task, nothing)
     if replies:
         turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
         something = turns.demonstration(task, problem, random.Random(0))
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
-        found = task.steps(problem, something)
+        found = steps_of(task, problem, something)
         check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
     written = [out / place for place in ("", "best", "previous", "previous/best")]
@@ -58,8 +84,12 @@ def check_run(cfg, task, problems):
 def check_context(model, cfg, longest):
     """Raises UserError if a prompt of `longest` tokens and a completion do not fit the context."""
     if longest + cfg.max_new > model.cfg.block_size:
+        which = ""
+        if isinstance(longest, Longest):
+            which = (f": {of(longest.problem)}. See \"A prompt is too long\" in "
+                     f"docs/troubleshooting.md")
         raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
-                        f"model's context of {model.cfg.block_size}")
+                        f"model's context of {model.cfg.block_size}{which}")
 
 def check_room(model, cfg, longest):
     """Raises UserError if a run would not fit the model's context or the memory; longest 0: only

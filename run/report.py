@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from data import UserError, read_json
+import data
+from data import UserError, answer_of, read_json
 from data.tokenizer import pieces
 from model import send
 from run import dist, files, passes, show
@@ -52,9 +53,9 @@ def write(folders, out=""):
 def page(runs):
     """The page on some runs. `<` is escaped in their data, so that no text in it ends the script
     element in which it stands."""
-    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
     def part(found):
-        return data if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
+        return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
 
 def run_of(folder, most):
@@ -71,8 +72,8 @@ def thinned(path, most):
     """The records of samples.jsonl at evenly spaced steps, the first and the last included, at most
     `most` bytes of them; and the number of steps in the file."""
     sizes = Counter()                                   # bytes by step: the file may be large
-    for line in whole_lines(path):
-        sizes[step_of(line)] += len(line)
+    for n, line in whole_lines(path):
+        sizes[step_of(path, n, line)] += len(line)
     steps = sorted(sizes)
     n = len(steps)
     while sum(sizes[step] for step in spread(steps, n)) > most:
@@ -85,22 +86,31 @@ def spread(items, n):
 
 def logged(path, steps=None):
     """The records of a log, or those of some steps. None takes the place of NaN and infinities,
-    which JSON lacks."""
-    lines = [line for line in whole_lines(path) if steps is None or step_of(line) in steps]
-    try:
-        return [json.loads(line, parse_constant=lambda name: None) for line in lines]
-    except ValueError as e:
-        raise UserError(f"{path} is not JSON: {e}") from e
+    which an earlier version wrote though JSON lacks them."""
+    found = []
+    for n, line in whole_lines(path):
+        if steps is None or step_of(path, n, line) in steps:
+            try:
+                found.append(json.loads(line, parse_constant=lambda name: None))
+            except ValueError as e:
+                raise UserError(f"{path}, line {n}, is not JSON: {e}") from e
+    return found
 
 def whole_lines(path):
-    """The complete lines of a log, as bytes: a run may be writing one. None if there is no file."""
+    """The complete lines of a log, as bytes, with their numbers: a run may be writing one. Blank
+    ones are left out. None if there is no file."""
     if path.is_file():
         with open(path, "rb") as f:
-            yield from (line for line in f if line.endswith(b"\n"))
+            for n, line in enumerate(f, 1):
+                if line.endswith(b"\n") and line.strip():
+                    yield n, line
 
-def step_of(line):
-    """The step at the beginning of a line of a log."""
-    return int(re.match(rb'\{"step": (\d+)', line)[1])
+def step_of(path, n, line):
+    """The step at the beginning of line n of a log."""
+    found = re.match(rb'\{"step": (\d+)', line)
+    if not found:
+        raise UserError(f"{path}, line {n}, does not begin with a step")
+    return int(found[1])
 
 # ---------------------------------------------------------------------------------- samples.jsonl
 
@@ -223,13 +233,25 @@ def statistics(batch, dead):
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
     return dist.means(stats)
 
-def speed(batch, began, sampled):
-    """A step's seconds, from when it began to now, and the tokens per second of its rollout, until
-    it had `sampled`, and its update."""
-    ended = time.perf_counter()
-    tokens = dist.all_reduce(batch.mask.sum()).item()
-    return {"seconds": ended - began, "rollout_tok_s": tokens / (sampled - began),
-            "update_tok_s": tokens / (ended - sampled)}
+class Clock:
+    """Takes the times of a step, from when it is made."""
+
+    def __init__(self):
+        self.began, self.judged = time.perf_counter(), data.SPENT[0]
+
+    def has_sampled(self):
+        """Notes that the rollout has ended, and how much of it was the time of the rewards."""
+        self.sampled = time.perf_counter()
+        self.judging = data.SPENT[0] - self.judged
+
+    def speeds(self, batch):
+        """The step's seconds, up to now, those of the task's rewards, and the tokens per second of
+        its update and of the rest of its rollout."""
+        ended = time.perf_counter()
+        tokens = dist.all_reduce(batch.mask.sum()).item()
+        sampling = self.sampled - self.began - self.judging
+        return {"seconds": ended - self.began, "reward_seconds": self.judging,
+                "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - self.sampled)}
 
 def solved(task, greedy, sampled, n):
     """The results of an evaluation: shares of the problems solved, by name, from Batches of this
@@ -240,7 +262,7 @@ def solved(task, greedy, sampled, n):
         right = batch.components["correct"].tolist()
         votes = []
         for text, finished in zip(batch.texts, batch.finished.tolist()):
-            votes.append(task.answer(text) if finished else "")
+            votes.append(answer_of(task, text) if finished else "")
         for i in range(0, len(right), n):
             found.append(shares(right[i:i + n], votes[i:i + n]))
     total = {"greedy": 0.0} | dict.fromkeys(shares([0.0] * n, [""] * n), 0.0)

@@ -48,14 +48,14 @@ def begin(cfg, task, saved):
     if has_model and saved.step == cfg.total_steps and not saved.stats:
         show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
 
-    problems, held_out = preflight.problems_of(cfg, task)
+    problems, held_out = preflight.to_train_on(cfg, task)
     if has_model:
         encoding = pretrained.encoding_of(cfg, cfg.folder)
     else:
         cfg = warm_start.checked(cfg, task, problems)
         encoding = pretrained.encoding_of(cfg, cfg.init)
     preflight.check_run(cfg, task, problems)
-    longest = max(len(encoding.encode_prompt(p.prompt)) for p in problems + held_out)
+    longest = preflight.longest_of(encoding, problems + held_out)
 
     cold = False                        # whether it still needs a warm start
     if has_model:

@@ -41,6 +41,8 @@ def exit_code():
     except KeyboardInterrupt:           # in --eval_only or --ask: nothing to save
         code = 130
     except (UserError, OSError) as e:           # OSError: a full disk, a path too long
+        if data.is_executed(e) and not isinstance(e, UserError):
+            raise                               # of an algorithm's own code
         say(f"error: {on_one_line(str(e))}", sys.stderr)
         code = 2
     dist.exit_with(code)

@@ -64,13 +64,18 @@ def numbers(tensors):
 
 # ---------------------------------------------------------------------------------------- rewards
 
+def counted(row):
+    """The components that count: of a completion that was cut off the negative ones."""
+    return {name: x if row.finished or x < 0 else 0.0 for name, x in row.components.items()}
+
+
 def step_rewards(row, cfg, norm, limit=None):
     """[(index of a token, reward)], one for each step; under outcome supervision the completion is
     one step. `norm`: mean and std of the reward model's scores."""
     last = len(row.completion) - 1
     correct = row.finished and row.components["correct"] > 0
     if cfg.supervision == "outcome":
-        found = {last: sum(row.components.values()) if row.finished else 0.0}
+        found = {last: sum(counted(row).values())}
     else:               # the last step holds the end of the completion, and has to be its answer
         found, steps = {}, row.steps or [(last, False)]
         for index, true in [*steps[:-1], (last, steps[-1][1] and correct)]:
@@ -225,7 +230,7 @@ class Oracle:
 
     def measures(self, rows, rewards, dead):
         """What is logged of a rollout: means over rows; dead groups over groups."""
-        stats = {name: mean([row.components[name] * row.finished for row in rows])
+        stats = {name: mean([counted(row)[name] for row in rows])
                  for name in rows[0].components}
         stats["accuracy"] = stats.pop("correct")
         if self.cfg.reward != "rule":

@@ -272,7 +272,7 @@ def steps(problem, text):
 def answer(text):
     return text[:1]
 """
-TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8, block_size=16,
              norm_eps=1e-5, tied=True)
 FAMILIES = {"gpt2": {}, "qwen2": {}, "qwen3": {}, "llama": dict(

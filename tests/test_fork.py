@@ -132,7 +132,7 @@ def test_the_parameters_of_problems_are_flags(mine):
         assert config.problems_of(load_task(mine), cfg) == ([own], [])
         assert grpo.make_config(**vars(cfg)) == cfg
     assert grpo.make_config(task="arithmetic", difficulty=3).task_args == {"difficulty": 3}
-    assert grpo.make_config(task="gsm8k").task_args == {"train": "", "test": ""}
+    assert grpo.make_config(task="gsm8k").task_args == {"train": "", "test": "", "longest": 0}
 
 
 @pytest.mark.parametrize("argv, fault", [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+import data
 import grpo
 import reward
 from data import UserError
@@ -146,13 +147,17 @@ def test_the_learning_rate_halves(half_life, rates, monkeypatch):
 
 
 def test_speeds_are_tokens_by_seconds(monkeypatch):
-    """8 tokens sampled in 2 seconds and learned in 5."""
-    clock, batch = iter([10.0, 12.0, 17.0]), SimpleNamespace(mask=torch.arange(12).view(2, 6) < 8)
-    monkeypatch.setattr(grpo.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(grpo, "rollout", lambda agent, drawn, source: (batch, {"reward": len(drawn)}))
+    """8 tokens sampled in 2 seconds, after 3 in which the task judged, and learned in 5."""
+    clock, batch = iter([10.0, 15.0, 20.0]), SimpleNamespace(mask=torch.arange(12).view(2, 6) < 8)
+    monkeypatch.setattr(grpo.report.time, "perf_counter", lambda: next(clock))
+
+    def rollout(agent, drawn, source):
+        data.SPENT[0] += 3
+        return batch, {"reward": len(drawn)}
+    monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(grpo, "update", lambda agent, batch, source: {"kl": 0.5})
     got, stats = grpo.train_step(Agent(CFG, None, None, None, beta=0.04), PROBLEMS, 3)
-    assert got is batch and stats == dict(reward=2, kl=0.5, seconds=7.0, rollout_tok_s=4.0, update_tok_s=1.6, beta=0.04)
+    assert got is batch and stats == dict(reward=2, kl=0.5, seconds=10.0, reward_seconds=3.0, rollout_tok_s=4.0, update_tok_s=1.6, beta=0.04)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -34,7 +34,7 @@ def answer(text):
 """
 SMALL = ("--n_layer 1 --n_embd 16 --warm_steps 12 --warm_lr 1e-2 --lr 5e-3 --samples 2 "
          "--device cpu --no-compile").split()
-CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
+CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 def metrics(where):

@@ -26,7 +26,7 @@ ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".inde
                            token_bytes=lambda i: b"" if i in STOP else TEXTS[i])
 SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=24,
              lr=0.015, steps=2, dtype="float32", device="cpu", compile=False)
-TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 ALGOS = ("grpo", "reinforce", "a2c", "ppo", "rloo", "dr_grpo", "dapo", "gspo")
 BASELINES = ("none", "group", "leave-one-out", "value", "group+value")
 

@@ -397,7 +397,7 @@ def test_the_samples_of_a_rule_bear_the_rewards_of_the_task(tmp_path):
     assert len(seen.steps) == 2 and any(line["rewards"] for line in lines(tmp_path, "samples.jsonl"))
 
 
-CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
+CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 @pytest.mark.slow

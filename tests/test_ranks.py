@@ -70,7 +70,7 @@ ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 SHARDED = ["grpo", "turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
 PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
-TIMES = {"seconds", "rollout_tok_s", "update_tok_s"}
+TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 # ----------------------------------------------------------------------- what each process does
@@ -394,7 +394,7 @@ def test_every_statistic_is_that_of_one_process(both, ranks, name):
 def test_speeds_count_the_tokens_of_both(both, name):
     cfg = grpo.make_config(**settings(name, both[0] / "two"))
     for m in metrics(both[0] / "two" / name)[1:]:
-        tokens = m["seconds"] / (1 / m["rollout_tok_s"] + 1 / m["update_tok_s"])
+        tokens = (m["seconds"] - m["reward_seconds"]) / (1 / m["rollout_tok_s"] + 1 / m["update_tok_s"])
         assert tokens == pytest.approx(m["length"] * cfg.prompts * cfg.group)
 
 

@@ -509,7 +509,7 @@ def test_gsm8k_files_that_are_not_as_published(tmp_path, rows, why):
     (tmp_path / "binary").write_bytes(b"PAR1\xff\xfe")
     with pytest.raises(UserError, match="binary"):
         gsm8k.problems(str(tmp_path / "binary"))
-    with pytest.raises(UserError, match="needs --train FILE"):
+    with pytest.raises(UserError, match="needs --test FILE"):
         gsm8k.problems()
     with pytest.raises(UserError, match="No such file"):
         gsm8k.problems(str(tmp_path / "none"))
@@ -520,7 +520,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 
 @pytest.mark.parametrize("line, why", [
     (b"[" * 100_000, "RecursionError"), (b'{"question": ' * 100_000, "RecursionError"),
-    (b"[]", "not an object"), (b"7", "not an object"), (b"", "JSONDecodeError"), (b'{"question": "q', "JSONDecodeError"),
+    (b"[]", "not an object"), (b"7", "not an object"), (b"\xef\xbb", "UnicodeDecodeError"), (b'{"question": "q', "not JSON: Unterminated string starting at, column 14"),
     (b'{"question": 1, "answer": "#### 1"}', "'question' must be a string"), (b'{"question": "q", "answer": 1}', "'answer' must be a string"),
     (b'{"question": "q"}', "'answer' must be a string"), (b'{"question": null, "answer": "#### 1"}', "'question' must be a string"),
     (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),

@@ -101,7 +101,7 @@ def ours(size, who):
         batch, stats = grpo.train_step(agent, problems, step)
         tokens = int(batch.mask.sum())
         rollout = tokens / stats["rollout_tok_s"]
-        return {"seconds": stats["seconds"], "rollout": rollout, "update": stats["seconds"] - rollout,
+        return {"seconds": stats["seconds"], "rollout": rollout, "update": stats["seconds"] - stats["reward_seconds"] - rollout,
                 "tokens": tokens, "floors": floors(agent, batch)}
     return turn
 

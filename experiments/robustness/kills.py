@@ -26,7 +26,7 @@ ALONE = [sys.executable, GRPO, *SMALL, "--algo", "ppo", "--supervision", "proces
          "--critic", "separate"]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29633", GRPO,
          *SMALL, "--algo", "adaptive_kl"]
-CLOCKS = {"seconds", "rollout_tok_s", "update_tok_s"}
+CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 WRITTEN = ("model.safetensors.tmp", "checkpoint.safetensors.tmp", "run.json.tmp")
 
 

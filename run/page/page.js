@@ -72,7 +72,8 @@ const MEANING = {
   rm_error: "expected calibration error of the reward model on held-out labels",
   beta: "KL coefficient",
   seconds: "seconds per step",
-  rollout_tok_s: "tokens sampled per second",
+  reward_seconds: "seconds of a step spent in the task's rewards",
+  rollout_tok_s: "tokens sampled per second, the time of the task's rewards left out",
   update_tok_s: "tokens trained on per second",
 };
 const components = new Set(runs.flatMap(run => run.samples.flatMap(g => Object.keys(g.parts))));

@@ -53,7 +53,7 @@ TASKS = {                                       # what differs from Config
     "arithmetic": dict(task_args={"difficulty": 2}, steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2),
     "countdown": dict(task="countdown", task_args={"difficulty": 3}, **LARGE),
     "guess": dict(task="guess", prompts=32, group=16, max_new=32, lr=3e-4, minibatches=2, kl="none", n_embd=128),
-    "gsm8k": dict(task="gsm8k", task_args={"train": "", "test": ""}, **LARGE),
+    "gsm8k": dict(task="gsm8k", task_args={"train": "", "test": "", "longest": 0}, **LARGE),
     "sums": dict(task="sums", task_args={"difficulty": 1}, group=16, max_new=24, lr=3e-5, half_life=25, kl="none", micro_tokens=4096,
                  save_every=25)}
 

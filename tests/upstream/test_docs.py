@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 MEASURED = DOCS["measurements.md"]
 FORMER = "Flags are those of the commit that made a row; runs.py still reads them"
-OWN = {"difficulty", "train", "test", "letters"}         # of the tasks
+OWN = {"difficulty", "train", "test", "longest", "letters"}         # of the tasks
 FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "help", *OWN}
 
 

@@ -3,6 +3,7 @@
 Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
 """
 import re
+import unicodedata
 from fractions import Fraction
 
 LONGEST = 200       # maximum length of an expression or number: bounds time, depth, result
@@ -12,17 +13,52 @@ APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # not a 
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
-# Possessive (`*+`): with backtracking, two optional runs of spaces would take cubic time. A group
-# must not be possessive: Python before 3.11.5 matches it wrongly.
-NUMBER = re.compile(r"([-\u2212]?) *+[$\u20ac\u00a3]? *+([-\u2212]?)(?=\.?[0-9])"
-                    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{0,15}+)(?:\.[0-9]{1,15}+)?)"
-                    r"(?:%| *+([A-Za-z][A-Za-z ]*+))?\.?")
-# Words after a number that are not a unit but change its value: `5 million`, `5k`, `5 minus one`.
-NO_UNIT = re.compile(r"\b(?:[kKMB]|(?i:bn|mn|(?:m|b|tr|quadr)illions?|thousands?|hundreds?|"
-                     r"dozens?|half|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths|"
-                     r"pi|minus|plus|divided|multiplied|squared|cubed|doubled|tripled|halved|twice|"
-                     r"zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|"
-                     r"forty|(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|and an?))\b")
+# What a number may wear, and what is left without it. Texts beyond LONGEST characters are not read,
+# so patterns may backtrack; a possessive group is matched wrongly by Python before 3.11.5.
+ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
+ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
+PLAIN = [(re.compile(worn), plain) for worn, plain in (
+    (r"[^\S\n]|\\[,;:! ()[\]]|\\q?quad\b|~(?=\\)", " "),    # all kinds of spaces, \( and \[
+    (r"\\(?:text|math)[a-z]*|\\(?:left|right|mbox|underline)\b", " "), (r"\\([$%])", r"\1"),
+    (r"\\(?:boxed|fbox)\b", "####"), (r"\\approx\b", "≈"), (r"\{,\}", ","),         # 1{,}080
+    (r"\\[dt]?frac *(?:\{([0-9]+)\}|([0-9])) *(?:\{([0-9]+)\}|([0-9]))", r" \1\2/\3\4"),
+    (r"(?<!\w)([*_`]{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?!\w)", r"\2"),                  # **72**
+    (r"\^\{?\\circ\}?|°", ""), (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),   # cm^2
+    (r"\\(?:times|cdot)\b|×|(?<=[0-9)]) ?x ?(?=[0-9])", "*"),                      # 3 x 4
+    (r"(?<=[0-9]) ?[/÷] ?(?=[0-9])", "/"),
+    (r"(?<=[0-9]) ?\* ?10\^\{?(-?[0-9]{1,2})\}?", r"e\1"),                          # 2 * 10^3
+    (r"(?<=[0-9]) (?=[0-9]{3}(?![0-9/]))", ","),                                    # 12 500
+    (r"(?<![~0-9])~ ?(?=\S)", " "),                     # about 72; but ~~72~~ is struck out
+    (r"(?i)\b(?:minus|negative)\s+(?=\$?[0-9])", "-"), (r"\.\.+", "…"))]
+# What precedes one of these is working: only what follows the last one counts.
+MARK = re.compile(r"####|≈|(?i:\banswer(?: is:?|:))")
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "grand": 10 ** 3, "lakh": 10 ** 5,
+          "million": 10 ** 6, "crore": 10 ** 7, "bn": 10 ** 9, "billion": 10 ** 9}
+WORDED = (r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|forty|"
+          r"(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|trillion|"
+          rf"{'|'.join(SCALES)})(?:s|ths)?")
+CURRENCY = r"(?:(?:[A-Z]{2}|[ACRS])?[$£¥₠-₿]{1,3}|[A-Z]{3}|Rs\.?)"
+# One number, with its sign, currency and scale, between two texts without a digit.
+NUMBER = re.compile(
+    r"([^0-9]*?)(?<![A-Za-z_.$£¥₠-₿+*/^-])"
+    rf"((?:-|\+(?! ))? *(?:{CURRENCY} *-?)?) *(?=\.?[0-9])"
+    r"((?:[0-9]{1,15} +)?(?:and )?[0-9]{1,15}/[1-9][0-9]{0,14}|"                     # 2 1/2
+    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{0,15})(?:\.[0-9]{1,15})?(?:[eE]-?[0-9]{1,2})?)"
+    rf"(?:[ -]?([kKMB]|(?i:{'|'.join(SCALES)}))\b)?([^0-9]*)")
+SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
+# Words that take a number back or leave it open, wherever they are; and words that make it another
+# number, if they are the last before it, or anywhere after it.
+NOT = re.compile(r"(?i)\b(?:no|not|never|none|neither|cannot|wrong\w*|incorrect\w*|false|error|"
+                 r"mistak\w*|doubt|or|instead|except|but|unless|almost|nearly|nicht|не)\b|"
+                 r"n['’]t\b|[!<>]=|[不错錯]")
+BEFORE = re.compile(rf"(?i)\b(?:{WORDED}|than|over|under|above|below|least|most|(?<!adds )up to|"
+                    r"plus|times|divided by|point|half|third|quarter|double|twice|triple|square|"
+                    r"root|max(?:imum)?|min(?:imum)?)(?: of)?\W*$|\w\($")
+AFTER = re.compile(rf"(?i)\b(?:{WORDED}|minus|plus|multiplied|divided|squared|cubed|doubled|"
+                   r"tripled|halved|twice|itself|half|halves|thirds|quarters|fifths|eighths|"
+                   r"and an?|at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|mln|"
+                   r"(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
+                   r"[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")
 SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # --------------------------------------------------------------------------------- the evaluator
@@ -84,15 +120,51 @@ def tagged(text):
 
 
 def one_number(text):
-    r"""The value of a text that is one number, as a Fraction, or None. It may have a sign, commas,
-    decimals, a currency, a unit and a final period, and be in \boxed{}."""
-    text = text.strip().replace("{,}", ",")
-    boxed = re.fullmatch(r"\$?\\boxed\{([^{}]*)\}\.?\$?", text)
-    match = NUMBER.fullmatch(boxed[1].strip() if boxed else text)
-    if not match or len(text) > LONGEST or match[1] and match[2] or NO_UNIT.search(match[4] or ""):
+    r"""The value of a text that gives one number, as a Fraction, or None. It may be in words, LaTeX
+    or Markdown, with a currency and a unit, and follow its working and a mark such as \boxed. Of an
+    equation it is the side that is a number, if each other one is words alone, or equal to it."""
+    text = text.strip()
+    if len(text) > LONGEST:
         return None
-    number = Fraction(match[3].replace(",", ""))
-    return -number if match[1] or match[2] else number
+    text = text.translate(ASCII)
+    for worn, plain in PLAIN:
+        text = worn.sub(plain, text)
+    *marked, last = MARK.split(text)
+    if NOT.search(text) or re.search("[0-9]", "".join(marked[1:])):
+        return None
+    sides = last.split("=")
+    said = [side for side in sides if number(side) is not None]
+    same = (x == said[-1] or prose(x) or equal("0+" + arithmetic(x), arithmetic(said[-1]))
+            for x in sides)
+    return number(said[-1]) if said and all(same) else None
+
+
+def number(text):
+    """The value of a text with one number and words that do not change it, or None. A division that
+    has no remainder, such as 144/2, is not yet a number."""
+    match = NUMBER.fullmatch(text)
+    if not match:
+        return None
+    before, sign, digits, scale, after = match.groups("")
+    if BEFORE.search(before) or AFTER.search(after) or not prose(before + after):
+        return None
+    value = sum(map(Fraction, re.sub("and|,", "", digits).split()))
+    if "/" in digits and value.denominator == 1 or len(re.findall("[-+]", sign)) > 1:
+        return None
+    return value * SCALES[scale.lower()] * (-1 if "-" in sign else 1)
+
+
+def prose(text):
+    """Whether a text has no digit, operator or other symbol, except currencies and as in km/h."""
+    kinds = {unicodedata.category(c) for c in text if c != "\n"}
+    plain = all(kind[0] in "LMZP" or kind in ("Sc", "Cf") for kind in kinds)
+    return plain and not re.search(r"[*\\]|/(?! ?[^\W\d_])|-(?![^\W\d_])|-[a-z]\b", text)
+
+
+def arithmetic(text):
+    """What is left of a text without its words."""
+    text = text.replace("%", "/100").replace(" of ", "*")
+    return re.sub(r"/ ?[^\W\d_]+|[^-+*/().0-9 ]", "", text)
 
 
 def steps(problem, completion):

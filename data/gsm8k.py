@@ -2,7 +2,8 @@
 
     python grpo.py --task gsm8k --init FOLDER --train train.jsonl --test test.jsonl
 
-Each line has a `question` and an `answer`, which is the working followed by `#### n`.
+Each line has a `question` and an `answer`, which is the working followed by `#### n`. A completion
+must give the same number in its last answer tags, in whatever format `one_number` reads.
 """
 import json
 import re

@@ -31,8 +31,10 @@ STORIES = {
           "Of {a} {things}, {b} are broken. How many {things} are whole?",
           "{name} needs {a} {things} and has {b}. How many {things} are missing?")}
 # Possessive (`++`): a run of digits is matched whole, so the time is linear. A group must not be
-# possessive: Python before 3.11.5 matches it wrongly.
-LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]++)?|\.[0-9]++")
+# possessive: Python before 3.11.5 matches it wrongly. The last dot of `...` is no decimal point.
+LAST = re.compile(r"[0-9]++(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]++)?|(?<!\.)\.[0-9]++")
+MINUS = ("-", "\u2212", "\u2013", "\uff0d", "minus", "negative")
+BETWEEN = " \t\u00a0\u2009\u202f$\u20ac\u00a3*\\([{}"      # may stand between a sign and its number
 
 
 class Problem(NamedTuple):
@@ -92,14 +94,17 @@ def demonstration(problem, rng):
 
 
 def answer(completion):
-    """The last number in a completion as text; "" if there is none. A minus sign counts unless it
-    is a subtraction: `12 - 5` ends with 5."""
+    """The last number in a completion as text; "" if there is none. A minus sign counts, spaced or
+    not, unless it is a subtraction or a hyphen: `12 - 5` ends with 5, and so does `covid-5`."""
     *_, last = [None, *LAST.finditer(completion)]
     if last is None:
         return ""
-    before = completion[:last.start()]
-    negative = before.endswith(("-", "\u2212")) and not re.search(r"[0-9)] *$|\w$", before[:-1])
-    number = one_number("-" * negative + last[0])
+    before = completion[:last.start()].rstrip(BETWEEN).lower()
+    sign = next((sign for sign in MINUS if before.endswith(sign)), "")
+    left = before.removesuffix(sign)
+    hyphen = re.search(r"\w\Z", left)
+    minuend = re.search(r"[0-9)]\Z", left.rstrip(BETWEEN + "%"))
+    number = one_number("-" * bool(sign and not hyphen and not minuend) + last[0])
     return "" if number is None else str(number)
 
 

@@ -363,19 +363,60 @@ def answered(x, thought=""):
     ("18", 18), ("$1,080.", 1080), ("-5", -5), ("\u22125", -5), ("1,234,567 dollars", 1234567),
     ("3.50", Fraction(7, 2)), (r"\boxed{42}", 42), (r"$\boxed{1{,}080}$", 1080), (r"\boxed{ 42 }", 42), ("70%", 70), ("18.0", 18),
     ("$-3", -3), ("-$3", -3), ("12 eggs.", 12), (".5", Fraction(1, 2)), ("$.50", Fraction(1, 2)), ("007", 7),
-    ("5 quarters", 5), ("5 points", 5), ("5 m", 5), ("1 canteen", 1), ("5 millionaires", 5)])
+    ("5 points", 5), ("5 m", 5), ("1 canteen", 1), ("5 millionaires", 5), ("1/2", Fraction(1, 2)), (r"\frac{1}{2}", Fraction(1, 2)),
+    ("3 x 4 = 12", 12), ("1e3", 1000), ("1 000", 1000), ("\uff15", 5), ("5 million", 5_000_000), ("5Million dollars", 5_000_000),
+    ("5k", 5000), ("5 M", 5_000_000), ("5 dozen eggs", 60)])
 def test_one_number(text, number):
     assert one_number(text) == number
 
 
 @pytest.mark.parametrize("text", [
-    "", "none", "10-3", "\u0663", "17 or 18", "1/2", r"\frac{1}{2}", "10^2", "1,2345", "1e3", "1 000", "3:18", "--5",
-    "3.3333333333333335", "12345678901234518", "3 x 4 = 12", ".", "$", "18 (rounded from 17.6)", "5\u201318",
-    "5 million", "5Million dollars", "5k", "5 M", "5 dozen eggs", "5 minus one", "5 plus", "5 and a half", "5 hundredths",
-    "5 squared", "5 miles in one hour", "5 thirty", "5\u0665", "\uff15", "5\u00b2", "0,005", "000,018", "5\n0", "5" + " a" * 100])
+    "", "none", "10-3", "\u0663", "17 or 18", "10^2", "1,2345", "3:18", "--5", "5 quarters", "M$5", "-$-5", "+$-5", "-x = 5", "1...000", "1\n000", ".5.00",
+    "3.3333333333333335", "12345678901234518", ".", "$", "18 (rounded from 17.6)", "5\u201318",
+    "5 minus one", "5 plus", "5 and a half", "5 hundredths",
+    "5 squared", "5 miles in one hour", "5 thirty", "5\u0665", "5\u00b2", "0,005", "000,018", "5\n0", "5" + " a" * 100])
 def test_other_texts_are_no_number(text):
     """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5` and of `5 million`."""
     assert one_number(text) is None
+
+
+JUDGED = [line.split(" ", 2) for line in (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines() if line[:1] not in ("", "#")]
+
+
+def test_answers_are_judged_as_by_hand():
+    """200 texts, half of them right. At most 2 % of each half may be misjudged; none is."""
+    assert Counter(right for right, _, _ in JUDGED) == {"yes": 100, "no": 100}
+    assert len({(gold, text) for _, gold, text in JUDGED}) == 200
+    for right, gold, text in JUDGED:
+        problem = gsm8k.Problem("", str(Fraction(gold)), "")
+        judged = gsm8k.reward(problem, answered(text.replace("\u23ce", "\n")))["correct"]
+        assert judged == (right == "yes"), (right, gold, text)
+
+
+@pytest.mark.parametrize("form, given", [
+    ("{} 5", "no|not|never|none|neither|cannot|wrong|incorrect|false|error|mistaken|doubt|instead|except|but|unless|almost|nearly|isn\u2019t"),
+    ("{} 5", "than|over|under|above|below|at least|at most|up to|plus|times|divided by|point|half|third of|quarter of|double|twice|triple"),
+    ("{} 5", "square of|square root of|maximum of|minimum|max|min|twenty|hundred|sixteen|two"),
+    ("5 {}", "or so|nicht|\u043d\u0435|\u4e0d|\u9519|\u932f|!= x|minus|plus|multiplied|divided|squared|cubed|doubled|tripled|halved|twice|times itself"),
+    ("5 {}", "half|halves|thirds|quarters|fifths|sixths|eighths|tenths|hundredths|and a|and an eighth|at least|at most|pi|\u03c0|x|y|z|n|and k"),
+    ("5 {}", "hundreds|thousands|trillion|million billion|one|ninety|is low|was it|would do|must be more|seems low|mil|mille|mio|mln"),
+    ("5{}", "st|nd|rd|th|ish|\u4e07|\u842c|\u5104|\u4ebf|\u767e|\ub9cc|\uc5b5|\ucc9c|\u5343| \u0442\u044b\u0441. |\u043c\u0438\u043b\u043b\u0438\u043e\u043d| \u0932\u093e\u0916|/x?| -|--a| - x|^2|*|* x|\\%x")])
+def test_each_word_makes_it_no_number(form, given):
+    assert [one_number(form.format(word)) for word in given.split("|")] == [None] * len(given.split("|"))
+
+
+@pytest.mark.parametrize("text", [
+    r"10/3 \approx 5", "10/3 \u2248 5", r"5~\text{km}", "(12 - 2) x 0.5 = 5", "20% of 25 = 5", "5 m/s\u00b2", "10 \u00f7 2 = 5", "...5", "USD5", "Rs.5", "EUR -5", "adds up to 5",
+    "5 is correct", "5 is my answer", "5 is right", "5 \u5343\u514b", "5 \u5343\u7c73", "5 people, I think", "$ -5", "0.005 thousand", "0.05 hundred",
+    "0.005 grand", "0.000005 million", "0.000000005 bn", "0.000000005 billion", "0.000000005B", "0.0000005 crore", "10 / 2 = 5", "the answer is: 5", "50% * 10 = 5",
+    "2 eggs * $2.50/egg = $5", "5 \u06a9\u062a\u0627\u0628\u200c\u0647\u0627", "5\u20ac"])
+def test_what_a_number_may_wear(text):
+    assert abs(one_number(text)) == 5
+
+
+def test_other_fractions():
+    assert [one_number(x) for x in ("1 / 2", r"\frac12", "\u00bc", "1\u00be", "2 and 1/2", r"2 \tfrac{1}{2}")] == [
+        Fraction(1, 2), Fraction(1, 2), Fraction(1, 4), Fraction(7, 4), Fraction(5, 2), Fraction(5, 2)]
 
 
 def test_the_last_answer_in_tags_counts():
@@ -988,7 +1029,11 @@ def test_sums_have_four_difficulties():
     ("19", "19"), ("7 + 12 = 19.", "19"), ("It is 19, of course.", "19"), ("19 apples", "19"), ("019", "19"),
     ("1,234", "1234"), ("1,2345", "2345"), ("3.5", "7/2"), ("19.0", "19"), ("19.", "19"), (".19", "19/100"), ("1.2.5", "1/2"), ("7,19", "19"), ("", ""), ("none", ""),
     ("-5", "-5"), ("is -5", "-5"), ("= -5", "-5"), ("(-5)", "-5"), ("\u22125", "-5"),     # a minus sign ...
-    ("12-5", "5"), ("12 - 5", "5"), ("(9) - 5", "5"), ("covid-5", "5"),                 # ... and what is none
+    ("- 19", "-19"), ("\u201319", "-19"), ("\u2013 19", "-19"), ("\u2212\u200919", "-19"), ("\uff0d19", "-19"), ("3 - 22 = - 19", "-19"),
+    ("-$19", "-19"), ("- \\$19", "-19"), ("-**19**", "-19"), ("Minus 19", "-19"), ("negative 19", "-19"), ("-(19)", "-19"), ("x\n- 19", "-19"),
+    ("12-5", "5"), ("12 - 5", "5"), ("(9) - 5", "5"), ("covid-5", "5"), ("12 minus 5", "5"), ("$12 - $5", "5"),  # ... and what is none
+    ("12% - 5", "5"), ("12 \u2013 5", "5"), ("5\u201319", "19"), ("-> 19", "19"), ("---\n19", "19"),
+    ("The answer is...19", "19"), ("..19", "19"), ("\u202619", "19"), ("is .19", "19/100"), ("-...19", "19"),
     ("9" * 15, "9" * 15), ("9" * 16, ""), ("\u0661\u0669", ""), ("19\n\nSo 20", "20")])
 def test_the_last_number_counts(text, said):
     assert sums.answer(text) == said

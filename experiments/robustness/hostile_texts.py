@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import timeit
+import unicodedata
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,7 +26,7 @@ WORDS = {"million", "minus", "plus", "one", "half", "k", "M"}           # with o
 PIECES = [*r"""0 1 2 3 4 5 6 10 12 13 25 00 00000000 4.0 .5 , ,000 . - -- + * / ** ^ ( ) = ~ $ % e3
  x dollars \boxed{ } {,} <answer> </answer> _ # 13=13 1/3+ .1+ 13*""".split(), *sorted(WORDS), " ",
           "  ", "\n", "\t", "\x00", "\u3000", "\u0665", "\uff15", "\u00b2", "\u2212", "\u00d7"]
-SIGNS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.USub: "neg"}
+SIGNS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.USub: "neg", ast.UAdd: "pos"}
 
 
 def hostile(text, rng, length=0):
@@ -49,12 +50,23 @@ def right(task, problem, text):
         return re.sub(r"^0+(?=\d)|\.0+$", "", last.replace(",", "")) == problem.answer
     said = re.findall("<answer>((?:(?!<answer>).)*?)</answer>", text, re.S)[-1].strip()
     if task is gsm8k:
-        n = said.replace("{,}", ",").replace(r"\boxed{", "").strip("${} .")
-        n = re.sub(r"^0+(?=\d)|(\.0+)?[%A-Za-z ]*$", "", n)
-        return (n in (problem.answer, f"{int(problem.answer):,}")
+        text = re.sub("(?<=[a-z])[\u00b2\u00b3]", "", said.split(r"\boxed{")[-1])
+        text = unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+        text = re.sub(r"[-/] ?(?=[A-Za-z])|[^-+*/.0-9=]|[.](?![0-9])", "", text)        # without its words and commas
+        sides = [re.sub("(?<![0-9.])0+(?=[0-9])", "", side) for side in text.split("=") if side]
+        return (all(value(side) == int(problem.answer) for side in sides)
+                and any(re.fullmatch("[+]?[0-9.]+", side) for side in sides)
                 and WORDS.isdisjoint(re.findall("[A-Za-z]+", said)))
     return (sorted(re.findall("[0-9.]+", said)) == sorted(map(str, problem.numbers))
-            and exact(ast.parse(said, mode="eval").body) == problem.target)
+            and value(said) == problem.target)
+
+
+def value(text):
+    """The exact value of an expression; None of what is none."""
+    try:
+        return exact(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return None
 
 
 def exact(node):

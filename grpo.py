@@ -250,13 +250,13 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
-    replied = torch.zeros_like(mask)            # tokens of the environment
+    told = torch.zeros_like(mask)               # columns that are not sampled: replies, and T
+    told[:, T] = True
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)           # finished, or cut off
     if u is not None:
         u = u.to(device, torch.float32)
-
     cache = caches.new(policy, T, temperature)
     p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
     # Rows that are done sample on, into column T, until `append` drops them, at once or every 16
@@ -269,15 +269,15 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         rows = cache.rows                       # (r,)
         token = caches.sample_token(p, None if u is None else u[rows, n])       # (r,)
         column = torch.where(done[rows], T, start[rows] + n)
-        told = replied[rows, column]            # here a token is read instead
-        token = torch.where(told, ids[rows, column], token)
+        own = ~told[rows, column]
+        token = torch.where(own, token, ids[rows, column])      # a reply's is read instead
         ids[rows, column] = token
-        mask[rows, column] = (column < T) & ~told
+        mask[rows, column] = own
         logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
-        ended = (token[:, None] == stop).any(1) & ~told & ~done[rows]
+        ended = (token[:, None] == stop).any(1) & own
         finished[rows] |= ended
         if reply is not None:
-            hear(reply, rows[ended].tolist(), n, ids, start, limit, replied, finished)
+            hear(reply, rows[ended].tolist(), n, ids, start, limit, told, finished)
         done = finished | (n + 1 >= limit)
     logp = torch.where(mask, logp, 0)
     used = passes.row_lengths(mask).max().item()    # up to the last one
@@ -290,7 +290,7 @@ def padded(prompts, group, width):
         row[:len(prompt)] = torch.tensor(prompt)
     return ids.repeat_interleave(group, 0)
 
-def hear(reply, rows, n, ids, start, limit, replied, finished):
+def hear(reply, rows, n, ids, start, limit, told, finished):
     """Asks for the environment's reply to each turn that ended at token n, and writes it where the
     row reads it next; the row is then not finished. reply(row, ids so far, tokens left) returns
     ids, fewer than are left; [] if the episode is over; None if it must be cut off, as the reply
@@ -306,7 +306,7 @@ def hear(reply, rows, n, ids, start, limit, replied, finished):
         finished[row] = len(said) == 0
         columns = slice(end, end + len(said))
         ids[row, columns] = torch.tensor(said)
-        replied[row, columns] = True
+        told[row, columns] = True
 
 def complete(agent, prompts, group, room, u=None, episodes=None):
     """`sample` from the policy, with the settings of the run. Episodes are called as `reply`."""

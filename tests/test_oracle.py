@@ -374,7 +374,7 @@ def compare_fits(cfg, monkeypatch):
         made.extend(rows_of(batch, SimpleNamespace(reward_model=None)))
         return batch
 
-    def record_continued(agent, prefixes, tries, room, u):
+    def record_continued(agent, prefixes, tries, room, u, episodes):
         """`complete`, after a step; on the side the prefixes and how they went on."""
         ended = complete(agent, prefixes, tries, room, u)
         ids = [row[:max(i for i, on in enumerate(mask) if on) + 1] for row, mask in zip(ended.ids.tolist(), ended.mask.tolist())]

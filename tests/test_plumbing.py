@@ -580,6 +580,7 @@ def places(tmp_path_factory):
         (root / f"{name}.jsonl").write_text(3 * (json.dumps(row) + "\n"))
     (root / "turns.py").write_text(LETTERS.format(letters="one") + """
 def reply(problem, turns): return "?"
+def answer(turns): return turns[-1]
 def demonstration(problem, rng): return ["a"]
 """)
     return {path.name: str(path) for path in root.iterdir()}

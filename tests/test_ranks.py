@@ -61,13 +61,12 @@ RUNS = {
     "warm start": dict(init="", warm_steps=15, steps=1),
     "reward learned": dict(reward="model", iterations=2, steps=1),
     "steps learned": dict(reward="model", supervision="process", iterations=2, steps=1),
-    "turns": dict(task="turns.py", max_new=12, supervision="process"),
     "turns and a critic": dict(task="turns.py", max_new=12, algo="ppo", reward="model", supervision="process", steps=1),
     "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
 ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
-SHARDED = ["grpo", "turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
+SHARDED = ["turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
 PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}

@@ -358,8 +358,8 @@ def test_the_tool_of_the_page(tmp_path):
         turns.append("".join(turns[1::2]))
         assert task.reply(problem, turns) is None and task.reward(problem, turns) == {"correct": 1.0}
     assert task.reply(problem, ["?z"]) == "unknown"
-    grpo.main(["--task", str(tmp_path / "lookup.py"), "--out", str(tmp_path / "out"), *"--n_layer 1 --warm_steps 150 "
-               "--warm_lr 5e-3 --steps 1 --held_out 8 --samples 2".split()])
+    grpo.main(["--task", str(tmp_path / "lookup.py"), "--out", str(tmp_path / "out"), *"--n_layer 1 --warm_steps 80 "
+               "--warm_lr 1e-2 --steps 1 --held_out 8 --samples 2".split()])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["turns"] > 1.3
 

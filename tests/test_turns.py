@@ -514,6 +514,7 @@ class Killed(BaseException):
 def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, monkeypatch):
     """In the middle of an episode of its second iteration."""
     settings = dict(reward="rollouts", supervision="process", iterations=2, steps=1, warm_steps=20)
+    monkeypatch.setattr(reward, "FIT_STEPS", 3)         # 12 problems are labelled
     real, calls = turns.checked_reply, []
     monkeypatch.setattr(turns, "checked_reply", lambda *given: calls.append(0) or real(*given))
     whole = run(echo, "whole", **settings)

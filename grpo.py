@@ -117,7 +117,6 @@ class Config:
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
-        # Of the others, at least 1, or 0 if that is the default.
         least = dict(group=2, seed=0, steps=0, warm_steps=0, temperature=1e-3)
         config.check(self, least, most=dict(lam=1, samples=1024))
 
@@ -399,11 +398,11 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = generate(agent, problems, cfg.group, rng)
-    reward.of_batch(agent, batch)               # batch.reward, by rule or learned, and batch.ends
+    reward.of_batch(agent, batch)       # batch.reward, at most 0 if cut off, and batch.ends
 
-    # old_logp is the one noted while sampling, unless a pass over whole rows (with the policy's
-    # weights, rounded as in training) is better: (1) a critic needs it anyway; (2) the KL is in the
-    # reward: at first it is less than differences in rounding; (3) bfloat16, if there are ratios.
+    # old_logp is the one noted while sampling, unless a pass over whole rows, which rounds as
+    # training does, is better: (1) a critic needs it; (2) a KL in the reward is at first less than
+    # rounding; (3) bfloat16 with ratios. The sampler's weights are the policy's under autocast.
     old_logp = batch.logp
     has_ratios = cfg.updates > 1                # in a step's first update pi is pi_old
     bfloat16 = agent.policy.amp is not None
@@ -525,7 +524,7 @@ def update(agent, batch, rng):
     norm, mismatch = 0.0, None
     params = [p for group in agent.opt.param_groups for p in group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())
-    mask = batch.mask.cpu()                     # both on the host, which lays out micro-batches
+    mask = batch.mask.cpu()                     # to count on the host, which lays out micro-batches
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
         n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
@@ -540,8 +539,8 @@ def update(agent, batch, rng):
             for name, x in found.items():
                 stats[name] += x.detach()
             gaps.append(logp.detach() - part.logp)
-        if mismatch is None:                    # before the first optimizer step
-            kept_tokens = mask[kept].sum()      # raises if the largest gap, or the mean, is large
+        if mismatch is None:        # the largest gap, before the first step; raises if it is large
+            kept_tokens = mask[kept].sum()
             mismatch = passes.checked_gap(gaps, kept_tokens, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
@@ -552,8 +551,9 @@ def update(agent, batch, rng):
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows have a gradient, (B,) on the host; update skips the others: without reference and
-    critic, rows with advantages 0, unless total_loss of two such rows has another term, not 0."""
+    """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
+    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so it is
+    tried on two of them: if it is not 0, no row is skipped."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model

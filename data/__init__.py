@@ -123,7 +123,6 @@ def python(path, load, *given):
 # ---------------------------------------------------------------------------------------- the tasks
 
 
-
 def load_task(name):
     """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
     UserError if there is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""

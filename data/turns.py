@@ -24,8 +24,8 @@ class Episodes:
         turns = self.turns[row]
         turns.append(decode(self.encoding, ids[self.begun[row]:]))
         text = checked_reply(self.reply, self.problems[row], turns)
-        spoken = len(turns[::2])
-        if text and (spoken >= self.max_turns or len(text) > LONGEST):
+        used_up = len(turns[::2]) >= self.max_turns
+        if text and (used_up or len(text) > LONGEST):
             return None
         said = self.encoding.encode_reply(text) if text else []
         if not said:
@@ -41,7 +41,7 @@ class Episodes:
         and for each token so far whether the policy said it."""
         for i, (turns, own) in enumerate(zip(texts, said)):
             replies = sum(a and not b for a, b in zip(own, own[1:]))
-            begun = max((t + 1 for t, own_token in enumerate(own) if not own_token), default=0)
+            begun = max((t + 1 for t, is_own in enumerate(own) if not is_own), default=0)
             for row in range(i * tries, (i + 1) * tries):
                 self.turns[row] = turns[:2 * replies]
                 self.begun[row] = begun
@@ -89,8 +89,8 @@ def demonstration(task, problem, rng):
         if not isinstance(shown, str):
             raise UserError(f"{what} must be a string, not {shown!r:.200}")
         return shown
-    texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
-    if not texts or len(shown) % 2 == 0:
+    are_texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
+    if not are_texts or len(shown) % 2 == 0:
         raise UserError(f"{what} must be a list of turns that begins and ends with one of the "
                         f"policy's, not {shown!r:.200}")
     for i in range(1, len(shown), 2):

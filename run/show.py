@@ -165,10 +165,7 @@ def dialogue(encoding, question, batch, episodes=None):
     """A question and its completion, for a terminal: what is not the policy's is in brackets."""
     [completion] = turns.texts(encoding, batch, episodes)
     if episodes is not None:
-        said = completion[:1]
-        for reply, turn in zip(completion[1::2], completion[2::2]):
-            said += [f"[{reply}]", turn]
-        completion = "".join(said)
+        completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
     between = "\n" if encoding.frame.after else ""
     return printable(question + between + completion)
 

@@ -342,7 +342,7 @@ BUGS = [
     ('a reply begins a column late', 'grpo.py', 'columns = slice(end, end + len(said))',
      'columns = slice(end + 1, end + 1 + len(said))', 'turns'),
     ('a reply may take the last token', 'data/turns.py', 'len(said) >= left:', 'len(said) > left:', 'turns'),
-    ('a turn too many', 'data/turns.py', 'spoken >= self.max_turns', 'spoken > self.max_turns', 'turns'),
+    ('a turn too many', 'data/turns.py', 'len(turns[::2]) >= self.max_turns', 'len(turns[::2]) > self.max_turns', 'turns'),
     ('a turn is read from the beginning of the episode', 'data/turns.py',
      'self.begun[row] = len(ids) + len(said)', 'pass', 'turns'),
     ('an episode cut off within a turn lacks it', 'data/turns.py', 'if len(turns) % 2 == 0:', 'if not turns:', 'turns'),

@@ -129,11 +129,11 @@ def load(folder, config):
                         f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError if the settings `found` in a folder name a task or an algorithm in a file
-    that the flags `given` do not: opening somebody else's folder must not execute code."""
+    """Raises UserError if the settings `found` in a folder name a task or an algorithm in a file,
+    and the flags `given` name none: opening somebody else's folder must not execute code."""
     for name in ("task", "algo"):
         file = str(found.get(name))
-        if file.endswith(".py") and given.get(name) != file:
+        if file.endswith(".py") and name not in given:
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
                             f"be executed; to allow it, add --{name} {file}")
 
@@ -145,35 +145,47 @@ def settings(mode, cfg, given):
         cfg, saved = resume(cfg.folder, type(cfg), given)
         return vars(cfg), saved
     folder = given.get("init", cfg.folder)
-    found = about(folder).get("config", {})
+    record = files.about(folder)
+    found = record.get("config", {})
     found = {name: x for name, x in found.items() if name not in ("out", "algo")}
     refuse_foreign_code(found, given, folder)
     args = found.pop("task_args", {})
+    for name in record.get("data", {}).keys() & args.keys():
+        if not Path(args[name]).exists():
+            del args[name]              # an evaluation may do without, or says which flag it needs
     if found and given.get("task", found["task"]) == found["task"]:
         found |= args
     return found | {"init": str(folder)} | given, None
 
-def about(folder):
-    """What run.json says of the run in a folder; empty if there is none."""
-    path = Path(folder) / "run.json"
-    return read_json(path.read_bytes(), path) if path.exists() else {}
-
-# Settings, when a run is resumed. A size of micro-batches changes a gradient only by rounding.
-MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "micro_tokens"}
+# The settings that a resumed run may change: how long it runs, what it measures and keeps, and what
+# the machine needs, which changes a result only by rounding.
+MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
+              "recompute", "device", "dtype", "compile", "cache", "shard"}
 
 def resume(folder, config, flags):
     """The Config and the Checkpoint to continue from. `flags` may change only the settings named in
-    MAY_CHANGE. The run stays in `folder`, even if it was moved there."""
+    MAY_CHANGE, and the path of a file that was moved. The run stays in `folder`, even if that was
+    moved."""
     cfg, checkpoint = load(folder, config)
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
     has = vars(cfg) | cfg.task_args
+    began = files.about(folder).get("data", {})
+    named = data_of({name: x for name, x in flags.items() if name in began})
+    changed = {}
     for name, value in flags.items():
-        if name not in may_change and value != has.get(name):
+        if name in may_change or name in named and named[name] == began[name]:
+            changed[name] = value
+        elif value != has.get(name):
             raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}; "
-                            f"a resumed run may change only {', '.join(sorted(may_change))}")
-    changed = {name: x for name, x in flags.items() if name in may_change}
-    cfg = dataclasses.replace(cfg, **changed | {"out": str(folder)})
+                            f"a resumed run may change only {', '.join(sorted(may_change))}, and "
+                            f"the path of a file that was moved")
+    args = {name: changed.pop(name, x) for name, x in cfg.task_args.items()}
+    cfg = dataclasses.replace(cfg, **changed | {"out": str(folder), "task_args": args})
+    if gone := sorted(began.keys() - data_of(code_and_problems(cfg)).keys()):
+        flags = " ".join(f"--{name} FILE" for name in gone)
+        raise UserError(f"{has[gone[0]]}, a file of the run in {folder}, is gone: if it was moved, "
+                        f"add {flags}")
     if cfg.total_steps < checkpoint.step:
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
     return cfg, checkpoint
@@ -188,7 +200,7 @@ def open_run(cfg, checkpoint=None):
     folder.mkdir(parents=True, exist_ok=True)
     files.lock(folder / "lock")
     files.clear_up(folder)
-    data = data_of(cfg)
+    data = data_of(code_and_problems(cfg))
     if checkpoint:
         data |= data_at_start(cfg, data)
     else:
@@ -210,7 +222,7 @@ def begin_anew(cfg):
         if 0 < found.step < old.total_steps:
             raise UserError(f"{folder} holds a run stopped at step {found.step}: continue it with "
                             f"--resume, or choose another --out")
-    if (folder / "model.safetensors").exists():
+    if (folder / "model.safetensors").exists() or (folder / files.MOVING).exists():
         files.keep_previous(folder)
     shutil.rmtree(folder / "best", ignore_errors=True)          # of a run killed at step 0
     checkpoint = Checkpoint(step=-1, stats={}, beta=cfg.beta, model={},
@@ -218,9 +230,17 @@ def begin_anew(cfg):
     write_checkpoint(cfg, checkpoint)
     return checkpoint
 
-def data_of(cfg):
-    """SHA-256 of the files with the task, its problems, and an algorithm, by setting."""
-    paths = {"task": task_file(cfg.task), "algo": config.file_of(cfg.algo), **cfg.task_args}
+def code_and_problems(cfg):
+    """The settings that may name a file with code or with problems."""
+    return {"task": cfg.task, "algo": cfg.algo, **cfg.task_args}
+
+def data_of(settings):
+    """SHA-256 of the files that `code_and_problems` name, by setting."""
+    paths = dict(settings)
+    if "task" in paths:
+        paths["task"] = task_file(paths["task"])
+    if "algo" in paths:
+        paths["algo"] = config.file_of(paths["algo"])
     return {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
             for name, path in paths.items()
             if isinstance(path, (str, Path)) and Path(path).is_file()}
@@ -228,11 +248,11 @@ def data_of(cfg):
 def data_at_start(cfg, data):
     """The `data_of` a resumed run when it began. Raises UserError if its problems or its algorithm
     are others now; prints a note if its task is."""
-    began = about(cfg.folder).get("data", {})
+    began = files.about(cfg.folder).get("data", {})
     for name in began:
         if data.get(name) == began[name]:
             continue
-        file = (vars(cfg) | cfg.task_args)[name]
+        file = code_and_problems(cfg)[name]
         changed = f"{file} has changed since the run in {cfg.folder} began"
         if name != "task":
             raise UserError(f"{changed}: restore the file, or start a new run")

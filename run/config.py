@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 from data import UserError, call, import_file, load_task
-from run import show
+from run import files, show
 
 # ------------------------------------------------------------------------------- the command line
 
@@ -53,9 +53,8 @@ class Parser(argparse.ArgumentParser):
 def read(config, about, argv):
     """Parses a command line: returns MODES, of which at most one is set, as a namespace, and a dict
     of the settings that it gives, which are fields of a dataclass or the task's own."""
-    first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--task", default=config.task)
-    task_name = first.parse_known_args(argv)[0].task
+    found = task_of(argv)
+    task_name = found or config.task
 
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=100,
                                max_help_position=36)
@@ -86,8 +85,29 @@ def read(config, about, argv):
             parser.error(f"there is no argument {name}")
         raise no_setting(name, [*known, *own, *MODES], unknown[0])
     given = vars(given)
+    if found:
+        given["task"] = found
     mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})
     return mode, given
+
+def task_of(argv):
+    """The task on a command line: --task or, where a run is continued or its model is used, that
+    of the run, unless it is a file, which would be executed. None if there is neither."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for name in ("task", "init", "out"):
+        parser.add_argument(f"--{name}")
+    for name, options in MODES.items():
+        parser.add_argument(f"--{name}", **options)
+    flags = parser.parse_known_args(argv)[0]
+    folder = flags.out
+    if flags.eval_only or flags.ask is not None:
+        folder = flags.init or flags.out
+    elif not flags.resume:
+        folder = None
+    if flags.task or not folder:
+        return flags.task
+    found = files.about(folder).get("config", {}).get("task")
+    return None if str(found).endswith(".py") else found
 
 def add_flag(group, name, kind, default, text):
     """Adds a flag of a type, of one of the choices of a Literal, or --name and --no-name."""

@@ -3,12 +3,12 @@ import contextlib
 import json
 import math
 import os
-import shutil
+from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError
+from data import UserError, read_json
 from run import show
 
 try:
@@ -48,6 +48,7 @@ def write_tensors(path, tensors, metadata):
 # ----------------------------------------------------------------------------------- a run's folder
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MOVING = "moving"       # the folder in which `keep_previous` collects a run
 LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
 
 def lock(path):
@@ -78,16 +79,25 @@ def strict(x):
     return x
 
 def keep_previous(folder):
-    """Moves the finished run in `folder`, its best/, and any other files there, to previous/."""
-    previous = folder / "previous"
-    previous.mkdir(exist_ok=True)
+    """Moves the finished run in `folder`, its best/, and any other files there, to previous/, or to
+    previous2/, previous3/ ..., whichever is free. After a kill it can be called again."""
+    moving = folder / MOVING
+    moving.mkdir(exist_ok=True)
     for path in [*folder.iterdir()]:
-        if path.is_file() and path.name != "lock":
-            os.replace(path, previous / path.name)
-    shutil.rmtree(previous / "best", ignore_errors=True)
-    if (folder / "best").is_dir():
-        os.replace(folder / "best", previous / "best")
+        if path.name == "best" or path.is_file() and path.name != "lock":
+            os.replace(path, moving / path.name)
+    previous = folder / "previous"
+    number = 1
+    while previous.exists():
+        number += 1
+        previous = folder / f"previous{number}"
+    os.replace(moving, previous)
     show.print0(f"the finished run in {folder} was moved to {previous}")
+
+def about(folder):
+    """What run.json says of the run in a folder; empty if there is none."""
+    path = Path(folder) / "run.json"
+    return read_json(path.read_bytes(), path) if path.exists() else {}
 
 def clear_up(folder):
     """Removes what interrupted saves have left, files as large as the model: those of `replacing`,

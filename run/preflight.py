@@ -77,8 +77,7 @@ def check_run(cfg, task, problems):
         found = steps_of(task, problem, something)
         check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
-    written = [out / place for place in ("", "best", "previous", "previous/best")]
-    if cfg.init and Path(cfg.init).resolve() in written:
+    if cfg.init and Path(cfg.init).resolve() in (out, out / "best"):
         raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
 
 def check_context(model, cfg, longest):

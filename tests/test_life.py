@@ -93,8 +93,8 @@ def run(tmp_path):
 
 # All others must be what they are in the run. With several iterations, `steps` is that of each and must be too.
 MAY_CHANGE = {"out": "the run stays where it is", "steps": "the run goes on to it", "eval_every": "from now on",
-              "micro_tokens": "less memory may be free",
-              "save_every": "from now on"}
+              "save_every": "from now on", "held_out": "only measures", "samples": "only measures",
+              **dict.fromkeys(["micro_tokens", "recompute", "device", "dtype", "compile", "cache", "shard"], "the machine's")}
 NAMES = [f.name for f in dataclasses.fields(Config)]
 
 
@@ -133,7 +133,21 @@ def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
         with pytest.raises(UserError, match=f"has --{name} .*, not ") as e:
             checkpoint.resume(begun / iterations, Config, {name: new})
         allowed = [x for x in sorted(MAY_CHANGE) if (x, iterations) != ("steps", "two")]
-        assert str(e.value).endswith(f"may change only {', '.join(allowed)}")
+        assert f"may change only {', '.join(allowed)}, and the path of a file" in str(e.value)
+
+
+def test_what_the_machine_needs_changes_a_result_only_by_rounding(run):
+    """Less memory, other caches, fewer held-out problems: the steps are those of a run that was not stopped."""
+    whole = run("whole", "--steps", 4)
+    part = run("part", "--steps", 2)
+    run("part", "--resume", "--steps", 4, "--micro_tokens", 16, "--recompute", "--cache", "plain", "--held_out", 3, "--samples", 1)
+    one, other = (load((out / "model.safetensors").read_bytes()) for out in (whole, part))
+    began = load((whole / "warm_start" / "model.safetensors").read_bytes())
+    moved = max((one[name] - began[name]).abs().max() for name in one)
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-2 * moved
+    cfg = checkpoint.load(part, Config)[0]
+    assert (cfg.micro_tokens, cfg.recompute, cfg.cache, cfg.held_out, cfg.samples) == (16, True, "plain", 3, 1)
+    assert "pass@1" in metrics(part)[-1] and "pass@2" not in metrics(part)[-1]
 
 
 def resumed(*flags):
@@ -221,21 +235,58 @@ def test_a_run_goes_on_with_its_task(run, capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "test"])
 def test_the_problems_are_those_of_the_beginning(name, tmp_path, capsys):
-    """Neither another file nor another content; a file that is touched is the same."""
+    """No other content, neither at the same path nor at another; a file that is touched or moved is the same."""
     rows = [json.dumps({"question": f"{i} and {i}?", "answer": f"#### {i + i}"}) + "\n" for i in range(12)]
     paths = {part: tmp_path / f"{part}.jsonl" for part in ("train", "test")}
     for path in paths.values():
         path.write_text("".join(rows))
+    out, file, other = tmp_path / "run", paths[name], tmp_path / "other"
     main([*SMALL, "--task", "gsm8k", "--train", str(paths["train"]), "--test", str(paths["test"]), "--prompts", "2",
-          "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "1", "--out", str(tmp_path / "run")])
-    shutil.copy(paths[name], tmp_path / "copy")
-    resume = ["--resume", "--task", "gsm8k", "--steps", 2, "--out", tmp_path / "run"]
-    assert f"has --{name} {paths[name]}, not {tmp_path / 'copy'}" in fault(capsys, *resume, f"--{name}", tmp_path / "copy")
-    paths[name].write_text("".join(rows[:-1]))
-    assert f"{paths[name]} has changed since the run in" in fault(capsys, *resume)
-    paths[name].write_text("".join(rows))
-    main(list(map(str, resume)))
-    assert metrics(tmp_path / "run")[-1]["step"] == 2
+          "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "1", "--out", str(out)])
+    other.write_text("".join(rows[:-1]))
+    resume = ["--resume", "--steps", 2, "--out", out]               # the folder names the task
+    assert f"has --{name} {file}, not {other}" in fault(capsys, *resume, f"--{name}", other)
+    file.write_text("".join(rows[:-1]))
+    assert f"{file} has changed since the run in" in fault(capsys, *resume)
+    file.unlink()
+    other.write_text("".join(rows))
+    assert f"{file}, a file of the run in {out}, is gone: if it was moved, add --{name} FILE" in fault(capsys, *resume)
+    main([*map(str, resume), f"--{name}", str(other)])
+    assert metrics(out)[-1]["step"] == 2
+    main(["--resume", "--steps", "3", "--out", str(out)])           # it is known from now on
+    assert metrics(out)[-1]["step"] == 3 and checkpoint.load(out, Config)[0].task_args[name] == str(other)
+
+
+@pytest.mark.slow
+def test_an_evaluation_needs_only_the_files_that_it_reads(tmp_path, capsys):
+    """Of a run whose files have been moved it is told where those are."""
+    rows = "".join(json.dumps({"question": f"{i} and {i}?", "answer": f"#### {i + i}"}) + "\n" for i in range(12))
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for path in files:
+        path.write_text(rows)
+    main([*SMALL, "--task", "gsm8k", "--train", str(files[0]), "--test", str(files[1]), "--prompts", "2",
+          "--group", "2", "--max_new", "4", "--warm_steps", "0", "--steps", "0", "--out", str(tmp_path / "run")])
+    evaluate = ["--eval_only", "--init", str(tmp_path / "run")]
+    files[0].unlink()
+    main(evaluate)
+    files[1].rename(tmp_path / "moved.jsonl")
+    assert "gsm8k needs --test FILE" in fault(capsys, *evaluate)
+    main([*evaluate, "--test", str(tmp_path / "moved.jsonl")])
+    assert "greedy 0.0%" in capsys.readouterr().out
+
+
+def test_a_task_in_a_file_that_was_moved(run, tmp_path, capsys):
+    out = run("run", "--steps", 1)
+    moved, other = tmp_path / "elsewhere.py", tmp_path / "other.py"
+    moved.write_text(TASK)
+    other.write_text(TASK + "# another\n")
+    (tmp_path / "letters.py").unlink()
+    resume = ["--resume", "--steps", 2, "--out", out]
+    assert f"to allow it, add --task {tmp_path / 'letters.py'}" in fault(capsys, *resume)
+    assert f"has --task {tmp_path / 'letters.py'}, not {other}" in fault(capsys, *resume, "--task", other)
+    main([*map(str, resume), "--task", str(moved)])
+    assert metrics(out)[-1]["step"] == 2 and checkpoint.load(out, Config)[0].task == str(moved)
+    main(["--ask", "ab=", "--init", str(out), "--task", str(moved)])
 
 
 def test_what_a_run_tells(run, capsys):
@@ -432,6 +483,43 @@ def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
     with open(out / "lock") as f:                               # it is let go in the end
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert metrics(out / "previous") == first != metrics(out) and not (out / "previous" / "lock").exists()
+
+
+def test_no_finished_run_is_lost(run, capsys):
+    """Each that gives way is kept in a folder of its own, also if the process is killed while it moves one."""
+    kept = []
+    for seed in range(4):
+        out = run("run", "--steps", 1, "--seed", seed, "--eval_every", 1)
+        kept.append(metrics(out))
+    folders = [out / "previous", out / "previous2", out / "previous3"]
+    assert [metrics(folder) for folder in folders] == kept[:3] and kept[0] != kept[1] != kept[2] != kept[3] == metrics(out)
+    assert all((folder / "best" / "model.safetensors").exists() for folder in folders)
+    assert f"was moved to {folders[2]}\n" in capsys.readouterr().out
+    for n in range(9):                  # killed before the n-th of its files is moved
+        files_of = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "lock"}
+        moves, real = [], files.os.replace
+
+        def replace(*given):
+            if len(moves) == n:
+                raise Killed
+            moves.append(given)
+            real(*given)
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(files.os, "replace", replace)
+            files.keep_previous(out)
+        files.keep_previous(out)
+        last = out / f"previous{n + 4}"
+        assert {path.name: path.read_bytes() for path in last.iterdir() if path.is_file()} == files_of
+        assert (last / "best" / "best.json").exists() and not (out / "best").exists() and not (out / "moving").exists()
+        for path in [*last.iterdir()]:
+            real(path, out / path.name)
+    last.rmdir()
+    (out / "moving").mkdir()
+    for path in [*out.iterdir()]:       # killed after the last of them
+        if path.is_file() and path.name != "lock" or path.name == "best":
+            real(path, out / "moving" / path.name)
+    run("run", "--steps", 0)
+    assert metrics(out / f"previous{n + 4}") == kept[3]
 
 
 def test_a_copy_goes_on_alone(run, tmp_path):

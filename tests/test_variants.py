@@ -645,7 +645,7 @@ def test_an_algorithm_of_ones_own(start, tmp_path, capsys):
     cfg = checkpoint.load(out, grpo.Config)[0]
     assert (cfg.algo, cfg.lr, cfg.kl) == (str(path), 2e-3, "none")
     grpo.main(["--resume", "--out", str(out), "--algo", str(path), "--kl", "none"])         # nothing to do
-    for args, said in (((), f"the run in {out} has its algo in the file {path}"), (("--algo", "grpo"), f"to allow it, add --algo {path}")):
+    for args, said in (((), f"the run in {out} has its algo in the file {path}"), (("--algo", "grpo"), f"has --algo {path}, not grpo")):
         with pytest.raises(SystemExit):
             grpo.main(["--resume", "--out", str(out), "--steps", "3", *args])
         assert said in capsys.readouterr().err

@@ -117,7 +117,7 @@ class Config:
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
-        least = dict(group=2, seed=0, steps=0, warm_steps=0, temperature=1e-3)
+        least = dict(seed=0, steps=0, warm_steps=0, temperature=1e-3)
         config.check(self, least, most=dict(lam=1, samples=1024))
 
     @property

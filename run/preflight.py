@@ -58,6 +58,10 @@ def check_run(cfg, task, problems):
     ranks = dist.ranks()
     if cfg.prompts > len(problems):
         raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
+    compares = cfg.baseline not in ("none", "value") or cfg.adv_scale == "group"
+    if cfg.group == 1 and compares:
+        raise UserError("--group 1: a completion is compared with others of its prompt, unless "
+                        "--baseline is none or value and --adv_scale none or batch")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
     if cfg.learns_reward and len(problems) < 10 * ranks:

@@ -222,8 +222,10 @@ def statistics(batch, dead):
     # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
     # the loss its expected gradient is 0.
     entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
-    stats |= {"reward": batch.reward.sum(1), "dead_groups": dead, "length": batch.mask.sum(1),
+    stats |= {"reward": batch.reward.sum(1), "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
+    if len(dead) < len(batch.ids):          # with one completion per prompt there are no groups
+        stats["dead_groups"] = dead
     if isinstance(batch.texts[0], list):    # of the policy's
         turns = [float(len(text[::2])) for text in batch.texts]
         stats["turns"] = torch.tensor(turns, device=batch.ids.device)

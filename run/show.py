@@ -138,7 +138,7 @@ def step_line(step, total, done):
     seconds = statistics.median(stats["seconds"] for stats in done[-9:])
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
            f"left {clock(seconds * (total - step))}")
-    if in_a_row(stats["dead_groups"] == 1 for stats in done) == 3:
+    if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
         print0("warning: for 3 steps in a row all rewards of every group were equal")
     if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
         print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "

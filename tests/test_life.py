@@ -165,6 +165,26 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
 
 
+@pytest.mark.parametrize("algo", ["reinforce", "ppo", "a2c", "remax"])
+def test_algorithms_without_groups_need_one_completion_per_prompt(algo, run, monkeypatch, capsys):
+    """It has no spread, so nothing may be divided by that, nor told of it."""
+    batches, real = [], grpo.update
+    monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: batches.append(batch) or real(agent, batch, rng))
+    out = run("run", "--algo", algo, "--group", 1, "--prompts", 6, "--steps", 4, "--warm_steps", 60)
+    assert "dead_groups" not in metrics(out)[-1] and "all rewards of every group" not in capsys.readouterr().out
+    assert len(batches) == 4 and all(len(batch.ids) == 6 for batch in batches)
+    for batch in batches:
+        total = batch.reward.sum(1, keepdim=True)
+        assert len(set(total[:, 0].tolist())) > 1 and torch.isfinite(batch.adv).all()
+        if algo == "reinforce":
+            assert torch.equal(batch.adv, total * batch.mask)
+        elif algo != "remax":           # whitened over the step's tokens
+            adv = batch.adv[batch.mask]
+            assert abs(adv.mean()) < 1e-5 and abs(adv.std(correction=0) - 1) < 1e-5
+    one, other = (load((out / where / "model.safetensors").read_bytes()) for where in ("", "warm_start"))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
 def two_groups(params, lr):
     """Matrices with one rate, the rest with another, as for Muon beside Adam."""
     flat = [p for p in params if p.dim() < 2]

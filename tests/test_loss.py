@@ -80,12 +80,6 @@ def test_equal_rewards_give_exactly_zero(value):
     assert a.tolist() == [0.0] * 64 and dead.tolist() == [True]
 
 
-def test_a_group_of_one_is_refused():
-    """It has no spread: a z-score of 0 / 0, and then weights that are NaN."""
-    with pytest.raises(UserError, match="--group must be at least 2"):
-        Config(group=1)
-
-
 def test_equal_up_to_rounding_is_equal():
     assert advantages([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]) == [0.0] * 4
 

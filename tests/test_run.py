@@ -438,7 +438,10 @@ def measured(monkeypatch, texts, finished):
     (["--group", "many"], "argument --group: invalid int value: 'many'"),
     (["arithmetic"], "there is no argument arithmetic; see --help"),
     (["--group"], "--group: expected one argument"),
-    (["--group", "1"], "--group must be at least 2, got 1"),
+    (["--group", "0"], "--group must be at least 1, got 0"),
+    *((["--group", "1", *more], "--group 1: a completion is compared with others of its prompt, unless --baseline is")
+      for more in ([], ["--baseline", "none"], ["--baseline", "leave-one-out", "--adv_scale", "none"], ["--algo", "rloo"],
+                   ["--baseline", "group+value", "--adv_scale", "batch"], ["--adv_scale", "batch"])),
     (["--lr", "nan"], "--lr must be at least 0, got nan"),
     (["--lam", "1.01"], "--lam must be at most 1, got 1.01"),
     (["--beta", "-0.1"], "--beta must be at least 0, got -0.1"),

@@ -1,5 +1,5 @@
 """ReMax (arXiv 2310.10505, eq. 5): REINFORCE, with the reward of a prompt's greedy completion as its baseline, which costs
-one more completion. One sample a prompt is enough there; here a group has several. For rewards by the task's rule.
+one more completion. One sample per prompt (`--group 1`) is enough. For rewards by the task's rule.
 """
 import grpo
 from data import UserError

@@ -648,9 +648,8 @@ def finish_step(agent, held_out, step, stats):
 
 def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
-    prompt = agent.encoding.encode_prompt(question)
+    prompt, episodes = setup.asked(agent, question)
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
-    episodes = setup.episodes_of(agent, question, prompt)
     batch = complete(agent, [prompt], 1, [max(1, room)], episodes=episodes)
     return show.dialogue(agent.encoding, question, batch, episodes)
 

@@ -20,6 +20,11 @@ PROMPT = ("{}\nThink step by step between <think> and </think>, then give the fi
           "between <answer> and </answer>.\n")
 
 
+def prompt(question):
+    """A question with the instructions, as it is sent to the model; of --ask, too."""
+    return PROMPT.format(question)
+
+
 class Problem(NamedTuple):
     prompt: str
     answer: str     # "1080"
@@ -33,7 +38,7 @@ def problems(train="", test="", longest=0):
     both = training, read(test, "test")
     if longest == 0:
         return both
-    most = len(PROMPT.format("")) + longest
+    most = len(prompt("")) + longest
     return tuple([p for p in part if len(p.prompt) <= most] for part in both)
 
 
@@ -72,7 +77,7 @@ def problem_of(row):
     number = one_number(answer)
     if not mark or number is None:
         raise ValueError("the answer does not end in '#### n'")
-    return Problem(PROMPT.format(row["question"].strip()), str(number), solution.strip())
+    return Problem(prompt(row["question"].strip()), str(number), solution.strip())
 
 
 def demonstration(problem, rng):

@@ -3,7 +3,7 @@ import copy
 from dataclasses import replace
 from itertools import chain
 
-from data import load_task
+from data import call, load_task
 from data.turns import Episodes
 from model import ScalarHead
 from run import checkpoint, dist, preflight, pretrained, show, warm_start
@@ -82,16 +82,21 @@ def trained_model(cfg):
     dist.start(cfg)
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
-def episodes_of(agent, question, prompt):
-    """The Episodes of a question: with the environment of the problem of which it is the prompt, or
-    with the person at the keyboard; None if the task has no replies."""
-    if not hasattr(agent.task, "reply"):
-        return None
+def asked(agent, question):
+    """The ids of the prompt for a question, and its Episodes: with the environment of the problem
+    of which it is the prompt, or with the person at the keyboard; None if the task has no replies.
+    A task that adds instructions to its questions does so in its function `prompt`."""
+    task = agent.task
+    if hasattr(task, "prompt"):
+        question = call(task.prompt, "the function prompt", question)
+    ids = agent.encoding.encode_prompt(question)
+    if not hasattr(task, "reply"):
+        return ids, None
     reply, problem = show.typed_reply, None
-    for known in chain(*preflight.problems_of(agent.cfg, agent.task)):
+    for known in chain(*preflight.problems_of(agent.cfg, task)):
         if known.prompt == question:
-            reply, problem = agent.task.reply, known
-    return Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(prompt)])
+            reply, problem = task.reply, known
+    return ids, Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
 
 def held_out(agent):
     """The held-out problems to evaluate an agent on: a question needs none."""

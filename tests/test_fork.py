@@ -135,10 +135,13 @@ def test_the_parameters_of_problems_are_flags(mine):
     assert grpo.make_config(task="gsm8k").task_args == {"train": "", "test": "", "longest": 0}
 
 
+SEE = "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings"
+
+
 @pytest.mark.parametrize("argv, fault", [
     (["--size", "x"], "argument --size: invalid int value: 'x'; see --help"),
     (["--sizze", "3"], "there is no setting --sizze: did you mean --size?"),
-    (["--difficulty", "3"], "there is no setting --difficulty: see --help")])
+    (["--difficulty", "3"], f"there is no setting --difficulty: {SEE}")])
 def test_a_tasks_own_settings_are_checked(argv, fault, mine):
     with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
         read("--task", mine, *argv)
@@ -154,15 +157,22 @@ def test_a_parameter_of_problems_needs_a_default(given, tmp_path):
 # ------------------------------------------------------------------------------------ names of settings
 
 @pytest.mark.parametrize("name, meant", [("clip_hihg", "clip_high"), ("clip-high", "clip_high"), ("max-new", "max_new"),
-                                         ("resum", "resume"), ("dificulty", "difficulty")])
+                                         ("resum", "resume"), ("dificulty", "difficulty"), ("grup", "group"), ("epoch", "epochs"), ("betta", "beta")])
 def test_an_unknown_flag_names_the_one_that_was_meant(name, meant):
     for argv in ([f"--{name}", "1"], [f"--{name}=1"]):
         with pytest.raises(UserError, match=f"^there is no setting {argv[0]}: did you mean --{meant}\\?$"):
             read(*argv)
 
 
+@pytest.mark.parametrize("name", ["report_to", "use_peft", "warmup_ratio", "learning_rate", "num_generations", "save_steps",
+                                  "eval_steps", "loss_type", "max_tokens", "share_prefix", "beam"])
+def test_a_name_of_another_program_is_not_taken_for_a_slip(name):
+    with pytest.raises(UserError, match=f"^there is no setting --{name}: {SEE}$"):
+        read(f"--{name}", "1")
+
+
 @pytest.mark.parametrize("argv, fault", [
-    (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], "there is no setting --zzz: see --help"),
+    (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], f"there is no setting --zzz: {SEE}"),
     (["--compile", "on"], "there is no argument on; see --help")])
 def test_what_is_no_flag_is_one_line(argv, fault):
     with pytest.raises(UserError) as e:
@@ -170,13 +180,13 @@ def test_what_is_no_flag_is_one_line(argv, fault):
     assert str(e.value) == fault
 
 
-@pytest.mark.parametrize("given", [dict(lrr=1), dict(algo="mine.py")], ids=str)
+@pytest.mark.parametrize("given", [dict(stepps=1), dict(algo="mine.py")], ids=str)
 def test_an_unknown_name_in_a_notebook_or_in_defaults(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("SETTINGS = DEFAULTS = dict(lrr=0.125)\ndef problems(): pass\nreward = answer = print\n")
-    with pytest.raises(UserError, match=r"^there is no setting lrr: did you mean --lr\?$"):
+    (tmp_path / "mine.py").write_text("SETTINGS = DEFAULTS = dict(stepps=8)\ndef problems(): pass\nreward = answer = print\n")
+    with pytest.raises(UserError, match=r"^there is no setting stepps: did you mean --steps\?$"):
         grpo.make_config(**given)
-    with pytest.raises(UserError, match=r"^there is no setting lrr: did you mean --lr\?$"):
+    with pytest.raises(UserError, match=r"^there is no setting stepps: did you mean --steps\?$"):
         grpo.make_config(task="mine.py")
 
 

@@ -12,7 +12,7 @@ from conftest import tiny_model
 import data
 import grpo
 import reward
-from data import UserError
+from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Agent, Batch, Config
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup, show, warm_start
@@ -328,6 +328,25 @@ def test_a_question_may_leave_no_room_for_an_answer():
     assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
     with pytest.raises(UserError, match="65 tokens do not fit a context of 64"):
         grpo.ask(agent, "1" * 65)
+
+
+def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
+    """As a problem of the task is; the terminal shows the question alone."""
+    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
+    problem = gsm8k.problem_of(row)
+    assert problem.prompt.startswith("How many?") and "<answer>" in problem.prompt
+    sent, encoding = [], byte_encoding()
+
+    def sample(policy, prompts, *given, **named):
+        sent.extend(prompts)
+        return SimpleNamespace(ids=torch.tensor([list(b"?yes")]), mask=torch.tensor([[False, True, True, True]]))
+    monkeypatch.setattr(grpo, "sample", sample)
+    for task, prompt in ((gsm8k, problem.prompt), (None, "How many?")):
+        assert grpo.ask(Agent(CFG, task, encoding, tiny_model()), "How many?") == "How many?yes"
+        assert sent.pop() == encoding.encode_prompt(prompt) and not sent
+    broken = SimpleNamespace(prompt=lambda question: 1 / 0)
+    with pytest.raises(UserError, match="the function prompt fails: ZeroDivisionError"):
+        grpo.ask(Agent(CFG, broken, encoding, tiny_model()), "How many?")
 
 
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])

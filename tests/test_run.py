@@ -615,7 +615,7 @@ def test_one_way_to_a_config():
     (dict(clip_hi=3), "there is no setting clip_hi: did you mean --clip_high\\?$"), (dict(group="8"), "--group must be of the type int, got '8'"),
     (dict(lr="1e-4"), "--lr must be of the type float, got '1e-4'"), (dict(seed=1.5), "must be of the type int, got 1.5"), (dict(out=3), "must be of the type str, got 3"),
     (dict(difficulty="1"), "--difficulty must be of the type int, got '1'"),
-    (dict(xyz=1), "there is no setting xyz: see --help$"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
+    (dict(xyz=1), "there is no setting xyz: see --help, and docs/troubleshooting.md for"), (dict(reward="modl"), "--reward must be one of rule, model, rollouts, got 'modl'")])
 def test_a_wrong_setting_in_a_notebook_is_a_fault(given, why):
     with pytest.raises(UserError, match=why):
         make_config(**given)

@@ -699,7 +699,7 @@ def test_settings_that_a_variant_would_ignore(start, tmp_path):
 @pytest.mark.parametrize("text, says", [
     ("def surrogate(): pass", "is not an algorithm: it needs a dict named SETTINGS"),
     ("import grpo\nSETTINGS = {}\ngrpo.surogate = print", "bad.py: grpo.py has no surogate to replace"),
-    ("SETTINGS = dict(kll='none')", "there is no setting kll: did you mean --kl?"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
+    ("SETTINGS = dict(betta=0)", "there is no setting betta: did you mean --beta?"), ("SETTINGS = {\n", "line 1: '{' was never closed"),
     ("SETTINGS = dict(kl='nothing')", "--kl must be one of loss, reward, watch, none, got 'nothing'")])
 def test_files_that_are_no_algorithms(text, says, tmp_path):
     (tmp_path / "bad.py").write_text(text)

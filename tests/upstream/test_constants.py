@@ -122,7 +122,7 @@ def test_other_constants_that_are_claims():
     assert passes.MISMATCH == {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}            # troubleshooting
     assert passes.most_logits(torch.device("cpu")) * 4 == 256 * 2 ** 20       # bytes of float32
     assert passes.MICRO_TOKENS == 2048
-    for name, least in dict(group=2, seed=0, steps=0, warm_steps=0, temperature=0.001, prompts=1, lr=0).items():
+    for name, least in dict(group=1, seed=0, steps=0, warm_steps=0, temperature=0.001, prompts=1, lr=0).items():
         make_config(**{name: least})
         with pytest.raises(UserError, match=f"--{name} must be at least {least}, got"):
             make_config(**{name: least - 1})

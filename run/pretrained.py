@@ -137,6 +137,7 @@ def load(folder):
 def without_memory(folder):
     """The model in `folder` on the meta device: its shape, without memory for its weights."""
     path = Path(folder) / "config.json"
+    refuse_adapter(path.parent)
     if not path.exists():
         raise UserError(f"no model in {folder}: train one first, or name its folder with --init")
     hf = read_json(read_bytes(path), path)
@@ -144,6 +145,12 @@ def without_memory(folder):
         return of_config(hf)
     except (UserError, AttributeError, TypeError) as e:         # what should be a dict is none
         raise UserError(f"{path}: {e}") from e
+
+def refuse_adapter(folder):
+    """Raises UserError for a folder with a LoRA adapter in place of a model."""
+    if (folder / "adapter_config.json").exists() and not any(folder.glob("model*")):
+        raise UserError(f"{folder} holds a LoRA adapter, not a model: merge it into its base model "
+                        f"first, with peft's merge_and_unload, and give the folder of the result")
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
@@ -237,6 +244,7 @@ def save(model, folder, files=(), parameters=None):
 def encoding_of(cfg, where):
     """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
     if cfg.init or where and (Path(where) / "tokenizer.json").exists():
+        refuse_adapter(Path(where))
         return load_encoding(where, cfg.chat, cfg.system)
     if cfg.system or cfg.chat not in ("auto", "none"):
         raise UserError("--system and --chat think need a chat template, and a new model has none")

@@ -201,6 +201,38 @@ def test_a_model_too_large_to_ask(model_folder, capsys, monkeypatch):
         assert "this needs about" in fault(capsys, *mode, "--init", model_folder)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 269060552\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "part"])
+def test_a_pointer_in_place_of_a_file(name, model_folder, capsys):
+    """What a clone without Git LFS has; safetensors once said that a header was too large."""
+    path = model_folder / name
+    if name == "part":
+        (model_folder / "model.safetensors").unlink()
+        (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    path.write_text(POINTER)
+    said = fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    assert said.endswith(f" {path} is a Git LFS pointer, not the file itself: fetch the file with `git lfs pull`\n")
+
+
+@pytest.mark.parametrize("gone", [["config.json"], ["config.json", "tokenizer.json"], []])
+@pytest.mark.parametrize("flag", ["--init", "--out"])
+def test_an_adapter_is_not_a_model(gone, flag, model_folder, capsys):
+    """Unless a model is beside it: what to do with it is said before what else the folder lacks."""
+    (model_folder / "adapter_config.json").write_text("{}")
+    main(["--ask", "1*1=", "--init", str(model_folder), "--max_new", "2"])
+    (model_folder / "model.safetensors").rename(model_folder / "adapter_model.safetensors")
+    for name in gone:
+        (model_folder / name).unlink()
+    why = (f"{model_folder} holds a LoRA adapter, not a model: merge it into its base model first, with peft's "
+           "merge_and_unload, and give the folder of the result")
+    assert fault(capsys, "--ask", "1*1=", flag, model_folder) == f"error: {why}\n"
+    with pytest.raises(UserError) as e:
+        pretrained.load(model_folder)
+    assert str(e.value) == why
+
+
 DEEP = "[" * 100000
 
 

@@ -170,17 +170,18 @@ def fill(model, weights):
     return model
 
 def read_weights(model, folder):
-    """The tensors in a folder in float32, by the names of the model's parameters."""
+    """The tensors in a folder in float32, by the names of the model's parameters. Raises UserError,
+    which names a tensor as files do, unless the folder has those of the model and no others."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    names, weights = file_names(model.hf, shapes), {}
+    names, weights, bare = file_names(model.hf, shapes), {}, False
     for name, tensor in each_tensor(folder):
         if CONSTANTS.search(name):
             continue
         parts = names.get(name) or names.get(f"transformer.{name}", [name])     # OpenAI's GPT-2
-        tensor = tensor.T if TURNED.search(name) else tensor
         pieces = [tensor]
-        if len(parts) > 1:
-            pieces = tensor.split([shapes[part][0] for part in parts])
+        if parts[0] in shapes:
+            pieces = split(folder, name, tensor, [shapes[part] for part in parts])
+            bare = bare or name not in names
         for part, piece in zip(parts, pieces):
             weights[part] = piece.to(torch.float32, copy=True).contiguous()
     if model.cfg.tied and "lm_head.weight" in weights:
@@ -192,7 +193,30 @@ def read_weights(model, folder):
         for end, x in NEW.items():
             if name.endswith(end):
                 weights[name] = torch.full(shapes[name], float(x))
+    if foreign := weights.keys() - shapes.keys():
+        raise UserError(f"{folder}: its files hold tensors of another model: {some(foreign)}")
+    if missing := [name for name, parts in names.items() if not weights.keys() >= {*parts}]:
+        if bare:
+            missing = [re.sub(r"^(transformer|model)\.", "", name) for name in missing]
+        raise UserError(f"{folder}: its files lack tensors of the model: {some(missing)}")
     return weights
+
+def split(folder, name, tensor, shapes):
+    """A file's tensor as parameters of these shapes; raises UserError if it has another."""
+    turned = TURNED.search(name)
+    want = [*shapes[0]]
+    if len(shapes) > 1:
+        want[0] = sum(shape[0] for shape in shapes)
+    want = want[::-1] if turned else want
+    if [*tensor.shape] != want:
+        raise UserError(f"{folder}: {name!r:.200} has the shape {[*tensor.shape]}, not {want}")
+    tensor = tensor.T if turned else tensor
+    return tensor.split([shape[0] for shape in shapes]) if len(shapes) > 1 else [tensor]
+
+def some(names):
+    """The first of some names, and how many others there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{min(names)!r:.200}{more}"
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""

@@ -393,19 +393,31 @@ def test_a_folder_without_a_config(tmp_path):
 
 
 @pytest.mark.parametrize("config, change, fault", [
-    ("llama", lambda x: without(x, "model.layers.1.mlp.up_proj.weight"), 'Missing key(s) in state_dict: "layers.1.mlp.up_proj.weight"'),
-    ("llama", lambda x: x | {"model.more": torch.ones(3)}, 'Unexpected key(s) in state_dict: "model.more"'),
-    ("llama", lambda x: x | {"model.norm.weight": torch.ones(3)}, "size mismatch for norm.weight"),
-    ("gpt2", lambda x: without(x, "transformer.h.1.attn.c_attn.weight"), 'Missing key(s) in state_dict: "layers.1.self_attn.q_proj.weight"'),
-    ("gpt2", lambda x: x | {"transformer.h.1.attn.c_attn.weight": torch.ones(32, 95)}, "split"),
-    ("gpt2", lambda x: x | {"transformer.h.1.attn.c_attn.weight": torch.ones(31, 96)}, "size mismatch for layers.1.self_attn.q_proj.weight")])
+    ("llama", lambda x: without(x, "model.layers.1.mlp.up_proj.weight"), "lack tensors of the model: 'model.layers.1.mlp.up_proj.weight'"),
+    ("llama", lambda x: without(x, "lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"),
+     "lack tensors of the model: 'lm_head.weight' and 2 more"),
+    ("llama", lambda x: x | {"model.more": torch.ones(3)}, "hold tensors of another model: 'model.more'"),
+    ("llama", lambda x: x | {"more": torch.ones(3), "b": torch.ones(())}, "hold tensors of another model: 'b' and 1 more"),
+    ("llama", lambda x: x | {"model.norm.weight": torch.ones(3)}, "'model.norm.weight' has the shape [3], not [32]"),
+    ("llama", lambda x: x | {"model.norm.weight": torch.ones(())}, "'model.norm.weight' has the shape [], not [32]"),
+    ("gpt2", lambda x: without(x, "transformer.h.1.attn.c_attn.weight"), "lack tensors of the model: 'transformer.h.1.attn.c_attn.weight'"),
+    ("gpt2", lambda x: x | {"transformer.h.1.attn.c_attn.weight": torch.ones(32, 95)},
+     "'transformer.h.1.attn.c_attn.weight' has the shape [32, 95], not [32, 96]"),
+    ("gpt2", lambda x: x | {"transformer.h.1.attn.c_attn.bias": torch.ones(95)},
+     "'transformer.h.1.attn.c_attn.bias' has the shape [95], not [96]"),
+    ("gpt2", lambda x: x | {"transformer.h.1.mlp.c_fc.weight": torch.ones(31, 128)},
+     "'transformer.h.1.mlp.c_fc.weight' has the shape [31, 128], not [32, 128]"),
+    ("bare", lambda x: without(x, "h.1.attn.c_attn.weight"), "lack tensors of the model: 'h.1.attn.c_attn.weight'"),
+    ("bare", lambda x: x | {"h.1.more": torch.ones(3)}, "hold tensors of another model: 'h.1.more'"),
+    ("bare", lambda x: x | {"wte.weight": torch.ones(257, 33)}, "'wte.weight' has the shape [257, 33], not [257, 32]")])
 def test_a_file_has_each_tensor_of_its_model_and_no_other(config, change, fault, tmp_path):
-    """One line says which."""
+    """One line says which, as it is, or would be, called in the file; OpenAI's own GPT-2 has shorter names."""
     pretrained.save(made(LLAMA if config == "llama" else GPT2), tmp_path)
     file = tmp_path / "model.safetensors"
-    save_file(change(load_file(file)), file)
+    short = "transformer." if config == "bare" else ""
+    save_file(change({name.removeprefix(short): x for name, x in load_file(file).items()}), file)
     said = fault_of(tmp_path)
-    assert said.startswith(f"{tmp_path}: cannot read its tensors: ") and fault in said and "\n" not in said
+    assert said.removeprefix(f"{tmp_path}: ").removeprefix("its files ") == fault
 
 
 @pytest.mark.parametrize("config, name", [(LLAMA | dict(tie_word_embeddings=True), "model.embed_tokens.weight"),

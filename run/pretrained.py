@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face's layout: config.json and tensors of Llama, Qwen2, Qwen3, GPT-2.
+"""Reads and writes Hugging Face's layout: config.json and tensors of the families below.
 
 A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import dist, preflight
+from run import dist, preflight, rope
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -49,7 +49,6 @@ ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_
             is_causal=[True], partial_rotary_factor=[1],
             scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
             add_cross_attention=[False], quantization_config=[])
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # ------------------------------------------------------------------------------------ config.json
 
@@ -72,7 +71,10 @@ def read_config(hf):
     for ours, theirs in names.items():
         if given.get(ours) is None and ours != "head_size":
             raise UserError(f"{theirs} is missing")
-    return shape(**FAMILIES[family] | given | read_rope(hf))
+    turns = rope.settings(hf)
+    refuse_unknown(turns)
+    cfg = shape(**FAMILIES[family] | given | {"rope_theta": turns["rope_theta"]})
+    return dataclasses.replace(cfg, **rope.scaled(cfg, turns))
 
 def shape(**given):
     """A GPTConfig; raises UserError for a value of another type, or a size that only a damaged file
@@ -87,20 +89,6 @@ def shape(**given):
         if f.type is int and not least <= x <= most:
             raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
     return GPTConfig(**given)
-
-def read_rope(hf):
-    """GPTConfig's fields for RoPE. As in transformers, `rope_scaling` takes precedence over
-    `rope_parameters`, and a rope_theta inside either over one outside."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    refuse_unknown(rope)
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return dict(rope_theta=theta)
-    if kind != "llama3" or not rope.keys() >= {*LLAMA3}:
-        raise UserError(f"rope scaling {kind!r} is not supported, or lacks one of "
-                        f"{', '.join(LLAMA3)}")
-    return dict(rope_theta=theta, rope_scaling=tuple(float(rope[key]) for key in LLAMA3))
 
 def refuse_unknown(hf):
     """Raises UserError for a setting in ONLY with another value."""
@@ -154,8 +142,9 @@ def refuse_adapter(folder):
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
+    cfg = read_config(hf)
     with torch.device("meta"):
-        model = GPT(read_config(hf))
+        model = GPT(cfg)
     model.hf = hf
     return model
 

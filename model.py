@@ -1,4 +1,4 @@
-"""One GPT for the families of Llama, Qwen2, Qwen3 and GPT-2, in Llama's names: RoPE or
+"""One GPT for the families of Llama, Mistral, Qwen2, Qwen3 and GPT-2, in Llama's names: RoPE or
 learned positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout.
 
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,

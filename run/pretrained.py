@@ -27,7 +27,7 @@ EXTRA = {}
 NEW = {}
 
 # The fields of GPTConfig that distinguish a family, and the names of the others in config.json.
-FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
+FAMILIES = {"llama": {}, "mistral": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
 NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
              n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
@@ -74,6 +74,10 @@ def read_config(hf):
     turns = rope.settings(hf)
     refuse_unknown(turns)
     cfg = shape(**FAMILIES[family] | given | {"rope_theta": turns["rope_theta"]})
+    window = hf.get("sliding_window", 4096)         # transformers' default
+    if family == "mistral" and window is not None and window < cfg.block_size:
+        raise UserError(f"sliding_window {window} is not supported: it is less than "
+                        f"max_position_embeddings {cfg.block_size}")
     return dataclasses.replace(cfg, **rope.scaled(cfg, turns))
 
 def shape(**given):

@@ -320,6 +320,7 @@ def test_what_a_config_leaves_out():
     same = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=4, n_embd=32, block_size=64, norm_eps=1e-6)
     assert llama == GPTConfig(**same, n_inner=64, tied=False, head_size=8, rope_theta=10000.0)
     assert gpt2 == GPTConfig(**same, n_inner=128, tied=True, positions="learned", norm="layer", mlp="gelu", bias="all")
+    assert pretrained.read_config(LLAMA | dict(model_type="mistral", sliding_window=None)) == pretrained.read_config(LLAMA)
     assert pretrained.read_config(GPT2 | dict(n_inner=99, tie_word_embeddings=False)) == dataclasses.replace(
         gpt2, n_inner=99, tied=False)
     assert pretrained.read_config(LLAMA | dict(tie_word_embeddings=True, head_dim=6, rope_theta=5e5)) == dataclasses.replace(
@@ -331,14 +332,17 @@ def test_what_a_config_leaves_out():
     dict(is_causal=True), dict(partial_rotary_factor=1), dict(partial_rotary_factor=1.0), dict(add_cross_attention=False),
     dict(quantization_config=None), dict(dtype="float16"), dict(torch_dtype="bfloat16"), dict(layer_types=None),
     dict(layer_types=["full_attention"] * 2), dict(rope_scaling=None), dict(sliding_window=16),
-    dict(original_max_position_embeddings=32),
+    dict(model_type="mistral"), dict(model_type="mistral", sliding_window=64), dict(original_max_position_embeddings=32),
     dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1)), dict(rope_theta=10000), dict(head_dim=None), dict(bos_token_id=3)])
 def test_what_says_only_how_it_is_anyway(harmless):
     assert pretrained.read_config(LLAMA | harmless) == pretrained.read_config(LLAMA)
 
 
 @pytest.mark.parametrize("change, fault", [
-    (dict(model_type="gemma"), "model_type 'gemma' is not one of llama, qwen2, qwen3, gpt2"),
+    (dict(model_type="gemma"), "model_type 'gemma' is not one of llama, mistral, qwen2, qwen3, gpt2"),
+    (dict(model_type="mistral", sliding_window=63), "sliding_window 63 is not supported: it is less than max_position_embeddings 64"),
+    (dict(model_type="mistral", max_position_embeddings=8192),
+     "sliding_window 4096 is not supported: it is less than max_position_embeddings 8192"),
     (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     (dict(attention_bias=True), "attention_bias True is not supported"),
     (dict(mlp_bias=True), "mlp_bias True is not supported"),

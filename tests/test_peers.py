@@ -42,6 +42,8 @@ FAMILIES = {
     "llama, yarn as DeepSeek's": lambda: transformers.LlamaConfig(
         **SHAPE, rope_theta=500.0, rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=64, beta_fast=32,
                                                      beta_slow=1, mscale=1.0, mscale_all_dim=0.5)),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, head_dim=20, sliding_window=None),
+    "mistral, a window of its context": lambda: transformers.MistralConfig(**SHAPE, sliding_window=256),
     "qwen2, yarn": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN),
     "qwen3, yarn": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16, rope_parameters=YARN | dict(beta_slow=2)),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),

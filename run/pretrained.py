@@ -135,7 +135,7 @@ def without_memory(folder):
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
-    except (UserError, AttributeError, TypeError) as e:         # what should be a dict is none
+    except (UserError, AttributeError, TypeError, OverflowError) as e:      # a dict that is none
         raise UserError(f"{path}: {e}") from e
 
 def refuse_adapter(folder):

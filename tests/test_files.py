@@ -166,10 +166,10 @@ CONFIGS = {
     "num_hidden_layers": 10 ** 9, "max_position_embeddings": 10 ** 9, "hidden_size": 10 ** 30,
     "vocab_size": "320", "head_dim": -4, "rope_theta": "1",
     "tie_word_embeddings": "no", "is_causal": False, "layer_types": ["sliding_attention"],
-    "rope_scaling": LLAMA3 | {"low_freq_factor": None}, "rope_parameters": [1], "model_type": [],
+    "rope_scaling": LLAMA3 | {"low_freq_factor": None}, "rope_parameters": [1], "rms_norm_eps": 10 ** 400, "model_type": [],
     "eos_token_id": -1, "hidden_act": {"a": 1}, "partial_rotary_factor": 0.5}
 OURS = {"num_hidden_layers": "n_layer", "max_position_embeddings": "block_size", "hidden_size": "n_embd",
-        "rope_scaling": "low_freq_factor", "rope_parameters": "not [1]", "head_dim": "head_size", "tie_word_embeddings": "tied"}
+        "rope_scaling": "low_freq_factor", "rope_parameters": "not [1]", "rms_norm_eps": "too large", "head_dim": "head_size", "tie_word_embeddings": "tied"}
 
 
 @pytest.mark.parametrize("key", CONFIGS)

@@ -39,7 +39,7 @@ def scaled(cfg, given):
     scale = 1.0
     if kind == "linear":
         inv_freq = inv_freq / factor
-    if kind == "llama3":        # a wavelength that is long for the original context is divided
+    if kind == "llama3":        # divides those whose period is long for the original context
         low = number(given, "low_freq_factor")
         high = number(given, "high_freq_factor")
         kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)

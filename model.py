@@ -1,4 +1,4 @@
-"""One GPT for the Llama, Qwen2, Qwen3 and GPT-2 families, with Llama's parameter names: RoPE or
+"""One GPT for the families of Llama, Mistral, Qwen2, Qwen3 and GPT-2, in Llama's names: RoPE or
 learned positions, RMSNorm or LayerNorm, SwiGLU or GELU, grouped-query attention, no dropout.
 
 Dimensions: B rows, T tokens, C channels, H query heads, K key/value heads, D channels per head,
@@ -27,7 +27,8 @@ class GPTConfig:
     head_size: int = 0          # D; 0: n_embd / n_head
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
-    rope_scaling: tuple = ()    # Llama 3's: factor, low and high factor, original context
+    rope_inv_freq: tuple = ()   # D/2 numbers, if they are scaled; else rope_theta ** (-2 i / D)
+    rope_scale: float = 1.0     # YaRN's factor of RoPE's cos and sin
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     mlp: Literal["swiglu", "gelu"] = "swiglu"       # GELU: the tanh approximation
@@ -228,18 +229,14 @@ class GPT(nn.Module):
                 nn.init.normal_(m.weight, std=std, generator=generator)
 
     def precompute_rope(self):
-        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds. Llama 3's scaling
-        divides low frequencies (wavelengths long for the original context) by `factor`."""
+        """Sets RoPE's cos and sin (block_size, 1, D), which no file holds."""
         c = self.cfg
-        exponent = torch.arange(0, c.head_size, 2) / c.head_size
-        inv_freq = 1 / c.rope_theta ** exponent
-        if c.rope_scaling:                      # arXiv 2407.21783
-            factor, low, high, context = c.rope_scaling
-            kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
-            inv_freq = torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1))
+        inv_freq = torch.tensor(c.rope_inv_freq)
+        if not c.rope_inv_freq:
+            inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
         angle = torch.arange(c.block_size)[:, None] * inv_freq
-        cos = angle.cos()[:, None]
-        sin = angle.sin()[:, None]
+        cos = angle.cos()[:, None] * c.rope_scale
+        sin = angle.sin()[:, None] * c.rope_scale
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 

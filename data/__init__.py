@@ -15,14 +15,20 @@ class UserError(Exception):
 
 
 LARGEST = 2 ** 28       # bytes of a file that is read whole
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 
 
 def regular(path):
-    """A path; raises UserError if it leads to something other than a file: to open a pipe would
-    wait for ever."""
+    """A path; raises UserError if it leads to something other than a file, as to open a pipe would
+    wait for ever, or to what a clone without Git LFS has in place of a large file."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
+    if path.exists():
+        with open(path, "rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise UserError(f"{path} is a Git LFS pointer, not the file itself: fetch the file "
+                                f"with `git lfs pull`")
     return path
 
 

@@ -11,6 +11,7 @@ What a run is made of:
 
     config      the settings as a command line; algorithms in files of their own
     pretrained  Hugging Face folders in and out; new models
+    rope        RoPE's frequencies in models for long contexts
     preflight   checks before anything large is allocated
     warm_start  the supervised start
     setup       how a run begins: its models, its problems, its folder

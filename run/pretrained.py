@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face's layout: config.json and tensors of Llama, Qwen2, Qwen3, GPT-2.
+"""Reads and writes Hugging Face's layout: config.json and tensors of the families below.
 
 A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import dist, preflight
+from run import dist, preflight, rope
 from run.files import write_tensors, write_whole
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
@@ -27,7 +27,7 @@ EXTRA = {}
 NEW = {}
 
 # The fields of GPTConfig that distinguish a family, and the names of the others in config.json.
-FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
+FAMILIES = {"llama": {}, "mistral": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
 NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
              n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
@@ -49,7 +49,6 @@ ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_
             is_causal=[True], partial_rotary_factor=[1],
             scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
             add_cross_attention=[False], quantization_config=[])
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # ------------------------------------------------------------------------------------ config.json
 
@@ -72,7 +71,14 @@ def read_config(hf):
     for ours, theirs in names.items():
         if given.get(ours) is None and ours != "head_size":
             raise UserError(f"{theirs} is missing")
-    return shape(**FAMILIES[family] | given | read_rope(hf))
+    turns = rope.settings(hf)
+    refuse_unknown(turns)
+    cfg = shape(**FAMILIES[family] | given | {"rope_theta": turns["rope_theta"]})
+    window = hf.get("sliding_window", 4096)         # transformers' default
+    if family == "mistral" and window is not None and window < cfg.block_size:
+        raise UserError(f"sliding_window {window} is not supported: it is less than "
+                        f"max_position_embeddings {cfg.block_size}")
+    return dataclasses.replace(cfg, **rope.scaled(cfg, turns))
 
 def shape(**given):
     """A GPTConfig; raises UserError for a value of another type, or a size that only a damaged file
@@ -87,20 +93,6 @@ def shape(**given):
         if f.type is int and not least <= x <= most:
             raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
     return GPTConfig(**given)
-
-def read_rope(hf):
-    """GPTConfig's fields for RoPE. As in transformers, `rope_scaling` takes precedence over
-    `rope_parameters`, and a rope_theta inside either over one outside."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    refuse_unknown(rope)
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return dict(rope_theta=theta)
-    if kind != "llama3" or not rope.keys() >= {*LLAMA3}:
-        raise UserError(f"rope scaling {kind!r} is not supported, or lacks one of "
-                        f"{', '.join(LLAMA3)}")
-    return dict(rope_theta=theta, rope_scaling=tuple(float(rope[key]) for key in LLAMA3))
 
 def refuse_unknown(hf):
     """Raises UserError for a setting in ONLY with another value."""
@@ -137,18 +129,26 @@ def load(folder):
 def without_memory(folder):
     """The model in `folder` on the meta device: its shape, without memory for its weights."""
     path = Path(folder) / "config.json"
+    refuse_adapter(path.parent)
     if not path.exists():
         raise UserError(f"no model in {folder}: train one first, or name its folder with --init")
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
-    except (UserError, AttributeError, TypeError) as e:         # what should be a dict is none
+    except (UserError, AttributeError, TypeError, OverflowError) as e:      # a dict that is none
         raise UserError(f"{path}: {e}") from e
+
+def refuse_adapter(folder):
+    """Raises UserError for a folder with a LoRA adapter in place of a model."""
+    if (folder / "adapter_config.json").exists() and not any(folder.glob("model*")):
+        raise UserError(f"{folder} holds a LoRA adapter, not a model: merge it into its base model "
+                        f"first, with peft's merge_and_unload, and give the folder of the result")
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
+    cfg = read_config(hf)
     with torch.device("meta"):
-        model = GPT(read_config(hf))
+        model = GPT(cfg)
     model.hf = hf
     return model
 
@@ -163,17 +163,18 @@ def fill(model, weights):
     return model
 
 def read_weights(model, folder):
-    """The tensors in a folder in float32, by the names of the model's parameters."""
+    """The tensors in a folder in float32, by the names of the model's parameters. Raises UserError,
+    which names a tensor as files do, unless the folder has those of the model and no others."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    names, weights = file_names(model.hf, shapes), {}
+    names, weights, bare = file_names(model.hf, shapes), {}, False
     for name, tensor in each_tensor(folder):
         if CONSTANTS.search(name):
             continue
         parts = names.get(name) or names.get(f"transformer.{name}", [name])     # OpenAI's GPT-2
-        tensor = tensor.T if TURNED.search(name) else tensor
         pieces = [tensor]
-        if len(parts) > 1:
-            pieces = tensor.split([shapes[part][0] for part in parts])
+        if parts[0] in shapes:
+            pieces = split(folder, name, tensor, [shapes[part] for part in parts])
+            bare = bare or name not in names
         for part, piece in zip(parts, pieces):
             weights[part] = piece.to(torch.float32, copy=True).contiguous()
     if model.cfg.tied and "lm_head.weight" in weights:
@@ -185,7 +186,30 @@ def read_weights(model, folder):
         for end, x in NEW.items():
             if name.endswith(end):
                 weights[name] = torch.full(shapes[name], float(x))
+    if foreign := weights.keys() - shapes.keys():
+        raise UserError(f"{folder}: its files hold tensors of another model: {some(foreign)}")
+    if missing := [name for name, parts in names.items() if not weights.keys() >= {*parts}]:
+        if bare:
+            missing = [re.sub(r"^(transformer|model)\.", "", name) for name in missing]
+        raise UserError(f"{folder}: its files lack tensors of the model: {some(missing)}")
     return weights
+
+def split(folder, name, tensor, shapes):
+    """A file's tensor as parameters of these shapes; raises UserError if it has another."""
+    turned = TURNED.search(name)
+    want = [*shapes[0]]
+    if len(shapes) > 1:
+        want[0] = sum(shape[0] for shape in shapes)
+    want = want[::-1] if turned else want
+    if [*tensor.shape] != want:
+        raise UserError(f"{folder}: {name!r:.200} has the shape {[*tensor.shape]}, not {want}")
+    tensor = tensor.T if turned else tensor
+    return tensor.split([shape[0] for shape in shapes]) if len(shapes) > 1 else [tensor]
+
+def some(names):
+    """The first of some names, and how many others there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{min(names)!r:.200}{more}"
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
@@ -237,6 +261,7 @@ def save(model, folder, files=(), parameters=None):
 def encoding_of(cfg, where):
     """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
     if cfg.init or where and (Path(where) / "tokenizer.json").exists():
+        refuse_adapter(Path(where))
         return load_encoding(where, cfg.chat, cfg.system)
     if cfg.system or cfg.chat not in ("auto", "none"):
         raise UserError("--system and --chat think need a chat template, and a new model has none")

@@ -276,7 +276,8 @@ TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8, block_size=16,
              norm_eps=1e-5, tied=True)
 FAMILIES = {"gpt2": {}, "qwen2": {}, "qwen3": {}, "llama": dict(
-    tie_word_embeddings=False, rope_scaling=dict(zip(pretrained.LLAMA3, (8.0, 1.0, 4.0, 8.0)), rope_type="llama3"))}
+    tie_word_embeddings=False, rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                                 original_max_position_embeddings=8))}
 SMALL = dict(family="llama", prompts=5, group=2, max_new=3, steps=1, held_out=1, samples=1, micro_tokens=60, lr=1e-3,
              compile=False)
 TEN = dict(prompts=10, micro_tokens=120)         # as many as are labelled

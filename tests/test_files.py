@@ -166,10 +166,10 @@ CONFIGS = {
     "num_hidden_layers": 10 ** 9, "max_position_embeddings": 10 ** 9, "hidden_size": 10 ** 30,
     "vocab_size": "320", "head_dim": -4, "rope_theta": "1",
     "tie_word_embeddings": "no", "is_causal": False, "layer_types": ["sliding_attention"],
-    "rope_scaling": LLAMA3 | {"low_freq_factor": None}, "rope_parameters": [1], "model_type": [],
+    "rope_scaling": LLAMA3 | {"low_freq_factor": None}, "rope_parameters": [1], "rms_norm_eps": 10 ** 400, "model_type": [],
     "eos_token_id": -1, "hidden_act": {"a": 1}, "partial_rotary_factor": 0.5}
 OURS = {"num_hidden_layers": "n_layer", "max_position_embeddings": "block_size", "hidden_size": "n_embd",
-        "rope_scaling": "float", "rope_parameters": "get", "head_dim": "head_size", "tie_word_embeddings": "tied"}
+        "rope_scaling": "low_freq_factor", "rope_parameters": "not [1]", "rms_norm_eps": "too large", "head_dim": "head_size", "tie_word_embeddings": "tied"}
 
 
 @pytest.mark.parametrize("key", CONFIGS)
@@ -199,6 +199,38 @@ def test_a_model_too_large_to_ask(model_folder, capsys, monkeypatch):
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     for mode in (["--ask", "1*1="], ["--eval_only", "--difficulty", 1]):
         assert "this needs about" in fault(capsys, *mode, "--init", model_folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 269060552\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "part"])
+def test_a_pointer_in_place_of_a_file(name, model_folder, capsys):
+    """What a clone without Git LFS has; safetensors once said that a header was too large."""
+    path = model_folder / name
+    if name == "part":
+        (model_folder / "model.safetensors").unlink()
+        (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    path.write_text(POINTER)
+    said = fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    assert said.endswith(f" {path} is a Git LFS pointer, not the file itself: fetch the file with `git lfs pull`\n")
+
+
+@pytest.mark.parametrize("gone", [["config.json"], ["config.json", "tokenizer.json"], []])
+@pytest.mark.parametrize("flag", ["--init", "--out"])
+def test_an_adapter_is_not_a_model(gone, flag, model_folder, capsys):
+    """Unless a model is beside it: what to do with it is said before what else the folder lacks."""
+    (model_folder / "adapter_config.json").write_text("{}")
+    main(["--ask", "1*1=", "--init", str(model_folder), "--max_new", "2"])
+    (model_folder / "model.safetensors").rename(model_folder / "adapter_model.safetensors")
+    for name in gone:
+        (model_folder / name).unlink()
+    why = (f"{model_folder} holds a LoRA adapter, not a model: merge it into its base model first, with peft's "
+           "merge_and_unload, and give the folder of the result")
+    assert fault(capsys, "--ask", "1*1=", flag, model_folder) == f"error: {why}\n"
+    with pytest.raises(UserError) as e:
+        pretrained.load(model_folder)
+    assert str(e.value) == why
 
 
 DEEP = "[" * 100000
@@ -263,7 +295,7 @@ def test_theta_may_stand_in_rope_scaling(model_folder):
     for key in ("rope_scaling", "rope_parameters"):
         rewrite(model_folder / "config.json", **{"rope_scaling": None, key: LLAMA3 | {"rope_theta": 5e5}})
         shape = pretrained.without_memory(model_folder).cfg
-        assert (shape.rope_theta, shape.rope_scaling) == (5e5, (8.0, 1.0, 4.0, 64.0))
+        assert shape.rope_theta == 5e5 and len(shape.rope_inv_freq) == shape.head_size / 2
 
 
 @pytest.mark.parametrize("part, refused", [(1, False), (0.5, True)])

@@ -27,6 +27,7 @@ SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_la
              initializer_range=0.2, bos_token_id=None, eos_token_id=319)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 GPT2 = dict(vocab_size=320, n_embd=48, n_layer=3, n_head=4, n_positions=256, initializer_range=0.2,
             bos_token_id=319, eos_token_id=319)
 FAMILIES = {
@@ -35,6 +36,16 @@ FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama, tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama 3": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "llama, linear": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=dict(rope_type="linear", factor=4.0)),
+    "llama, yarn": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=YARN | dict(rope_theta=5e5, truncate=False)),
+    "llama, yarn's factor": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=YARN | dict(attention_factor=1.4, beta_fast=4)),
+    "llama, yarn as DeepSeek's": lambda: transformers.LlamaConfig(
+        **SHAPE, rope_theta=500.0, rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=64, beta_fast=32,
+                                                     beta_slow=1, mscale=1.0, mscale_all_dim=0.5)),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, head_dim=20, sliding_window=None),
+    "mistral, a window of its context": lambda: transformers.MistralConfig(**SHAPE, sliding_window=256),
+    "qwen2, yarn": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN),
+    "qwen3, yarn": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16, rope_parameters=YARN | dict(beta_slow=2)),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
 }
@@ -55,7 +66,7 @@ def checkpoint(family, folder, seed=0, **how):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
     theirs, ours = checkpoint(family, tmp_path), pretrained.load(tmp_path)
-    ids = torch.randint(0, 319, (2, 90))
+    ids = torch.randint(0, 319, (2, 90))                # more than an original context of 64
     with torch.no_grad():
         want, have = theirs(ids).logits, ours.head(ours(ids))
     assert want.std() > 0.3
@@ -68,7 +79,7 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
         assert batch.ids[row][batch.mask[row]].tolist() == out.tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "llama 3"])
+@pytest.mark.parametrize("family", ["llama", "llama 3", "llama, linear", "llama, yarn", "llama, yarn as DeepSeek's"])
 def test_positions_far_out_are_those_of_transformers(family, tmp_path):
     """theta ** (-i / D) is not 1 / theta ** (i / D) in float32: at 8,192 positions the angles were
     1e-3 apart, and so were the logits."""
@@ -79,6 +90,8 @@ def test_positions_far_out_are_those_of_transformers(family, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path)
     ours = pretrained.load(tmp_path)
+    if config.rope_parameters["rope_type"] in ("linear", "yarn"):
+        assert torch.equal(torch.tensor(ours.cfg.rope_inv_freq), theirs.model.rotary_emb.inv_freq)
     cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(8192)[None])
     torch.testing.assert_close(ours.cos[:, 0], cos[0], rtol=0, atol=1e-6)
     negated = torch.cat((-sin[0, :, :6], sin[0, :, 6:]), 1)         # ours, for the first of a pair
@@ -164,14 +177,14 @@ def test_what_is_not_this_model_is_refused(tmp_path):
     for change, why in ((dict(model_type="mamba"), "model_type 'mamba'"),
                         (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
                         (dict(use_sliding_window=True), "use_sliding_window"),
-                        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn'"),
+                        (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'"),
                         (dict(quantization_config={"bits": 4}), "quantization_config"),
                         (dict(hidden_size=None), "hidden_size"),
                         (dict(num_attention_heads=0), "must be between 1"),
                         (dict(num_key_value_heads=-1), "must be between 1"),
-                        (dict(intermediate_size=96), "size mismatch for layers.0.mlp"),
-                        (dict(num_hidden_layers=2), r"Unexpected key.*model\.layers\.2"),
-                        (dict(num_hidden_layers=4), r"Missing key.*layers\.3")):
+                        (dict(intermediate_size=96), r"'model\.layers\.0\.mlp.*' has the shape"),
+                        (dict(num_hidden_layers=2), r"another model: 'model\.layers\.2"),
+                        (dict(num_hidden_layers=4), r"lack tensors of the model: 'model\.layers\.3")):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
         with pytest.raises(UserError, match=why):
             pretrained.load(tmp_path)

@@ -12,7 +12,7 @@ from reward import score_rows
 from run import caches, passes
 from run.passes import SharedRows, distinct, token_logps
 
-FAMILIES = {"llama": {}, "llama 3": dict(rope_scaling=(8.0, 1.0, 4.0, 32.0), tied=False), "qwen2": dict(bias="qkv"),
+FAMILIES = {"llama": {}, "yarn": dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), rope_scale=1.3, tied=False), "qwen2": dict(bias="qkv"),
             "qwen3": dict(qk_norm=True, head_size=16),
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all", n_kv_head=4)}
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]

@@ -88,8 +88,8 @@ def test_a_new_model_is_the_one_of_the_readme():
     policy = pretrained.new_model(make_config(), byte_encoding(), 6)
     assert dataclasses.asdict(policy.cfg) == dict(
         vocab_size=257, n_layer=2, n_head=8, n_kv_head=1, n_embd=256, n_inner=1024, block_size=128, head_size=32,
-        positions="rope", rope_theta=10000.0, rope_scaling=(), norm="rms", norm_eps=1e-5, mlp="swiglu",
-        bias="none", qk_norm=False, tied=True)
+        positions="rope", rope_theta=10000.0, rope_inv_freq=(), rope_scale=1.0, norm="rms", norm_eps=1e-5,
+        mlp="swiglu", bias="none", qk_norm=False, tied=True)
     assert f"{sum(p.numel() for p in policy.parameters()) / 1e6:.1f}" == "1.9"
     assert policy.norm.eps == policy.layers[0].input_layernorm.eps == 1e-5
     turns = torch.atan2(policy.sin[1, 0], policy.cos[1, 0])       # of position 1: of each pair twice, first negated

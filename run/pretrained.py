@@ -27,7 +27,8 @@ EXTRA = {}
 NEW = {}
 
 # The fields of GPTConfig that distinguish a family, and the names of the others in config.json.
-FAMILIES = {"llama": {}, "mistral": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True),
+FAMILIES = {"llama": {}, "mistral": {}, "qwen2": dict(bias="qkv"),
+            "qwen3": dict(qk_norm=True, head_size=128),         # the default there
             "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all")}
 NAMES = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
              n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",

@@ -325,6 +325,8 @@ def test_what_a_config_leaves_out():
         gpt2, n_inner=99, tied=False)
     assert pretrained.read_config(LLAMA | dict(tie_word_embeddings=True, head_dim=6, rope_theta=5e5)) == dataclasses.replace(
         llama, n_kv_head=2, tied=True, head_size=6, rope_theta=5e5)
+    qwen3 = pretrained.read_config(LLAMA | dict(model_type="qwen3"))        # whose default is 128, not a share of the width
+    assert qwen3.head_size == 128 and pretrained.read_config(LLAMA | dict(model_type="qwen3", head_dim=6)).head_size == 6
 
 
 @pytest.mark.parametrize("harmless", [

@@ -27,8 +27,9 @@ import reward
 from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
-from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
+from data.bpe import DIGITS_SPLIT, GPT2_SPLIT, read_bpe
+from data.tokenizer import Encoding, byte_encoding, composed, decode, load_encoding, opening, split_at, step_tokens
+from data.tokenizer import stop_tokens
 from run import config, files, pretrained
 from run.report import majority_at, pass_at
 
@@ -279,24 +280,24 @@ def test_the_byte_tokenizers_files_are_for_others_too(encoding):
 SPLIT = dict(type="Split", pattern=dict(Regex="[a-z]+| "), behavior="Isolated", invert=False)
 
 
-@pytest.mark.parametrize("parts, split", [
-    ([dict(type="ByteLevel")], GPT2_SPLIT), ([dict(type="ByteLevel", use_regex=False)], r"[\s\S]+"),
-    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel")], DIGITS_SPLIT),
-    ([SPLIT, dict(type="ByteLevel", use_regex=False)], r"(?:[a-z]+| )|(?:(?![a-z]+| )[\s\S])+"),
-    ([dict(type="Digits", individual_digits=False), dict(type="ByteLevel")], None),
-    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel", use_regex=False)], None),
-    ([dict(type="Digits", individual_digits=True), SPLIT, dict(type="ByteLevel")], None),
-    ([SPLIT, dict(type="ByteLevel")], None),
-    ([SPLIT | dict(behavior="Removed"), dict(type="ByteLevel", use_regex=False)], None)])
-def test_how_a_tokenizer_splits_a_text(encoding, parts, split):
-    """As its file says, or not at all: another split would give other ids in silence."""
+ALONE = r"(?m)(?:[a-z]+| )|(?:(?![a-z]+| )[\s\S])+"
+DIGITS = [dict(type="Digits", individual_digits=x) for x in (True, False)]
+PLAIN = dict(type="ByteLevel", use_regex=False)
+
+
+@pytest.mark.parametrize("parts, patterns", [
+    ([dict(type="ByteLevel")], [GPT2_SPLIT]), ([PLAIN], [r"[\s\S]+"]),
+    ([DIGITS[0], dict(type="ByteLevel")], [DIGITS_SPLIT]), ([SPLIT, PLAIN], [ALONE]),
+    ([DIGITS[0], PLAIN], [r"(?m)(?:\p{N})|(?:(?!\p{N})[\s\S])+"]),
+    ([DIGITS[1], dict(type="ByteLevel")], [r"(?m)(?:\p{N}+)|(?:(?!\p{N}+)[\s\S])+", GPT2_SPLIT]),
+    ([SPLIT, SPLIT | dict(pattern=dict(String="a.")), PLAIN], [ALONE, r"(?m)(?:a\.)|(?:(?!a\.)[\s\S])+"]),
+    ([SPLIT, dict(type="ByteLevel")], [ALONE, GPT2_SPLIT])])
+def test_how_a_tokenizer_splits_a_text(encoding, parts, patterns):
+    """By one pattern after another, as its file says."""
     hf = json.loads(encoding.files["tokenizer.json"])
     hf["pre_tokenizer"] = dict(type="Sequence", pretokenizers=parts)
-    if split:
-        assert byte_pairs(hf, {})[1:] == (split, False)
-    else:
-        with pytest.raises(UserError, match="splits text in a way that is not supported"):
-            byte_pairs(hf, {})
+    found = read_bpe(hf, {})
+    assert [x.pattern for x in found["before"]] + [found["split"]] == patterns and not found["nfc"]
 
 
 def test_ids_that_a_tokenizer_may_have(encoding):
@@ -304,9 +305,9 @@ def test_ids_that_a_tokenizer_may_have(encoding):
         hf = json.loads(encoding.files["tokenizer.json"])
         hf["model"]["vocab"]["a"] = i
         with pytest.raises(UserError, match="not all integers"):
-            byte_pairs(hf, {})
+            read_bpe(hf, {})
     hf["model"]["vocab"]["a"] = 2 ** 31 - 1
-    assert byte_pairs(hf, {})[0][b"a"] == 2 ** 31 - 1
+    assert read_bpe(hf, {})["ranks"][b"a"] == 2 ** 31 - 1
 
 
 def test_tokens_before_every_text():

@@ -45,14 +45,14 @@ class Encoding(tiktoken.Encoding):
     frame: the Frame of a prompt. hidden: ids without text. plain: names of added tokens that are
     recognised in any text. files: the files to save beside the weights, name to contents. before:
     patterns that split a text before `split` does. unmade: the ids of tokens that no text has, by
-    their bytes.
+    their bytes. notes: what a run's header says of it.
     """
 
     def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
-                 plain=(), before=(), unmade={}):
+                 plain=(), before=(), unmade={}, notes=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
-        self.nfc, self.special, self.before = nfc, special, before
+        self.nfc, self.special, self.before, self.notes = nfc, special, before, notes
         self.unmade = {i: token for token, i in unmade.items()}
         self.known = {*ranks.values(), *special.values(), *self.unmade}
         self.text, self.plain = self.known - {*hidden, *stop}, plain
@@ -130,6 +130,10 @@ def load_encoding(folder, chat="auto", system=""):
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
     files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
+        if "vocab.json" in files:
+            raise UserError(f"{folder} has vocab.json, but no tokenizer.json; transformers writes "
+                            f"one, in Python: AutoTokenizer.from_pretrained({str(folder)!r})"
+                            f".save_pretrained({str(folder)!r})")
         raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
                         f"fetch one: hf download NAME --local-dir FOLDER")
     try:
@@ -147,8 +151,10 @@ def load_encoding(folder, chat="auto", system=""):
             if t["content"] in plain or t["content"] in shown:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
         stop = stop_tokens(about, others, special, frame.end)
+        words = {i: token for token, i in (bpe["ranks"] | bpe["unmade"]).items()}
+        stop, notes = used_stops(stop, *others, special, words)
         return Encoding(str(folder), special=special, hidden=hidden, stop=stop, files=files,
-                        frame=frame, plain=plain, **bpe)
+                        frame=frame, plain=plain, notes=notes, **bpe)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
@@ -195,13 +201,46 @@ def stop_tokens(about, others, special, end):
     tokenizer_config.json (`about`) and of the `others`."""
     eos = about.get("eos_token")
     stop = [special.get(end), special.get(eos["content"] if isinstance(eos, dict) else eos)]
-    for ends in (other.get("eos_token_id") for other in others):
-        stop += ends if isinstance(ends, list) else [ends]
+    for other in others:
+        stop += ends_of(other)
     if not (stop := [x for x in stop if x is not None]):
         raise UserError("no file names a stop token: set eos_token_id in generation_config.json")
     if wrong := [x for x in stop if type(x) is not int or x < 0]:
         raise UserError(f"eos_token_id {wrong[0]!r} is not a token id")
     return stop
+
+
+def ends_of(config):
+    """The ids that end a completion by one of the files."""
+    ends = config.get("eos_token_id")
+    return ends if isinstance(ends, list) else [ends]
+
+
+def used_stops(stop, generation, config, special, words):
+    """The ids in `stop` that end a completion, and a note on each that does not: an id of no token,
+    and an ordinary token (in `words`: its bytes) that config.json alone names, or generation_config
+    too as its only one. Such an id is a default of the family, which nobody chose; a list is
+    chosen. If there is no other end, ordinary tokens are used."""
+    default, chosen = (x.get("eos_token_id") for x in (config, generation))
+    if isinstance(chosen, list) and default in chosen:
+        default = None
+    ordinary = [i for i in stop if i in words]
+    names = {i: f"the ordinary token {words[i].decode('utf-8', 'replace')!r}" for i in ordinary}
+    names |= {i: repr(name) for name, i in special.items()}
+    used = [i for i in stop if i in names and not (i in ordinary and i == default)]
+    if not used and not ordinary:
+        raise UserError(f"eos_token_id {stop[0]} is no token of its tokenizer, and no file names "
+                        f"another end: set eos_token_id in generation_config.json")
+    if not used:
+        return ordinary, [f"no file names an end but eos_token_id {ordinary[0]}: completions end "
+                          f"with {names[ordinary[0]]}"]
+    notes = []
+    for i in dict.fromkeys(stop):
+        if i not in used:
+            file = "config.json" if i in ends_of(config) else "generation_config.json"
+            notes.append(f"eos_token_id {i} of {file} is {names.get(i, 'no token')}: completions "
+                         f"end with {names[used[0]]} instead")
+    return used, notes
 
 
 def opening(hf, special):

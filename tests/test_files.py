@@ -187,6 +187,16 @@ def test_an_eos_that_is_no_token(model_folder, capsys):
         assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
 
 
+def test_a_header_says_what_ends_nothing(model_folder, tmp_path, capsys):
+    """And the token that is no end has its text."""
+    rewrite(model_folder / "config.json", eos_token_id=34)
+    main([*TINY, "--steps", "0", "--init", str(model_folder), "--out", str(tmp_path / "x")])
+    note = """note: eos_token_id 34 of config.json is the ordinary token '"': completions end with '<|endoftext|>' instead"""
+    assert capsys.readouterr().out.splitlines().count(note) == 1
+    encoding = load_encoding(model_folder)
+    assert encoding.stop == {256} and encoding.token_bytes(34) == b'"'
+
+
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12])
@@ -384,6 +394,16 @@ def test_a_whole_piece_that_two_tokens_would_make_is_refused(tmp_path):
     write_tokenizer(case | dict(ignore_merges=True), tmp_path)
     with pytest.raises(UserError, match="its token 'abc' is 'ab' and 'c', which no merge joins"):
         load_encoding(tmp_path)
+
+
+def test_files_of_an_older_kind(model_folder, capsys):
+    """What to do with a vocabulary and merges apart."""
+    (model_folder / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (model_folder / name).write_text("{}")
+    line = fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    assert "has vocab.json, but no tokenizer.json" in line and "train a model" not in line
+    assert f"AutoTokenizer.from_pretrained({str(model_folder)!r}).save_pretrained({str(model_folder)!r})" in line
 
 
 def test_a_tokenizer_needs_the_config_of_its_model(model_folder):

@@ -29,7 +29,7 @@ from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
 from data.bpe import DIGITS_SPLIT, GPT2_SPLIT, read_bpe
 from data.tokenizer import Encoding, byte_encoding, composed, decode, load_encoding, opening, split_at, step_tokens
-from data.tokenizer import stop_tokens
+from data.tokenizer import stop_tokens, used_stops
 from run import config, files, pretrained
 from run.report import majority_at, pass_at
 
@@ -1139,6 +1139,35 @@ def test_the_end_of_a_turn_comes_first_of_what_ends_a_completion():
     assert stop_tokens({"eos_token": {"content": "<eos>"}}, [{}], special, "")[0] == 8
     with pytest.raises(UserError, match="no file names a stop token"):
         stop_tokens({}, [{}], special, "")
+
+
+WORDS = {2: b'"', 5: b"\n", 6: b"\xe6\xbc"}
+AN_END = dict(special={"<eos>": 8, "</answer>": 9}, words=WORDS)
+QUOTE = """eos_token_id 2 of config.json is the ordinary token '"': completions end with '<eos>' instead"""
+
+
+@pytest.mark.parametrize("generation, config, used, notes", [
+    (None, 2, [8], [QUOTE]), (2, 2, [8], [QUOTE]),              # LlamaConfig's default, alone and as saved with it
+    ([2], 2, [8, 2], []), ([5, 2], 2, [8, 5, 2], []), (None, [2, 5], [8, 2, 5], []),       # a list
+    (5, 2, [8, 5], [QUOTE]), (5, None, [8, 5], []), (None, 9, [8, 9], []), (9, 9, [8, 9], []), (None, 8, [8], []),
+    (50256, 50256, [8], ["eos_token_id 50256 of config.json is no token: completions end with '<eos>' instead"]),
+    ([7], 6, [8], ["eos_token_id 7 of generation_config.json is no token: completions end with '<eos>' instead",
+                   "eos_token_id 6 of config.json is the ordinary token '\ufffd': completions end with '<eos>' instead"])])
+def test_a_default_that_nobody_chose_ends_nothing(generation, config, used, notes):
+    """A quotation mark once ended completions, and vanished from their texts."""
+    files = [dict(eos_token_id=x) for x in (generation, config)]
+    stop = stop_tokens({"eos_token": "<eos>"}, files, AN_END["special"], "")
+    found, said = used_stops(stop, *files, **AN_END)
+    assert list(dict.fromkeys(found)) == used and said == notes
+
+
+def test_an_ordinary_token_ends_completions_if_nothing_else_does():
+    """With a note; an id of no token would never end one."""
+    found, [said] = used_stops([2, 7], {}, {"eos_token_id": 2}, **AN_END)
+    assert found == [2] and said == """no file names an end but eos_token_id 2: completions end with the ordinary token '"'"""
+    assert used_stops([5, 2], {"eos_token_id": 5}, {"eos_token_id": 2}, **AN_END)[0] == [5]
+    with pytest.raises(UserError, match="^eos_token_id 7 is no token of its tokenizer, and no file names another end: "):
+        used_stops([7], {}, {"eos_token_id": 7}, **AN_END)
 
 
 def test_variables_of_a_template_are_the_tokens_alone(tmp_path):

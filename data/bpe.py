@@ -29,8 +29,9 @@ def read_bpe(hf, special):
     except regex.error as e:
         raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
     for pattern in before:
-        if words := re.search(r"\\[wWbB]", pattern.pattern):     # letters of another kind there
-            raise UserError(f"its tokenizer splits text by several patterns, one with {words[0]}")
+        if word := re.search(r"\\[wWbB]", pattern.pattern):      # elsewhere, of other characters
+            raise UserError(f"its tokenizer splits text by several patterns, of which one has "
+                            f"{word[0]}: that is not supported")
     changes = [part["type"] for part in normalizer.get("normalizers", [normalizer])]
     if others := {*changes} - {"NFC"}:
         raise UserError(f"its normalizer {min(others)} is not supported")
@@ -137,11 +138,11 @@ def tokens_of_texts(model, special):
 
 def made_words(vocab, order):
     """The words that merges make of their letters. `order`: the ids of merged pairs, ascending. A
-    pair of words with lower ids is tried at its seam alone; what that leaves is merged in full."""
+    pair of words made with lower ids is tried at its seam alone; what that leaves is merged in
+    full."""
     made = {letter: (-1, letter, letter) for letter in BYTE_OF}     # id and halves of a word
     for (a, b), i in order.items():
-        earlier = a in made and b in made and max(made[a][0], made[b][0]) < i
-        if earlier and is_free(a, b, order, made):
+        if a in made and b in made and is_free(a, b, order, made):
             made[a + b] = i, a, b
     others = {a + b for a, b in order} - made.keys()
     found = made.keys() | {word for word in others if len(merged(word, order)) == 1}

@@ -100,7 +100,9 @@ class Encoding(tiktoken.Encoding):
 
     def decode_single_token_bytes(self, token):
         """The bytes of a token, also of one that no text has but a model may sample."""
-        return self.unmade.get(token) or super().decode_single_token_bytes(token)
+        if token in self.unmade:
+            return self.unmade[token]
+        return super().decode_single_token_bytes(token)
 
     def token_bytes(self, token):
         """The bytes of a token's text; empty for a special token and for an id that only pads the

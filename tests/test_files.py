@@ -304,7 +304,7 @@ def split(pattern, **more):
 
 @pytest.mark.parametrize("says, change", [
     ("invert", lambda t: t | dict(pre_tokenizer=split("a", invert=True))),
-    *(("may be empty", lambda t, x=x: t | dict(pre_tokenizer=split(x))) for x in ("a*", r"\p{L}+|(?<=a)|x")),
+    *(("may be empty", lambda t, x=x: t | dict(pre_tokenizer=split(x))) for x in ("a*", r"\p{L}+|(?<=a)|x", "^|x")),
     *((key, lambda t, key=key: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {key: True}]))
       for key in ("lstrip", "rstrip", "single_word")),
     *((key, lambda t, key=key, x=x: t | dict(model=t["model"] | {key: x}))
@@ -336,7 +336,7 @@ SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=F
     ("may be empty: 'b\\*'", pieces(SPLIT, SPLIT | dict(pattern={"Regex": "b*"}))),
     ("may be empty: ''", pieces(SPLIT | dict(pattern={"String": ""}))),
     (r"not supported: \['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace"))),
-    (r"several patterns, one with \\w", pieces(SPLIT | dict(pattern={"Regex": r"\w"}), SPLIT)),
+    (r"several patterns, of which one has \\w", pieces(SPLIT | dict(pattern={"Regex": r"\w"}), SPLIT)),
     ("that cannot be read", pieces(SPLIT | dict(pattern={"Regex": r"\x{41}"}), SPLIT)),
     ("Lowercase", lambda t: t | dict(normalizer=dict(type="Sequence", normalizers=[dict(type="NFC"), dict(type="Lowercase")])))])
 def test_a_text_that_is_cut_in_another_way_is_refused(says, change, model_folder):
@@ -389,11 +389,21 @@ def test_ids_are_those_that_were_recorded(name, tmp_path):
 
 
 def test_a_whole_piece_that_two_tokens_would_make_is_refused(tmp_path):
-    """Merges would be left out for whole pieces alone, but tiktoken would make the word in others too."""
+    """Merges would be left out for whole pieces alone, but tiktoken would make the word in others too. An added
+    token is in no piece."""
     case = CASES["a word that no merge makes"]
-    write_tokenizer(case | dict(ignore_merges=True), tmp_path)
+    path = write_tokenizer(case | dict(ignore_merges=True), tmp_path) / "tokenizer.json"
     with pytest.raises(UserError, match="its token 'abc' is 'ab' and 'c', which no merge joins"):
         load_encoding(tmp_path)
+    rewrite(path, added_tokens=[*json.loads(path.read_text())["added_tokens"], TOKEN | dict(content="abc")])
+    assert load_encoding(tmp_path).encode_ordinary("xabcab") == [120, 257, 256]
+
+
+def test_a_word_that_no_merge_makes_may_end_a_completion(tmp_path):
+    write_tokenizer(CASES["a word that no merge makes"], tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [257]}')
+    encoding = load_encoding(tmp_path)
+    assert encoding.stop == {257, 259} and encoding.token_bytes(257) == b"" and encoding.notes == []
 
 
 def test_files_of_an_older_kind(model_folder, capsys):

@@ -1151,6 +1151,7 @@ QUOTE = """eos_token_id 2 of config.json is the ordinary token '"': completions 
     ([2], 2, [8, 2], []), ([5, 2], 2, [8, 5, 2], []), (None, [2, 5], [8, 2, 5], []),       # a list
     (5, 2, [8, 5], [QUOTE]), (5, None, [8, 5], []), (None, 9, [8, 9], []), (9, 9, [8, 9], []), (None, 8, [8], []),
     (50256, 50256, [8], ["eos_token_id 50256 of config.json is no token: completions end with '<eos>' instead"]),
+    (None, [8, 7], [8], ["eos_token_id 7 of config.json is no token: completions end with '<eos>' instead"]),
     ([7], 6, [8], ["eos_token_id 7 of generation_config.json is no token: completions end with '<eos>' instead",
                    "eos_token_id 6 of config.json is the ordinary token '\ufffd': completions end with '<eos>' instead"])])
 def test_a_default_that_nobody_chose_ends_nothing(generation, config, used, notes):

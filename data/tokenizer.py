@@ -11,15 +11,10 @@ from pathlib import Path
 import tiktoken
 
 from data import UserError, read_bytes, read_json
+from data.bpe import LETTERS, cut, read_bpe, refuse
 from data.chat import BARE, THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
-BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
-BYTES += [b for b in range(256) if b not in BYTES]
-LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
-BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
-GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
 FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
@@ -48,14 +43,18 @@ class Encoding(tiktoken.Encoding):
 
     stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
     frame: the Frame of a prompt. hidden: ids without text. plain: names of added tokens that are
-    recognised in any text. files: the files to save beside the weights, name to contents.
+    recognised in any text. files: the files to save beside the weights, name to contents. before:
+    patterns that split a text before `split` does. unmade: the ids of tokens that no text has, by
+    their bytes. notes: what a run's header says of it.
     """
 
     def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
-                 plain=()):
+                 plain=(), before=(), unmade={}, notes=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
-        self.nfc, self.special, self.known = nfc, special, {*ranks.values(), *special.values()}
+        self.nfc, self.special, self.before, self.notes = nfc, special, before, notes
+        self.unmade = {i: token for token, i in unmade.items()}
+        self.known = {*ranks.values(), *special.values(), *self.unmade}
         self.text, self.plain = self.known - {*hidden, *stop}, plain
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
@@ -66,9 +65,11 @@ class Encoding(tiktoken.Encoding):
             text = "".join(c for c in text if self.missing.isdisjoint(c.encode()))
         ids = []
         for piece in split_at(self.plain, text):
-            piece = composed(piece) if self.nfc else piece
-            known = piece in self.plain
-            ids += [self.special[piece]] if known else super().encode_ordinary(piece)
+            if piece in self.plain:
+                ids.append(self.special[piece])
+                continue
+            for part in cut(composed(piece) if self.nfc else piece, self.before):
+                ids += super().encode_ordinary(part)
         return ids
 
     def encode_prompt(self, text):
@@ -96,6 +97,12 @@ class Encoding(tiktoken.Encoding):
         for kind, pieces in itertools.groupby([*before, text, *after], type):
             ids += pieces if kind is int else self.encode_ordinary("".join(pieces))
         return ids
+
+    def decode_single_token_bytes(self, token):
+        """The bytes of a token, also of one that no text has but a model may sample."""
+        if token in self.unmade:
+            return self.unmade[token]
+        return super().decode_single_token_bytes(token)
 
     def token_bytes(self, token):
         """The bytes of a token's text; empty for a special token and for an id that only pads the
@@ -125,13 +132,17 @@ def load_encoding(folder, chat="auto", system=""):
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
     files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
+        if "vocab.json" in files:
+            raise UserError(f"{folder} has vocab.json, but no tokenizer.json; transformers writes "
+                            f"one, in Python: AutoTokenizer.from_pretrained({str(folder)!r})"
+                            f".save_pretrained({str(folder)!r})")
         raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
                         f"fetch one: hf download NAME --local-dir FOLDER")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
         others.append(read_json(read_bytes(folder / "config.json"), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
-        ranks, split, nfc = byte_pairs(hf, special)
+        bpe = read_bpe(hf, special)
         frame = chosen_frame(files, about, hf, special, (chat, system))
         if frame.chat:
             files[FRAME] = json.dumps(dataclasses.asdict(frame)).encode()
@@ -142,7 +153,10 @@ def load_encoding(folder, chat="auto", system=""):
             if t["content"] in plain or t["content"] in shown:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
         stop = stop_tokens(about, others, special, frame.end)
-        return Encoding(str(folder), split, ranks, special, hidden, stop, files, frame, nfc, plain)
+        words = {i: token for token, i in (bpe["ranks"] | bpe["unmade"]).items()}
+        stop, notes = used_stops(stop, *others, special, words)
+        return Encoding(str(folder), special=special, hidden=hidden, stop=stop, files=files,
+                        frame=frame, plain=plain, notes=notes, **bpe)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
@@ -189,8 +203,8 @@ def stop_tokens(about, others, special, end):
     tokenizer_config.json (`about`) and of the `others`."""
     eos = about.get("eos_token")
     stop = [special.get(end), special.get(eos["content"] if isinstance(eos, dict) else eos)]
-    for ends in (other.get("eos_token_id") for other in others):
-        stop += ends if isinstance(ends, list) else [ends]
+    for other in others:
+        stop += ends_of(other)
     if not (stop := [x for x in stop if x is not None]):
         raise UserError("no file names a stop token: set eos_token_id in generation_config.json")
     if wrong := [x for x in stop if type(x) is not int or x < 0]:
@@ -198,59 +212,37 @@ def stop_tokens(about, others, special, end):
     return stop
 
 
-def byte_pairs(hf, special):
-    """From a tokenizer.json: the ids by the bytes of the token, the pattern that splits a text, and
-    whether text is normalised to NFC. Ids must be in the order of the merges: tiktoken merges by
-    id."""
-    model, pre, normalizer = hf["model"], hf["pre_tokenizer"] or {}, hf.get("normalizer")
-    parts = pre.get("pretokenizers", [pre])
-    kinds, level = [p.get("type") for p in parts], parts[-1]
-    regex = level.get("use_regex", True)
-    if model["type"] != "BPE" or kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
-        raise UserError("its tokenizer is not a byte-level BPE")
-    if kinds == ["ByteLevel"]:
-        split = GPT2_SPLIT if regex else r"[\s\S]+"
-    elif kinds == ["Digits", "ByteLevel"] and regex and parts[0]["individual_digits"]:
-        split = DIGITS_SPLIT
-    elif kinds == ["Split", "ByteLevel"] and not regex and parts[0]["behavior"] == "Isolated":
-        split = parts[0]["pattern"]["Regex"]        # the text between matches is a piece too
-        if may_be_empty(split):
-            raise UserError(f"its tokenizer splits text by a pattern that may be empty: {split!r}")
-        split = rf"(?:{split})|(?:(?!{split})[\s\S])+"
-    else:
-        raise UserError(f"its tokenizer splits text in a way that is not supported: {kinds}")
-    if normalizer is not None and normalizer["type"] != "NFC":
-        raise UserError(f"its normalizer {normalizer['type']} is not supported")
-    refuse(model, ("dropout", "end_of_word_suffix", "continuing_subword_prefix"), "its tokenizer")
-    refuse(parts[0], ("invert",), "its tokenizer's Split")
-    vocab = model["vocab"]
-    merged = [vocab["".join(m.split(" ") if isinstance(m, str) else m)] for m in model["merges"]]
-    if merged != sorted(merged):
-        raise UserError("its token ids are not in the order of its merges")
-    ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in vocab.items()
-             if token not in special}
-    ids = {*ranks.values(), *special.values()}
-    if not all(type(i) is int and 0 <= i < 2 ** 31 for i in ids):
-        raise UserError("its token ids are not all integers from 0 to 2**31 - 1")
-    if len(ids) < len(ranks) + len(special):
-        raise UserError("two of its tokens have the same id")
-    return ranks, split, normalizer is not None
+def ends_of(config):
+    """The ids that end a completion by one of the files."""
+    ends = config.get("eos_token_id")
+    return ends if isinstance(ends, list) else [ends]
 
 
-def may_be_empty(pattern):
-    """Whether a pattern can match the empty string between two characters: tiktoken would panic."""
-    ranks, any_ = {bytes([i]): i for i in range(256)}, r"[\s\S]"
-    empty = tiktoken.Encoding("empty", pat_str=f"{any_}(?:{pattern})(?<!{any_}{any_}){any_}",
-                              mergeable_ranks=ranks, special_tokens={})
-    text = "".join(map(chr, range(9, 256))) + "ab 12  \n\n'' A"
-    return any(empty.encode_ordinary(a + b) for a, b in itertools.pairwise(text))
-
-
-def refuse(about, keys, whose):
-    """Raise UserError if one of these settings is on: it would change the ids of a text."""
-    for key in keys:
-        if about.get(key):
-            raise UserError(f"{whose} has {key} {about[key]!r}, which is not supported")
+def used_stops(stop, generation, config, special, words):
+    """The ids in `stop` that end a completion, and a note on each that does not: an id of no token,
+    and an ordinary token (in `words`: its bytes) that config.json alone names, or generation_config
+    too as its only one. Such an id is a default of the family, which nobody chose; a list is
+    chosen. If there is no other end, ordinary tokens are used."""
+    default, chosen = (x.get("eos_token_id") for x in (config, generation))
+    if isinstance(chosen, list) and default in chosen:
+        default = None
+    ordinary = [i for i in stop if i in words]
+    names = {i: f"the ordinary token {words[i].decode('utf-8', 'replace')!r}" for i in ordinary}
+    names |= {i: repr(name) for name, i in special.items()}
+    used = [i for i in stop if i in names and not (i in ordinary and i == default)]
+    if not used and not ordinary:
+        raise UserError(f"eos_token_id {stop[0]} is no token of its tokenizer, and no file names "
+                        f"another end: set eos_token_id in generation_config.json")
+    if not used:
+        return ordinary, [f"no file names an end but eos_token_id {ordinary[0]}: completions end "
+                          f"with {names[ordinary[0]]}"]
+    notes = []
+    for i in dict.fromkeys(stop):
+        if i not in used:
+            file = "config.json" if i in ends_of(config) else "generation_config.json"
+            notes.append(f"eos_token_id {i} of {file} is {names.get(i, 'no token')}: completions "
+                         f"end with {names[used[0]]} instead")
+    return used, notes
 
 
 def opening(hf, special):

@@ -124,6 +124,8 @@ def header(cfg, encoding, policy, problems, held_out):
         if frame.chat in ("", "none"):
             why = "--chat none" if frame.chat else "no chat template"
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
+    for note in encoding.notes:
+        print0(f"note: {note}")
 
 DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load, load_file, save_file
 import data
 import grpo
 from data import UserError
+from data.bpe import LETTERS
 from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
 from run import checkpoint, files, preflight, pretrained, setup
@@ -186,6 +187,16 @@ def test_an_eos_that_is_no_token(model_folder, capsys):
         assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
 
 
+def test_a_header_says_what_ends_nothing(model_folder, tmp_path, capsys):
+    """And the token that is no end has its text."""
+    rewrite(model_folder / "config.json", eos_token_id=34)
+    main([*TINY, "--steps", "0", "--init", str(model_folder), "--out", str(tmp_path / "x")])
+    note = """note: eos_token_id 34 of config.json is the ordinary token '"': completions end with '<|endoftext|>' instead"""
+    assert capsys.readouterr().out.splitlines().count(note) == 1
+    encoding = load_encoding(model_folder)
+    assert encoding.stop == {256} and encoding.token_bytes(34) == b'"'
+
+
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12])
@@ -325,7 +336,7 @@ def split(pattern, **more):
 
 @pytest.mark.parametrize("says, change", [
     ("invert", lambda t: t | dict(pre_tokenizer=split("a", invert=True))),
-    *(("may be empty", lambda t, x=x: t | dict(pre_tokenizer=split(x))) for x in ("a*", r"\p{L}+|(?<=a)|x")),
+    *(("may be empty", lambda t, x=x: t | dict(pre_tokenizer=split(x))) for x in ("a*", r"\p{L}+|(?<=a)|x", "^|x")),
     *((key, lambda t, key=key: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {key: True}]))
       for key in ("lstrip", "rstrip", "single_word")),
     *((key, lambda t, key=key, x=x: t | dict(model=t["model"] | {key: x}))
@@ -342,6 +353,99 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_fo
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=says):
         load_encoding(model_folder)
+
+
+def pieces(*parts):
+    return lambda t: t | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, LEVEL]))
+
+
+SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=False)
+
+
+@pytest.mark.parametrize("says, change", [
+    ("Split has behavior 'Removed'", pieces(SPLIT, SPLIT | dict(behavior="Removed"))),
+    ("Split has invert True", pieces(SPLIT, SPLIT | dict(invert=True))),
+    ("may be empty: 'b\\*'", pieces(SPLIT, SPLIT | dict(pattern={"Regex": "b*"}))),
+    ("may be empty: ''", pieces(SPLIT | dict(pattern={"String": ""}))),
+    (r"not supported: \['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace"))),
+    (r"several patterns, of which one has \\w", pieces(SPLIT | dict(pattern={"Regex": r"\w"}), SPLIT)),
+    ("that cannot be read", pieces(SPLIT | dict(pattern={"Regex": r"\x{41}"}), SPLIT)),
+    ("Lowercase", lambda t: t | dict(normalizer=dict(type="Sequence", normalizers=[dict(type="NFC"), dict(type="Lowercase")])))])
+def test_a_text_that_is_cut_in_another_way_is_refused(says, change, model_folder):
+    path = model_folder / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=says):
+        load_encoding(model_folder)
+
+
+@pytest.mark.parametrize("steps, nfc", [([], False), ([dict(type="NFC")], True)])
+def test_normalizers_in_a_sequence(steps, nfc, model_folder):
+    """DeepSeek's is empty."""
+    rewrite(model_folder / "tokenizer.json", normalizer=dict(type="Sequence", normalizers=steps))
+    assert load_encoding(model_folder).encode_ordinary("e\u0301") == [*("\u00e9" if nfc else "e\u0301").encode()]
+
+
+# Tokenizers of letters, merges and words, and the ids that tokenizers 0.23.3 gives for texts.
+RECORDED = json.loads((ROOT / "tests" / "tokenizers.json").read_text())
+CASES = {case["name"]: dict(merges=RECORDED["merges"], texts=RECORDED["texts"]) | case for case in RECORDED["cases"]}
+
+
+def tokenizer_json(case):
+    """The tokenizer.json of a case: the words of its merges in their order, then those of none."""
+    merges = [pair.split(" ") for pair in case["merges"]]
+    words = dict.fromkeys([*map("".join, merges), *case.get("words", [])])
+    vocab = {LETTERS[b]: b for b in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    end = TOKEN | dict(id=256 + len(words), content="<end>", special=True)
+    return dict(version="1.0", added_tokens=[end], normalizer=None, post_processor=None, decoder=None, truncation=None, padding=None,
+                pre_tokenizer=dict(type="Sequence", pretokenizers=case["parts"]),
+                model=dict(type="BPE", vocab=vocab, merges=merges, ignore_merges=case.get("ignore_merges", False)))
+
+
+def write_tokenizer(case, folder):
+    for name, content in (("tokenizer.json", tokenizer_json(case)), ("config.json", {}), ("tokenizer_config.json", dict(eos_token="<end>"))):
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ids_are_those_that_were_recorded(name, tmp_path):
+    """Of chains of patterns, as DeepSeek's, and of merges in the way of each other. The texts of ids are
+    those of the vocabulary, also where no text has the id."""
+    case = CASES[name]
+    ours = load_encoding(write_tokenizer(case, tmp_path))
+    for text, ids in zip(case["texts"], case["ids"], strict=True):
+        assert ours.encode_ordinary(text) == ids, repr(text)
+        assert b"".join(map(ours.token_bytes, ids)) == text.encode()
+    for word, i in tokenizer_json(case)["model"]["vocab"].items():
+        assert "".join(LETTERS[b] for b in ours.token_bytes(i)) == word
+
+
+def test_a_whole_piece_that_two_tokens_would_make_is_refused(tmp_path):
+    """Merges would be left out for whole pieces alone, but tiktoken would make the word in others too. An added
+    token is in no piece."""
+    case = CASES["a word that no merge makes"]
+    path = write_tokenizer(case | dict(ignore_merges=True), tmp_path) / "tokenizer.json"
+    with pytest.raises(UserError, match="its token 'abc' is 'ab' and 'c', which no merge joins"):
+        load_encoding(tmp_path)
+    rewrite(path, added_tokens=[*json.loads(path.read_text())["added_tokens"], TOKEN | dict(content="abc")])
+    assert load_encoding(tmp_path).encode_ordinary("xabcab") == [120, 257, 256]
+
+
+def test_a_word_that_no_merge_makes_may_end_a_completion(tmp_path):
+    write_tokenizer(CASES["a word that no merge makes"], tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [257]}')
+    encoding = load_encoding(tmp_path)
+    assert encoding.stop == {257, 259} and encoding.token_bytes(257) == b"" and encoding.notes == []
+
+
+def test_files_of_an_older_kind(model_folder, capsys):
+    """What to do with a vocabulary and merges apart."""
+    (model_folder / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (model_folder / name).write_text("{}")
+    line = fault(capsys, "--ask", "1*1=", "--init", model_folder)
+    assert "has vocab.json, but no tokenizer.json" in line and "train a model" not in line
+    assert f"AutoTokenizer.from_pretrained({str(model_folder)!r}).save_pretrained({str(model_folder)!r})" in line
 
 
 def test_a_tokenizer_needs_the_config_of_its_model(model_folder):

@@ -64,8 +64,8 @@ def test_a_task_imports_data_and_answers_only(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_run_time_packages_are_required(name):
-    """jinja2 comes with torch. A file of one's own, beside grpo.py, may import anything."""
-    required = set(re.findall(r"^([\w-]+)", (ROOT / "requirements.txt").read_text(), re.M)) | {"jinja2"}
+    """jinja2 comes with torch, regex with tiktoken. A file of one's own, beside grpo.py, may import anything."""
+    required = set(re.findall(r"^([\w-]+)", (ROOT / "requirements.txt").read_text(), re.M)) | {"jinja2", "regex"}
     others = {x for x in imports(name) if x not in SOURCES and x not in BESIDE} - set(sys.stdlib_module_names)
     assert others <= required, f"{name} imports {others - required}: add them to requirements.txt"
     assert "torch" not in others or not name.startswith("data"), f"{name} imports torch: data/ is without it"

@@ -1,4 +1,5 @@
 """Models and tokenizers beside those of Hugging Face's libraries; skipped where there are none."""
+import itertools
 import json
 import random
 import re
@@ -21,6 +22,7 @@ from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from run import passes, pretrained  # noqa: E402
 from run.pretrained import encoding_of, frozen  # noqa: E402
+from test_files import CASES, write_tokenizer  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -271,6 +273,59 @@ def test_what_a_split_leaves_out_is_a_piece_too(pattern, tmp_path):
         assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids, repr(text)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
+    """What test_files.py compares with, where there is no such library; here on more texts too."""
+    case = CASES[name]
+    theirs = Tokenizer.from_file(str(write_tokenizer(case, tmp_path) / "tokenizer.json"))
+    assert [theirs.encode(text).ids for text in case["texts"]] == case["ids"]
+    ours, rng = load_encoding(tmp_path), random.Random(0)
+    made = ["".join(rng.choices([*"abcdxyz "], k=rng.randrange(1, 20))) for _ in range(300)]
+    for text in [*random_texts(300), *TEXTS, *made]:
+        assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
+
+
+def random_merges(rng):
+    """A case of few letters, whose words come in the way of each other: words of no merge, of several, and
+    whose parts come later than they do."""
+    words, pairs, unmade = [*"abc"[:rng.randrange(2, 4)]], [], []
+    for _ in range(rng.randrange(1, 14)):
+        a, b = rng.choices(words, k=2)
+        word = a + b
+        if word not in words and len(word) < 8:
+            words.append(word)
+            if rng.random() < 0.15:
+                unmade.append(word)
+                continue
+            pairs.append([(a, b)])
+            pairs[-1] += [(word[:i], word[i:]) for i in range(1, len(word)) if {word[:i], word[i:]} <= {*words}
+                          and (a, b) != (word[:i], word[i:]) and rng.random() < 0.3]
+    if rng.random() < 0.3:
+        rng.shuffle(pairs)
+    return dict(merges=[" ".join(pair) for same in pairs for pair in same], words=unmade, ignore_merges=rng.random() < 0.3,
+                parts=[dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)])
+
+
+def test_merges_at_random_are_those_of_the_tokenizers_library(tmp_path):
+    """tiktoken joins any two tokens that make a token, and looks whole pieces up first."""
+    rng, refused, unmade = random.Random(0), 0, 0
+    for _ in range(300):
+        case = random_merges(rng)
+        theirs = Tokenizer.from_file(str(write_tokenizer(case, tmp_path) / "tokenizer.json"))
+        try:
+            ours = load_encoding(tmp_path)
+        except UserError as e:
+            assert case["ignore_merges"] and "which no merge joins" in str(e)
+            refused += 1
+            continue
+        unmade += bool(ours.unmade)
+        texts = [*map("".join, itertools.product("ab", repeat=5)), *("".join(rng.choices("abc ", k=20)) for _ in range(100))]
+        for text in [*theirs.get_vocab(), *texts]:
+            if text != "<end>":
+                assert ours.encode_ordinary(text) == theirs.encode(text).ids, (case, text)
+    assert refused > 20 and unmade > 100
+
+
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
     tokenizer("qwen2", tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -430,9 +485,10 @@ def test_older_files_name_tokens_apart(tmp_path):
 def test_every_file_may_name_a_stop_token(tmp_path):
     """Base and instruct models differ: one name is not enough."""
     tk = tokenizer("qwen2", tmp_path)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 300}')
+    end = tk.token_to_id("<|im_end|>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [301, 302]}')
-    assert load_encoding(tmp_path).stop == {300, 301, 302, tk.token_to_id("<|endoftext|>")}
+    assert load_encoding(tmp_path).stop == {end, 301, 302, tk.token_to_id("<|endoftext|>")}
 
 
 def test_a_tokenizer_without_all_bytes_drops_their_characters(tmp_path):

@@ -27,8 +27,9 @@ import reward
 from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, Encoding, byte_pairs, composed, decode, load_encoding
-from data.tokenizer import byte_encoding, opening, split_at, step_tokens, stop_tokens
+from data.bpe import DIGITS_SPLIT, GPT2_SPLIT, read_bpe
+from data.tokenizer import Encoding, byte_encoding, composed, decode, load_encoding, opening, split_at, step_tokens
+from data.tokenizer import stop_tokens, used_stops
 from run import config, files, pretrained
 from run.report import majority_at, pass_at
 
@@ -279,24 +280,24 @@ def test_the_byte_tokenizers_files_are_for_others_too(encoding):
 SPLIT = dict(type="Split", pattern=dict(Regex="[a-z]+| "), behavior="Isolated", invert=False)
 
 
-@pytest.mark.parametrize("parts, split", [
-    ([dict(type="ByteLevel")], GPT2_SPLIT), ([dict(type="ByteLevel", use_regex=False)], r"[\s\S]+"),
-    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel")], DIGITS_SPLIT),
-    ([SPLIT, dict(type="ByteLevel", use_regex=False)], r"(?:[a-z]+| )|(?:(?![a-z]+| )[\s\S])+"),
-    ([dict(type="Digits", individual_digits=False), dict(type="ByteLevel")], None),
-    ([dict(type="Digits", individual_digits=True), dict(type="ByteLevel", use_regex=False)], None),
-    ([dict(type="Digits", individual_digits=True), SPLIT, dict(type="ByteLevel")], None),
-    ([SPLIT, dict(type="ByteLevel")], None),
-    ([SPLIT | dict(behavior="Removed"), dict(type="ByteLevel", use_regex=False)], None)])
-def test_how_a_tokenizer_splits_a_text(encoding, parts, split):
-    """As its file says, or not at all: another split would give other ids in silence."""
+ALONE = r"(?m)(?:[a-z]+| )|(?:(?![a-z]+| )[\s\S])+"
+DIGITS = [dict(type="Digits", individual_digits=x) for x in (True, False)]
+PLAIN = dict(type="ByteLevel", use_regex=False)
+
+
+@pytest.mark.parametrize("parts, patterns", [
+    ([dict(type="ByteLevel")], [GPT2_SPLIT]), ([PLAIN], [r"[\s\S]+"]),
+    ([DIGITS[0], dict(type="ByteLevel")], [DIGITS_SPLIT]), ([SPLIT, PLAIN], [ALONE]),
+    ([DIGITS[0], PLAIN], [r"(?m)(?:\p{N})|(?:(?!\p{N})[\s\S])+"]),
+    ([DIGITS[1], dict(type="ByteLevel")], [r"(?m)(?:\p{N}+)|(?:(?!\p{N}+)[\s\S])+", GPT2_SPLIT]),
+    ([SPLIT, SPLIT | dict(pattern=dict(String="a.")), PLAIN], [ALONE, r"(?m)(?:a\.)|(?:(?!a\.)[\s\S])+"]),
+    ([SPLIT, dict(type="ByteLevel")], [ALONE, GPT2_SPLIT])])
+def test_how_a_tokenizer_splits_a_text(encoding, parts, patterns):
+    """By one pattern after another, as its file says."""
     hf = json.loads(encoding.files["tokenizer.json"])
     hf["pre_tokenizer"] = dict(type="Sequence", pretokenizers=parts)
-    if split:
-        assert byte_pairs(hf, {})[1:] == (split, False)
-    else:
-        with pytest.raises(UserError, match="splits text in a way that is not supported"):
-            byte_pairs(hf, {})
+    found = read_bpe(hf, {})
+    assert [x.pattern for x in found["before"]] + [found["split"]] == patterns and not found["nfc"]
 
 
 def test_ids_that_a_tokenizer_may_have(encoding):
@@ -304,9 +305,9 @@ def test_ids_that_a_tokenizer_may_have(encoding):
         hf = json.loads(encoding.files["tokenizer.json"])
         hf["model"]["vocab"]["a"] = i
         with pytest.raises(UserError, match="not all integers"):
-            byte_pairs(hf, {})
+            read_bpe(hf, {})
     hf["model"]["vocab"]["a"] = 2 ** 31 - 1
-    assert byte_pairs(hf, {})[0][b"a"] == 2 ** 31 - 1
+    assert read_bpe(hf, {})["ranks"][b"a"] == 2 ** 31 - 1
 
 
 def test_tokens_before_every_text():
@@ -1138,6 +1139,36 @@ def test_the_end_of_a_turn_comes_first_of_what_ends_a_completion():
     assert stop_tokens({"eos_token": {"content": "<eos>"}}, [{}], special, "")[0] == 8
     with pytest.raises(UserError, match="no file names a stop token"):
         stop_tokens({}, [{}], special, "")
+
+
+WORDS = {2: b'"', 5: b"\n", 6: b"\xe6\xbc"}
+AN_END = dict(special={"<eos>": 8, "</answer>": 9}, words=WORDS)
+QUOTE = """eos_token_id 2 of config.json is the ordinary token '"': completions end with '<eos>' instead"""
+
+
+@pytest.mark.parametrize("generation, config, used, notes", [
+    (None, 2, [8], [QUOTE]), (2, 2, [8], [QUOTE]),              # LlamaConfig's default, alone and as saved with it
+    ([2], 2, [8, 2], []), ([5, 2], 2, [8, 5, 2], []), (None, [2, 5], [8, 2, 5], []),       # a list
+    (5, 2, [8, 5], [QUOTE]), (5, None, [8, 5], []), (None, 9, [8, 9], []), (9, 9, [8, 9], []), (None, 8, [8], []),
+    (50256, 50256, [8], ["eos_token_id 50256 of config.json is no token: completions end with '<eos>' instead"]),
+    (None, [8, 7], [8], ["eos_token_id 7 of config.json is no token: completions end with '<eos>' instead"]),
+    ([7], 6, [8], ["eos_token_id 7 of generation_config.json is no token: completions end with '<eos>' instead",
+                   "eos_token_id 6 of config.json is the ordinary token '\ufffd': completions end with '<eos>' instead"])])
+def test_a_default_that_nobody_chose_ends_nothing(generation, config, used, notes):
+    """A quotation mark once ended completions, and vanished from their texts."""
+    files = [dict(eos_token_id=x) for x in (generation, config)]
+    stop = stop_tokens({"eos_token": "<eos>"}, files, AN_END["special"], "")
+    found, said = used_stops(stop, *files, **AN_END)
+    assert list(dict.fromkeys(found)) == used and said == notes
+
+
+def test_an_ordinary_token_ends_completions_if_nothing_else_does():
+    """With a note; an id of no token would never end one."""
+    found, [said] = used_stops([2, 7], {}, {"eos_token_id": 2}, **AN_END)
+    assert found == [2] and said == """no file names an end but eos_token_id 2: completions end with the ordinary token '"'"""
+    assert used_stops([5, 2], {"eos_token_id": 5}, {"eos_token_id": 2}, **AN_END)[0] == [5]
+    with pytest.raises(UserError, match="^eos_token_id 7 is no token of its tokenizer, and no file names another end: "):
+        used_stops([7], {}, {"eos_token_id": 7}, **AN_END)
 
 
 def test_variables_of_a_template_are_the_tokens_alone(tmp_path):

@@ -43,7 +43,8 @@ ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
 FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/passes.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
          "run/checkpoint.py", "run/warm_start.py", "run/preflight.py", "run/report.py", "run/config.py", "data/answers.py",
-         "data/arithmetic.py", "data/chat.py", "data/countdown.py", "data/gsm8k.py", "data/sums.py", "data/tokenizer.py"]
+         "data/arithmetic.py", "data/bpe.py", "data/chat.py", "data/countdown.py", "data/gsm8k.py", "data/sums.py",
+         "data/tokenizer.py"]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is

@@ -42,20 +42,21 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's Encoding, plus what else a checkpoint's files specify.
 
     stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
-    frame: the Frame of a prompt. hidden: ids without text. plain: names of added tokens that are
-    recognised in any text. files: the files to save beside the weights, name to contents. before:
-    patterns that split a text before `split` does. unmade: the ids of tokens that no text has, by
-    their bytes. notes: what a run's header says of it.
+    frame: the Frame of a prompt. plain: names of added tokens that are recognised in any text.
+    files: the files to save beside the weights, name to contents. before: patterns that split a
+    text before `split` does. unmade: the ids of tokens that no text has, by their bytes. notes:
+    what a run's header says of it.
     """
 
-    def __init__(self, name, split, ranks, special, hidden, stop, files, frame=Frame(), nfc=False,
+    def __init__(self, name, split, ranks, special, stop, files, frame=Frame(), nfc=False,
                  plain=(), before=(), unmade={}, notes=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
         self.nfc, self.special, self.before, self.notes = nfc, special, before, notes
         self.unmade = {i: token for token, i in unmade.items()}
         self.known = {*ranks.values(), *special.values(), *self.unmade}
-        self.text, self.plain = self.known - {*hidden, *stop}, plain
+        self.plain = plain
+        self.silent = {i for name, i in special.items() if i in self.stop and name not in plain}
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
     def encode_ordinary(self, text):
@@ -104,10 +105,17 @@ class Encoding(tiktoken.Encoding):
             return self.unmade[token]
         return super().decode_single_token_bytes(token)
 
+    def encode_demonstration(self, text):
+        """Ids of what the policy is to say, and the end token. Special tokens are recognised, as
+        the policy may sample them."""
+        return self.encode_framed(text, "", "") + [self.end]
+
     def token_bytes(self, token):
-        """The bytes of a token's text; empty for a special token and for an id that only pads the
-        model's vocabulary."""
-        return self.decode_single_token_bytes(token) if token in self.text else b""
+        """The bytes of a token's text, of a special token its name; empty for a special token that
+        ends a completion, and for an id that only pads the model's vocabulary."""
+        if token in self.silent or token not in self.known:
+            return b""
+        return self.decode_single_token_bytes(token)
 
 
 def byte_encoding():
@@ -121,8 +129,8 @@ def byte_encoding():
              "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast",
                                            eos_token=END)}
     files = {name: json.dumps(x).encode() for name, x in files.items()}
-    return Encoding("bytes", r"[\s\S]", {bytes([i]): i for i in range(256)}, {END: 256}, [], [256],
-                    files)
+    letters = {bytes([i]): i for i in range(256)}
+    return Encoding("bytes", r"[\s\S]", letters, {END: 256}, [256], files)
 
 
 def load_encoding(folder, chat="auto", system=""):
@@ -146,7 +154,6 @@ def load_encoding(folder, chat="auto", system=""):
         frame = chosen_frame(files, about, hf, special, (chat, system))
         if frame.chat:
             files[FRAME] = json.dumps(dataclasses.asdict(frame)).encode()
-        hidden = [t["id"] for t in hf["added_tokens"] if t["special"]]
         plain = [t["content"] for t in hf["added_tokens"] if not t["special"]]
         shown = frame.before + frame.after + frame.end + frame.reply_before + frame.reply_after
         for t in hf["added_tokens"]:
@@ -155,8 +162,8 @@ def load_encoding(folder, chat="auto", system=""):
         stop = stop_tokens(about, others, special, frame.end)
         words = {i: token for token, i in (bpe["ranks"] | bpe["unmade"]).items()}
         stop, notes = used_stops(stop, *others, special, words)
-        return Encoding(str(folder), special=special, hidden=hidden, stop=stop, files=files,
-                        frame=frame, plain=plain, notes=notes, **bpe)
+        return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,
+                        plain=plain, notes=notes, **bpe)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
@@ -261,7 +268,8 @@ def opening(hf, special):
 
 
 def decode(encoding, ids):
-    """The text of a completion, without special tokens."""
+    """The text of a completion: all that was said, special tokens by name, except that which ended
+    it. A reward may look for tags whether they are special tokens or not."""
     return b"".join(map(encoding.token_bytes, ids)).decode("utf-8", "replace")
 
 

@@ -182,7 +182,7 @@ def row(problem, task, encoding, rng):
     parts = [encoding.encode_prompt(problem.prompt)]
     for i, text in enumerate(shown):
         if i % 2 == 0:
-            parts.append(encoding.encode_ordinary(text) + [encoding.end])
+            parts.append(encoding.encode_demonstration(text))
         else:
             parts.append(encoding.encode_reply(text))
     return tuple(parts)

@@ -140,7 +140,7 @@ def test_step_tokens_of_bytes_and_of_longer_tokens():
     data = text.encode()
     assert step_tokens(byte_encoding(), list(data), ends) == [4, 10, 11]
     ranks = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
-    longer = Encoding("t", r"[\s\S]+", ranks, {"<end>": 300}, [], [300], {})
+    longer = Encoding("t", r"[\s\S]+", ranks, {"<end>": 300}, [300], {})
     ids = longer.encode_ordinary(text)
     assert [longer.decode_single_token_bytes(t) for t in ids][3:5] == [b"1", b"\n\xe4"]
     assert step_tokens(longer, ids, ends) == [4, 8, 9]

@@ -326,7 +326,7 @@ def test_the_longest_of_marks_is_found():
 
 
 def encoding_of(ranks, nfc):
-    return Encoding("test", GPT2_SPLIT, ranks, {"<end>": 300}, [300], [300], {}, nfc=nfc)
+    return Encoding("test", GPT2_SPLIT, ranks, {"<end>": 300}, [300], {}, nfc=nfc)
 
 
 @pytest.mark.parametrize("piece", ["a", " ", "!", "\n ", "<", "\u00e9", "\u0301\u0316", "a\u0301\u0316", "\u0344\u0316", "\u0f73", "\ud800"])
@@ -696,6 +696,55 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
     assert decode(ours, ids[at:at + len(sly)]) == sly
     with pytest.raises(UserError, match="--system has a special token"):
         load_encoding(tmp_path, system="a<|im_end|>b")
+
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
+SAID = "<think>\n48+24=72\n</think>\n<tool_call>{}</tool_call><answer>72</answer>"
+
+
+def tagged_encoding(folder, special, ends=()):
+    """A chat model's tokenizer with TAGS as tokens of their own, special ones or not; of these, `ends` are stop tokens."""
+    chat_folder(folder)
+    path = folder / "tokenizer.json"
+    hf = json.loads(path.read_text())
+    hf["added_tokens"] += [hf["added_tokens"][0] | dict(id=259 + i, content=tag, special=special) for i, tag in enumerate(TAGS)]
+    path.write_text(json.dumps(hf))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, *(259 + TAGS.index(tag) for tag in ends)]}))
+    return load_encoding(folder)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
+    """Whether a recipe adds them as special tokens or not, and however the policy says them: as tokens or in letters."""
+    encoding = tagged_encoding(tmp_path, special)
+    as_tokens = encoding.encode_demonstration(SAID)
+    in_letters = [*SAID.encode(), 258]
+    assert {259, 260, 261, 262, 263, 264, 258} < {*as_tokens} and as_tokens[-1] == 258 and max(in_letters[:-1]) < 256
+    for ids in (as_tokens, in_letters, as_tokens[:3] + in_letters[len("<think>\n4"):], as_tokens[:-1]):
+        assert decode(encoding, ids) == SAID == "".join(grpo.report.pieces(encoding, ids))
+        batch = SimpleNamespace(ids=torch.tensor([[1, *ids]]), mask=torch.tensor([[False] + [True] * len(ids)]),
+                                finished=torch.tensor([True]))
+        reward.score_by_rule(SimpleNamespace(task=gsm8k, encoding=encoding), [gsm8k.Problem("", "72", "")], batch)
+        assert batch.texts == [SAID] and {name: x.item() for name, x in batch.components.items()} == {
+            "correct": 1.0, "format": pytest.approx(0.1)}
+    assert decode(encoding, [257, 65, 258]) == "<|im_start|>A"        # what the policy should not say is seen
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_reply_sees_a_tool_call(special, tmp_path):
+    seen, encoding = [], tagged_encoding(tmp_path, special)
+    episodes = turns.Episodes(lambda problem, said: seen.append([*said]) or "24", encoding, 8, [None], [1])
+    call = encoding.encode_demonstration("<think>\nhm</think><tool_call>48/2</tool_call>")
+    assert episodes(0, [1, *call], 1000) and seen == [["<think>\nhm</think><tool_call>48/2</tool_call>"]]
+
+
+def test_a_tag_that_ends_a_completion_is_said(tmp_path):
+    """If it is an added token that is not special; a special one is an end like any other."""
+    ids = [262 if tag == "</answer>" else ord(tag) for tag in (*"<answer>72", "</answer>")]
+    for special, text in ((False, "<answer>72</answer>"), (True, "<answer>72")):
+        (tmp_path / str(special)).mkdir()
+        encoding = tagged_encoding(tmp_path / str(special), special, ends=["</answer>"])
+        assert 262 in encoding.stop and decode(encoding, ids) == text and decode(encoding, [65, 258]) == "A"
 
 
 @pytest.mark.parametrize("template, given, says", [

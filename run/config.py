@@ -133,9 +133,9 @@ def no_setting(name, names, shown=None):
 
 def own_settings(task, config):
     """A task's own settings and their defaults: the parameters of its `problems`, which may also
-    name settings of the run, such as the seed."""
+    name settings of the run, such as the seed, or `cfg` for all of them."""
     own = inspect.signature(task.problems).parameters.values()
-    own = [p for p in own if p.name not in {f.name for f in fields(config)}]
+    own = [p for p in own if p.name not in {"cfg", *(f.name for f in fields(config))}]
     for p in own:
         if type(p.default) not in (bool, int, float, str):
             raise UserError(f"the parameter {p.name} of the task's problems() is no setting of the "
@@ -145,7 +145,7 @@ def own_settings(task, config):
 def problems_of(task, cfg):
     """What a task's `problems` returns for a Config."""
     names = inspect.signature(task.problems).parameters
-    known = vars(cfg) | cfg.task_args
+    known = vars(cfg) | cfg.task_args | {"cfg": cfg}
     given = {name: known[name] for name in names if name in known}
     return call(task.problems, "the function problems", **given)
 

@@ -135,6 +135,13 @@ def test_the_parameters_of_problems_are_flags(mine):
     assert grpo.make_config(task="gsm8k").task_args == {"train": "", "test": "", "longest": 0}
 
 
+def test_problems_may_ask_for_the_whole_config(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("DEFAULTS = {}\ndef problems(cfg, seed, size=2): return [cfg, seed, size], []\nreward = answer = print\n")
+    cfg = read("--task", str(path), "--size", "5", "--seed", "3")
+    assert cfg.task_args == {"size": 5} and config.problems_of(load_task(str(path)), cfg) == ([cfg, 3, 5], [])
+
+
 SEE = "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings"
 
 
@@ -147,7 +154,7 @@ def test_a_tasks_own_settings_are_checked(argv, fault, mine):
         read("--task", mine, *argv)
 
 
-@pytest.mark.parametrize("given", ["cfg", "size=None", "*sizes"])
+@pytest.mark.parametrize("given", ["config", "size=None", "*sizes"])
 def test_a_parameter_of_problems_needs_a_default(given, tmp_path):
     (tmp_path / "mine.py").write_text(f"DEFAULTS = {{}}\ndef problems({given}): pass\nreward = answer = print\n")
     with pytest.raises(UserError, match="of the task's problems() is no setting of the run, so it needs a default".replace("(", r"\(").replace(")", r"\)")):

@@ -189,6 +189,7 @@ def check(cfg, least, most):
 
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}           # what the algorithm in use has replaced in grpo.py, by name
+FIXED = {}              # the settings that it does not use, or not otherwise, and their values
 
 def algorithms(rows):
     """The names of all algorithms: rows of a table, then files."""
@@ -205,6 +206,7 @@ def algorithm(algo, rows, grpo):
     earlier file replaced is put back first. Raises UserError if there is no such algorithm."""
     vars(grpo).update(REPLACED)
     REPLACED.clear()
+    FIXED.clear()
     if algo in rows:
         return rows[algo]
     path = file_of(str(algo))
@@ -227,10 +229,16 @@ def algorithm(algo, rows, grpo):
         raise UserError(f"{path}: grpo.py has no {min(new)} to replace")
     if not isinstance(getattr(found, "SETTINGS", None), dict):
         raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
+    for name in getattr(found, "FIXED", []):
+        FIXED[name] = found.SETTINGS.get(name, getattr(grpo.Config, name))
     return found.SETTINGS
 
-def check_called(cfg):
-    """Raises UserError if the run would never call an algorithm's own `group_scores`."""
+def check_used(cfg):
+    """Raises UserError if the run would never call an algorithm's own `group_scores`, or for a
+    setting that an algorithm would ignore."""
+    for name, x in FIXED.items():
+        if getattr(cfg, name) != x:
+            raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")
     called = cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group"
     if "group_scores" in REPLACED and "advantages" not in REPLACED and not called:
         raise UserError(f"--algo {cfg.algo}: its scores are of outcomes: it needs "

@@ -51,7 +51,7 @@ def longest_of(encoding, problems):
 
 def check_run(cfg, task, problems):
     """Raises UserError for what would otherwise end a run only after its warm start."""
-    config.check_called(cfg)
+    config.check_used(cfg)
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or start from a model with "
                                        "--init FOLDER")

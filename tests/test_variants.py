@@ -419,23 +419,42 @@ def test_soft_overlong(monkeypatch):
     batch = rolled([1.0, 0.0, 1.0, 0.5], [0.0] * 4)
     module.advantages(batch.reward, batch.ends, batch.mask, None, None, grpo.make_config(max_new=4))
     assert seen[0].sum(1).tolist() == [0.75, 0.0, 0.5, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
+    monkeypatch.setattr(module, "of_task", lambda *given: (batch, {"reward": 0.625, "length": 2.5}))
+    logged, stats = module.rollout(SimpleNamespace(cfg=grpo.make_config(max_new=4)), [], None)
+    assert torch.equal(logged.reward, seen[0]) and stats == {"reward": 0.4375, "length": 2.5}
+
+
+def test_dapo_punishes_each_rollout_of_a_step():
+    """Those of dynamic sampling are punished one at a time: their statistics are means over all of them."""
+    module_of("dapo")
+    of_step, of_one = (sys.modules[f"experiments.variants.{name}"] for name in ("dynamic_sampling", "soft_overlong"))
+    assert grpo.rollout is of_step.rollout and of_step.one_rollout is of_one.rollout and grpo.advantages is of_one.advantages
 
 
 def test_the_tokens_with_the_highest_entropy(monkeypatch):
-    """By the entropy of the whole distribution, a row at a time."""
-    module, policy = module_of("entropy_tokens"), tiny_model(0, 3.0)
-    cfg = grpo.make_config(algo="entropy_tokens", temperature=1.3)
-    batch = rolled([1.0] * 4, [1.0, 1.0, -1.0, 1.0])
+    """Of each micro-batch, by the entropy of the whole distribution under the current policy, a row at a time; rows without
+    an advantage count, too."""
+    module, cfg = module_of("entropy_tokens"), grpo.make_config(algo="entropy_tokens", temperature=1.3)
+    batch = rolled([1.0] * 4, [1.0, 1.0, -1.0, 0.0])
     batch.ids = torch.randint(0, 200, (4, 6), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(module, "of_all_tokens", lambda *given: (batch, {}))
-    before, entropy = batch.adv.clone(), torch.full((4, 6), -1.0)
-    for i, row in enumerate(batch.ids):
-        for t in batch.mask[i].nonzero()[:, 0].tolist():
-            p = ((policy(row[None, :t])[0, -1] @ policy.embed_tokens.weight.T) / 1.3).softmax(-1)
-            entropy[i, t] = -(p * p.log()).sum().item()
-    kept = entropy >= entropy[batch.mask].sort().values[-2]         # 2 of 10
-    got = module.rollout(SimpleNamespace(cfg=cfg, policy=policy), [], None)[0].adv
-    assert torch.equal(got, torch.where(kept, before, 0)) and kept.sum() == 2
+    monkeypatch.setattr(module, "of_all_tokens", lambda agent, batch, *more: (batch.adv, *more))
+    chosen = []
+    for policy in (tiny_model(0, 3.0), tiny_model(1, 3.0)):         # as sampled, and after an update
+        entropy = torch.full((4, 6), -1.0)
+        for i, row in enumerate(batch.ids):
+            for t in batch.mask[i].nonzero()[:, 0].tolist():
+                p = ((policy(row[None, :t])[0, -1] @ policy.embed_tokens.weight.T) / 1.3).softmax(-1)
+                entropy[i, t] = -(p * p.log()).sum().item()
+        kept = entropy >= entropy[batch.mask].sort().values[-2]         # 2 of 10
+        before = batch.adv.clone()
+        adv, *more = module.total_loss(SimpleNamespace(cfg=cfg, policy=policy), batch, "weight", 10)
+        assert torch.equal(adv, torch.where(kept, before, 0)) and kept.sum() == 2 and more == ["weight", 10]
+        assert torch.equal(batch.adv, before)
+        chosen.append(kept)
+    assert not torch.equal(*chosen)
+    nothing = replace(batch, mask=batch.mask & False)
+    assert module.total_loss(SimpleNamespace(cfg=cfg, policy=policy), nothing, 0, 0)[0] is batch.adv
+    assert grpo.has_gradient(None, batch).tolist() == [True] * 4
 
 
 def test_remax(monkeypatch):
@@ -535,22 +554,73 @@ def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
             batch.ids, batch.mask, batch.adv = (torch.nn.functional.pad(x, (0, n)) for x in (batch.ids, batch.mask, batch.adv))
             batch.logp, batch.reward, batch.ends = (torch.nn.functional.pad(x, (0, n)) for x in (batch.logp, batch.reward, batch.ends))
         made.append(problems)
+        tokens.append(batch.mask.sum().item())
         return batch, {"reward": float(n)}
+
+    def one_step(agent, problems, step):
+        batch, stats = module.rollout(agent, [*"pqrs"[:2 * ranks]], random.Random(0))
+        return batch, stats | {"rollout_tok_s": float(batch.mask.sum())}        # in a second
+    tokens = []
     monkeypatch.setattr(module, "one_rollout", one_rollout)
-    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: module.rollout(agent, ["p", "q"] * ranks, random.Random(0)))
+    monkeypatch.setattr(module, "one_step", one_step)
     monkeypatch.setattr(dist, "rank", lambda: 0)
     monkeypatch.setattr(dist, "ranks", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
     agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
-    batch, stats = module.train_step(agent, [*"rstu"], 1)
-    assert len(made) == rolls and made[0] == ["p", "q"] * ranks and all({*x} <= {*"rstu"} and len(x) == 2 * ranks for x in made[1:])
+    batch, stats = module.train_step(agent, [*"pqrstuvwxyzaefgh"], 1)
+    assert len(made) == rolls and made[0] == [*"pqrs"[:2 * ranks]] and all(len(x) == 2 * ranks for x in made)
+    assert len({*sum(made, [])}) == len(sum(made, []))              # no problem is drawn twice in a step
     groups = [(n, g) for n, of in enumerate(live) for g in range(2)]
     first = sorted(groups, key=lambda x: not live[x[0]][x[1]])[:2]
     assert batch.texts == [f"{n}{2 * g + i}" for n, g in first for i in range(2)]
     assert batch.components["place"].tolist() == [10 * n + 2 * g + i for n, g in first for i in range(2)]
     assert batch.adv.any(1).view(2, 2).any(1).tolist() == [bool(live[n][g]) for n, g in first]
     assert batch.ids.shape == batch.mask.shape == batch.adv.shape == (4, 5 + rolls) and batch.value is None
-    assert stats == {"reward": (rolls - 1) / 2}
+    if ranks == 1:                      # the tokens of all rollouts
+        assert stats["rollout_tok_s"] == pytest.approx(sum(tokens))
+        assert rolls == 1 or sum(tokens) > batch.mask.sum()
+    assert stats["reward"] == (rolls - 1) / 2
+
+
+def test_dynamic_sampling_ends_with_the_problems(monkeypatch):
+    module = module_of("dynamic_sampling")
+    made = []
+
+    def one_rollout(agent, problems, rng):
+        made.append(problems)
+        return rolled([1.0] * 4, [0.0] * 4, {"correct": torch.ones(4)}), {}
+    monkeypatch.setattr(module, "one_rollout", one_rollout)
+    problems = [SimpleNamespace(prompt="2+2=") for _ in range(5)]       # of the same text, and yet five
+    agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2), others=problems)
+    batch, _ = module.rollout(agent, problems[:2], random.Random(0))
+    assert len(made) == 2 and all(any(x is y for y in problems[2:]) for x in made[1]) and len(batch.ids) == 4
+
+
+def test_dynamic_sampling_whitens_what_is_kept(start, tmp_path, monkeypatch):
+    """As verl does: the tokens that train have mean 0 and std 1, and dead groups, far from the others, none of it."""
+    seen, real = [], grpo.update
+    monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {
+        "correct": float(sum(map(ord, problem.prompt)) % 3 > 0 and sum(map(ord, text)) % 2), "more": float(problem.answer) / 9})
+    cfg = grpo.make_config(**TINY | dict(init=start, warm_steps=0, out=str(tmp_path / "run"), steps=2, algo="dynamic_sampling",
+                                         adv_scale="batch", baseline="none"))
+    found = []
+
+    def watched(agent, batch, rng):
+        adv = batch.adv[batch.mask]
+        seen.append((adv.mean().item(), adv.std(correction=0).item()))
+        return real(agent, batch, rng)
+    monkeypatch.setattr(grpo, "update", watched)
+    load = config.import_file
+
+    def loaded(path, name):             # a run executes the file again
+        module = load(path, name)
+        joined = module._joined
+        module._joined = lambda rolled, rows: found.append((len(rolled), rows)) or joined(rolled, rows)
+        return module
+    monkeypatch.setattr(config, "import_file", loaded)
+    grpo.train(cfg)
+    assert any(n > 1 for n, _ in found) and len(seen) == 2          # some groups were dead
+    assert all(abs(mean) < 1e-5 and abs(std - 1) < 1e-5 for mean, std in seen)
 
 
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference"])
@@ -684,16 +754,29 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1*\\x07")
 
 
-def test_settings_that_a_variant_would_ignore(start, tmp_path):
-    tiny = TINY | dict(init=start, warm_steps=0, out=str(tmp_path / "run"))
-    learned = dict(reward="model", adv_scale="group")
-    for given in (dict(supervision="process"), dict(kl="reward"), learned):
-        with pytest.raises(UserError, match="--algo gdpo has no --supervision process, --reward model or --kl reward"):
-            grpo.train(grpo.make_config(**tiny | given, algo="gdpo"))
-    with pytest.raises(UserError, match="--algo remax has no --reward model"):
-        grpo.train(grpo.make_config(**tiny | learned | dict(adv_scale="none"), algo="remax"))
-    with pytest.raises(UserError, match="--algo opo has a baseline of its own"):
-        grpo.train(grpo.make_config(**tiny, algo="opo", baseline="group+value"))
+OTHERS = dict(baseline="leave-one-out", adv_scale="batch", loss_mean="constant", clip_low=0.125, clip_high=0.125, ratio="sequence",
+              supervision="process", reward="model")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path):
+    """Before the run; with the values that they have anyway nothing is said."""
+    ignored = dict(opo="baseline adv_scale", gdpo="baseline adv_scale supervision reward", luspo="loss_mean", remax="reward",
+                   gpg="clip_low clip_high ratio", **dict.fromkeys("sapo vespo dppo_kl dppo_tv kl_cov".split(), "clip_low clip_high"))
+    fixed = getattr(module_of(name), "FIXED", [])
+    assert fixed == ignored.get(name, "").split()
+    tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run"), algo=name)
+    usual = grpo.make_config(**tiny)
+    for flag in fixed:
+        with pytest.raises(UserError, match=f"^--algo {name} does not take --{flag} {OTHERS[flag]}$"):
+            grpo.train(grpo.make_config(**tiny | {"adv_scale": usual.adv_scale, flag: OTHERS[flag]}))
+    grpo.train(grpo.make_config(**tiny | {flag: getattr(usual, flag) for flag in fixed}))
+    grpo.train(grpo.make_config(**tiny | dict(algo="grpo", loss_mean="constant", clip_low=0.125, out=str(tmp_path / "grpo"))))
+
+
+def test_gdpo_has_no_kl_in_its_rewards(start, tmp_path):
+    with pytest.raises(UserError, match="--algo gdpo does not take --kl reward"):
+        grpo.train(grpo.make_config(**TINY | dict(init=start, warm_steps=0, out=str(tmp_path / "run")), algo="gdpo", kl="reward"))
 
 
 @pytest.mark.parametrize("text, says", [

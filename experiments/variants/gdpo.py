@@ -12,12 +12,13 @@ from grpo import rollout as of_the_sum
 from grpo import whiten
 
 SETTINGS = dict(kl="none")
+FIXED = ["baseline", "adv_scale", "supervision", "reward"]
 
 
 def rollout(agent, problems, rng):
     cfg = agent.cfg
-    if cfg.supervision == "process" or cfg.learns_reward or cfg.kl == "reward":
-        raise UserError("--algo gdpo has no --supervision process, --reward model or --kl reward")
+    if cfg.kl == "reward":
+        raise UserError("--algo gdpo does not take --kl reward")
     batch, stats = of_the_sum(agent, problems, rng)
     alone = replace(cfg, baseline="group", adv_scale="group")
     total = torch.zeros_like(batch.reward)

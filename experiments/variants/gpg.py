@@ -9,6 +9,7 @@ from grpo import advantages as of_groups
 from run import dist
 
 SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token")
+FIXED = ["clip_low", "clip_high", "ratio"]
 
 
 def advantages(reward, ends, mask, penalty, value, cfg):

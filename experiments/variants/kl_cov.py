@@ -7,6 +7,7 @@ import torch
 import grpo
 
 SETTINGS = dict(kl="none", loss_mean="token")
+FIXED = ["clip_low", "clip_high"]
 SHARE, COEFFICIENT = 2e-3, 1.0
 
 

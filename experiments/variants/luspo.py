@@ -4,6 +4,7 @@ less.
 import grpo
 
 SETTINGS = dict(kl="none", ratio="sequence", clip_low=2e-3, clip_high=2.5e-3)
+FIXED = ["loss_mean"]
 
 
 def token_weights(mask, loss_mean, rows, tokens, max_new):

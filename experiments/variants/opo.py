@@ -2,14 +2,12 @@
 gradient's variance if gradients grow with the length. On-policy: no clip, no std, no KL; a mean over tokens.
 """
 import grpo
-from data import UserError
 
 SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
+FIXED = ["baseline", "adv_scale"]
 
 
 def advantages(reward, ends, mask, penalty, value, cfg):
-    if value is not None:
-        raise UserError("--algo opo has a baseline of its own: leave out --baseline")
     r, n = (reward - penalty).sum(1).view(-1, cfg.group), mask.sum(1).view(-1, cfg.group)
     score = r - (r * n).sum(1, True) / n.sum(1, True)
     dead = r.amax(1) == r.amin(1)

@@ -2,15 +2,13 @@
 one more completion. One sample per prompt (`--group 1`) is enough. For rewards by the task's rule.
 """
 import grpo
-from data import UserError
 from grpo import rollout as of_samples
 
 SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
+FIXED = ["reward"]
 
 
 def rollout(agent, problems, rng):
-    if agent.cfg.learns_reward:
-        raise UserError("--algo remax has no --reward model")
     batch, stats = of_samples(agent, problems, rng)
     greedy = grpo.generate(agent, problems, 1)
     greedy.reward, _ = grpo.reward.of_rule(agent, greedy)

@@ -6,6 +6,7 @@ import torch
 import grpo
 
 SETTINGS = dict(kl="none")
+FIXED = ["clip_low", "clip_high"]
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 
 

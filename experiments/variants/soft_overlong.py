@@ -4,16 +4,30 @@ are -1 and 1 and it falls by 1.
 """
 import grpo
 from grpo import advantages as unpunished
+from grpo import rollout as of_task
+from run import dist
 from run.passes import last_tokens
 
 SETTINGS = dict(kl="none")
 BUFFER, FACTOR = 0.2, 0.5
 
 
-def advantages(reward, ends, mask, penalty, value, cfg):
+def punishment(mask, cfg):
     over = mask.sum(1, True) - (1 - BUFFER) * cfg.max_new
-    less = FACTOR * (over / (BUFFER * cfg.max_new)).clamp(0, 1)
-    return unpunished(reward - less * last_tokens(mask), ends, mask, penalty, value, cfg)
+    return FACTOR * (over / (BUFFER * cfg.max_new)).clamp(0, 1) * last_tokens(mask)
+
+
+def advantages(reward, ends, mask, penalty, value, cfg):
+    return unpunished(reward - punishment(mask, cfg), ends, mask, penalty, value, cfg)
+
+
+def rollout(agent, problems, rng):
+    batch, stats = of_task(agent, problems, rng)
+    less = punishment(batch.mask, agent.cfg)                # for the logs, too
+    batch.reward = batch.reward - less
+    stats["reward"] -= dist.means({"less": less.sum(1)})["less"]
+    return batch, stats
 
 
 grpo.advantages = advantages
+grpo.rollout = rollout

@@ -4,6 +4,7 @@ w ** k * exp(c * (1 - w)), which is 1 at w = 1 and largest at w = k / c.
 import grpo
 
 SETTINGS = dict(kl="none", loss_mean="token")
+FIXED = ["clip_low", "clip_high"]
 POSITIVE, NEGATIVE = (2.0, 3.0), (3.0, 2.0)         # k and c, by the sign of the advantage
 
 

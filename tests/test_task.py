@@ -698,6 +698,29 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
         load_encoding(tmp_path, system="a<|im_end|>b")
 
 
+@pytest.mark.parametrize("text, true", [("\n2+3=6+1=7", 0), ("\n2+3=5+3=7", 0), ("\n2+3=5+2=7", 1), ("\n2+3=5+2=8-1=7", 0),
+                                        ("\n2+3=5+2=7=7", 1), ("\n2+3=4=7", 0)])
+def test_each_equation_of_a_line_must_be_true(text, true):
+    """Not the last one alone, nor the first and the last."""
+    ends_right = text.endswith("=7")
+    assert [step[1] for step in task.steps(Problem("1*7=", "7"), text)] == [bool(true)] and ends_right
+    assert task.reward(Problem("1*7=", "7"), text)["correct"] == 1.0
+    from_nowhere = task.reward(Problem("2*7=", "7"), text)          # the numbers that a line begins with must be the problem's
+    assert from_nowhere["working"] == 0
+
+
+@pytest.mark.parametrize("text, reads", [
+    ("<answer>{}</answer>", True), ("<answer>{}", False), ("{}</answer>", False), ("</answer>{}<answer>", False), ("{}", False),
+    ("<answer><answer>{}</answer>", True), ("a<answer>{}</answer>b<answer>", True), ("<answer>{}</answer></answer>", False),
+    ("<answer>0</answer><answer>{}</answer>", True), ("<answer>{}</answer><answer>0", True), ("<Answer>{}</Answer>", False),
+    ("<answer>\n {} \n</answer>\n", True)])
+def test_an_answer_is_between_both_tags(text, reads):
+    """The format is rewarded where an answer is read, right or wrong."""
+    for module, problem, right in ((countdown, countdown.Problem("", (3, 7, 25), 46, ""), "3*7+25"), (gsm8k, gsm8k.Problem("", "5", ""), "5")):
+        assert module.reward(problem, text.format(right)) == {"correct": float(reads), "format": 0.1 * reads}
+        assert module.reward(problem, text.format("1")) == {"correct": 0.0, "format": 0.1 * reads}
+
+
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
 SAID = "<think>\n48+24=72\n</think>\n<tool_call>{}</tool_call><answer>72</answer>"
 

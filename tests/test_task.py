@@ -698,20 +698,18 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
         load_encoding(tmp_path, system="a<|im_end|>b")
 
 
-@pytest.mark.parametrize("text, true", [("\n2+3=6+1=7", 0), ("\n2+3=5+3=7", 0), ("\n2+3=5+2=7", 1), ("\n2+3=5+2=8-1=7", 0),
-                                        ("\n2+3=5+2=7=7", 1), ("\n2+3=4=7", 0)])
-def test_each_equation_of_a_line_must_be_true(text, true):
-    """Not the last one alone, nor the first and the last."""
-    ends_right = text.endswith("=7")
-    assert [step[1] for step in task.steps(Problem("1*7=", "7"), text)] == [bool(true)] and ends_right
-    assert task.reward(Problem("1*7=", "7"), text)["correct"] == 1.0
-    from_nowhere = task.reward(Problem("2*7=", "7"), text)          # the numbers that a line begins with must be the problem's
-    assert from_nowhere["working"] == 0
+@pytest.mark.parametrize("line, true", [("2*3=5+1=6", 1), ("2*3=4+2=7-1=6", 1), ("2*3=6=6", 1), ("2*4=5+1=6", 0), ("2*3=5+2=6", 0),
+                                        ("2*3=7=6", 0), ("2*3=6+1=7", 0), ("2*3=4+2=8-1=6", 0)])
+def test_each_equation_of_a_line_must_be_true(line, true):
+    """All its sides are equal: not the last two alone, nor the first and the last."""
+    problem = Problem("2*3=", "6")
+    assert task.steps(problem, "\n" + line) == [(1 + len(line), bool(true))]
+    assert task.reward(problem, "\n" + line) == {"correct": float(line.endswith("=6")), "working": float(true)}
 
 
 @pytest.mark.parametrize("text, reads", [
     ("<answer>{}</answer>", True), ("<answer>{}", False), ("{}</answer>", False), ("</answer>{}<answer>", False), ("{}", False),
-    ("<answer><answer>{}</answer>", True), ("a<answer>{}</answer>b<answer>", True), ("<answer>{}</answer></answer>", False),
+    ("<answer><answer>{}</answer>", True), ("a<answer>{}</answer>b<answer>", True), ("<answer>{}</answer></answer>", True),
     ("<answer>0</answer><answer>{}</answer>", True), ("<answer>{}</answer><answer>0", True), ("<Answer>{}</Answer>", False),
     ("<answer>\n {} \n</answer>\n", True)])
 def test_an_answer_is_between_both_tags(text, reads):

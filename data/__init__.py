@@ -1,5 +1,6 @@
 """Tasks (one file each), the helpers they share (`answers`), tokenizers and UserError. No torch."""
 import contextlib
+import copy
 import importlib
 import importlib.util
 import json
@@ -12,6 +13,10 @@ from pathlib import Path
 
 class UserError(Exception):
     """An error that the user can fix: `grpo.py` prints it as one line and exits with code 2."""
+
+
+class Ended(SystemExit):
+    """A second signal ends the process; an `exit()` in a task's code does not."""
 
 
 LARGEST = 2 ** 28       # bytes of a file that is read whole
@@ -67,9 +72,9 @@ def call(function, what, *given, **named):
     try:
         with contextlib.chdir("."):
             return function(*given, **named)
-    except UserError:
+    except (UserError, Ended):
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(f"{place(e)}{what} fails: {in_words(e)}") from e
 
 
@@ -178,16 +183,24 @@ def of(problem):
     return f"the prompt {prompt[:200]!r}{more}"
 
 
+def own(completion):
+    """A completion for a function of a task, which may change it: a text, or a copy of turns."""
+    return copy.copy(completion)
+
+
 def rewards_of(task, problems, completions, tokens):
     """The components of the reward of each completion: `task.reward` judges one at a time;
     `task.rewards`, if a task has it, judges all at once, those of a problem one after another, and
     is also given their numbers of tokens. Raises UserError unless each has the same ones."""
     with timed():
         if hasattr(task, "rewards"):
-            rows = call(task.rewards, "the function rewards", problems, completions, tokens)
+            rows = call(task.rewards, "the function rewards", [*problems],
+                        [*map(own, completions)], [*tokens])
         else:
-            rows = [call(task.reward, f"the reward of {of(problem)}", problem, completion)
-                    for problem, completion in zip(problems, completions)]
+            rows = []
+            for problem, completion in zip(problems, completions):
+                row = call(task.reward, f"the reward of {of(problem)}", problem, own(completion))
+                rows.append(copy.copy(row))     # it may be one dict that is filled anew
     if not isinstance(rows, list) or len(rows) != len(problems):
         raise UserError(f"rewards must return a list of {len(problems)} dicts, one for each "
                         f"completion, not {rows!r:.200}")
@@ -231,7 +244,7 @@ def written(x):
 
 def answer_of(task, completion):
     """The answer of a completion, for majority votes; raises UserError unless it is a string."""
-    found = call(task.answer, "the function answer", completion)
+    found = call(task.answer, "the function answer", own(completion))
     if not isinstance(found, str):
         raise UserError(f"the function answer must return a string, or '' if there is none, not "
                         f"{written(found)}, as for the completion {completion!r:.200}")
@@ -241,7 +254,7 @@ def answer_of(task, completion):
 def steps_of(task, problem, completion):
     """The steps of a completion as (end, truth), not yet checked."""
     with timed():
-        return call(task.steps, f"the steps of {of(problem)}", problem, completion)
+        return call(task.steps, f"the steps of {of(problem)}", problem, own(completion))
 
 
 def check_steps(problem, completion, found, least=1):

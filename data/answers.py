@@ -23,7 +23,8 @@ PLAIN = [(re.compile(worn), plain) for worn, plain in (
     (r"\\(?:boxed|fbox)\b", "####"), (r"\\approx\b", "≈"), (r"\{,\}", ","),         # 1{,}080
     (r"\\[dt]?frac *(?:\{([0-9]+)\}|([0-9])) *(?:\{([0-9]+)\}|([0-9]))", r" \1\2/\3\4"),
     (r"(?<!\w)([*_`]{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?!\w)", r"\2"),                  # **72**
-    (r"\^\{?\\circ\}?|°", ""), (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),   # cm^2
+    (r"[✓✔✅]", " "), (r"\^\{?\\circ\}?|°", ""),
+    (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),                         # cm^2
     (r"\\(?:times|cdot)\b|×|(?<=[0-9)]) ?x ?(?=[0-9])", "*"),                      # 3 x 4
     (r"(?<=[0-9]) ?[/÷] ?(?=[0-9])", "/"),
     (r"(?<=[0-9]) ?\* ?10\^\{?(-?[0-9]{1,2})\}?", r"e\1"),                          # 2 * 10^3
@@ -53,9 +54,10 @@ NOT = re.compile(r"(?i)\b(?:no|not|never|none|neither|cannot|wrong\w*|incorrect\
                  r"n['’]t\b|[!<>]=|[不错錯]")
 BEFORE = re.compile(rf"(?i)\b(?:{WORDED}|than|over|under|above|below|least|most|(?<!adds )up to|"
                     r"plus|times|divided by|point|half|third|quarter|double|twice|triple|square|"
-                    r"root|max(?:imum)?|min(?:imum)?)(?: of)?\W*$|\w\($")
+                    r"root|sqrt|max(?:imum)?|min(?:imum)?)(?: of)?\W*$|\w\($")
 AFTER = re.compile(rf"(?i)\b(?:{WORDED}|minus|plus|multiplied|divided|squared|cubed|doubled|"
-                   r"tripled|halved|twice|itself|half|halves|thirds|quarters|fifths|eighths|"
+                   r"tripled|halved|factorial|twice|itself|half|halves|thirds|quarters|fifths|"
+                   r"eighths|"
                    r"and an?|at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|mln|"
                    r"(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
                    r"[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")

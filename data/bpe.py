@@ -29,13 +29,16 @@ def read_bpe(hf, special):
     except regex.error as e:
         raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
     for pattern in before:
-        if word := re.search(r"\\[wWbB]", pattern.pattern):      # elsewhere, of other characters
+        # Those that elsewhere have another meaning.
+        if part := re.search(r"\\[wWbBhH]|\\[pP](?!\{)|--|~~|\|\|", pattern.pattern):
             raise UserError(f"its tokenizer splits text by several patterns, of which one has "
-                            f"{word[0]}: that is not supported")
+                            f"{part[0]}: that is not supported")
     changes = [part["type"] for part in normalizer.get("normalizers", [normalizer])]
     if others := {*changes} - {"NFC"}:
         raise UserError(f"its normalizer {min(others)} is not supported")
     refuse(model, ("dropout", "end_of_word_suffix", "continuing_subword_prefix"), "its tokenizer")
+    if letters := sorted(special.keys() & BYTE_OF.keys() & model["vocab"].keys()):
+        raise UserError(f"its added token {letters[0]!r} is also the letter of a byte")
     ids = {token: i for token, i in model["vocab"].items() if token not in special}
     distinct = {*ids.values(), *special.values()}
     if not all(type(i) is int and 0 <= i < 2 ** 31 for i in distinct):

@@ -44,31 +44,32 @@ class Encoding(tiktoken.Encoding):
     stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
     frame: the Frame of a prompt. plain: names of added tokens that are recognised in any text.
     files: the files to save beside the weights, name to contents. before: patterns that split a
-    text before `split` does. unmade: the ids of tokens that no text has, by their bytes. notes:
-    what a run's header says of it.
+    text before `split` does. unmade: the ids of tokens that no text has, by their bytes. ends: the
+    ids that end a text by name, even if they are not special. notes: lines for a run's header.
     """
 
     def __init__(self, name, split, ranks, special, stop, files, frame=Frame(), nfc=False,
-                 plain=(), before=(), unmade={}, notes=()):
+                 plain=(), before=(), unmade={}, ends=(), notes=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
         self.nfc, self.special, self.before, self.notes = nfc, special, before, notes
         self.unmade = {i: token for token, i in unmade.items()}
         self.known = {*ranks.values(), *special.values(), *self.unmade}
         self.plain = plain
-        self.silent = {i for name, i in special.items() if i in self.stop and name not in plain}
+        control = {i for name, i in special.items() if name not in plain}
+        self.silent = self.stop & (control | {*ends})
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
     def encode_ordinary(self, text):
         """Ids of a text; of the added tokens only `plain` ones are recognised."""
-        if self.missing:            # a tokenizer that lacks some bytes drops their characters
-            text = text.encode("utf-8", "replace").decode()     # a lone surrogate has no UTF-8
-            text = "".join(c for c in text if self.missing.isdisjoint(c.encode()))
         ids = []
         for piece in split_at(self.plain, text):
             if piece in self.plain:
                 ids.append(self.special[piece])
                 continue
+            if self.missing:        # a tokenizer that lacks some bytes drops their characters
+                piece = piece.encode("utf-8", "replace").decode()   # a lone surrogate has no UTF-8
+                piece = "".join(c for c in piece if self.missing.isdisjoint(c.encode()))
             for part in cut(composed(piece) if self.nfc else piece, self.before):
                 ids += super().encode_ordinary(part)
         return ids
@@ -159,11 +160,12 @@ def load_encoding(folder, chat="auto", system=""):
         for t in hf["added_tokens"]:
             if t["content"] in plain or t["content"] in shown:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
-        stop = stop_tokens(about, others, special, frame.end)
+        ends = ends_by_name(about, special, frame.end)
+        stop = stop_tokens(ends, others)
         words = {i: token for token, i in (bpe["ranks"] | bpe["unmade"]).items()}
         stop, notes = used_stops(stop, *others, special, words)
         return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,
-                        plain=plain, notes=notes, **bpe)
+                        plain=plain, ends=ends, notes=notes, **bpe)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
@@ -189,7 +191,8 @@ def chosen_frame(files, about, hf, special, asked):
         about = about | read_json(files.get("special_tokens_map.json", b"{}"), FILES[4])
     tokens = {name: x["content"] if isinstance(x, dict) else x for name, x in about.items()
               if name.endswith("_token") and isinstance(x, str | dict)}
-    special = [t["content"] for t in hf["added_tokens"] if t["special"]]
+    special = [t["content"] for t in hf["added_tokens"]
+               if t["special"] or t["content"] == tokens.get("eos_token")]
     return frame_of(template, tokens, special, chat, system)
 
 
@@ -205,11 +208,17 @@ def find_template(files, about):
     return template
 
 
-def stop_tokens(about, others, special, end):
-    """The ids that end a completion: first `end`, the end of a chat turn, then the stop tokens of
-    tokenizer_config.json (`about`) and of the `others`."""
+def ends_by_name(about, special, end):
+    """The ids of `end`, the end of a chat turn, and of tokenizer_config.json's (`about`) end of a
+    text, as far as there are such tokens."""
     eos = about.get("eos_token")
-    stop = [special.get(end), special.get(eos["content"] if isinstance(eos, dict) else eos)]
+    names = [end, eos["content"] if isinstance(eos, dict) else eos]
+    return [special[name] for name in names if name in special]
+
+
+def stop_tokens(ends, others):
+    """The ids that end a completion: first `ends`, then those of the files `others`."""
+    stop = [*ends]
     for other in others:
         stop += ends_of(other)
     if not (stop := [x for x in stop if x is not None]):

@@ -94,13 +94,15 @@ def saved_if_stopped(agent, step, stats):
 
 def keep_best(agent, step, results):
     """Under --eval_every, writes the policy to best/ if the `results` of its evaluation have the
-    highest pass@1 of the run so far, with the run's settings and the step in best.json."""
+    highest pass@1 so far on so many problems and samples, with the step in best.json."""
     if not agent.cfg.eval_every:
         return
     folder = agent.cfg.folder
     best = folder / "best"
     note = best / "best.json"
-    known = read_json(note.read_bytes(), note)["pass@1"] if note.exists() else -1
+    known, was = -1, files.about(best).get("config", {})
+    if all(was.get(name) == getattr(agent.cfg, name) for name in ("held_out", "samples")):
+        known = read_json(note.read_bytes(), note)["pass@1"] if note.exists() else -1
     dist.wait_for_all()                                      # every rank has read it
     if results["pass@1"] <= known:
         return
@@ -146,14 +148,14 @@ def settings(mode, cfg, given):
         return vars(cfg), saved
     folder = given.get("init", cfg.folder)
     record = files.about(folder)
-    found = record.get("config", {})
-    found = {name: x for name, x in found.items() if name not in ("out", "algo")}
+    names = {f.name for f in dataclasses.fields(cfg)} - {"out", "algo"}
+    found = {name: x for name, x in record.get("config", {}).items() if name in names}
     refuse_foreign_code(found, given, folder)
     args = found.pop("task_args", {})
     for name in record.get("data", {}).keys() & args.keys():
-        if not Path(args[name]).exists():
+        if not Path(str(args[name])).exists():
             del args[name]              # an evaluation may do without, or says which flag it needs
-    if found and given.get("task", found["task"]) == found["task"]:
+    if "task" in found and given.get("task", found["task"]) == found["task"]:
         found |= args
     return found | {"init": str(folder)} | given, None
 
@@ -170,12 +172,15 @@ def resume(folder, config, flags):
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
     has = vars(cfg) | cfg.task_args
-    began = files.about(folder).get("data", {})
+    began = data_at_first(cfg, folder)
     named = data_of({name: x for name, x in flags.items() if name in began})
     changed = {}
     for name, value in flags.items():
         if name in may_change or name in named and named[name] == began[name]:
             changed[name] = value
+        elif name in named and value != has.get(name):
+            raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}, whose "
+                            f"content is another")
         elif value != has.get(name):
             raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}; "
                             f"a resumed run may change only {', '.join(sorted(may_change))}, and "
@@ -201,15 +206,17 @@ def open_run(cfg, checkpoint=None):
     files.lock(folder / "lock")
     files.clear_up(folder)
     data = data_of(code_and_problems(cfg))
+    file = config.file_of(cfg.algo)
+    functions = file.read_bytes() if file else b""      # it may be among what is moved away
     if checkpoint:
-        data |= data_at_start(cfg, data)
+        data |= check_data(cfg, data)
     else:
         checkpoint = begin_anew(cfg)
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     record = dict(config=dataclasses.asdict(cfg), command=sys.argv, versions=versions, data=data)
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
-    if file := config.file_of(cfg.algo):
-        files.write_whole(folder / "functions.py", file.read_bytes())
+    if functions:
+        files.write_whole(folder / "functions.py", functions)
     for name in LOGS:
         with open(folder / name, "ab") as f:
             f.truncate(min(f.tell(), checkpoint.sizes[name]))
@@ -245,10 +252,18 @@ def data_of(settings):
             for name, path in paths.items()
             if isinstance(path, (str, Path)) and Path(path).is_file()}
 
-def data_at_start(cfg, data):
-    """The `data_of` a resumed run when it began. Raises UserError if its problems or its algorithm
-    are others now; prints a note if its task is."""
-    began = files.about(cfg.folder).get("data", {})
+def data_at_first(cfg, folder):
+    """The `data_of` a run when it began, as its run.json has it."""
+    known = files.about(folder).get("data", {})
+    return {name: x for name, x in known.items() if name in code_and_problems(cfg)}
+
+def check_data(cfg, data):
+    """What a resumed run began with. Raises UserError if its problems or its algorithm are others
+    now, in `data`; prints a note if its task is."""
+    if not files.about(cfg.folder):
+        show.print0(f"note: without its run.json, whether a file has changed since the run in "
+                    f"{cfg.folder} began is not known")
+    began = data_at_first(cfg, cfg.folder)
     for name in began:
         if data.get(name) == began[name]:
             continue

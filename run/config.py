@@ -83,7 +83,9 @@ def read(config, about, argv):
         name, equals, _ = unknown[0].partition("=")
         if not equals and not name.startswith("-"):
             parser.error(f"there is no argument {name}")
-        raise no_setting(name, [*known, *own, *MODES], unknown[0])
+        names = [*known, *own, *MODES]
+        names.remove("task_args")       # has no flag: its parts have
+        raise no_setting(name, names, unknown[0])
     given = vars(given)
     if found:
         given["task"] = found

@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import sys
+import zlib
 
 import numpy as np
 import torch
 from torch import distributed
 
-from data import UserError
+from data import Ended, UserError
 from model import Block, GPT
 from run import caches
 
@@ -111,9 +112,17 @@ def mean_and_std(x):
     return mean, variance.sqrt()
 
 def means(stats):
-    """The mean of each tensor in a dict, over its elements and all ranks."""
-    own = torch.stack([x.float().mean() for x in stats.values()])
-    return dict(zip(stats, (all_reduce(own) / ranks()).tolist()))
+    """The mean of each tensor in a dict, over its elements and all ranks. Raises UserError if other
+    ranks have other names."""
+    names = sorted(stats)                   # a rank's dicts may be in an order of their own
+    mark = torch.tensor(zlib.crc32(repr(names).encode()))
+    least = all_reduce(mark, distributed.ReduceOp.MIN)
+    if not torch.equal(least, all_reduce(mark, distributed.ReduceOp.MAX)):
+        raise UserError("the rewards of other ranks have other components: use the same ones for "
+                        "every prompt")
+    means = torch.stack([stats[name].float().mean() for name in names])
+    found = dict(zip(names, (all_reduce(means) / ranks()).tolist()))
+    return {name: found[name] for name in stats}
 
 def wait_for_all():
     """Returns when all ranks have called it."""
@@ -265,8 +274,18 @@ ASKED = []      # signals received: the current step is finished and saved first
 def ask_to_stop(number, frame):
     """Signal handler: records the first signal, exits at the second."""
     if ASKED:
-        sys.exit(128 + number)
+        raise Ended(128 + number)
     ASKED.append(number)
+
+def in_a_fork():
+    """In a process that a task's code forks, SIGTERM ends it, as a pool that is closed expects;
+    Ctrl-C is left to the run."""
+    for number, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) is ask_to_stop:
+            signal.signal(number, action)
+
+if hasattr(os, "register_at_fork"):         # not on Windows
+    os.register_at_fork(after_in_child=in_a_fork)
 
 def stop_asked():
     """The number of a signal that any rank received; 0 if none did."""

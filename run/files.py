@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError, read_json
+from data import UserError, read_json, tokenizer
 from run import show
 
 try:
@@ -48,8 +48,12 @@ def write_tensors(path, tensors, metadata):
 # ----------------------------------------------------------------------------------- a run's folder
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+OTHERS = ("run.json", "config.json", "model.safetensors", "functions.py", "report.html", "best")
 MOVING = "moving"       # the folder in which `keep_previous` collects a run
 LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
+
+if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
+    os.register_at_fork(after_in_child=LOCK.close)
 
 def lock(path):
     """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
@@ -79,16 +83,17 @@ def strict(x):
     return x
 
 def keep_previous(folder):
-    """Moves the finished run in `folder`, its best/, and any other files there, to previous/, or to
-    previous2/, previous3/ ..., whichever is free. After a kill it can be called again."""
+    """Moves the finished run in `folder`, but no file of the user's, to previous/, or previous2/,
+    previous3/ ..., whichever is free. After a kill it can be called again: the checkpoint goes
+    first, without which nothing can be resumed."""
     moving = folder / MOVING
     moving.mkdir(exist_ok=True)
-    for path in [*folder.iterdir()]:
-        if path.name == "best" or path.is_file() and path.name != "lock":
-            os.replace(path, moving / path.name)
+    for name in ("checkpoint.safetensors", *LOGS, *OTHERS, *tokenizer.FILES, tokenizer.MORE):
+        if (folder / name).exists() and not (moving / name).exists():
+            os.replace(folder / name, moving / name)
     previous = folder / "previous"
     number = 1
-    while previous.exists():
+    while os.path.lexists(previous):
         number += 1
         previous = folder / f"previous{number}"
     os.replace(moving, previous)
@@ -97,7 +102,16 @@ def keep_previous(folder):
 def about(folder):
     """What run.json says of the run in a folder; empty if there is none."""
     path = Path(folder) / "run.json"
-    return read_json(path.read_bytes(), path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = read_json(path.read_bytes(), path)
+    settings = found.get("config", {})
+    parts = [settings, found.get("data", {})]
+    if isinstance(settings, dict):
+        parts.append(settings.get("task_args", {}))
+    if not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{path} is damaged: its config, data and task_args must be objects")
+    return found
 
 def clear_up(folder):
     """Removes what interrupted saves have left, files as large as the model: those of `replacing`,

@@ -12,8 +12,17 @@ from run import config, dist, show
 from run.passes import MICRO_TOKENS, most_logits
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems, if it has training problems for this Config."""
-    train, held_out = config.problems_of(task, cfg)
+    """A task's training and held-out problems; raises UserError if they are none, or there are none
+    to evaluate on."""
+    found = config.problems_of(task, cfg)
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        raise UserError(f"problems must return two lists, of training and of held-out problems, "
+                        f"not {found!r:.200}")
+    train, held_out = map(list, found)
+    for problem in train + held_out:
+        prompt = getattr(problem, "prompt", None)
+        if not isinstance(prompt, str):
+            raise UserError(f"a problem's prompt must be a text, not {prompt!r:.200}")
     if not held_out:
         raise UserError("the task has no held-out problems to evaluate on")
     return train, held_out[:cfg.held_out or None]

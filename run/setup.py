@@ -46,7 +46,8 @@ def begin(cfg, task, saved):
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps and not saved.stats:
-        show.print0(f"the run in {cfg.folder} is complete; a larger --steps continues it")
+        more = "; a larger --steps continues it" if cfg.iterations == 1 else ""
+        show.print0(f"the run in {cfg.folder} is complete{more}")
 
     problems, held_out = preflight.to_train_on(cfg, task)
     if has_model:

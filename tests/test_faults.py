@@ -1,7 +1,12 @@
 """What goes wrong in a task's own code or files: a line says where, and the run's folder and numbers stay sound."""
+import fcntl
 import json
 import math
+import multiprocessing
+import os
 import re
+import signal
+import sys
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -267,6 +272,112 @@ def test_a_task_that_changes_the_folder_does_not_move_the_run(function, removed,
     run(capsys, "--task", path, "--out", "out/toy", "--supervision", "process")
     assert (tmp_path / "start" / "out" / "toy" / "report.html").exists()
     assert not [*tmp_path.glob("tmp*/*")]
+
+
+def test_an_exit_in_a_task_is_an_error(tmp_path, capsys):
+    """As in code that the policy wrote; a second Ctrl-C during a slow reward still ends the run."""
+    path = write(tmp_path, reward="exit()")
+    with pytest.raises(SystemExit) as e:
+        grpo.main(["--task", str(path), "--out", str(tmp_path / "run")])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and f"{path}, line {line_of(path, 'exit()')}: the reward of the prompt '4+1=' fails: SystemExit" in err
+    def again(*given):
+        dist.ASKED.append(2)
+        try:
+            dist.ask_to_stop(15, None)
+        finally:
+            dist.ASKED.clear()
+    with pytest.raises(SystemExit) as e:
+        data.call(again, "the reward")
+    assert e.value.code == 128 + 15
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
+    """Their SIGTERM is not a wish to stop the run, for which a pool would wait for ever; nor do they hold its lock."""
+    files.lock(tmp_path / "lock")
+    with dist.stoppable():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        other = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(
+            signal.getsignal(signal.SIGINT) is not signal.SIG_IGN))
+        other.start()
+        other.join(10)
+        assert other.exitcode == 0 and signal.getsignal(signal.SIGTERM) is dist.ask_to_stop
+        files.LOCK.close()                  # as if the run had been killed, and its child lived on
+        with open(tmp_path / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child.terminate()
+        child.join(10)
+    assert child.exitcode == -signal.SIGTERM and not dist.ASKED
+
+
+def test_a_task_may_change_what_it_is_given():
+    """Neither the logs nor the next function sees it."""
+    def rewards(problems, completions, tokens):
+        found = [{"correct": float(text == "whole text")} for text in completions]
+        for given in (problems, completions, tokens):
+            given[:] = [None] * len(given)
+        return found
+    problems, texts, tokens = [P, P], ["whole text", "other"], [2, 1]
+    assert data.rewards_of(SimpleNamespace(rewards=rewards), problems, texts, tokens) == [{"correct": 1.0}, {"correct": 0.0}]
+    assert (problems, texts, tokens) == ([P, P], ["whole text", "other"], [2, 1])
+
+    def pops(*given):
+        given[-1].pop(0)
+        return {"correct": 0.0} if len(given) == 2 else ""
+    task = SimpleNamespace(reward=pops, answer=pops, steps=lambda problem, said: said.clear() or [], rewards=lambda p, c, t: [
+        said.pop() and {"correct": 0.0} for said in c])
+    turns = ["?a", "1", "end"]
+    data.rewards_of(SimpleNamespace(reward=pops), [P], [turns], [3])
+    data.rewards_of(SimpleNamespace(rewards=task.rewards), [P], [turns], [3])
+    data.answer_of(task, turns)
+    data.steps_of(task, P, turns)
+    assert turns == ["?a", "1", "end"]
+
+
+def test_a_reward_may_fill_one_dict_anew():
+    """And is not that of the last completion for all of them."""
+    found = {}
+
+    def fill(problem, text):
+        found["correct"] = float(text == "right")
+        return found
+    rows = data.rewards_of(SimpleNamespace(reward=fill), [P] * 3, ["right", "wrong", "wrong"], [1] * 3)
+    assert rows == [{"correct": 1.0}, {"correct": 0.0}, {"correct": 0.0}]
+
+
+def test_ranks_average_components_by_name(monkeypatch):
+    """The same in any order; of other ones a line says so before anything is averaged."""
+    sent = []
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *how: sent.append(x) or (x if x.dim() == 0 else 2 * x))
+    one = dist.means({"b": torch.tensor([1.0, 3.0]), "a": torch.tensor([5.0])})
+    other = dist.means({"a": torch.tensor([5.0]), "b": torch.tensor([1.0, 3.0])})
+    assert one == other == {"a": 5.0, "b": 2.0} and [*one] == ["b", "a"]
+    stacked = [x for x in sent if x.dim()]
+    assert torch.equal(*stacked) and sent[0] == sent[3]
+    monkeypatch.setattr(dist, "all_reduce", lambda x, how=None: x - int(how == torch.distributed.ReduceOp.MIN))
+    with pytest.raises(UserError, match="the rewards of other ranks have other components"):
+        dist.means({"a": torch.ones(1)})
+
+
+@pytest.mark.parametrize("returned, says", [
+    ("return made", "problems must return two lists"), ("return None", "problems must return two lists"),
+    ("return made, made, made", "problems must return two lists"),
+    ("made[5].prompt = [{'role': 'user', 'content': 'x'}]; return made[4:], made[:4]", r"a problem's prompt must be a text, not \[\{'role'"),
+    ("made[2] = {'prompt': 'x'}; return made[4:], made[:4]", "a problem's prompt must be a text, not None")])
+def test_problems_are_two_lists_of_texts(returned, says, tmp_path):
+    task = data.load_task(str(write(tmp_path, problems=returned)))
+    with pytest.raises(UserError, match=says):
+        preflight.problems_of(grpo.make_config(task=task.__file__), task)
+
+
+@pytest.mark.parametrize("returned", ["return tuple(made[4:]), iter(made[:4])", "return [made[4:], made[:4]]"])
+def test_problems_may_be_of_any_kind_of_list(returned, tmp_path):
+    task = data.load_task(str(write(tmp_path, problems=returned)))
+    train, held_out = preflight.problems_of(grpo.make_config(task=task.__file__), task)
+    assert (len(train), len(held_out)) == (8, 2)            # --held_out 2
 
 
 def test_the_time_of_the_reward_is_its_own(tmp_path, capsys):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,7 +124,8 @@ def test_a_task_that_has_changed_is_noted(tmp_path, capsys):
     mine.write_text(TOY + "# another\n")
     (out / "run.json").unlink()
     main(["--resume", "--task", str(mine), "--steps", "6", "--out", str(out)])
-    assert "note: " + str(mine) not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "note: " + str(mine) not in said and said.count("note: without its run.json, whether a file has changed since the run") == 1
 
 
 def test_a_file_that_is_cut_off_is_found(again):
@@ -272,10 +274,32 @@ def test_a_run_json_of_something_else(model_folder, capsys):
 
 @pytest.mark.parametrize("change", [{"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}}, {"train": "\0"}, {"x": 1}])
 def test_settings_of_a_folder_that_cannot_be(change, again, capsys):
+    """Those that there are no more are nobody's fault: an older version had them."""
     rewrite(again / "run.json", config=json.loads((again / "run.json").read_text())["config"] | change)
-    fault(capsys, "--ask", "1*1=", "--init", again)
+    if change.keys() <= {"train", "x"}:
+        main(["--ask", "1*1=", "--init", str(again)])
+    else:
+        fault(capsys, "--ask", "1*1=", "--init", again)
     rewrite_state(again, lambda state: state["config"].update(change))
     fault(capsys, "--resume", "--out", again)
+
+
+@pytest.mark.parametrize("change", [dict(config=None), dict(config=[]), dict(config="x"), dict(data=[]), dict(config={"task_args": None}),
+                                    dict(config={"task_args": 3})], ids=str)
+def test_a_damaged_run_json_is_named(change, again, capsys):
+    rewrite(again / "run.json", **change)
+    for mode in (["--ask", "1*1=", "--init"], ["--eval_only", "--init"], ["--resume", "--out"]):
+        assert f"{again / 'run.json'} is damaged" in fault(capsys, *mode, again)
+
+
+@pytest.mark.parametrize("change", [dict(config={"lr": 1}), dict(config={}), dict(data={"bogus": "0"}),
+                                    dict(data={"difficulty": "0"}, config={"task_args": {"difficulty": 1}})], ids=str)
+def test_a_run_json_that_lacks_or_adds_something(change, again, capsys):
+    rewrite(again / "run.json", **change)
+    main(["--ask", "1*1=", "--init", str(again), "--max_new", "12"])
+    assert capsys.readouterr().out.startswith("1*1=")
+    if "config" not in change:
+        main(["--resume", "--out", str(again)])
 
 
 @pytest.mark.parametrize("parts", ["../model.safetensors", "a" * 5000, 3, "\0"])
@@ -344,6 +368,8 @@ def split(pattern, **more):
     ("after a text", lambda t: t | dict(post_processor=single(None, "<|endoftext|>"))),
     ("an unknown token", lambda t: t | dict(post_processor=single("<none>", None))),
     ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
+    *(("added token 'b' is also the letter of a byte", lambda t, i=i, x=x: t | dict(
+        added_tokens=[*t["added_tokens"], TOKEN | dict(content="b", id=i, special=x)])) for i in (98, 257) for x in (True, False)),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
     ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[])),
@@ -368,7 +394,9 @@ SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=F
     ("may be empty: 'b\\*'", pieces(SPLIT, SPLIT | dict(pattern={"Regex": "b*"}))),
     ("may be empty: ''", pieces(SPLIT | dict(pattern={"String": ""}))),
     (r"not supported: \['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace"))),
-    (r"several patterns, of which one has \\w", pieces(SPLIT | dict(pattern={"Regex": r"\w"}), SPLIT)),
+    *((f"several patterns, of which one has {re.escape(part)}: ", pieces(SPLIT | dict(pattern={"Regex": x}), SPLIT))
+      for x, part in ((r"\w", r"\w"), (r"a\b", r"\b"), (r"\h", r"\h"), (r"\pN", r"\p"), (r"\PN", r"\P"), ("[a-c~~b-d]", "~~"),
+                      ("[a--b]", "--"), ("[a||b]", "||"))),
     ("that cannot be read", pieces(SPLIT | dict(pattern={"Regex": r"\x{41}"}), SPLIT)),
     ("Lowercase", lambda t: t | dict(normalizer=dict(type="Sequence", normalizers=[dict(type="NFC"), dict(type="Lowercase")])))])
 def test_a_text_that_is_cut_in_another_way_is_refused(says, change, model_folder):

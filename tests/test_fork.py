@@ -178,6 +178,11 @@ def test_a_name_of_another_program_is_not_taken_for_a_slip(name):
         read(f"--{name}", "1")
 
 
+def test_the_settings_of_a_task_have_flags_of_their_own():
+    with pytest.raises(UserError, match=f"^there is no setting --task_args: {SEE}$"):
+        read("--task_args", "3")
+
+
 @pytest.mark.parametrize("argv, fault", [
     (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], f"there is no setting --zzz: {SEE}"),
     (["--compile", "on"], "there is no argument on; see --help")])

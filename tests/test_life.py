@@ -440,6 +440,20 @@ def test_the_best_policy_is_kept(run, monkeypatch, capsys, tmp_path):
     assert (out / "previous" / "best" / "best.json").exists() and json.loads((out / "best" / "best.json").read_text())["step"] <= 1
 
 
+@pytest.mark.parametrize("change", ["--held_out", "--samples"])
+def test_the_best_policy_is_that_of_one_measure(change, run, monkeypatch):
+    """An evaluation on other problems, or of other samples, is no match for an earlier one: the search begins anew."""
+    shares = iter([0.9, 0.2, 0.1, 0.3])
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0, "pass@1": next(shares)})
+    out = run("run", "--steps", 1, "--eval_every", 1)
+    best = lambda: json.loads((out / "best" / "best.json").read_text())
+    assert best() == {"step": 0, "greedy": 0.0, "pass@1": 0.9}
+    run("run", "--resume", "--steps", 2, change, 1)
+    assert best()["step"] == 2 and best()["pass@1"] == 0.1
+    run("run", "--resume", "--steps", 3)
+    assert best()["step"] == 3
+
+
 # ------------------------------------------------------------------------------------ after the run
 
 def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp_path, capsys):
@@ -505,7 +519,7 @@ def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
     assert metrics(out / "previous") == first != metrics(out) and not (out / "previous" / "lock").exists()
 
 
-def test_no_finished_run_is_lost(run, capsys):
+def test_no_finished_run_is_lost(run, capsys, tmp_path):
     """Each that gives way is kept in a folder of its own, also if the process is killed while it moves one."""
     kept = []
     for seed in range(4):
@@ -515,8 +529,11 @@ def test_no_finished_run_is_lost(run, capsys):
     assert [metrics(folder) for folder in folders] == kept[:3] and kept[0] != kept[1] != kept[2] != kept[3] == metrics(out)
     assert all((folder / "best" / "model.safetensors").exists() for folder in folders)
     assert f"was moved to {folders[2]}\n" in capsys.readouterr().out
+    mine = [out / name for name in ("README.md", "train.jsonl", "grpo.py")]        # it may be anybody's folder
+    for path in mine:
+        path.write_text("mine")
     for n in range(9):                  # killed before the n-th of its files is moved
-        files_of = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "lock"}
+        files_of = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "lock" and path not in mine}
         moves, real = [], files.os.replace
 
         def replace(*given):
@@ -527,19 +544,35 @@ def test_no_finished_run_is_lost(run, capsys):
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(files.os, "replace", replace)
             files.keep_previous(out)
+        if n:                           # nothing can be resumed, which would write among what is moved
+            assert "no run in" in fault(capsys, "--resume", "--out", out, "--task", tmp_path / "letters.py", "--steps", 2)
         files.keep_previous(out)
         last = out / f"previous{n + 4}"
         assert {path.name: path.read_bytes() for path in last.iterdir() if path.is_file()} == files_of
+        assert all(path.read_text() == "mine" for path in mine)
         assert (last / "best" / "best.json").exists() and not (out / "best").exists() and not (out / "moving").exists()
         for path in [*last.iterdir()]:
             real(path, out / path.name)
-    last.rmdir()
-    (out / "moving").mkdir()
-    for path in [*out.iterdir()]:       # killed after the last of them
-        if path.is_file() and path.name != "lock" or path.name == "best":
+    real(last, out / "moving")          # killed after the last of them
+    for path in [*out.iterdir()]:
+        if path.is_file() and path.name != "lock" and path not in mine:
             real(path, out / "moving" / path.name)
+    if (out / "best").exists():
+        real(out / "best", out / "moving" / "best")
+    (out / f"previous{n + 4}").symlink_to("nowhere")
     run("run", "--steps", 0)
-    assert metrics(out / f"previous{n + 4}") == kept[3]
+    assert metrics(out / f"previous{n + 5}") == kept[3] and (out / f"previous{n + 4}").is_symlink()
+
+
+def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
+    """They are read before the finished run, of which they are a part, is moved away."""
+    (tmp_path / "mine.py").write_text("SETTINGS = dict(beta=0.125)\n")
+    out = run("run", "--steps", 1, "--algo", tmp_path / "mine.py")
+    again = run("run", "--steps", 1, "--algo", out / "functions.py")
+    assert (again / "functions.py").read_text() == (again / "previous" / "functions.py").read_text() == "SETTINGS = dict(beta=0.125)\n"
+    assert checkpoint.load(again, Config)[0].beta == 0.125
+    run("run", "--resume", "--steps", 2, "--algo", out / "functions.py")
+    assert metrics(out)[-1]["step"] == 2
 
 
 def test_a_copy_goes_on_alone(run, tmp_path):

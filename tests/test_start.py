@@ -113,7 +113,7 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     assert got[0] == cfg and got[3:] == ("policy", PROBLEMS, HELD_OUT) and got[2].n_vocab == 257
     assert calls == [({"a": "config"}, 3), "open"]
     assert capsys.readouterr().out.splitlines() == [
-        f"the run in {tmp_path} is complete; a larger --steps continues it"] * at_its_end + ["policy 3"]
+        f"the run in {tmp_path} is complete" + "; a larger --steps continues it" * (iterations == 1)] * at_its_end + ["policy 3"]
 
 
 # ------------------------------------------------------------------------ the tokenizer and the model

@@ -358,7 +358,7 @@ BUGS = [
     ('turns are counted with the replies', 'run/report.py', 'len(text[::2])', 'len(text)', 'turns'),
     ('replies are logged a token late', 'run/passes.py',
      '(columns.diff() > 1).nonzero()[:, 0] + 1', '(columns.diff() > 1).nonzero()[:, 0] + 2', 'turns'),
-    ('a reply that fails is a traceback', 'data/__init__.py', 'except Exception as e:', 'except UserError as e:', 'turns'),
+    ('a reply that fails is a traceback', 'data/__init__.py', 'except (Exception, SystemExit) as e:', 'except UserError as e:', 'turns'),
     ("a demonstration's replies are not checked", 'data/turns.py', 'if said != shown[i]:', 'if False:', 'turns'),
     ('credit stops at a reply', 'grpo.py', 'next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)',
      'next_adv = torch.where(sampled, delta + gamma * lam * next_adv, 0)', 'turns'),

@@ -4,6 +4,7 @@
     python experiments/robustness/mutations.py                     # all files: hours; an interrupted run continues
     python experiments/robustness/mutations.py reward.py           # only these files
     python experiments/robustness/mutations.py --again grpo.py     # what was not caught, with more tests
+    python experiments/robustness/mutations.py --sample 20         # as many of each file, drawn at random
     python experiments/robustness/mutations.py --readme            # write mutations.md from the results
 
 Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that
@@ -21,6 +22,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -42,9 +44,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
 FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/passes.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
-         "run/checkpoint.py", "run/warm_start.py", "run/preflight.py", "run/report.py", "run/config.py", "data/answers.py",
-         "data/arithmetic.py", "data/bpe.py", "data/chat.py", "data/countdown.py", "data/gsm8k.py", "data/sums.py",
-         "data/tokenizer.py"]
+         "run/rope.py", "run/checkpoint.py", "run/files.py", "run/warm_start.py", "run/preflight.py", "run/report.py", "run/show.py",
+         "run/config.py", "data/__init__.py", "data/answers.py", "data/arithmetic.py", "data/bpe.py", "data/chat.py",
+         "data/countdown.py", "data/gsm8k.py", "data/guess.py", "data/sums.py", "data/tokenizer.py", "data/turns.py",
+         *sorted(f"experiments/variants/{path.name}" for path in (ROOT / "experiments" / "variants").glob("*.py"))]
 BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is
@@ -415,16 +418,29 @@ def write_table(results):
     print("\n".join(counts))
 
 
+def some(changes, most):
+    """At most so many of a file's changes, drawn at random; the same ones each time. None: all."""
+    changes = list(changes)
+    if most is None or len(changes) <= most:
+        return changes
+    return random.Random(0).sample(changes, most)
+
+
 def main(args):
     if args == ["--reach"]:
         reach()
         return 0
     again, readme = "--again" in args, "--readme" in args
+    most = None
+    if "--sample" in args:
+        at = args.index("--sample")
+        most = int(args[at + 1])
+        args = args[:at] + args[at + 2:]
     files = [f for f in args if not f.startswith("--")] or FILES
     kept = FOUND / "results.jsonl"
     FOUND.mkdir(parents=True, exist_ok=True)
     results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
-    present = [change for file in files for change in changes(file)]
+    present = [change for file in files for change in some(changes(file), most)]
     present.sort(key=lambda c: " " not in c["operator"])       # the slips of a person first
     left = [c for c in present if c["key"] not in results
             or again and results[c["key"]]["caught"] is None and not explained(c)]

@@ -30,120 +30,49 @@ from model import GPT, GPTConfig  # noqa: E402
 from run import config, pretrained  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--extra", action="store_true", help="also tests/extra: a pretended GPU, compilation, a browser, other libraries")
+    parser.addoption("--upstream", action="store_true", help="also tests/upstream: what this repository says about itself")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, tests/extra/test_gpu.py, and no others")
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes a second or more")
+    config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
+    config.addinivalue_line("markers", "quick: all that are not slow, without extra/ and upstream/; a minute")
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script_method:DeprecationWarning")    # of torch._dynamo
-    config.addinivalue_line("markers", "quick: all but the slow tests and upstream/; half to one minute")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The folders extra/ and upstream/ are for flags or arguments that name them."""
+    if collection_path.parent != ROOT / "tests" or collection_path.name not in ("extra", "upstream"):
+        return None
+    named = any(collection_path in (path, *path.parents) for path in map(Path.resolve, map(Path, map(file_of, config.args))))
+    if named or config.getoption(collection_path.name) or config.option.gpu and collection_path.name == "extra":
+        return None
+    return True
+
+
+def file_of(argument):
+    """The path in an argument such as tests/test_loss.py::test_a_sum."""
+    return argument.partition("::")[0]
 
 
 def pytest_collection_modifyitems(config, items):
     if config.option.gpu:
         items[:] = [item for item in items if item.path.name == "test_gpu.py"]
     for item in items:
-        if item.get_closest_marker("slow") is None and item.path.parent.name != "upstream":
+        if item.get_closest_marker("slow") is None and item.path.parent == ROOT / "tests":
             item.add_marker("quick")
 
 
-# ------------------------------------------------------------------------------- two processes
-
-def pytest_addoption(parser):
-    two = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
-    parser.addoption("--processes", type=int, default=2 if two else 1, help="run test files in so many processes")
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, tests/test_gpu.py, and no others")
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Runs the tests in several processes, forked after the collection: each takes the next part when it has
-    finished one, and sends its reports to this process, which shows them."""
-    config, option, parts = session.config, session.config.option, parts_of(session.items)
-    if option.collectonly or option.gpu:    # CUDA cannot be used in a process forked after its start
-        return None
-    if len(parts) > 1 or any("forked" in item.fixturenames for item in session.items):
+    """Before the first test: what all tests have in common is loaded once, in the process that theirs are forked from."""
+    if any("forked" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
         importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer
         gc.collect()
         gc.freeze()                         # the garbage collector need not look at what all have in common
         start_server()
-    if min(option.processes, len(parts)) < 2 or option.usepdb or option.capture == "no":
-        return None                         # pytest's own loop
-    next_part = multiprocessing.Value("i", 0)
-    config._tmp_path_factory.getbasetemp()  # one for all processes, removed by this one
-    processes = {}
-    for _ in range(option.processes):
-        reader, writer = multiprocessing.Pipe(duplex=False)
-        pid = os.fork()
-        if pid == 0:
-            run_parts(session, parts, next_part, writer)
-        writer.close()
-        processes[reader] = pid
-    try:
-        show_reports(session, dict(processes))
-    finally:
-        for pid in processes.values():
-            os.kill(pid, signal.SIGKILL)    # those that have ended are zombies
-            os.waitpid(pid, 0)
-    return True
-
-
-def parts_of(items, size=20):
-    """The tests in parts: those of a file that have a fixture in common are one, its others are parts of `size` tests.
-    Parts with slow tests come first, so that at the end no process waits for long."""
-    common, others = {}, {}
-    for item in items:
-        fixtures = [f for of_name in item._fixtureinfo.name2fixturedefs.values() for f in of_name]
-        of_file = common if any(f.scope == "module" for f in fixtures) else others
-        of_file.setdefault(item.path, []).append(item)
-    parts = [*common.values(), *(tests[i:i + size] for tests in others.values() for i in range(0, len(tests), size))]
-    return sorted(parts, key=lambda part: -sum(item.get_closest_marker("slow") is not None for item in part))
-
-
-def run_parts(session, parts, next_part, writer):
-    """In a forked process: runs one part after another, and exits."""
-    config, capture = session.config, session.config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()         # its temporary file is the other process's too
-    capture.start_global_capturing()
-    capture.suspend_global_capture()
-    reporter = config.pluginmanager.unregister(name="terminalreporter")
-    config.pluginmanager.register(Sender(config, writer, reporter._tw), "terminalreporter")
-    while True:
-        with next_part.get_lock():
-            at, next_part.value = next_part.value, next_part.value + 1
-        if at >= len(parts):
-            writer.send_bytes(b"null")
-            os._exit(0)
-        for item, following in zip(parts[at], [*parts[at][1:], None]):
-            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-
-
-class Sender:
-    """A plugin that sends each report over a connection instead of showing it."""
-
-    def __init__(self, config, writer, terminal_writer):
-        self.config, self.writer = config, writer
-        self._tw = terminal_writer          # pytest asks it how a failed comparison is shown
-
-    def pytest_runtest_logreport(self, report):
-        told = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.writer.send_bytes(json.dumps(told).encode())
-
-
-def show_reports(session, processes):
-    """Shows what the processes report, until all have finished."""
-    hook = session.config.hook
-    while processes:
-        for reader in multiprocessing.connection.wait(processes):
-            try:
-                report = json.loads(reader.recv_bytes())
-            except EOFError as e:
-                raise session.Interrupted("a process that ran tests has died") from e
-            if report is None:
-                del processes[reader]
-                continue
-            report = hook.pytest_report_from_serializable(config=session.config, data=report)
-            if isinstance(report.longrepr, list):       # a skipped test's tuple: JSON has lists only
-                report.longrepr = tuple(report.longrepr)
-            hook.pytest_runtest_logreport(report=report)
-            if session.shouldfail:
-                raise session.Failed(session.shouldfail)
 
 
 # ----------------------------------------------------------------------- processes of the tests

@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time

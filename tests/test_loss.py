@@ -1,7 +1,6 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
 import copy
 import dataclasses
-import functools
 import math
 import random
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Agent, Batch, Config, bounded, policy_loss, sample, token_weights
 from model import ScalarHead, token_logps
-from run import caches, dist, passes, pretrained
+from run import caches, passes, pretrained
 from run.passes import last_tokens, split_rows
 
 CFG = Config()
@@ -681,61 +680,3 @@ def test_no_float64_where_there_is_none(monkeypatch):
                                 dataclasses.replace(cfg, adv_scale="batch"))[0]
         b.old_logp = b.logp
         update(model, adam(model, 1e-3), b, cfg, random.Random(0))
-
-
-@pytest.mark.slow
-def test_all_models_of_a_run_share_their_graphs(monkeypatch):
-    """Policy, reference and sampler are of one class: four graphs of a layer in all, of which one is a lone prompt's, and
-    two of the head, for probabilities and for log-probabilities."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    models = [tiny_model() for _ in range(3)]
-    dist.compile_all(Config(compile=True), *models)
-    for model in models:
-        for prompts in ([[1, 2], [3]], [[1]]):
-            u = torch.rand(len(prompts) ** 2 + 2, 9)
-            sample(model, prompts, 1 + len(prompts), [9] * len(prompts), 1.0, set(), u)
-        with torch.no_grad():
-            passes.token_logps(model, torch.randint(0, 256, (3, 9)), torch.ones(3, 9, dtype=torch.bool), 1.0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 + 2
-
-
-@pytest.mark.slow
-def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeypatch):
-    """Prompts, tokens, a pass without gradients and one with them, and three of the head, for sampling and these passes; in
-    bfloat16 too, where the reference and the sampler have the same ones. A prompt or a row that is alone would have more."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
-    lengths = []
-    real_step = grpo.train_step
-    def train_step(*given):
-        batch, stats = real_step(*given)
-        lengths.append((batch.ids.size(1), stats["length"]))
-        return batch, stats
-    monkeypatch.setattr(grpo, "train_step", train_step)
-    grpo.main(["--task", "arithmetic", "--difficulty", "1", "--init", str(tmp_path / "start"), "--warm_steps", "0",
-               "--out", str(tmp_path / "run"), "--device", "cpu", "--compile", "--dtype", "bfloat16", "--lr", "0.01",
-               "--prompts", "4", "--group", "4", "--max_new", "24", "--steps", "6", "--held_out", "8",
-               "--samples", "1"])
-    assert len({*lengths}) > 2
-    counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] == 4 + 3 and not counted["graph_break"]
-
-
-@pytest.mark.slow
-def test_compilations_do_not_grow_with_the_lengths(monkeypatch):
-    """Without dynamic shapes every rollout length compiles anew; and the layers share their graphs."""
-    torch._dynamo.reset()
-    seen = []
-    def count(graph, example):
-        seen.append(1)
-        return graph.forward
-    model = tiny_model()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    dist.compile_all(Config(compile=True), model)
-    for rows, T in ((3, 9), (4, 11), (5, 17), (8, 23), (6, 31), (7, 40), (9, 13), (2, 22)):
-        passes.token_logps(model, torch.randint(0, 256, (rows, T)), torch.ones(rows, T, dtype=torch.bool), 1.0)
-    assert 2 <= len(seen) <= 3

@@ -10,7 +10,7 @@ import pretend
 import pytest
 import torch
 from conftest import ROOT, flags, tiny_model
-from test_graphs import FAMILIES, assert_same
+from test_caches import FAMILIES, assert_same
 
 import grpo
 import reward

@@ -66,7 +66,7 @@ PARTS = {
     "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
     "trl": (110, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
                       "'TRL vLLM bfloat16 in parts' --turns 2 --no_peak --device {device} --out {out}/speed.json"}),
-    "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/test_gpu.py --gpu"}),
+    "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/extra/test_gpu.py --gpu"}),
     "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
     "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
     "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 {{compile}}"}),

@@ -376,11 +376,12 @@ def try_out(bug, quick=False):
         assert text in source, f"update experiments/robustness/bugs.py: {name}: the quoted text is no longer in {file}"
         (copy / file).write_text(source.replace(text, instead, 1))
         files, _, only = tests.partition(" -k ")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--processes", "1"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header"]
         if quick:
             command += ["-m", "quick"]
         else:
-            command += [f"tests/test_{f}.py" for f in files.split()] + (["-k", only] if only else [])
+            command += [str(next(copy.glob(f"tests/**/test_{f}.py"))) for f in files.split()]
+            command += ["-k", only] if only else []
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
     failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)

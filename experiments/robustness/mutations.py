@@ -234,14 +234,14 @@ def reach():
     """What the tests reach: {file: {line: tests}}, and the seconds of each test. Kept until the code or a test
     changes."""
     kept = FOUND / "reach.json"
-    state = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(ROOT.glob("tests/*.py")))
+    state = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(ROOT.glob("tests/**/*.py")))
                            + b"".join((ROOT / f).read_bytes() for f in FILES)).hexdigest()
     if kept.exists() and json.loads(kept.read_text())["state"] == state:
         return json.loads(kept.read_text())
     measured = coverage.Coverage(data_file=None, include=[str(ROOT / f) for f in FILES])
     watch = Watch(measured)
     measured.start()
-    pytest.main(["-q", "-p", "no:cacheprovider", "--processes", "1", str(ROOT / "tests"), "--rootdir", str(ROOT),
+    pytest.main(["-q", "-p", "no:cacheprovider", "--extra", "--upstream", str(ROOT / "tests"), "--rootdir", str(ROOT),
                  *(f"--ignore={ROOT / name}" for name in BY_TEXT)], plugins=[watch])
     measured.stop()
     watch.seconds = {test: s for test, s in watch.seconds.items() if test not in watch.failed}
@@ -269,7 +269,7 @@ def reach():
 @functools.cache
 def naming(module):
     """The two test files that name a module most often."""
-    count = {path.name: len(re.findall(rf"\b{module}\b", path.read_text())) for path in ROOT.glob("tests/test_*.py")}
+    count = {path.name: len(re.findall(rf"\b{module}\b", path.read_text())) for path in ROOT.glob("tests/**/test_*.py")}
     return tuple(sorted(count, key=count.get)[-2:])
 
 
@@ -321,7 +321,7 @@ def run_tests(copy, tests):
     os.dup2(1, 2)
     os.chdir(copy)
     sys.path[:] = [str(copy)] + [p for p in sys.path if p != str(HERE)]
-    os._exit(pytest.main(["-x", "-q", "--no-header", "--tb=no", "--processes", "1", "-p", "no:cacheprovider", *tests]))
+    os._exit(pytest.main(["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]))
 
 
 def begin(change, tests, copy, seconds):

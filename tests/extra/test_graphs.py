@@ -10,7 +10,7 @@ import pretend
 import pytest
 import torch
 from conftest import tiny_model
-from test_caches import PROMPTS, STOP, static, uniform
+from test_caches import FAMILIES, PROMPTS, STOP, assert_same, static, uniform
 
 import model
 from data import UserError
@@ -19,8 +19,6 @@ from run import caches, dist
 from run.pretrained import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
-FAMILIES = {"llama": {}, "qwen2": dict(bias="qkv"), "qwen3": dict(qk_norm=True, head_size=16),
-            "gpt2": dict(positions="learned", norm="layer", mlp="gelu", bias="all", n_kv_head=4)}
 NEVER = {257}       # no token
 # Prompts, completions of each, their tokens, what ends them: the first and the third need the largest Memory.
 FEW = set(range(3, 257, 36))
@@ -41,13 +39,6 @@ def sampled(gpt, rollout, seed=0):
 def graphs(gpt):
     """The graphs that a model has, by rows and slots."""
     return {shape: step.graph for shape, step in caches.MEMORY[gpt].steps.items()}
-
-
-def assert_same(b, want):
-    """The same tokens, with the same log-probabilities."""
-    for name in ("ids", "mask", "finished", "start"):
-        assert torch.equal(getattr(b, name).cpu(), getattr(want, name).cpu()), name
-    torch.testing.assert_close(b.logp.cpu(), want.logp.cpu(), rtol=0, atol=1e-4)
 
 
 def eager(step, gpt, token, pos):

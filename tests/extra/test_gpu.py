@@ -1,4 +1,4 @@
-"""What only a GPU can show: `python -m pytest tests/test_gpu.py --gpu`. It takes minutes, since it compiles. The other tests
+"""What only a GPU can show: `python -m pytest tests/extra/test_gpu.py --gpu`. It takes minutes, since it compiles. The other tests
 never use a GPU; test_device.py simulates one."""
 import math
 

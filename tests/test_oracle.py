@@ -142,11 +142,13 @@ def on_ranks(ranks, work, monkeypatch):
     own, barrier, handed = threading.local(), threading.Barrier(ranks, timeout=20), [None] * ranks
 
     def all_reduce(x, op=distributed.ReduceOp.SUM):
-        """Sum, or maximum."""
+        """Sum, minimum or maximum."""
         handed[own.rank] = x.detach().clone()
         barrier.wait()
         stacked = torch.stack(handed)
         barrier.wait()
+        if op == distributed.ReduceOp.MIN:
+            return stacked.amin(0)
         return stacked.amax(0) if op == distributed.ReduceOp.MAX else stacked.sum(0)
 
     def of_rank(rank):

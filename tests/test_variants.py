@@ -608,6 +608,8 @@ def test_dynamic_sampling_whitens_what_is_kept(start, tmp_path, monkeypatch):
     def watched(agent, batch, rng):
         adv = batch.adv[batch.mask]
         seen.append((adv.mean().item(), adv.std(correction=0).item()))
+        total = batch.reward.sum(1, keepdim=True).expand_as(batch.mask)[batch.mask]         # over all that is kept, once
+        torch.testing.assert_close(adv, (total - total.mean()) / total.std(correction=0), rtol=1e-5, atol=1e-5)
         return real(agent, batch, rng)
     monkeypatch.setattr(grpo, "update", watched)
     load = config.import_file

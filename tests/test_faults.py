@@ -208,6 +208,7 @@ def test_an_error_while_a_task_is_imported(name, tmp_path, capsys, monkeypatch):
     assert said == f"error: {path}, line 1: the import fails: FileNotFoundError: [Errno 2] No such file or directory: 'words.txt'\n"
 
 
+@pytest.mark.slow
 def test_an_error_after_some_steps_loses_nothing(tmp_path, capsys):
     """The task is mended, and the run goes on as if there had been no error."""
     count = tmp_path / "count"
@@ -244,6 +245,7 @@ def test_a_lost_rank_is_only_one_of_several(monkeypatch):
             raise lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [["7"], None, 7, 7.5, b"7", {"a": 1}])
 def test_an_answer_is_a_string(found, tmp_path, capsys):
     path = write(tmp_path, answer=f"return {found!r} if completion else ''")
@@ -379,6 +381,7 @@ def test_problems_may_be_of_any_kind_of_list(returned, tmp_path):
     assert (len(train), len(held_out)) == (8, 2)            # --held_out 2
 
 
+@pytest.mark.slow
 def test_the_time_of_the_reward_is_its_own(tmp_path, capsys):
     for name, code in (("fast", "pass"), ("slow", "import time; time.sleep(0.05)")):
         run(capsys, "--task", write(tmp_path, reward=code), "--out", tmp_path / name, "--eval_every", 1, "--samples", 4)

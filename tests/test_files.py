@@ -66,6 +66,7 @@ WRONG = {
     "a tensor of no one": (lambda t: t | {"critic.head.bias": torch.zeros(1)}, "critic.head.bias")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_checkpoint_has_just_the_tensors_of_its_run(name, again, capsys):
     """Those of another model are refused. Adam's fused kernel once wrote beyond a moment smaller than
@@ -517,6 +518,7 @@ def test_two_runs_in_one_folder(again, capsys):
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_meanwhile(again, capsys):
     """The steps are made again, and are the same."""
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
@@ -628,6 +630,7 @@ def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):
     assert {"metrics.jsonl", "samples.jsonl"} <= set(order[:last])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "run.json"])
 def test_a_full_disk_is_a_line_and_loses_nothing(what, again, capsys, monkeypatch):
     """Half of a file, then no more room: as safetensors says it, and as Python does."""
@@ -663,6 +666,7 @@ def broken_pipe():
     return os.fdopen(writer, "w")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [broken_pipe, lambda: None, lambda: open("/dev/full", "w")])
 def test_nobody_reads(stream, again, monkeypatch, capfd):
     """`| head`, a terminal that was closed, a full disk: a run goes on to its end without a word, and
@@ -686,6 +690,7 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
 
 # ----------------------------------------------------------------------- settings that cannot be
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x, spread, says", [(1.0, 0, "the same score"), (0.0, 0, "the same score"),
                                              (1e4, 1e-2, "the same score"), (-2.0, 0, "the same score"),
                                              (float("nan"), 0, "are not finite")])
@@ -709,6 +714,7 @@ def test_other_problems_on_resume(tmp_path, capsys, monkeypatch):
     fault(capsys, "--resume", "--steps", 1, "--out", tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
     named = load((model_folder / "model.safetensors").read_bytes())      # no map of the file
     save_file({n: x.bfloat16() for n, x in named.items()}, model_folder / "model.safetensors")

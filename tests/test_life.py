@@ -118,6 +118,7 @@ def another(cfg, name):
     return {bool: lambda: not value, int: lambda: value + 3, float: lambda: value / 2 + 0.25, str: lambda: value + "x"}[field.type]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", ["one", "two"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
@@ -136,6 +137,7 @@ def test_what_a_flag_does_when_a_run_goes_on(name, iterations, begun):
         assert f"may change only {', '.join(allowed)}, and the path of a file" in str(e.value)
 
 
+@pytest.mark.slow
 def test_what_the_machine_needs_changes_a_result_only_by_rounding(run):
     """Less memory, other caches, fewer held-out problems: the steps are those of a run that was not stopped."""
     whole = run("whole", "--steps", 4)
@@ -165,6 +167,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["reinforce", "ppo", "a2c", "remax"])
 def test_algorithms_without_groups_need_one_completion_per_prompt(algo, run, monkeypatch, capsys):
     """It has no spread, so nothing may be divided by that, nor told of it."""
@@ -199,6 +202,7 @@ OPTIMIZERS = {
     "Adafactor": lambda params, lr: torch.optim.Adafactor(params, lr), "two groups": two_groups}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_any_optimizer(name, run, monkeypatch):
     """Its own state decides what is kept: weights, state and rates are those of a run that did not stop."""
@@ -295,6 +299,7 @@ def test_an_evaluation_needs_only_the_files_that_it_reads(tmp_path, capsys):
     assert "greedy 0.0%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_task_in_a_file_that_was_moved(run, tmp_path, capsys):
     out = run("run", "--steps", 1)
     moved, other = tmp_path / "elsewhere.py", tmp_path / "other.py"
@@ -309,6 +314,7 @@ def test_a_task_in_a_file_that_was_moved(run, tmp_path, capsys):
     main(["--ask", "ab=", "--init", str(out), "--task", str(moved)])
 
 
+@pytest.mark.slow
 def test_what_a_run_tells(run, capsys):
     """Each line that stands for a number in metrics.jsonl, in its place; the page at the end is of the whole run."""
     out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model")
@@ -373,6 +379,7 @@ def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(kill_at, ru
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_reference_of_an_iteration_is_the_policy_that_it_begins_with(run, monkeypatch):
     """With the task's rule too, where there is nothing else to do when an iteration begins."""
     seen, real = [], grpo.train_step
@@ -392,6 +399,7 @@ def test_the_reference_of_an_iteration_is_the_policy_that_it_begins_with(run, mo
     assert len(seen) == 6 and not torch.equal(starts[2], starts[0]) and not torch.equal(starts[4], starts[2])
 
 
+@pytest.mark.slow
 def test_the_rate_falls_over_all_iterations(run, monkeypatch):
     """Its half-life is in steps of the run, not of an iteration."""
     rates, real = [], grpo.update
@@ -407,6 +415,7 @@ def test_the_rate_falls_over_all_iterations(run, monkeypatch):
 
 # ------------------------------------------------------------------------------- the best policy so far
 
+@pytest.mark.slow
 def test_the_best_policy_is_kept(run, monkeypatch, capsys, tmp_path):
     """The one with the highest pass@1, the first of several, also over a resume; it can be evaluated and asked with the
     settings of the run, and a run can begin with it."""
@@ -440,6 +449,7 @@ def test_the_best_policy_is_kept(run, monkeypatch, capsys, tmp_path):
     assert (out / "previous" / "best" / "best.json").exists() and json.loads((out / "best" / "best.json").read_text())["step"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["--held_out", "--samples"])
 def test_the_best_policy_is_that_of_one_measure(change, run, monkeypatch):
     """An evaluation on other problems, or of other samples, is no match for an earlier one: the search begins anew."""
@@ -456,6 +466,7 @@ def test_the_best_policy_is_that_of_one_measure(change, run, monkeypatch):
 
 # ------------------------------------------------------------------------------------ after the run
 
+@pytest.mark.slow
 def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp_path, capsys):
     """Not with those of the model that it began with, wherever --init is in its settings."""
     start = run("start", "--steps", 0)
@@ -473,6 +484,7 @@ def test_a_run_from_a_model_is_evaluated_and_asked_with_its_own_weights(run, tmp
         assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in held.items() if name != "lm_head.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [0, 1])
 def test_a_run_that_was_killed_before_its_first_step_begins_anew(kill_at, run):
     """Without what it left; run.json says what made the new one."""
@@ -500,6 +512,7 @@ def test_a_new_folder_is_locked(run, monkeypatch):
     assert (run("run", "--steps", 0) / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
     """It stays locked for the run that takes its place, and the lock is not moved."""
     out = run("run", "--steps", 1)
@@ -519,6 +532,7 @@ def test_a_finished_run_is_moved_away_under_the_lock(run, monkeypatch):
     assert metrics(out / "previous") == first != metrics(out) and not (out / "previous" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_no_finished_run_is_lost(run, capsys, tmp_path):
     """Each that gives way is kept in a folder of its own, also if the process is killed while it moves one."""
     kept = []
@@ -564,6 +578,7 @@ def test_no_finished_run_is_lost(run, capsys, tmp_path):
     assert metrics(out / f"previous{n + 5}") == kept[3] and (out / f"previous{n + 4}").is_symlink()
 
 
+@pytest.mark.slow
 def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
     """They are read before the finished run, of which they are a part, is moved away."""
     (tmp_path / "mine.py").write_text("SETTINGS = dict(beta=0.125)\n")
@@ -575,6 +590,7 @@ def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
     assert metrics(out)[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_alone(run, tmp_path):
     """A folder that was copied or moved is a run of its own."""
     out = run("run", "--steps", 2)
@@ -600,6 +616,7 @@ def test_a_task_may_name_the_model_to_begin_with(run, tmp_path):
     assert not (tmp_path / "run" / "warm_start").exists() and metrics(tmp_path / "run")[0] == metrics(start)[0]
 
 
+@pytest.mark.slow
 def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     """A run that is killed in between has no note, and its weights are not taken for a start."""
     class Stop(Exception):

@@ -204,6 +204,7 @@ def test_first_update_has_the_gradient_of_equation_21():
         assert grad == pytest.approx(-(adv + beta * (math.exp(ref) - 1))) and stats["clip_share"] == 0
 
 
+@pytest.mark.slow
 def test_k3_equals_its_formula_and_loses_no_digits():
     """As (exp(r) - 1) - r in float32 it is 3.3 times too large at r = 1e-4, and can be negative."""
     one_ = torch.ones(1, 1, dtype=torch.bool)

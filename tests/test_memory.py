@@ -144,6 +144,7 @@ def test_the_estimate_of_activations_is_near(family, dtype):
     assert h.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("n_layer", [2, 8])
 def test_the_estimate_of_an_update_is_near(recompute, n_layer):

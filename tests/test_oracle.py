@@ -281,6 +281,7 @@ def title(given):
     return " ".join(f"{name}={x}" for name, x in given.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [*CASES, *(pytest.param(given, marks=pytest.mark.slow) for given in MORE)], ids=title)
 def test_training_steps(given, monkeypatch):
     """In each there is something to learn, rows end and are cut, and tokens are clipped at both
@@ -404,6 +405,7 @@ def compare_fits(cfg, monkeypatch):
     return oracle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [
     dict(beta=0.0, CHOICES=3), dict(supervision="process", reward="rollouts", CHOICES=2),
     *(pytest.param(given, marks=pytest.mark.slow) for given in (

@@ -239,6 +239,7 @@ def asked(seen, by):
 
 # ------------------------------------------------------------------------ which problems are seen
 
+@pytest.mark.slow
 def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
     """Held-out ones in the evaluation alone, which sees no other."""
     assert whole.problems == [HERE, AWAY]
@@ -385,6 +386,7 @@ def test_every_line_of_samples_is_a_group_of_its_step(whole):
         check_sample(line, line["step"], whole.steps[line["step"]].batch)
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_rule_bear_the_rewards_of_the_task(tmp_path):
     """The sum of its components, or nothing for a completion that did not end."""
     seen = run(out=tmp_path, **TINY | dict(save_every=1, warm_steps=15))
@@ -438,6 +440,7 @@ def policy_of(where, **changes):
     return grpo.new_agent(cfg, TASK, encoding, policy)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_again_and_another_step_another(places):
     def made(step, **changes):
         """The rollout of a step, and the policy after it."""
@@ -450,6 +453,7 @@ def test_a_step_is_the_same_again_and_another_step_another(places):
         assert all(a != b for a, b in zip(one[:2], different[:2])) and not same(one[2], different[2])
 
 
+@pytest.mark.slow
 def test_an_evaluation_does_not_depend_on_those_before(places):
     """Nor on random numbers drawn elsewhere; a policy that did not move has the same results."""
     agent = policy_of(places["warm"])

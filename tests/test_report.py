@@ -69,6 +69,7 @@ def made(tmp_path_factory):
 
 # --------------------------------------------------------------------------------- what is written
 
+@pytest.mark.slow
 def test_groups_are_written_at_the_first_step_every_other_and_the_last(made):
     assert [(x["step"], x["which"]) for x in made.lines] == [
         (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
@@ -217,6 +218,7 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
                                        "    1x ?b   reward 1  advantage +31.00\n")
 
 
+@pytest.mark.slow
 def test_a_group_is_shown_once_at_the_first_step_and_at_checkpoints(tmp_path, capsys):
     for steps, at in ((1, ["1"]), (4, ["1", "3", "4"])):
         run(tmp_path / str(steps), **TINY | dict(save_every=3, steps=steps))

@@ -122,6 +122,7 @@ def test_same_seed_same_run_and_another_seed_another(unbroken, tmp_path):
         assert (weights(tmp_path / str(seed)) == weights(unbroken)) is same
 
 
+@pytest.mark.slow
 def test_half_and_half_is_the_whole(unbroken, tmp_path, capsys):
     """Resume that forgets the optimizer, the reference or the random state would show here."""
     copy_warm_start(unbroken, tmp_path)
@@ -138,6 +139,7 @@ WHOLE = ["--algo ppo --critic separate", "--reward rollouts --supervision proces
                                                                    "--reward model --iterations 2"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", WHOLE)
 def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, monkeypatch, args):
     """The critic, the reward model, the reference of the second iteration, the labelled rows."""
@@ -169,6 +171,7 @@ def test_half_and_half_is_the_whole_with_every_part(unbroken, tmp_path, monkeypa
         assert not torch.equal(one["ref.embed_tokens.weight"], begun)       # the reference moved on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", list(grpo.ALGOS))
 def test_every_algorithm_runs_and_moves_the_policy(unbroken, tmp_path, algo):
     copy_warm_start(unbroken, tmp_path)
@@ -227,6 +230,7 @@ def test_ppo_has_an_epsilon_of_its_own(cfg, model):
         assert grpo.new_agent(cfg, arithmetic, None, model).opt.defaults["eps"] == eps
 
 
+@pytest.mark.slow
 def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--reward", "model", "--out", str(tmp_path)])
@@ -235,6 +239,7 @@ def test_the_true_reward_is_logged_beside_the_learned_one(unbroken, tmp_path):
     assert one["reward"] != base["reward"] and one["kl"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_limit_costs_is_no_label(unbroken, tmp_path, monkeypatch):
     """The reward of a row that did not end is set after the labels: -2 is no chance of a step."""
     copy_warm_start(unbroken, tmp_path)
@@ -304,6 +309,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
     assert saved(out).step == int(re.search(r"step (\d+)", last)[1]) == metrics(out)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_a_stop_in_a_refit_loses_no_step(unbroken, tmp_path, monkeypatch):
     copy_warm_start(unbroken, tmp_path)
     real = grpo.refit_reward_model
@@ -384,6 +390,7 @@ def test_bfloat16_asks_the_trainer_for_old_logp(tmp_path, unbroken):
     assert ref == {n for n in tensors if n[:4] == "ref." and ("_proj." in n or "lm_head" in n)}
 
 
+@pytest.mark.slow
 def test_ask_and_eval_only(unbroken, capsys):
     main(["--ask", "3*4=", "--init", str(unbroken), "--max_new", "12"])
     assert capsys.readouterr().out.startswith("3*4=")
@@ -432,6 +439,7 @@ def measured(monkeypatch, texts, finished):
 
 # ---------------------------------------------------------------------------------------- faults
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, says", [
     (["--grup", "4"], "there is no setting --grup: did you mean --group?"),
     (["--top_k", "5"], "there is no setting --top_k"),         # would need a renormalised log-prob
@@ -519,6 +527,7 @@ def test_nan_reward_stops_the_run(tmp_path, capsys, monkeypatch):
     assert "of the prompt" in fault(capsys, *SMALL, "--warm_steps", 0, "--steps", 1, "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     """The folder is opened, and its logs emptied, only after the settings have proved possible."""
     copy_warm_start(unbroken, tmp_path)
@@ -571,6 +580,7 @@ def test_resume_refuses_what_contradicts_the_run(unbroken, capsys):
     assert "has --lr 0.001, not 0.5" in err
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_not_overwritten(unbroken, tmp_path, capsys):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "2", "--out", str(tmp_path)])
@@ -632,6 +642,7 @@ def test_a_task_may_choose_an_algorithm(monkeypatch):
     assert make_config().baseline == "value" and make_config(algo="grpo").baseline == "group"
 
 
+@pytest.mark.slow
 def test_a_kl_can_be_watched_without_being_applied(unbroken, tmp_path):
     """The policy goes the way of a run without a reference, and the KL to it is logged. Up to rounding: without one,
     rows that have no advantage are left out."""
@@ -655,6 +666,7 @@ def test_main_works_in_a_notebook(unbroken, monkeypatch, capsys):
     assert "the model is in" in out.getvalue() and signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_train_takes_a_config_alone(unbroken, tmp_path):
     copy_warm_start(unbroken, tmp_path)
     flags = dict(zip((f[2:] for f in SMALL[::2]), SMALL[1::2]))
@@ -665,6 +677,7 @@ def test_train_takes_a_config_alone(unbroken, tmp_path):
     assert weights(tmp_path) == weights(unbroken)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_kept_aside(unbroken, tmp_path, capsys):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--out", str(tmp_path)])
@@ -700,6 +713,7 @@ def test_a_component_with_the_name_of_a_statistic_is_refused(name, tmp_path):
         trained(tmp_path, lambda p, text: {"correct": 0.0, name: 1.0}, steps=1, warm_steps=0)
 
 
+@pytest.mark.slow
 def test_every_statistic_is_a_name_that_no_component_may_bear(tmp_path, unbroken):
     copy_warm_start(unbroken, tmp_path)
     main([*SMALL, "--steps", "1", "--algo", "ppo", "--reward", "model", "--out",
@@ -744,6 +758,7 @@ def test_a_task_needs_held_out_problems(tmp_path):
         grpo.train(Config(out=str(tmp_path / "x"), prompts=8), task)
 
 
+@pytest.mark.slow
 def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     """Its run is in out/<name>; the same warm start is taken up until its demonstrations change."""
     path = tmp_path / "letters.py"
@@ -769,6 +784,7 @@ def test_a_task_is_a_file_anywhere(tmp_path, monkeypatch, capsys):
     assert "is rebuilt: the demonstrations, their tokens, or --init's weights changed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["task", "algo"])
 def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
     """Its settings may name a file, which is executed only if a flag names it too. Of the algorithm a question and an
@@ -795,6 +811,7 @@ def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
     assert show.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 6])
 def test_a_signal_in_an_evaluation_loses_nothing(unbroken, tmp_path, monkeypatch, capsys, at):
     """The evaluation is given up, the step it follows is kept, and the run ends as one left alone."""
@@ -903,6 +920,7 @@ def test_the_settings_of_a_checkpoint():
     assert (given.warm_steps, given.warm_lr) == (7, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path, monkeypatch):
     """What a checkpoint with a chat template learns from is what it will be asked, up to the token
     that ends its turn."""

@@ -48,6 +48,7 @@ def test_a_row_does_not_depend_on_the_others():
         assert together.finished[row] == alone.finished[0]
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_are_the_probabilities():
     """Chi-square of 20,000 first tokens against the exact distribution, at temperature 0.8."""
     model, n = tiny_model(), 20_000
@@ -220,6 +221,7 @@ def test_how_far_the_sum_exceeds_u():
                                rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [1000, 1024])
 def test_every_token_has_its_share_over_a_grid_of_u(V):
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
@@ -301,6 +303,7 @@ def test_rows_that_drew_alike_share_a_state():
     torch.testing.assert_close(token_logps(tiny_model(), b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_every_row_is_what_it_is_alone_however_rows_part_and_end(temperature):
     """Random trees: many rows of few prompts, over a head with few likely tokens, some of which end a row."""

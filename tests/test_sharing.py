@@ -111,6 +111,7 @@ def test_what_else_differs_between_rows_is_refused():
         steered(sharing, ids, vector)
 
 
+@pytest.mark.slow
 def test_the_flag_chooses(tmp_path):
     """--cache plain shares nothing, in every model of a run, and gives the same run up to rounding."""
     import json

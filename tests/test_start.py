@@ -284,6 +284,7 @@ def shipped(for_the_default_run, monkeypatch):
     return for_the_default_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given, serves", [
     ({}, True), (dict(seed=7), True), (dict(algo="ppo", steps=3, lr=1e-3, reward="model"), True),
     (dict(micro_tokens=4096, recompute=True, cache="plain"), True), (dict(n_layer=2), True),
@@ -457,6 +458,7 @@ def forked(tmp_path, after, line):
     return module
 
 
+@pytest.mark.slow
 def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does_not(tmp_path, capsys):
     """By its heading in Config. A start that is not taken says why, in a line."""
     fork = forked(tmp_path, "    temperature: float", "    top_k: int = 0     # sampled from the k most likely tokens\n")

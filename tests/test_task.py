@@ -329,6 +329,7 @@ def encoding_of(ranks, nfc):
     return Encoding("test", GPT2_SPLIT, ranks, {"<end>": 300}, [300], {}, nfc=nfc)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["a", " ", "!", "\n ", "<", "\u00e9", "\u0301\u0316", "a\u0301\u0316", "\u0344\u0316", "\u0f73", "\ud800"])
 def test_tokenizers_take_linear_time(encoding, piece):
     """NFC alone took 8 seconds for 100,000 accents in a row."""
@@ -674,6 +675,7 @@ def named(encoding, ids):
     return encoding.decode(ids)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_framed_by_the_template(tmp_path):
     """With what is asked for: nothing, a system message, thinking or not."""
     chat_folder(tmp_path)
@@ -822,6 +824,7 @@ def test_a_template_that_cannot_be_used_is_a_fault(template, given, says, tmp_pa
     assert load_encoding(where, "none").encode_prompt("a") == [ord("a")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template, says", [
     ("{{ 9 ** (9 ** 9) }}", "longer than 1 s"), ("{% for x in range(9999) %}" * 3 + "{% endfor %}" * 3, "longer than 1 s"),
     ("{{ [messages] * 10 ** 8 }}", "fails: MemoryError"), ("{{ messages | tojson(indent=10 ** 9) }}", "fails: MemoryError"),
@@ -852,6 +855,7 @@ def test_without_a_template_blanks_are_kept():
     assert chat.Frame().strips is False and byte_encoding().encode_prompt(" a ") == [32, 97, 32]
 
 
+@pytest.mark.slow
 def test_what_a_templates_tokens_must_be(tmp_path):
     """A token that takes the blanks beside it is refused wherever the template says it, as Phi-4's;
     what only begins the next turn ends none."""
@@ -867,6 +871,7 @@ def test_what_a_templates_tokens_must_be(tmp_path):
         assert load_encoding(tmp_path, "none").encode_prompt("a") == [97]
 
 
+@pytest.mark.slow
 def test_what_the_tokens_of_a_reply_must_be(tmp_path):
     """Also those that are in no prompt: what ends a turn, and what a tool has around its text."""
     folder = chat_folder(tmp_path, "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
@@ -913,6 +918,7 @@ def test_a_reply_is_a_message_of_the_template(template, role, tmp_path):
         assert ids.count(257) == 2 and ids.count(258) == 1 and ours.end == 258
 
 
+@pytest.mark.slow
 def test_a_reply_is_framed_as_is_asked_for(tmp_path):
     """The system says its message once, in the prompt. Without a template a reply is its text."""
     chat_folder(tmp_path)
@@ -967,6 +973,7 @@ def test_a_frame_of_before_there_were_replies(tmp_path):
 RUN = ("--difficulty 1 --prompts 2 --group 2 --max_new 3 --lr 1e-2 --save_every 1 --steps 2").split()
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     """Resumed, asked, and as the start of another run; a run of its own begins with its own day."""
     init = str(chat_folder(tmp_path / "m", DATED))
@@ -1013,6 +1020,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         load_encoding(tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monkeypatch):
     """Its folder has no tokenizer yet, and --init's has one; it could not be resumed."""
     def killed(agent, problems):
@@ -1038,6 +1046,7 @@ def test_a_new_model_has_no_chat_template(tmp_path, capsys):
     assert not (tmp_path / "y" / "chat_frame.json").exists()
 
 
+@pytest.mark.slow
 def test_how_prompts_are_sent_is_told_wherever_the_model_lies(tmp_path, capsys, monkeypatch):
     """Beside the task's file too; not of the warm start that comes with the code."""
     chat_folder(tmp_path / "m")
@@ -1061,6 +1070,7 @@ def test_an_error_of_syntax_is_told_by_its_place(tmp_path, monkeypatch):
             load_task(name)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_whether_its_model_thinks(tmp_path):
     """As long as nothing else is asked for; a run without a template may get one."""
     grpo.main([*RUN, "--steps", "0", "--init", str(chat_folder(tmp_path / "m")), "--chat", "think", "--out", str(tmp_path / "x")])

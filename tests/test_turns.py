@@ -65,6 +65,7 @@ def by_hand(model, row, prompt, room, u, temperature=0.7):
 
 # -------------------------------------------------------------------------------------- sampling
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", caches.CACHES)
 @torch.no_grad()
 def test_a_row_is_what_whole_passes_make_of_it(cache):
@@ -110,6 +111,7 @@ def test_in_bfloat16_too():
     assert b.mask.sum() > 100 and 0 < gap.max() < 0.3 and gap.sum() / b.mask.sum() < 0.05
 
 
+@pytest.mark.slow
 def test_the_captured_graph_samples_the_same():
     want = sampled(tiny_model(block_size=64))
     with pretend.cuda():
@@ -574,6 +576,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     assert {(b.ids[i, t] == 256).item() for i, t in ends} == {True, False}         # a turn's end, or within one
 
 
+@pytest.mark.slow
 def test_a_run_logs_turns_and_replies(echo):
     """samples.jsonl has the turns, and where among the policy's tokens a reply stood."""
     out = run(echo, "logged")
@@ -604,6 +607,7 @@ def test_the_terminal_shows_replies_apart(echo, capsys, monkeypatch):
     assert any(line.count("[") > 1 for line in shown)
 
 
+@pytest.mark.slow
 def test_a_question_is_played_with_its_problem_or_with_the_person(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     quietly(flags(SMALL | dict(task="guess", out=out, steps=0, held_out=2)))

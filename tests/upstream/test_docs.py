@@ -130,6 +130,17 @@ def test_line_counts():
     assert abs(lines[2] - network) <= 15 and abs(sum(lines) - lines[0] - lines[2] - others) <= 100
 
 
+def test_where_a_test_belongs():
+    """The table of docs/changing.md names files, and tests in them, that there are; and no file of tests/ is missing."""
+    rows = re.findall(r"^\| .*? \| (.*test_\w+\.py.*) \| `(\w+)` \|$", DOCS["changing.md"], re.M)
+    places = {name for where, _ in rows for name in re.findall(r"`((?:extra/)?(?:test_)?\w+\.py)`", where)}
+    assert len(rows) >= 14 and all((ROOT / "tests" / name).is_file() for name in places)
+    for where, test in rows:
+        assert any(f"def {test}(" in (ROOT / "tests" / name).read_text() for name in re.findall(r"`((?:extra/)?test_\w+\.py)`", where)), test
+    known = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert known - {"test_layout.py", "test_oracle.py"} <= places
+
+
 def test_the_map_quotes_each_function():
     """By function, not by line number: two lines more at the top of a file change nothing."""
     rows = re.findall(r"^\| .*? \| `([\w.]+)\.(\w+)` \| `(.+?)` \|", DOCS["map.md"], re.M)

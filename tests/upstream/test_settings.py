@@ -5,18 +5,18 @@ import json
 import data
 import test_oracle
 from grpo import ALGOS, Config, main
-from test_plumbing import BASE, SETTINGS, STAGES
+from test_data_flow import BASE, SETTINGS, STAGES
 
 
 def test_every_setting_is_turned():
     for f in dataclasses.fields(Config):
         if f.name == "task_args":       # OWN
             continue
-        assert f.name in SETTINGS, f"add a line for the new setting {f.name} to SETTINGS in tests/test_plumbing.py"
+        assert f.name in SETTINGS, f"add a line for the new setting {f.name} to SETTINGS in tests/test_data_flow.py"
         base, values = SETTINGS[f.name]
         own = {(BASE | base).get(f.name, f.default), *values}
         missing = ({False, True} if f.type is bool else set(getattr(f.type, "__args__", ()))) - {"cuda", "mps"} - own
-        assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_plumbing.py"
+        assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_data_flow.py"
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
 
 

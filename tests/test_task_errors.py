@@ -190,7 +190,7 @@ def test_where_an_error_was_raised_is_told_too(tmp_path, capsys):
 def test_rewards_and_functions_in_c():
     def rewards(problems, completions, tokens):
         raise PermissionError("judge")
-    with pytest.raises(UserError, match=r"^.*test_faults.py, line \d+: the function rewards fails: PermissionError: judge$"):
+    with pytest.raises(UserError, match=r"^.*test_task_errors.py, line \d+: the function rewards fails: PermissionError: judge$"):
         data.rewards_of(SimpleNamespace(rewards=rewards), [P], ["a"], [1])
     with pytest.raises(UserError, match="^the function answer fails: TypeError: "):
         data.answer_of(SimpleNamespace(answer=math.sin), "a")

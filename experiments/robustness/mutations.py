@@ -11,6 +11,7 @@ Half of the mutations are cosmic-ray's: another operator, comparison or number, 
 ends at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any
 test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
 element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
+A third kind is of state: two writes exchanged, a sum over one rank alone, a part of a union left out.
 mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
 are left out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
 such as the ranks of tests/test_ranks.py, are not watched.
@@ -67,6 +68,7 @@ def operators():
 
 
 SYMMETRIC = "max min maximum minimum transpose rng".split()
+OF_RANKS = "all_reduce full for_the_first_rank of_rank".split()
 CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs copy strip lower any all flatten".split()
 
 
@@ -84,8 +86,14 @@ def slips(tree, code):
             yield from similar_names(node)
         for body in ("body", "orelse", "finalbody"):
             yield from statements_left_out(getattr(node, body, None))
+            yield from writes_exchanged(getattr(node, body, None), source)
         if isinstance(node, ast.Call):
             yield from slips_of_call(node, source)
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in OF_RANKS and node.args:
+                yield "one rank alone", node, source(node.args[0])
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            yield "part left out", node, source(node.left)
+            yield "part left out", node, source(node.right)
         stored = isinstance(getattr(node, "ctx", None), ast.Store)
         if isinstance(node, (ast.List, ast.Set, ast.Tuple)):
             for a, b in zip(node.elts, node.elts[1:]):
@@ -99,6 +107,19 @@ def slips(tree, code):
                 yield "element left out", node, re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", source(node), count=1)
         if isinstance(node, ast.IfExp):
             yield "branches exchanged", (node.body, node.orelse), f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
+
+
+def writes_exchanged(body, source):
+    """Neighbouring statements that write, to a file or to what outlives them, in the other order."""
+    body = body if isinstance(body, list) else []
+    for a, b in zip(body, body[1:]):
+        if is_write(a) and is_write(b):
+            yield "writes exchanged", (a, b), f"{source(b)}\n{' ' * a.col_offset}{source(a)}"
+
+
+def is_write(x):
+    called = isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)
+    return called or isinstance(x, ast.Assign) and isinstance(x.targets[0], (ast.Attribute, ast.Subscript))
 
 
 def similar_names(function):

@@ -179,8 +179,8 @@ def resume(folder, config, flags):
         if name in may_change or name in named and named[name] == began[name]:
             changed[name] = value
         elif name in named and value != has.get(name):
-            raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}, whose "
-                            f"content is another")
+            raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}, which "
+                            f"has other content")
         elif value != has.get(name):
             raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}; "
                             f"a resumed run may change only {', '.join(sorted(may_change))}, and "

@@ -165,7 +165,7 @@ def of_run(where):
 
 
 def rows(result):
-    """The lines of the README's table: before, after, and TRL's after; medians, with the range in brackets if
+    """The lines of the table in docs/measurements.md: before, after, and TRL's after; medians, with the range in brackets if
     there are several runs."""
     runs, trl = result["runs"].values(), result["trl"].values()
 

@@ -4,7 +4,7 @@
     python experiments/studies/seeds.py out/s1 out/s2 out/s3 out/s4 out/s5
 
 Writes seeds.json and, if matplotlib is installed, seeds.png into --out, or with --readme beside this script, where
-the README takes them from.
+docs/measurements.md takes them from.
 """
 import argparse
 import json
@@ -31,7 +31,7 @@ def summary(runs):
 
 
 def rows(table):
-    """The lines of the README's table."""
+    """The lines of the table in docs/measurements.md."""
     def cell(x, form):
         return "{0:{3}} ({1:{3}} to {2:{3}})".format(x["median"], x["least"], x["most"], form)
     for name in (*NAMES, "length"):
@@ -78,7 +78,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--readme", action="store_true", help="replace the results that the README quotes")
+    parser.add_argument("--readme", action="store_true", help="replace the results that README and docs quote")
     args = parser.parse_args()
     out = HERE if args.readme else args.out
     runs = [[json.loads(line) for line in open(run / "metrics.jsonl")] for run in args.runs]

@@ -134,6 +134,14 @@ def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
     assert reward.cap_truncated(batch)[0][ends[0]][-1] == -2
 
 
+def test_only_rows_that_were_cut_off_lose_what_they_earned():
+    """One of them beside some that ended; what counts against it stays."""
+    toy, batch = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "size": -0.5}), batch_of(["a", "b", "c"])
+    batch.finished = torch.tensor([True, False, True])
+    parts = scored(toy, batch).components
+    assert parts["correct"].tolist() == [1, 0, 1] and parts["size"].tolist() == [-0.5] * 3
+
+
 def test_step_tokens_of_bytes_and_of_longer_tokens():
     text = "é=1\n二=2\n3"
     ends = [text.index("\n") + 1, text.rindex("\n") + 1, len(text)]
@@ -499,11 +507,11 @@ def test_a_text_is_what_the_policy_said():
 
 
 def test_components_that_cancel_add_up_to_0():
-    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays."""
-    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-5, 0.0, 0.0)}
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays, and so does a small reward beside large ones."""
+    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-7, 0.0, 0.0)}
     toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
     total = reward.of_rule(agent_of(toy), scored(toy, batch_of([*texts])))[0].sum(1)
-    assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-5], rel=1e-3)
+    assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
 
 
 def test_rollouts_without_a_place_to_go_on_from():
@@ -534,6 +542,31 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
     assert {tries for _, tries, _ in sizes} == {4} and all(rows == 4 * size for size, _, rows in sizes)
+
+
+def test_labels_of_more_than_128_steps_are_those_of_each():
+    """In two parts, with random numbers of their own. The prefix that stands first is not the one with the most room."""
+    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
+    batch.problems, batch.ends = [PROBLEM] * 2, batch.mask.clone()
+    batch.ends[0, :50] = False                      # its first step is long
+    batch.reward = torch.where(batch.ends, 7.0, 0)
+
+    def complete(agent, prefixes, tries, room, u, episodes):
+        """Of 4 tries as many are right as the length of a prefix modulo 5."""
+        drawn.append((room, u))
+        rows = [prefix + [ord("yn"[k >= len(prefix) % 5]), 256] for prefix in prefixes for k in range(tries)]
+        T = max(map(len, rows))
+        length, at = torch.tensor([[len(row)] for row in rows]), torch.arange(T)
+        ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+        return Batch(ids, (at < length) & (at >= length - 2), torch.ones(len(rows), dtype=torch.bool), None, None)
+    toy = SimpleNamespace(reward=lambda problem, text: {"correct": float(text.endswith("y"))})
+    label = rollout_labels(agent_of(toy, max_new=150), complete, batch, 0)
+    places = batch.ends & ~passes.last_tokens(batch.mask)
+    share = (torch.arange(1, batch.ids.size(1) + 1) % 5 / 4).expand_as(label)
+    assert torch.equal(label, torch.where(places, share, batch.reward))
+    (room, u), (_, more) = drawn
+    assert len(room) == 128 < places.sum() and room[0] < max(room) == u.size(1)
+    assert torch.cat((u[:, 0], more[:, 0])).unique().numel() == 4 * places.sum()
 
 
 def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypatch):

@@ -682,7 +682,7 @@ def test_a_micro_batch_has_its_rows_in_every_tensor():
     """Those (B,) too, which algorithms in files read; here of some rows that are not the first, in the order of their ids."""
     ids, at = torch.tensor([[9, 1, 1, 1], [7, 1, 0, 0], [8, 1, 1, 0], [6, 1, 1, 1], [7, 1, 1, 0]]), torch.arange(4)
     length = torch.tensor([4, 2, 3, 4, 3])
-    b = Batch(ids, (at > 0) & (at < length[:, None]), length < 4, torch.rand(5, 4), length - 1, problems=[*"abcde"], adv=torch.rand(5, 4))
+    b = Batch(ids, (at > 0) & (at < length[:, None]), length < 4, torch.rand(5, 4), length - 1, [*"abcde"], adv=torch.rand(5, 4))
     parts = list(passes.micro_batches(b, torch.tensor([1, 2, 4]), 6))
     for part, rows, T in zip(parts, ([1, 4], [2]), (3, 3), strict=True):
         for name in ("ids", "mask", "logp", "adv", "finished", "start"):

@@ -336,6 +336,18 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
 
+def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
+    """Which may be any of its rows: the reward is at the end of each."""
+    batch, s, seen = batch_of(["a", "bbbbb", "ccccc", "d"]), scorer_of(), []
+    batch.ends = passes.last_tokens(batch.mask)
+    batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0], [1.0]]), 0)
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
+    reward.fit(s, reward.labelled(batch), 2, Config(micro_tokens=1), random.Random(0))         # each set by itself
+    score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
+    assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 6, 6, 2]
+    assert sum(seen).item() == pytest.approx(reward_loss(score, batch.reward[batch.ends], 2).item() / 2, rel=1e-5)
+
+
 def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
     batch, _ = preferences(3, 100, 0)
@@ -363,6 +375,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     assert seen == [(36, 4)] and len(history["ids"]) == 720     # a tenth of the 360 that are fitted
     part = real(history, 36, 4, random.Random(0))
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
+    assert len(real(part, 44, 4, random.Random(0))["ids"]) == 36            # all there are
 
 
 @pytest.mark.parametrize("choices, supervision", [(4, "outcome"), (4, "process"), (3, "outcome")])
@@ -446,10 +459,24 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
 
 
+def test_parts_that_are_labelled_by_rollouts_have_random_numbers_of_their_own(monkeypatch):
+    """In each iteration too."""
+    streams = []
+    monkeypatch.setattr(reward, "rollout_labels", lambda agent, complete, batch, stream: (streams.append(stream), batch.reward)[1])
+    monkeypatch.setattr(reward, "refit", lambda *given: None)
+    monkeypatch.setattr(reward, "FIT_STEPS", 2)
+    cfg = Config(prompts=2, group=4, max_new=2, supervision="process", reward="rollouts")
+    agent = Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    for iteration in range(2):
+        grpo.refit_reward_model(agent, task.problems(1)[0], iteration)
+    assert len(streams) == len(set(streams)) == 4
+
+
 def test_sets_are_padded_on_the_right():
     a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
     c = reward.concatenate(a, b)
     assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
+    assert reward.concatenate(b, a)["ids"].tolist() == [[5] * 5] * 2 + [[3, 3, 3, 0, 0]] * 2
     assert c["ends"].sum().item() == 16
 
 

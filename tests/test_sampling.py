@@ -319,7 +319,8 @@ def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     """Cut to 16 bits, or packed with a state's number into one, some would be the same token: in a prompt or in what follows."""
     few = torch.tensor([5, 5 + 2 ** 8, 5 + 2 ** 16])
     model = tiny_model(vocab_size=2 ** 16 + 128, n_layer=1)         # divisible by 128: a part is drawn first
-    model.head = lambda h: torch.full((len(h), 2 ** 16 + 128), -float("inf")).index_copy(1, few, h @ model.embed_tokens.weight[few].T / 20)
+    weight = model.embed_tokens.weight[few].T / 20          # logits of these three alone
+    model.head = lambda h: torch.full((len(h), 2 ** 16 + 128), -float("inf")).index_copy(1, few, h @ weight)
     prompts, u = [[5 + 2 ** 16, 40_000, 5], [5, 40_000, 5]], uniform(12, 3)
     u[:, 0] = torch.tensor([0.1, 0.5, 0.9]).repeat(4)
     plain = sample(model, prompts, 6, [3, 3], 1.0, set(), u)

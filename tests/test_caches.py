@@ -86,6 +86,9 @@ def test_slots_are_multiples_of_64():
     seen = watched(model)
     ending(model, [130], [[5] * 60], 1, 132)
     assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 64 + [192] * 63
+    seen.clear()
+    ending(model, [3], [[5] * 60], 1, 132)              # the next rollout begins with few again
+    assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 11
     assert [by_64(n) for n in (1, 64, 65)] == [64, 64, 128]
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
 

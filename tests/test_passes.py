@@ -219,7 +219,10 @@ def test_what_rows_share_is_computed_once(model, monkeypatch):
     for gpt in (model, critic.trunk):
         gpt.kv_cache = "shared"
         gpt.layers[1].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape))
+    scored, logps = [], model.logps
+    monkeypatch.setattr(model, "logps", lambda h, tokens: (scored.append(len(tokens)), logps(h, tokens))[1])
     token_logps(model, ids, mask, 1.0, critic)
+    assert scored == [7 * 3]                # no logits of the prompt
     score_rows(critic, ids, mask)
     # The last token of a row is not read for log-probabilities and values, and is for a reward.
     assert seen == [(1, 20 + 7 * 2, 32), (1, 20 + 7 * 2, 32), (1, 20 + 7 * 3, 32)]

@@ -121,8 +121,8 @@ def test_repeats_earn_nothing():
 
 
 def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
-    (r, ends), _ = rewards_of(["\n47*50=2350\n47*8=376"], "process")
-    assert r[0][ends[0]].tolist() == [1, 0]
+    (r, ends), _ = rewards_of([WORK, "\n47*50=2350\n47*8=376"], "process")       # beside a right one
+    assert [r[i][ends[i]].tolist() for i in range(2)] == [[1, 1, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
@@ -338,13 +338,13 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
 
 def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
     """Which may be any of its rows: the reward is at the end of each."""
-    batch, s, seen = batch_of(["a", "bbbbb", "ccccc", "d"]), scorer_of(), []
+    batch, s, seen = batch_of(["a", "bbb", "ccccc", "d"]), scorer_of(), []
     batch.ends = passes.last_tokens(batch.mask)
     batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0], [1.0]]), 0)
     monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
     reward.fit(s, reward.labelled(batch), 2, Config(micro_tokens=1), random.Random(0))         # each set by itself
     score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
-    assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 6, 6, 2]
+    assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 4, 6, 2]
     assert sum(seen).item() == pytest.approx(reward_loss(score, batch.reward[batch.ends], 2).item() / 2, rel=1e-5)
 
 

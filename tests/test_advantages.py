@@ -141,6 +141,15 @@ def test_process_advantages_are_those_of_section_413():
     assert returns is None and dead.tolist() == [False, False]
 
 
+def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
+    """Each row has a true and a false step, in another order: in the second half of their tokens the credit differs."""
+    ends = torch.tensor([[False, True, False, True]]).repeat(2, 1)
+    reward, zero = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]), torch.zeros(2, 4)
+    adv, _, dead = advantages(reward, ends, ends | True, zero, None, Config(group=2, supervision="process"))
+    assert reward.sum(1).unique().numel() == 1 and dead.tolist() == [False]
+    assert adv.tolist() == [[0, 0, -1, -1], [0, 0, 1, 1]]
+
+
 def test_one_step_at_the_last_token_is_outcome_supervision():
     reward = torch.where(LAST, torch.tensor([1.0, 0.0, 2.0, 5.0])[:, None], 0)
     outcome, process = (advantages(reward, LAST, MASK, ZERO, None, Config(group=4, supervision=s))[0]

@@ -86,8 +86,21 @@ def test_slots_are_multiples_of_64():
     seen = watched(model)
     ending(model, [130], [[5] * 60], 1, 132)
     assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 64 + [192] * 63
+    seen.clear()
+    ending(model, [3], [[5] * 60], 1, 132)              # the next rollout begins with few again
+    assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 11
     assert [by_64(n) for n in (1, 64, 65)] == [64, 64, 128]
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
+
+
+def test_slots_are_those_of_the_longest_prompt_and_not_beyond_the_last_token():
+    """Wherever it stands among the others; a short one's rows may go on for longer."""
+    model, prompts, limits = tiny_model(block_size=100, n_layer=1), [[5, 6], [5] * 80, [7]], [50, 20, 30]
+    want = sample(model, prompts, 1, limits, 1.0, set(), uniform(3, 50))
+    seen = watched(static(model))
+    b = sample(model, prompts, 1, limits, 1.0, set(), uniform(3, 50))
+    assert seen == [(3, 80)] + [(4, 128)] * 31 + [(2, 128)] * 18 and max(map(len, prompts)) + max(limits) > 128
+    assert_same(b, want)
 
 
 def test_a_row_that_is_alone_is_computed_beside_another_one():
@@ -97,6 +110,15 @@ def test_a_row_that_is_alone_is_computed_beside_another_one():
     model.probs = lambda h: (sizes.append(len(h)), probs(h))[1]
     b = sample(model, PROMPTS[:1], 1, [20], 1.0, {256}, uniform(1, 20))
     assert b.mask.sum() == 20 and sizes[1:] == [2] * 19 and {rows for rows, _ in seen[1:]} == {2}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_rows_that_have_ended_are_not_computed_to_the_limit(rows):
+    """No power of two is smaller, and yet they leave at turn 16: an answer of 4 tokens has a limit of a thousand."""
+    model = static(tiny_model(block_size=128))
+    seen = watched(model)
+    b = ending(model, [3] * rows, [[1, 2]], rows, 60)
+    assert b.mask.sum(1).tolist() == [4] * rows and len(seen) == 16
 
 
 def test_a_step_reads_the_slots_in_use_alone():

@@ -99,6 +99,16 @@ def test_rewards_that_cancel_are_equal_to_0(scale):
     assert a.tolist() == [0.0] * 4 and dead.tolist() == [True]
 
 
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_a_group_is_dead_or_not_whatever_those_beside_it_are(scale):
+    """The second one's rewards differ by rounding: exactly 0."""
+    r = torch.tensor([0.0, 1.0, 0.3, 0.3, 2.0, 0.0])
+    r[3] = torch.nextafter(r[3], torch.tensor(1.0))
+    a, dead = group_advantages(r, 2, scale)
+    assert r[2] != r[3] and dead.tolist() == [False, True, False]
+    assert (a == 0).tolist() == [False, False, True, True, False, False]
+
+
 def test_scale_and_offset_of_the_reward_do_not_matter():
     r = torch.rand(12, generator=torch.Generator().manual_seed(0))
     a, b = (group_advantages(x, 4, "group")[0] for x in (r, 0.01 * r + 5))
@@ -384,6 +394,27 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
         {n: x for n, x in stats.items() if n != "mismatch"}, abs=1e-6)
 
 
+def test_a_row_with_any_advantage_is_kept():
+    """Under process supervision those of a row may cancel, or be 0 at its first token or its last. The first two rows learn."""
+    cfg, model = Config(prompts=2, group=4, max_new=12, kl="none"), tiny_model()
+    b = a_rollout(model, cfg)
+    b.adv, b.ref_logp = torch.zeros_like(b.adv), None
+    for row, at in (0, [0]), (1, [-1]), (4, [0, -1]), (6, [0, 1]):
+        b.adv[row, b.mask[row].nonzero()[at, 0]] = torch.tensor([1.0, -1.0])[:len(at)]
+    assert b.adv.count_nonzero(1).tolist() == [1, 1, 0, 0, 2, 0, 2, 0] and b.adv.sum(1).tolist() == [1, 1] + [0] * 6
+    assert grpo.has_gradient(Agent(cfg, None, None, model), b).tolist() == b.adv.any(1).tolist()
+
+
+def test_rows_that_are_left_out_do_not_hide_a_gap():
+    """The mean is over the tokens that were computed: half of them would look as near again."""
+    cfg, model = Config(prompts=2, group=4, max_new=12, kl="none"), tiny_model()
+    b = a_rollout(model, cfg)
+    b.adv[:4], b.ref_logp, b.logp = 0, None, b.logp + 1.4e-4 * b.mask
+    assert 1.4e-4 * b.mask[4:].sum() / b.mask.sum() < 0.9e-4        # 1e-4 is allowed
+    with pytest.raises(UserError, match="sampler and trainer disagree"):
+        update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
+
+
 def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
     """A fork adds an entropy bonus to `total_loss`; rows without an advantage have one too: none is left out then."""
     cfg, real, after = Config(prompts=2, group=4, max_new=12, kl="none"), grpo.total_loss, []
@@ -645,6 +676,19 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
         assert T == length[rows].max()
         assert len(rows) * T <= 60 or len(rows) == 1
     assert len(chunks) < 8 and [(rows.tolist(), T) for rows, T in split_rows(ids[:0], ids[:0] > 0, 60)] == [([], 50)]
+
+
+def test_a_micro_batch_has_its_rows_in_every_tensor():
+    """Those (B,) too, which algorithms in files read; here of some rows that are not the first, in the order of their ids."""
+    ids, at = torch.tensor([[9, 1, 1, 1], [7, 1, 0, 0], [8, 1, 1, 0], [6, 1, 1, 1], [7, 1, 1, 0]]), torch.arange(4)
+    length = torch.tensor([4, 2, 3, 4, 3])
+    b = Batch(ids, (at > 0) & (at < length[:, None]), length < 4, torch.rand(5, 4), length - 1, [*"abcde"], adv=torch.rand(5, 4))
+    parts = list(passes.micro_batches(b, torch.tensor([1, 2, 4]), 6))
+    for part, rows, T in zip(parts, ([1, 4], [2]), (3, 3), strict=True):
+        for name in ("ids", "mask", "logp", "adv", "finished", "start"):
+            x = getattr(b, name)[rows]
+            assert torch.equal(getattr(part, name), x[:, :T] if x.dim() == 2 else x), name
+        assert part.value is None and part.problems is None
 
 
 def test_rows_that_begin_alike_are_put_one_below_the_other():

@@ -96,6 +96,14 @@ def test_the_form_of_runs_is_the_plain_reference(family, cache, in_parts, monkey
         assert (grad - want_grad).abs().max() <= 1e-6 * want_grad.abs().max() + 1e-8, name
 
 
+def test_a_part_of_the_logits_has_a_token_at_least(model, monkeypatch):
+    """However large the vocabulary is."""
+    ids = torch.tensor([[49, 50, 61, 7]])
+    want = token_logps(model, ids, ids < 60, 1.0)[0]
+    monkeypatch.setattr(passes, "most_logits", lambda device: model.cfg.vocab_size - 1)
+    torch.testing.assert_close(token_logps(model, ids, ids < 60, 1.0)[0], want, rtol=0, atol=1e-6)
+
+
 def test_what_else_differs_between_rows_is_refused():
     """A fork adds a vector of its own to each row (B, 1, C): shared tokens have no row, so one line says what to do."""
     def steered(model, ids, vector):
@@ -154,6 +162,13 @@ def test_distinct():
     assert (at >= 0).all() and (at < 11).all()          # of the others any, so that it can be looked up
 
 
+def test_tokens_that_differ_in_high_bits_alone_are_distinct():
+    """A vocabulary may have more than 65,536 of them."""
+    ids = torch.tensor([[1, 5, 7], [1, 2 ** 16 + 5, 7], [1, 2 ** 16 + 5, 7]])
+    first, at = distinct(ids, ids > 0)
+    assert first.tolist() == [0, 1, 2, 4, 5] and at.tolist() == [[0, 1, 2], [0, 3, 4], [0, 3, 4]]
+
+
 @pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("seed", range(10))
 def test_distinct_is_what_stands_there(seed, least):
@@ -204,7 +219,10 @@ def test_what_rows_share_is_computed_once(model, monkeypatch):
     for gpt in (model, critic.trunk):
         gpt.kv_cache = "shared"
         gpt.layers[1].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape))
+    scored, logps = [], model.logps
+    monkeypatch.setattr(model, "logps", lambda h, tokens: (scored.append(len(tokens)), logps(h, tokens))[1])
     token_logps(model, ids, mask, 1.0, critic)
+    assert scored == [7 * 3]                # no logits of the prompt
     score_rows(critic, ids, mask)
     # The last token of a row is not read for log-probabilities and values, and is for a reward.
     assert seen == [(1, 20 + 7 * 2, 32), (1, 20 + 7 * 2, 32), (1, 20 + 7 * 3, 32)]

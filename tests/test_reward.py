@@ -121,8 +121,8 @@ def test_repeats_earn_nothing():
 
 
 def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
-    (r, ends), _ = rewards_of(["\n47*50=2350\n47*8=376"], "process")
-    assert r[0][ends[0]].tolist() == [1, 0]
+    (r, ends), _ = rewards_of([WORK, "\n47*50=2350\n47*8=376"], "process")       # beside a right one
+    assert [r[i][ends[i]].tolist() for i in range(2)] == [[1, 1, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("supervision", ["outcome", "process"])
@@ -132,6 +132,14 @@ def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
     batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
     assert reward.cap_truncated(batch)[0][ends[0]][-1] == -2
+
+
+def test_only_rows_that_were_cut_off_lose_what_they_earned():
+    """One of them beside some that ended; what counts against it stays."""
+    toy, batch = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "size": -0.5}), batch_of(["a", "b", "c"])
+    batch.finished = torch.tensor([True, False, True])
+    parts = scored(toy, batch).components
+    assert parts["correct"].tolist() == [1, 0, 1] and parts["size"].tolist() == [-0.5] * 3
 
 
 def test_step_tokens_of_bytes_and_of_longer_tokens():
@@ -328,6 +336,18 @@ def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
     assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
 
+def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
+    """Which may be any of its rows: the reward is at the end of each."""
+    batch, s, seen = batch_of(["a", "bbb", "ccccc", "d"]), scorer_of(), []
+    batch.ends = passes.last_tokens(batch.mask)
+    batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0], [1.0]]), 0)
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
+    reward.fit(s, reward.labelled(batch), 2, Config(micro_tokens=1), random.Random(0))         # each set by itself
+    score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
+    assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 4, 6, 2]
+    assert sum(seen).item() == pytest.approx(reward_loss(score, batch.reward[batch.ends], 2).item() / 2, rel=1e-5)
+
+
 def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
     batch, _ = preferences(3, 100, 0)
@@ -355,6 +375,7 @@ def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
     assert seen == [(36, 4)] and len(history["ids"]) == 720     # a tenth of the 360 that are fitted
     part = real(history, 36, 4, random.Random(0))
     assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
+    assert len(real(part, 44, 4, random.Random(0))["ids"]) == 36            # all there are
 
 
 @pytest.mark.parametrize("choices, supervision", [(4, "outcome"), (4, "process"), (3, "outcome")])
@@ -438,10 +459,24 @@ def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
     assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
 
 
+def test_parts_that_are_labelled_by_rollouts_have_random_numbers_of_their_own(monkeypatch):
+    """In each iteration too."""
+    streams = []
+    monkeypatch.setattr(reward, "rollout_labels", lambda agent, complete, batch, stream: (streams.append(stream), batch.reward)[1])
+    monkeypatch.setattr(reward, "refit", lambda *given: None)
+    monkeypatch.setattr(reward, "FIT_STEPS", 2)
+    cfg = Config(prompts=2, group=4, max_new=2, supervision="process", reward="rollouts")
+    agent = Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
+    for iteration in range(2):
+        grpo.refit_reward_model(agent, task.problems(1)[0], iteration)
+    assert len(streams) == len(set(streams)) == 4
+
+
 def test_sets_are_padded_on_the_right():
     a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
     c = reward.concatenate(a, b)
     assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
+    assert reward.concatenate(b, a)["ids"].tolist() == [[5] * 5] * 2 + [[3, 3, 3, 0, 0]] * 2
     assert c["ends"].sum().item() == 16
 
 
@@ -499,11 +534,11 @@ def test_a_text_is_what_the_policy_said():
 
 
 def test_components_that_cancel_add_up_to_0():
-    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays."""
-    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-5, 0.0, 0.0)}
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays, and so does a small reward beside large ones."""
+    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-7, 0.0, 0.0)}
     toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
     total = reward.of_rule(agent_of(toy), scored(toy, batch_of([*texts])))[0].sum(1)
-    assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-5], rel=1e-3)
+    assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
 
 
 def test_rollouts_without_a_place_to_go_on_from():
@@ -534,6 +569,31 @@ def test_a_step_is_tried_four_times_and_128_of_them_at_once():
     n = int(ends.sum()) - 2                                             # the last ones are known
     assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
     assert {tries for _, tries, _ in sizes} == {4} and all(rows == 4 * size for size, _, rows in sizes)
+
+
+def test_labels_of_more_than_128_steps_are_those_of_each():
+    """In two parts, with random numbers of their own. The prefix that stands first is not the one with the most room."""
+    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
+    batch.problems, batch.ends = [PROBLEM] * 2, batch.mask.clone()
+    batch.ends[0, :50] = False                      # its first step is long
+    batch.reward = torch.where(batch.ends, 7.0, 0)
+
+    def complete(agent, prefixes, tries, room, u, episodes):
+        """Of 4 tries as many are right as the length of a prefix modulo 5."""
+        drawn.append((room, u))
+        rows = [prefix + [ord("yn"[k >= len(prefix) % 5]), 256] for prefix in prefixes for k in range(tries)]
+        T = max(map(len, rows))
+        length, at = torch.tensor([[len(row)] for row in rows]), torch.arange(T)
+        ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+        return Batch(ids, (at < length) & (at >= length - 2), torch.ones(len(rows), dtype=torch.bool), None, None)
+    toy = SimpleNamespace(reward=lambda problem, text: {"correct": float(text.endswith("y"))})
+    label = rollout_labels(agent_of(toy, max_new=150), complete, batch, 0)
+    places = batch.ends & ~passes.last_tokens(batch.mask)
+    share = (torch.arange(1, batch.ids.size(1) + 1) % 5 / 4).expand_as(label)
+    assert torch.equal(label, torch.where(places, share, batch.reward))
+    (room, u), (_, more) = drawn
+    assert len(room) == 128 < places.sum() and room[0] < max(room) == u.size(1)
+    assert torch.cat((u[:, 0], more[:, 0])).unique().numel() == 4 * places.sum()
 
 
 def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypatch):

@@ -303,13 +303,43 @@ def test_rows_that_drew_alike_share_a_state():
     torch.testing.assert_close(token_logps(tiny_model(), b.ids, b.mask, 1.0), b.logp, rtol=0, atol=2e-5)
 
 
+def test_states_keep_their_numbers_while_one_is_not_needed():
+    """Of 20 states, which all stay, the fourth is of a row at its limit; those after it read their own keys still."""
+    prompts, limits, model = [[i, 2] for i in range(20)], [6] * 3 + [1] + [6] * 16, tiny_model()
+    plain, states, forward = sample(model, prompts, 1, limits, 1.0, set(), uniform(20, 6)), [], model.forward
+    model.forward = lambda ids, pos, cache: (states.append(len(ids)), forward(ids, pos, cache))[1]
+    b = sample(shared(model), prompts, 1, limits, 1.0, set(), uniform(20, 6))
+    assert states == [20] * 6 and b.mask.sum(1).tolist() == limits
+    assert torch.equal(b.ids, plain.ids)
+    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["shared", "static"])
+def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
+    """Cut to 16 bits, or packed with a state's number into one, some would be the same token: in a prompt or in what follows."""
+    few = torch.tensor([5, 5 + 2 ** 8, 5 + 2 ** 16])
+    model = tiny_model(vocab_size=2 ** 16 + 128, n_layer=1)         # divisible by 128: a part is drawn first
+    weight = model.embed_tokens.weight[few].T / 20          # logits of these three alone
+    model.head = lambda h: torch.full((len(h), 2 ** 16 + 128), -float("inf")).index_copy(1, few, h @ weight)
+    prompts, u = [[5 + 2 ** 16, 40_000, 5], [5, 40_000, 5]], uniform(12, 3)
+    u[:, 0] = torch.tensor([0.1, 0.5, 0.9]).repeat(4)
+    plain = sample(model, prompts, 6, [3, 3], 1.0, set(), u)
+    model.kv_cache = cache
+    b = sample(model, prompts, 6, [3, 3], 1.0, set(), u)
+    assert b.ids[:, :3].tolist() == [prompts[i // 6] for i in range(12)]
+    assert b.ids[:, 3].tolist() == few.repeat(4).tolist()           # all of them from each prompt's state
+    assert torch.equal(b.ids, plain.ids) and b.ids[:, 4:].unique().tolist() == few.tolist()
+    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_every_row_is_what_it_is_alone_however_rows_part_and_end(temperature):
     """Random trees: many rows of few prompts, over a head with few likely tokens, some of which end a row."""
-    model, u = tiny_model(), uniform(40, 16, seed=3)
+    model, u = tiny_model().double(), uniform(40, 16, seed=3)
     head, model.head = model.head, lambda h: 4 * head(h)
-    b = sample(model, PROMPTS[:2], 20, [16, 16], temperature, set(range(0, 257, 7)), u)
+    b = sample(shared(model), PROMPTS[:2], 20, [16, 16], temperature, set(range(0, 257, 7)), u)
+    model.kv_cache = "plain"
     assert len(set(b.mask.sum(1).tolist())) > 3
     for row in range(40):
         alone = sample(model, [PROMPTS[row // 20]], 1, [16], temperature, set(range(0, 257, 7)), u[row:row + 1])

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load
+from test_report import shown_data
 
 import grpo
 from data import UserError, load_task, tokenizer
@@ -552,6 +553,8 @@ def test_a_kill_while_the_last_step_is_saved(name, run):
     run("cut", "--resume")
     assert metrics(out) == metrics(whole) and checkpoint.load(out, Config)[1].step == 2
     assert bytes_of(out, "model.safetensors", "samples.jsonl") == bytes_of(whole, "model.safetensors", "samples.jsonl")
+    shown, = shown_data(out / "report.html")            # no step twice, and none of before alone
+    assert [m["step"] for m in shown["metrics"]] == [0, 1, 2] and len(shown["samples"]) == 4
 
 
 @pytest.mark.slow

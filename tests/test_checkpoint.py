@@ -682,6 +682,16 @@ def test_no_finished_run_is_lost(run, capsys, tmp_path):
     assert metrics(out / f"previous{n + 5}") == kept[3] and (out / f"previous{n + 4}").is_symlink()
 
 
+def test_a_run_is_moved_with_its_further_chat_templates(tmp_path):
+    """They are in a folder of their own; another model may have none."""
+    for path in (tmp_path / "model.safetensors", tmp_path / tokenizer.MORE / "tools.jinja"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.name)
+    files.keep_previous(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["previous"]
+    assert (tmp_path / "previous" / tokenizer.MORE / "tools.jinja").read_text() == "tools.jinja"
+
+
 @pytest.mark.slow
 def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
     """They are read before the finished run, of which they are a part, is moved away."""

@@ -516,6 +516,19 @@ def test_a_resumed_run_keeps_a_best_policy_that_it_does_not_surpass(run, scored)
     assert bytes_of(out / "best", "model.safetensors") == bytes_of(out, "model.safetensors") != before[:1]
 
 
+def test_run_json_has_the_settings_of_now_and_the_files_of_the_beginning(run, tmp_path, monkeypatch):
+    """So that a task that was changed stays one that has changed. A log that is gone begins with what follows."""
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
+    out = run("run", "--steps", 1)
+    began = files.about(out)["data"]
+    (tmp_path / "letters.py").write_text(TASK + "# changed\n")
+    (out / "samples.jsonl").unlink()
+    run("run", "--resume", "--steps", 2)
+    about = files.about(out)
+    assert about["config"]["steps"] == 2 and about["data"] == began != checkpoint.data_of({"task": str(tmp_path / "letters.py")})
+    assert [json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()] == [2, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [2, 3])
 def test_a_kill_while_the_best_policy_is_written(samples, run, scored, tmp_path):
@@ -534,7 +547,8 @@ def test_a_kill_while_the_best_policy_is_written(samples, run, scored, tmp_path)
             assert (bytes_of(out / "best", BEST[0]) == before[:1]) is (name == BEST[0])
         run(out.name, *goes_on)
         assert json.loads((out / "best" / "best.json").read_text())["step"] == 2
-        assert {name: files.about(out / "best")["config"][name] for name in ("steps", "samples")} == {"steps": 3, "samples": samples}
+        about = files.about(out / "best")["config"]
+        assert (about["steps"], about["samples"]) == (3, samples)
         whole = tmp_path / "before None" / "best"
         assert bytes_of(out / "best", BEST[0], BEST[2]) == bytes_of(whole, BEST[0], BEST[2])
 

@@ -554,7 +554,7 @@ def test_a_kill_while_the_best_policy_is_written(samples, run, scored, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "checkpoint.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.safetensors"])
 def test_a_kill_while_the_last_step_is_saved(name, run):
     """The checkpoint comes last: the run is not complete without it, and writes all files again."""
     whole = run("whole", "--steps", 2)

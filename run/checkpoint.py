@@ -109,6 +109,7 @@ def keep_best(agent, step, results):
     policy = {n: dist.for_the_first_rank(p.detach())
               for n, p in dist.parameters(agent.policy).items()}
     if dist.rank() == 0:
+        note.unlink(missing_ok=True)            # its last file: without it the rest counts for none
         pretrained.save(agent.policy, best, agent.encoding.files, policy)
         files.write_whole(best / "run.json", (folder / "run.json").read_text())
         files.write_whole(note, json.dumps({"step": step, **results}))
@@ -217,6 +218,8 @@ def open_run(cfg, checkpoint=None):
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
     if functions:
         files.write_whole(folder / "functions.py", functions)
+    else:                                   # of a run killed at step 0
+        (folder / "functions.py").unlink(missing_ok=True)
     for name in LOGS:
         with open(folder / name, "ab") as f:
             f.truncate(min(f.tell(), checkpoint.sizes[name]))

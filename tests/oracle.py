@@ -194,7 +194,16 @@ class Oracle:
         self.params = [p for model in (policy, critic) if model is not None
                        for p in model.parameters() if p.requires_grad]
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
-        self.updates, self.beta, self.high, self.low = 0, cfg.beta, 0, 0
+        self.steps, self.updates, self.beta, self.high, self.low = 0, 0, cfg.beta, 0, 0
+
+    def follow(self, policy, share=1):
+        """The reference goes a share of the way to the policy: all of it where an iteration begins."""
+        for p, q in zip(self.ref.parameters(), policy.parameters(), strict=True):
+            p.data += share * (q.data - p.data)
+
+    def steer(self, kl):
+        """Beta after a step: to a KL of 0.05, by a tenth of the relative error, of which a fifth counts at most."""
+        self.beta *= 1 + 0.1 * min(max(kl / 0.05 - 1, -0.2), 0.2)
 
     def step(self, rows, minibatches):
         """Train on a rollout; `minibatches`: indices of the rows of each optimizer step. Gives the
@@ -224,6 +233,7 @@ class Oracle:
         of_updates = [self.update([data[i] for i in chosen]) for chosen in minibatches]
         stats |= {name: mean([x[name] for x in of_updates]) for name in of_updates[0]}
         stats["mismatch"] = 0.0
+        self.steps += 1
         if cfg.beta and cfg.kl in ("loss", "reward"):
             stats["beta"] = self.beta
         return stats
@@ -280,12 +290,15 @@ class Oracle:
         grads = torch.autograd.grad(loss, self.params, materialize_grads=True)
         norm = math.sqrt(sum((g * g).sum().item() for g in grads))
         self.updates += 1
+        rate = self.cfg.lr
+        if self.cfg.half_life:
+            rate *= 2 ** (-self.steps / self.cfg.half_life)
         for p, g, (m, v) in zip(self.params, grads, self.moments):
             g = g * min(1.0, grpo.GRAD_CLIP / (norm + 1e-6))
             m.copy_(0.9 * m + 0.1 * g)
             v.copy_(0.95 * v + 0.05 * g * g)
             first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
-            p.data -= self.cfg.lr * first / (second.sqrt() + (1e-5 if "value" in self.cfg.baseline else 1e-8))
+            p.data -= rate * first / (second.sqrt() + (1e-5 if "value" in self.cfg.baseline else 1e-8))
         return norm
 
 

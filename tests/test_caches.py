@@ -1,5 +1,7 @@
 """The static cache samples what the plain one samples, in few shapes, with few waits and launches."""
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -163,6 +165,25 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
     caches.forget(model)
     caches.forget(other)                            # it has none
     assert len(caches.MEMORY) == here - 1 and model not in caches.MEMORY
+
+
+def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
+    """Each is as large as all keys and values: the old one is freed before there is a new one, and the last one with its
+    model."""
+    model, alive = static(tiny_model(block_size=128)), []
+
+    class Memory(caches.Memory):
+        def __init__(self, *given):
+            assert all(memory() is None for memory in alive)
+            super().__init__(*given)
+            alive.append(weakref.ref(self))
+    monkeypatch.setattr(caches, "Memory", Memory)
+    for max_new in (20, 20, 90):
+        sample(model, PROMPTS, 8, [max_new] * 3, 1.0, STOP, uniform(24, max_new))
+    assert [memory() is None for memory in alive] == [True, False] and caches.MEMORY[model].steps
+    del model
+    gc.collect()
+    assert alive[1]() is None
 
 
 @pytest.mark.parametrize("flag, cuda, found", [

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load
+from test_report import shown_data
 
 import grpo
 from data import UserError, load_task, tokenizer
@@ -464,6 +465,122 @@ def test_the_best_policy_is_that_of_one_measure(change, run, monkeypatch):
     assert best()["step"] == 3
 
 
+# ------------------------------------------------------------------------ a kill between two writes
+
+@pytest.fixture
+def scored(monkeypatch):
+    """A dict, to be filled, of the pass@1 of each step's evaluation."""
+    shares, step, real = {}, [0], grpo.train_step
+
+    def train_step(agent, problems, at):
+        step[0] = at
+        return real(agent, problems, at)
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0, "pass@1": shares[step[0]]})
+    return shares
+
+
+@contextlib.contextmanager
+def killed_before(path):
+    """A context in which the process ends when it begins to write a file."""
+    real = files.replacing
+
+    @contextlib.contextmanager
+    def replacing(given):
+        if given == path:
+            raise Killed
+        with real(given) as beside:
+            yield beside
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "replacing", replacing)
+        yield
+
+
+def bytes_of(folder, *names):
+    return [(folder / name).read_bytes() for name in names]
+
+
+BEST = ("model.safetensors", "run.json", "best.json")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_a_best_policy_that_it_does_not_surpass(run, scored):
+    """Not for one that is as good, either; the first one that is better takes its place."""
+    scored.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4})
+    out = run("run", "--steps", 1, "--eval_every", 1)
+    before = bytes_of(out / "best", *BEST)
+    run("run", "--resume", "--steps", 3)
+    assert evaluated(out) == [0, 1, 2, 3] and bytes_of(out / "best", *BEST) == before
+    run("run", "--resume", "--steps", 4)
+    assert json.loads((out / "best" / "best.json").read_text())["step"] == 4
+    assert bytes_of(out / "best", "model.safetensors") == bytes_of(out, "model.safetensors") != before[:1]
+
+
+def test_run_json_has_the_settings_of_now_and_the_files_of_the_beginning(run, tmp_path, monkeypatch):
+    """So that a task that was changed stays one that has changed. A log that is gone begins with what follows."""
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
+    out = run("run", "--steps", 1)
+    began = files.about(out)["data"]
+    (tmp_path / "letters.py").write_text(TASK + "# changed\n")
+    (out / "samples.jsonl").unlink()
+    run("run", "--resume", "--steps", 2)
+    about = files.about(out)
+    assert about["config"]["steps"] == 2 and about["data"] == began != checkpoint.data_of({"task": str(tmp_path / "letters.py")})
+    assert [json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [2, 3])
+def test_a_kill_while_the_best_policy_is_written(samples, run, scored, tmp_path):
+    """Whatever is there by then, the step is made again, and best/ has its policy; also if from now on another measure
+    counts, by which no policy is as good as by the old one."""
+    scored.update({0: 0.1, 1: 0.5, 2: 0.6 if samples == 2 else 0.4, 3: 0.2})
+    begun = run("begun", "--steps", 1, "--eval_every", 1)
+    for name in (None, *BEST):
+        out = tmp_path / f"before {name}"
+        shutil.copytree(begun, out)
+        before, goes_on = bytes_of(out / "best", *BEST), ["--resume", "--steps", 3, "--samples", samples]
+        if name:
+            with killed_before(out / "best" / name):
+                run(out.name, *goes_on)
+            assert metrics(out)[-1]["step"] == 1                                        # it was killed in step 2
+            assert (bytes_of(out / "best", BEST[0]) == before[:1]) is (name == BEST[0])
+        run(out.name, *goes_on)
+        assert json.loads((out / "best" / "best.json").read_text())["step"] == 2
+        about = files.about(out / "best")["config"]
+        assert (about["steps"], about["samples"]) == (3, samples)
+        whole = tmp_path / "before None" / "best"
+        assert bytes_of(out / "best", BEST[0], BEST[2]) == bytes_of(whole, BEST[0], BEST[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.safetensors"])
+def test_a_kill_while_the_last_step_is_saved(name, run):
+    """The checkpoint comes last: the run is not complete without it, and writes all files again."""
+    whole = run("whole", "--steps", 2)
+    out = run("cut", "--steps", 2, "--save_every", 1, kill_at=2)
+    with killed_before(out / name):
+        run("cut", "--resume")
+    assert metrics(out)[-1]["step"] == 2 and checkpoint.load(out, Config)[1].step == 1
+    saved = bytes_of(out, "model.safetensors") == bytes_of(whole, "model.safetensors")
+    assert saved is (name == "checkpoint.safetensors")
+    run("cut", "--resume")
+    assert metrics(out) == metrics(whole) and checkpoint.load(out, Config)[1].step == 2
+    assert bytes_of(out, "model.safetensors", "samples.jsonl") == bytes_of(whole, "model.safetensors", "samples.jsonl")
+    shown, = shown_data(out / "report.html")            # no step twice, and none of before alone
+    assert [m["step"] for m in shown["metrics"]] == [0, 1, 2] and len(shown["samples"]) == 4
+
+
+@pytest.mark.slow
+def test_of_a_run_without_a_step_no_functions_are_left(run, tmp_path):
+    """They would be taken for those of the run that takes its place."""
+    (tmp_path / "mine.py").write_text("SETTINGS = {}\n")
+    out = run("run", "--steps", 1, "--algo", tmp_path / "mine.py", kill_at=0)
+    assert (out / "functions.py").exists() and not (out / "model.safetensors").exists()
+    run("run", "--steps", 1)
+    assert not (out / "functions.py").exists()
+
+
 # ------------------------------------------------------------------------------------ after the run
 
 @pytest.mark.slow
@@ -541,6 +658,7 @@ def test_no_finished_run_is_lost(run, capsys, tmp_path):
         kept.append(metrics(out))
     folders = [out / "previous", out / "previous2", out / "previous3"]
     assert [metrics(folder) for folder in folders] == kept[:3] and kept[0] != kept[1] != kept[2] != kept[3] == metrics(out)
+    assert [checkpoint.load(folder, Config)[1].step for folder in folders] == [1, 1, 1]     # it can be gone on with
     assert all((folder / "best" / "model.safetensors").exists() for folder in folders)
     assert f"was moved to {folders[2]}\n" in capsys.readouterr().out
     mine = [out / name for name in ("README.md", "train.jsonl", "grpo.py")]        # it may be anybody's folder
@@ -576,6 +694,16 @@ def test_no_finished_run_is_lost(run, capsys, tmp_path):
     (out / f"previous{n + 4}").symlink_to("nowhere")
     run("run", "--steps", 0)
     assert metrics(out / f"previous{n + 5}") == kept[3] and (out / f"previous{n + 4}").is_symlink()
+
+
+def test_a_run_is_moved_with_its_further_chat_templates(tmp_path):
+    """They are in a folder of their own; another model may have none."""
+    for path in (tmp_path / "model.safetensors", tmp_path / tokenizer.MORE / "tools.jinja"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.name)
+    files.keep_previous(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["previous"]
+    assert (tmp_path / "previous" / tokenizer.MORE / "tools.jinja").read_text() == "tools.jinja"
 
 
 @pytest.mark.slow

@@ -105,6 +105,15 @@ def test_modules_are_compiled_for_all_lengths_if_asked(asked, monkeypatch):
     assert config.recompile_limit == (64 if asked else 8)
 
 
+def test_a_sampler_gets_new_weights_where_its_old_ones_were():
+    """A CUDA graph reads them from there."""
+    policy, sampler = tiny_model(1), tiny_model(2).bfloat16()
+    before = [p.data_ptr() for p in sampler.parameters()]
+    dist.sync_sampler(SimpleNamespace(policy=policy, sampler=sampler))
+    assert [p.data_ptr() for p in sampler.parameters()] == before
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(sampler.parameters(), policy.parameters(), strict=True))
+
+
 def test_only_mps_has_no_float64():
     wide = [double(SimpleNamespace(device=torch.device(kind), float=lambda: 32, double=lambda: 64)) for kind in ("cpu", "cuda", "mps")]
     assert wide == [64, 64, 32]
@@ -240,6 +249,7 @@ def test_numbers_are_the_same_on_every_machine():
 def test_a_second_signal_is_obeyed_at_once():
     """With the code of a shell: 128 and its number."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert dist.ask_to_stop not in before               # no run of an earlier test has left it
     with dist.stoppable():
         assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == dist.ask_to_stop
         assert dist.stop_asked() == 0

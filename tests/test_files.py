@@ -509,8 +509,10 @@ def test_two_runs_in_one_folder(again, capsys):
             "print('held', flush=True); sys.stdin.read()")
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
+    (again / "model.safetensors.tmp").touch()                   # which it may be writing
     for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
         assert "another run is active in" in fault(capsys, *args, "--out", again)
+    assert (again / "model.safetensors.tmp").exists()
     other.kill()
     other.communicate()
     main(["--resume", "--steps", "3", "--out", str(again)])

@@ -2,6 +2,7 @@
 weight and every number of metrics.jsonl, in float64, for every algorithm and choice."""
 import copy
 import itertools
+import json
 import random
 import sys
 import threading
@@ -17,13 +18,13 @@ from oracle import Draws, FitOracle, Oracle, Row
 import grpo
 import reward
 from model import GPT
-from run import config, dist
+from run import checkpoint, config, dist, files, report, setup, show
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
 PROBLEMS = [SimpleNamespace(prompt=text) for text in ("acc", "g", "defgab", "cc", "eg")]
 ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".index(x) for x in text],
-                           token_bytes=lambda i: b"" if i in STOP else TEXTS[i])
+                           token_bytes=lambda i: b"" if i in STOP else TEXTS[i], files={})
 SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=24,
              lr=0.015, steps=2, dtype="float32", device="cpu", compile=False)
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
@@ -45,7 +46,7 @@ def rule(problem, text):
             "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
 
 
-TASK = SimpleNamespace(reward=rule, steps=steps)
+TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1])
 
 
 # ----------------------------------------------------------------------- the tested side, recorded
@@ -81,13 +82,21 @@ def shaken(module, by, seed):
             p.data += by * torch.randn(p.shape, generator=source)
 
 
-def new_agent(cfg):
-    """Models of one layer; the reference is not the policy, the critic has an opinion, and the
-    reward model a mean and std that are not 0 and 1."""
+def new_policy(cfg):
+    """A model of one layer, whose rows share their beginnings."""
     policy = tiny_model(cfg.seed, 3.0, vocab_size=len(TEXTS) + 2, n_layer=1, n_head=2, n_kv_head=1,
                         n_embd=16, n_inner=24, block_size=16)
     policy.kv_cache = "shared"
-    agent = grpo.new_agent(cfg, TASK, ENCODING, policy)
+    return policy
+
+
+def new_agent(cfg):
+    """The reference is not the policy, the critic has an opinion, and the reward model a mean and std that are not 0 and 1."""
+    return opinionated(grpo.new_agent(cfg, TASK, ENCODING, new_policy(cfg)))
+
+
+def opinionated(agent):
+    """An agent whose models differ."""
     if agent.ref is not None:
         shaken(agent.ref, 0.1, 1)
     if agent.critic is not None:
@@ -95,6 +104,14 @@ def new_agent(cfg):
     if agent.reward_model is not None:
         agent.reward_model.norm.data = torch.tensor([0.3, 1.7])
     return agent
+
+
+def oracle_of(agent):
+    """An Oracle with copies of an agent's models."""
+    rm, models = agent.reward_model, copy.deepcopy([agent.policy, agent.ref, agent.critic])
+    for gpt in (part for model in models if model is not None for part in model.modules() if isinstance(part, GPT)):
+        gpt.kv_cache = "plain"              # shares no beginnings
+    return Oracle(agent.cfg, *models, None if rm is None else rm.norm.tolist())
 
 
 def rows_of(batch, agent):
@@ -183,11 +200,7 @@ def check_minibatches(chosen, cfg):
 def compare(cfg, monkeypatch, ranks=1):
     """The steps of both; gives the oracle, its statistics and the rows of all steps."""
     agents, all_chosen = [new_agent(cfg) for _ in range(ranks)], []
-    rm, G = agents[0].reward_model, cfg.group
-    models = copy.deepcopy([agents[0].policy, agents[0].ref, agents[0].critic])
-    for gpt in (part for model in models if model is not None for part in model.modules() if isinstance(part, GPT)):
-        gpt.kv_cache = "plain"              # shares no beginnings
-    oracle = Oracle(cfg, *models, None if rm is None else rm.norm.tolist())
+    G, oracle = cfg.group, oracle_of(agents[0])
     before, logged, seen = copy.deepcopy(oracle.params), [], []
     minibatches, rng, streams = grpo.minibatches, dist.rng, []
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.append(of) or rng(cfg, *of))
@@ -210,11 +223,16 @@ def compare(cfg, monkeypatch, ranks=1):
     check_minibatches(all_chosen, cfg)
     assert {streams.count(of) for of in streams} == {ranks}         # no random stream twice
     for agent in agents:
-        tested = [p for model in (agent.policy, agent.critic) if model is not None
-                  for p in model.parameters() if p.requires_grad]
-        for p, q, first in zip(tested, oracle.params, before, strict=True):
-            torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
+        check_weights(agent, oracle, before)
     return oracle, logged, seen
+
+
+def check_weights(agent, oracle, before):
+    """Those of policy and critic, by how far each has moved."""
+    tested = [p for model in (agent.policy, agent.critic) if model is not None
+              for p in model.parameters() if p.requires_grad]
+    for p, q, first in zip(tested, oracle.params, before, strict=True):
+        torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------------- the cases
@@ -273,7 +291,7 @@ def made(given, monkeypatch):
         if name.isupper():
             monkeypatch.setattr(reward if hasattr(reward, name) else grpo, name, x)
     cfg = grpo.make_config(**SMALL | {name: x for name, x in given.items() if not name.isupper()})
-    config.algorithm("grpo", grpo.ALGOS, grpo)          # of dapo its settings alone
+    config.algorithm("grpo", grpo.ALGOS, grpo)          # of dapo its settings alone; `train` replaces functions
     return cfg
 
 
@@ -296,7 +314,7 @@ def test_training_steps(given, monkeypatch):
         assert oracle.high == oracle.low == 0
 
 
-# Settings of a step, each with values that make a difference.
+# Settings of a run, each with values that make a difference; and after how many steps it is killed and goes on (0: never).
 VALUES = dict(
     baseline=BASELINES, adv_scale=("none", "group", "batch"), supervision=("outcome", "process"), reward=("rule", "model"),
     TRUNCATED_REWARD=(0.0, -1.0), critic=("shared", "separate"), GAMMA=(1.0, 0.9), lam=(0.95, 0.7), VALUE_COEF=(0.1, 1.0),
@@ -304,7 +322,9 @@ VALUES = dict(
     estimator=("k1", "k2", "k3", "ratio*k3"), beta=(0.3, 0.04, 0.0),
     loss_mean=("sequence", "token", "constant"), temperature=(1.0, 1.3), epochs=(1, 2), minibatches=(2, 1),
     micro_tokens=(24, 1, 1000), recompute=(False, True),
-    GRAD_CLIP=(1.0, 0.01))
+    GRAD_CLIP=(1.0, 0.01), iterations=(1, 3), half_life=(0, 2), eval_every=(0, 2), resumed=(0, 1, 2),
+    algo=("grpo", "adaptive_kl", "periodic_reference", "moving_reference"))
+STEPS = {1: 2, 3: 1}                # of an iteration, by the number of iterations
 
 
 def pairs_of(given):
@@ -319,7 +339,7 @@ def configurations():
     rng, found = random.Random(0), []
     while left:
         candidates = []
-        for first, second in rng.sample(sorted(left, key=repr), min(12, len(left))) * 3:
+        for first, second in rng.sample(sorted(left, key=repr), min(12, len(left))) * 10:
             given = {name: rng.choice(values) for name, values in VALUES.items()} | dict([first, second])
             candidates.append(given)
         best = max(candidates, key=lambda given: len(pairs_of(given) & left))
@@ -331,11 +351,109 @@ def configurations():
 ALL_PAIRS = configurations()
 
 
+RESULTS = {"greedy": 0.25, "pass@1": 0.5}       # of each evaluation
+
+
+class Killed(BaseException):
+    """As if by SIGKILL: nothing is saved."""
+
+
+def compare_runs(cfg, resumed, monkeypatch):
+    """Whole runs of both, by `train`: each step, and each line of metrics.jsonl. The tested one is killed after the step
+    `resumed`, and goes on with new models."""
+    wanted, fits, happened, begun = [], {}, [], SimpleNamespace(oracle=None)
+    real_agent, real_step, real_import = grpo.new_agent, grpo.train_step, config.import_file
+
+    def begin(cfg, task, saved):
+        """Without a warm start."""
+        checkpoint.open_run(cfg, saved)
+        return cfg, TASK, ENCODING, new_policy(cfg), PROBLEMS, PROBLEMS[3:]
+
+    def made(cfg, *given):
+        """The models; the first time also those of the oracle."""
+        agent = real_agent(cfg, *given)
+        if begun.oracle is None:
+            begun.oracle = oracle_of(opinionated(agent))
+            begun.params = copy.deepcopy(begun.oracle.params)
+        return agent
+
+    def scorer(agent):
+        return [p.detach().clone() for p in agent.reward_model.parameters()] + [agent.history["ids"]]
+
+    def refit(agent, problems, iteration):
+        """No fit, but what it moves is moved."""
+        shaken(agent.reward_model, 0.1, iteration)
+        agent.reward_model.norm.data += 0.1
+        agent.history = {"ids": torch.cat([agent.history.get("ids", torch.zeros(0)), torch.full((2,), float(iteration))])}
+        fits.setdefault(iteration, scorer(agent))
+        begun.oracle.norm = agent.reward_model.norm.tolist()
+        return {"rm_accuracy": iteration / 10}
+
+    def train_step(agent, problems, step):
+        """A step of both."""
+        if step == resumed + 1 and resumed and "killed" not in happened:
+            happened.append("killed")
+            raise Killed
+        oracle, chosen, (iteration, later) = begun.oracle, [], divmod(step - 1, cfg.steps)
+        if agent.ref is not None and not later:
+            oracle.follow(oracle.policy)
+        assert agent.reward_model is None or all(map(torch.equal, scorer(agent), fits[iteration]))
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, "minibatches", recorded(grpo.minibatches, [chosen]))
+            batch, stats = real_step(agent, problems, step)
+        want = oracle.step(rows_of(batch, agent), chosen)
+        assert stats == pytest.approx(want | {name: stats[name] for name in TIMES}, rel=1e-7, abs=1e-9), step
+        if cfg.algo == "adaptive_kl":
+            oracle.steer(want["kl"])
+        share = {"moving_reference": 0.01, "periodic_reference": step % 2 == 0}.get(cfg.algo, 0)
+        if agent.ref is not None and share:
+            oracle.follow(oracle.policy, share)
+        fitted = {"rm_accuracy": iteration / 10} if agent.reward_model is not None and not later else {}
+        wanted.append({"step": step, **want, **fitted})
+        happened.append(step)
+        return batch, stats
+
+    def loaded(path, name):
+        """An algorithm; one that acts now and then does so at every second step."""
+        module = real_import(path, name)
+        module.EVERY = 2
+        return module
+    with monkeypatch.context() as patch:
+        for module, name, instead in (
+                (setup, "begin", begin), (grpo, "new_agent", made), (grpo, "refit_reward_model", refit),
+                (grpo, "train_step", train_step), (grpo, "evaluate", lambda *given: RESULTS), (config, "import_file", loaded),
+                (report, "log_step", lambda *given: None), (report, "refresh", lambda folder: None),
+                (show, "farewell", lambda *given: None)):
+            patch.setattr(module, name, instead)
+        try:
+            agent = grpo.train(cfg)
+        except Killed:
+            cfg, saved = checkpoint.resume(cfg.folder, grpo.Config, {})
+            agent = grpo.train(cfg, saved=saved)
+        finally:
+            files.LOCK.close()
+            config.algorithm("grpo", grpo.ALGOS, grpo)
+    check_weights(agent, begun.oracle, begun.params)
+    assert [step for step in happened if step != "killed"] == [*range(1, cfg.total_steps + 1)]
+    assert ("killed" in happened) is (0 < resumed < cfg.total_steps)
+    first, *logged = map(json.loads, (cfg.folder / "metrics.jsonl").read_text().splitlines())
+    assert first == {"step": 0, **RESULTS}
+    for line, want in zip(logged, wanted, strict=True):
+        due = want["step"] == cfg.total_steps or cfg.eval_every and want["step"] % cfg.eval_every == 0
+        assert {name: x for name, x in line.items() if name not in TIMES} == pytest.approx(
+            want | (RESULTS if due else {}), rel=1e-7, abs=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ALL_PAIRS)))
-def test_any_two_settings_go_together(number, monkeypatch):
+def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
     """Each two values of two settings are in one of these runs, beside random values of the others."""
-    compare(made(ALL_PAIRS[number], monkeypatch), monkeypatch)
+    given = dict(ALL_PAIRS[number])
+    resumed = given.pop("resumed")
+    if given["algo"] == "adaptive_kl" and (given["beta"] == 0 or given["kl"] not in ("loss", "reward")):
+        given["algo"] = "grpo"              # it would be refused
+    more = dict(steps=STEPS[given["iterations"]], save_every=1 if resumed else 10, out=str(tmp_path))
+    compare_runs(made(given | more, monkeypatch), resumed, monkeypatch)
 
 
 def test_the_cases_hold_what_is_rare(monkeypatch):

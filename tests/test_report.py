@@ -328,6 +328,20 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
     assert len(shown_data(copies[1] / "report.html")) == 1          # its own, as it was
 
 
+def test_a_run_is_named_by_its_folder_wherever_one_stands(made, monkeypatch):
+    """Also as `.`; it has each line of its log, in the same order."""
+    monkeypatch.chdir(made.folder)
+    run, = shown_data(report.write(["."], ".."))
+    assert (run["name"], run["path"]) == ("run", ".") and run["metrics"] == lines(made.folder / "metrics.jsonl")
+    assert [m["step"] for m in run["metrics"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_a_long_run_there_is_each_line(tmp_path):
+    log = [{"step": step, "reward": step / 7} for step in range(2500)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
+    assert shown_data(report.write([tmp_path]))[0]["metrics"] == log
+
+
 @pytest.mark.parametrize("n, told", [(0, []), (1, [0]), (2, [0, 1]), (4, [0, 3])])
 def test_the_first_and_the_last_evaluation_are_told(n, told, tmp_path, capsys):
     found = [{"step": 2 * i, **({"greedy": i / 10} if i % 2 == 0 else {})} for i in range(2 * n)]

@@ -73,6 +73,27 @@ def test_a_run_begins_in_evaluation_mode():
     assert not any(part.training for model in models_of for part in model.modules())
 
 
+def test_a_resumed_run_samples_from_the_weights_that_were_saved():
+    """Where the sampler is a rounded copy it is not that of the model as it was built."""
+    cfg = with_(dtype="bfloat16", kl="none")
+    one, other = (pretrained.to_device(tiny_model(seed), cfg) for seed in (1, 2))
+    tensors = checkpoint.training_state(grpo.new_agent(cfg, None, None, one))
+    saved = checkpoint.Checkpoint(step=1, stats={}, beta=0.0, model={"saved": True}, sizes={}, tensors=tensors)
+    agent = grpo.new_agent(cfg, None, None, other, saved)
+    new = dict(one.named_parameters())
+    assert agent.sampler is not other and all(
+        torch.equal(p, new.get(name, new["embed_tokens.weight"]).to(p.dtype)) for name, p in agent.sampler.named_parameters())
+
+
+def test_all_models_of_a_run_are_compiled(monkeypatch):
+    """Each once, as the run uses it."""
+    found = []
+    monkeypatch.setattr(dist, "compile_all", lambda cfg, *models: found.extend(models))
+    cfg = with_(reward="model", baseline="value", critic="separate", kl="loss", dtype="bfloat16")
+    agent = grpo.new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))
+    assert len(found) == 5 and {*found} == {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_bfloat16_has_a_sampler_of_its_own(dtype):
     agent = grpo.new_agent(with_(dtype=dtype), None, None, pretrained.to_device(tiny_model(), with_(dtype=dtype)))
@@ -288,11 +309,13 @@ def test_without_steps_a_run_is_an_evaluation(order):
     assert order(steps=0) == ["evaluation on 20=", "0.5 at 0", "log 0 greedy", "save 0", "try 20="]
 
 
-def test_a_run_that_is_asked_to_stop_saves_the_step(order):
+def test_a_run_that_is_asked_to_stop_saves_the_step(order, monkeypatch):
+    """With a page that has it, though none is due."""
+    monkeypatch.setattr(report, "refresh", lambda folder: files.append(folder / "report.html", {"step": "page"}))
     assert order(halt=2, steps=4) == [
         "evaluation on 20=", "0.5 at 0", "log 0 greedy", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
-        "save 2", "stopped after step 2"]
-    assert order(halt=4, steps=4)[-3:] == ["log 4 loss greedy", "save 4", "try 20="]        # it is done anyway
+        "save 2", "log page", "stopped after step 2"]
+    assert order(halt=4, steps=4)[-4:] == ["log 4 loss greedy", "save 4", "log page", "try 20="]        # it is done anyway
 
 
 @pytest.mark.parametrize("at, saved", [(0, []), (1, ["save 1"]), (2, ["save 2"])])

@@ -3,6 +3,7 @@ import json
 import random
 import re
 import shutil
+import subprocess
 
 import pytest
 from test_report import HOSTILE, lines, shown_data
@@ -334,6 +335,40 @@ def test_curves_of_several_runs(opened, page, tmp_path):
     assert find(page, "#settings tr.differs")[0].text.split() == ["group", "3", "5"]
     choose(page, "run", "1")
     assert text_of(page, "#note") == "No completions have been logged yet."
+
+
+# Of a page nothing is there but its data; what is drawn goes into `charts`.
+NO_PAGE = """
+const charts = [];
+const none = new Proxy(function () {}, {
+  get: (_, name) => name === Symbol.iterator ? function* () {} : name === Symbol.toPrimitive ? () => "" : name === "value" ? "" : none,
+  set: () => true, apply: () => none, construct: () => none});
+const page = id => id === "data" ? {textContent: DATA} : none;
+const document = new Proxy({}, {get: (_, name) => name === "getElementById" ? page : none});
+const getComputedStyle = () => none, matchMedia = () => none;
+class ResizeObserver { observe() {} }
+class uPlot { constructor(options, data) { charts.push(data); } }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
+def test_every_point_of_every_curve(tmp_path):
+    """Not the last ones alone. The runs are of other lengths, one was measured at other steps, and their folders have the
+    same name, so that they are shown by their paths; what one lacks is null, and a 0 is a number."""
+    logs = {"one/run": [{"step": 0, "greedy": 0.1}, {"step": 1, "reward": 1.5, "beta": 0}, {"step": 2, "reward": -2, "beta": 0.5},
+                        {"step": 3, "reward": 0, "greedy": 0.4}], "other/run": [{"step": 0, "greedy": 0}, {"step": 12, "reward": 7}]}
+    for name, log in logs.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
+    folders = [str(tmp_path / name) for name in logs]
+    found = json.dumps(shown_data(report.write(folders)))
+    script = f"const DATA = {json.dumps(found)};{NO_PAGE}{(report.PAGE / 'page.js').read_text()}"
+    script += "\nconsole.log(JSON.stringify({charts, labels: runs.map(run => run.label)}))"
+    done = subprocess.run(["node"], input=script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["labels"] == folders
+    assert said["charts"][:2] == [[[1, 2, 3, 12], [1.5, -2, 0, None], [None, None, None, 7]], [[0, 3], [0.1, 0.4], [0, None]]]
 
 
 def test_a_metric_is_described_as_what_it_is(opened, tmp_path):

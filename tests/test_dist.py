@@ -351,6 +351,18 @@ def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
     assert got == (pytest.approx(5e-5),) * 2
 
 
+@pytest.mark.parametrize("gap, tokens, disagree", [(4e-4, (9, 1), False), (4e-4, (1, 9), False), (4e-4, (1, 1), True)])
+def test_the_mean_gap_is_over_the_tokens_of_all_ranks(gap, tokens, disagree, monkeypatch):
+    """Of which the second has one token with a gap and the first none: both go on, or neither."""
+    def checked(gaps, n):
+        try:
+            return passes.checked_gap([gaps], torch.tensor(n), None) < 0
+        except UserError:
+            return True
+    got = two_ranks(monkeypatch, checked, [torch.zeros(9), tokens[0]], [torch.tensor([gap]), tokens[1]])
+    assert got == (disagree,) * 2 and (gap / sum(tokens) > passes.MISMATCH[None][1]) == disagree
+
+
 def test_the_rate_of_a_short_fit(monkeypatch):
     """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
     rates, module = [], torch.nn.Linear(1, 1)

@@ -371,6 +371,9 @@ def split(pattern, **more):
     ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
     *(("added token 'b' is also the letter of a byte", lambda t, i=i, x=x: t | dict(
         added_tokens=[*t["added_tokens"], TOKEN | dict(content="b", id=i, special=x)])) for i in (98, 257) for x in (True, False)),
+    ("two of its tokens have the same id", lambda t: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {"id": 98}])),
+    ("not in the order of its merges", lambda t: t | dict(model=t["model"] | dict(
+        vocab=t["model"]["vocab"] | dict(ab=257, cd=258), merges=["c d", "a b"]))),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
     ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[])),
@@ -384,6 +387,16 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_fo
 
 def pieces(*parts):
     return lambda t: t | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, LEVEL]))
+
+
+def test_a_character_whose_bytes_a_tokenizer_lacks_is_dropped(model_folder):
+    """All of it: the first byte of the other one, and the last, are there."""
+    path = model_folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for lost in ("b", LETTERS[0xa9]):           # the second byte of an e with an acute accent
+        del tokenizer["model"]["vocab"][lost]
+    path.write_text(json.dumps(tokenizer))
+    assert load_encoding(model_folder).encode_ordinary("ab\u00e9\u00e8c") == [97, 0xc3, 0xa8, 99]
 
 
 SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=False)

@@ -164,6 +164,7 @@ def test_a_whole_number_serves_as_a_share_in_a_notebook(mine):
 
 
 @pytest.mark.parametrize("given, says", [
+    (dict(lr=float("nan")), "at least 0, got nan"), (dict(group=0), "at least 1, got 0"),
     (dict(lr=float("inf")), "at most 9223372036854775808, got inf"), (dict(lr=float("-inf")), "at least 0, got -inf"),
     (dict(steps=2 ** 64), f"at most {2 ** 63}, got {2 ** 64}"), (dict(lr=True), "of the type float, got True"),
     (dict(prompts=True), "of the type int, got True"), (dict(shard=1), "of the type bool, got 1"),

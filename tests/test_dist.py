@@ -30,6 +30,8 @@ def two_ranks(monkeypatch, f, first, second):
         meet.wait(10)
         both = torch.stack([given[0], given[1]])
         meet.wait(10)
+        if op == distributed.ReduceOp.MIN:
+            return both.amin(0)
         return both.sum(0) if op == distributed.ReduceOp.SUM else both.amax(0)
 
     def work(rank, args):
@@ -249,6 +251,37 @@ def test_a_second_signal_is_obeyed_at_once():
             signal.raise_signal(signal.SIGTERM)
         assert e.value.code == 143
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before and not dist.ASKED
+
+
+def test_a_fork_gives_up_the_handlers_of_a_run_alone():
+    """Outside of a run, and where a task has set its own, it keeps what there is."""
+    def own(number, frame):
+        """A task's own handler."""
+    def handlers():
+        return [signal.getsignal(number) for number in dist.SIGNALS]
+    before = handlers()
+    dist.in_a_fork()
+    assert handlers() == before and dist.ask_to_stop not in before
+    with dist.stoppable():
+        signal.signal(signal.SIGTERM, own)
+        dist.in_a_fork()
+        assert handlers() == [signal.SIG_IGN, own]
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_ranks_whose_weights_differ_are_stopped(which, monkeypatch):
+    """Whichever tensor it is, and on each rank; by one bit, which a sum of numbers would not show."""
+    def checked(tensors):
+        try:
+            return dist.check_alike(tensors)
+        except UserError as e:
+            return str(e)
+    one, two = ({name: torch.tensor([1e8, 0.0]) for name in "abc"} for _ in range(2))
+    assert two_ranks(monkeypatch, checked, [one], [two]) == (None, None)
+    two["abc"[which]][1] += 1e-3
+    assert one["abc"[which]].sum() == two["abc"[which]].sum()
+    assert two_ranks(monkeypatch, checked, [one], [two]) == ("the ranks no longer hold the same weights; continue from the last checkpoint with --resume",) * 2
 
 
 def test_what_stops_bears_the_signals_number():

@@ -543,6 +543,27 @@ def test_a_run_that_went_on_meanwhile(again, capsys):
     assert [(again / name).read_bytes() for name in names] == before
 
 
+def test_a_move_that_was_killed_goes_on(tmp_path, capsys, monkeypatch):
+    """What it had moved stays as it was, what it had not is moved too; a link that leads nowhere is no free name. The
+    checkpoint goes first: a run without its logs must not look as if it could be resumed."""
+    moved, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(old.name) or replace(old, new))
+    (tmp_path / "moving").mkdir()
+    (tmp_path / "previous").symlink_to(tmp_path / "gone")
+    (tmp_path / "previous2").mkdir()
+    for name in ("moving/model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "model.safetensors").write_text("new")
+    files.keep_previous(tmp_path)
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"model.safetensors": "new", "notes.txt": "old"} | {
+        f"previous3/{name}": "old" for name in ("model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py")}
+    assert moved[0] == "checkpoint.safetensors" and moved[-1] == "moving"
+    assert (tmp_path / "previous3" / "additional_chat_templates").is_dir() and not (tmp_path / "moving").exists()
+    assert capsys.readouterr().out == f"the finished run in {tmp_path} was moved to {tmp_path / 'previous3'}\n"
+
+
 def test_what_killed_saves_left_is_cleared(again):
     """A name of six random characters is one that safetensors writes to before it renames."""
     left = [again / "model.safetensors.tmp", again / "warm_start" / "model.safetensors.tmp", again / "run.json.tmp",

@@ -18,7 +18,7 @@ from data import UserError, guess, load_task, turns
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Agent, Batch, Config, advantages, main, make_config, sample
 from model import token_logps
-from run import caches, passes, report, show, warm_start
+from run import caches, passes, preflight, report, show, warm_start
 from run.caches import sample_token
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
@@ -500,6 +500,9 @@ def test_a_step_may_be_an_empty_first_turn():
     b.problems, b.texts, b.components = [guess.Problem("?", 0)], [["", "x", "b"]], {"correct": torch.ones(1)}
     r, ends = reward.of_steps(task, ENCODING, b)
     assert ends[0].tolist() == [False, True, False, False, True] and r[0].tolist() == [0, 0, 0, 0, 1]
+    task = SimpleNamespace(steps=task.steps, demonstration=lambda problem, rng: ["", "x", "b"], answer=lambda said: "",
+                           reply=lambda problem, said: "x" * (len(said) == 1), reward=lambda problem, said: {"correct": 1.0})
+    preflight.check_run(Config(supervision="process", prompts=1), task, b.problems)         # nor is it refused before the run
 
 
 # ------------------------------------------------------------------------------------- whole runs

@@ -543,6 +543,23 @@ def test_a_run_that_went_on_meanwhile(again, capsys):
     assert [(again / name).read_bytes() for name in names] == before
 
 
+def test_a_run_is_compared_with_how_it_began_after_two_resumes_too(tmp_path, capsys):
+    """Its record keeps the first content of a task that has changed; a file that is named only now is recorded as it is."""
+    task, table = tmp_path / "mine.py", tmp_path / "rows.csv"
+    task.write_text("first")
+    cfg = grpo.Config(task=str(task), task_args={"rows": str(table)}, out=str(tmp_path / "run"))
+    checkpoint.open_run(cfg)
+    first = files.about(cfg.folder)["data"]
+    task.write_text("second")
+    table.write_text("1,2")
+    saved = checkpoint.load(cfg.folder, grpo.Config)[1]
+    for _ in range(2):
+        checkpoint.open_run(cfg, saved)
+        assert f"note: {task} has changed since the run in {cfg.folder} began" in capsys.readouterr().out
+        assert files.about(cfg.folder)["data"] == first | checkpoint.data_of({"rows": table}) and [*first] == ["task"]
+    files.LOCK.close()
+
+
 def test_a_move_that_was_killed_goes_on(tmp_path, capsys, monkeypatch):
     """What it had moved stays as it was, what it had not is moved too; a link that leads nowhere is no free name. The
     checkpoint goes first: a run without its logs must not look as if it could be resumed."""

@@ -176,7 +176,8 @@ def test_settings_that_cannot_be(given, says):
 
 
 @pytest.mark.parametrize("argv, task", [
-    ("--resume --out one", "sums"), ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None), ("--resume --out file", None),
+    ("--resume --out one", "sums"), ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None),
+    ("--resume --out file", None),
     ("--eval_only --init one --out two", "sums"), ("--eval_only --out two", "gsm8k"), ("--eval_only --init file", None),
     ("--ask x --init one --out two", "sums"), ("--ask= --out two", "gsm8k"), ("--ask x", None),
     ("--ask x --init one --task guess", "guess"), ("--resume --out one --task guess", "guess"),

@@ -276,12 +276,12 @@ def test_ranks_whose_weights_differ_are_stopped(which, monkeypatch):
         try:
             return dist.check_alike(tensors)
         except UserError as e:
-            return str(e)
+            return "differ" if "no longer hold the same weights" in str(e) else str(e)
     one, two = ({name: torch.tensor([1e8, 0.0]) for name in "abc"} for _ in range(2))
     assert two_ranks(monkeypatch, checked, [one], [two]) == (None, None)
     two["abc"[which]][1] += 1e-3
     assert one["abc"[which]].sum() == two["abc"[which]].sum()
-    assert two_ranks(monkeypatch, checked, [one], [two]) == ("the ranks no longer hold the same weights; continue from the last checkpoint with --resume",) * 2
+    assert two_ranks(monkeypatch, checked, [one], [two]) == ("differ",) * 2
 
 
 def test_what_stops_bears_the_signals_number():

@@ -356,7 +356,7 @@ def test_two_ranks(given, monkeypatch):
 
 # ------------------------------------------------------------------------------- algorithms in files
 
-@pytest.mark.parametrize("name", ["adaptive_kl", "beta_norm", "gdpo", "gpg", "lite_ppo", "overlong_filter", "remax", "soft_overlong"])
+@pytest.mark.parametrize("name", "adaptive_kl beta_norm gdpo gpg lite_ppo overlong_filter remax soft_overlong".split())
 def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
     """What such a file counts or averages itself, it does over all ranks: the same statistics and weights after two steps.
     Their numbers of tokens and of dead groups differ, and the means of their rewards."""

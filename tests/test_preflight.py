@@ -273,8 +273,8 @@ def test_activations_made_again_need_the_inputs_of_all_layers(monkeypatch):
     """4 bytes for each channel of each token in a further layer, and nothing else."""
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", recompute=True)
     monkeypatch.setattr(preflight, "most_logits", lambda device: 0)
-    two, eight = ([preflight.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4) for tokens in (512, 1512)]
-                  for n in (2, 8))
+    two, eight = ([preflight.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4)
+                   for tokens in (512, 1512)] for n in (2, 8))
     assert (eight[1] - eight[0]) - (two[1] - two[0]) == 6 * 4 * 32 * 1000
 
 

@@ -144,7 +144,7 @@ def test_gpg(monkeypatch):
     ends, mask = torch.tensor([[False, True]] * 6), torch.ones(6, 2, dtype=torch.bool)
     adv, _, dead = module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)
     assert dead.tolist() == [False, True, True] and adv[:, 0].tolist() == [1.5, -1.5, 0, 0, 0, 0]       # one of three is live
-    assert module_of("gpg").advantages(0 * reward, ends, mask, torch.zeros(6, 2), None, cfg)[0].tolist() == [[0, 0]] * 6     # none is
+    assert module_of("gpg").advantages(0 * reward, ends, mask, torch.zeros(6, 2), None, cfg)[0].tolist() == [[0, 0]] * 6
     monkeypatch.setattr(dist, "all_reduce", lambda counts: counts + torch.tensor([1, 1]))        # another rank: one, live
     assert module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)[0][0, 0].item() == 0.5 * 4 / 2
 
@@ -259,8 +259,8 @@ def test_vespo():
     assert gain.isfinite().all() and gain.abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["cispo", "clip_cov", "dppo_kl", "dual_clip", "gmpo", "gspo_token", "kl_cov", "luspo", "off_policy_mask",
-                                  "sapo", "two_sided", "vespo"])
+@pytest.mark.parametrize("name", ["cispo", "clip_cov", "dppo_kl", "dual_clip", "gmpo", "gspo_token", "kl_cov", "luspo",
+                                  "off_policy_mask", "sapo", "two_sided", "vespo"])
 def test_a_row_without_tokens_is_no_loss(name):
     """As `overlong_filter` leaves them where a file builds on it: no 0 / 0."""
     cfg, (old, mask) = grpo.make_config(algo=name, group=2, max_new=8), tensors(OLD)

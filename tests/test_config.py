@@ -1,6 +1,7 @@
 """Changes that a fork makes: nothing about it is silent."""
 import dataclasses
 import inspect
+import json
 import os
 import re
 import runpy
@@ -152,6 +153,43 @@ SEE = "see --help, and docs/troubleshooting.md for the names of TRL's and verl's
 def test_a_tasks_own_settings_are_checked(argv, fault, mine):
     with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
         read("--task", mine, *argv)
+
+
+def test_a_whole_number_serves_as_a_share_in_a_notebook(mine):
+    """And a share is no whole number."""
+    assert grpo.make_config(task=mine, share=1).task_args["share"] == 1
+    for given, kind in ((dict(size=1.0), "int"), (dict(share="1"), "float"), (dict(hard=1), "bool")):
+        with pytest.raises(UserError, match=f"^--{min(given)} must be of the type {kind}, got "):
+            grpo.make_config(task=mine, **given)
+
+
+@pytest.mark.parametrize("given, says", [
+    (dict(lr=float("nan")), "at least 0, got nan"), (dict(group=0), "at least 1, got 0"),
+    (dict(lr=float("inf")), "at most 9223372036854775808, got inf"), (dict(lr=float("-inf")), "at least 0, got -inf"),
+    (dict(steps=2 ** 64), f"at most {2 ** 63}, got {2 ** 64}"), (dict(lr=True), "of the type float, got True"),
+    (dict(prompts=True), "of the type int, got True"), (dict(shard=1), "of the type bool, got 1"),
+    (dict(temperature=5e-4), "at least 0.001, got 0.0005"), (dict(lam=1.5), "at most 1, got 1.5")], ids=str)
+def test_settings_that_cannot_be(given, says):
+    """Also in a notebook, where no parser has looked at them."""
+    with pytest.raises(UserError, match=f"^--{min(given)} must be {says}$"):
+        grpo.Config(**given)
+
+
+@pytest.mark.parametrize("argv, task", [
+    ("--resume --out one", "sums"), ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None),
+    ("--resume --out file", None),
+    ("--eval_only --init one --out two", "sums"), ("--eval_only --out two", "gsm8k"), ("--eval_only --init file", None),
+    ("--ask x --init one --out two", "sums"), ("--ask= --out two", "gsm8k"), ("--ask x", None),
+    ("--ask x --init one --task guess", "guess"), ("--resume --out one --task guess", "guess"),
+    ("--out one", None), ("--init one --out two", None), ("--init one", None), ("--task guess --out one", "guess")])
+def test_the_task_on_a_command_line(argv, task, tmp_path, monkeypatch):
+    """That of the run that goes on, or whose model is used, though not if it is a file; a new run has none from a folder."""
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("one", "sums"), ("two", "gsm8k"), ("file", "mine.py")):
+        os.mkdir(folder)
+        with open(f"{folder}/run.json", "w") as f:
+            json.dump({"config": {"task": name}}, f)
+    assert config.task_of(argv.split()) == task
 
 
 @pytest.mark.parametrize("given", ["config", "size=None", "*sizes"])

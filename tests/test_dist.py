@@ -30,6 +30,8 @@ def two_ranks(monkeypatch, f, first, second):
         meet.wait(10)
         both = torch.stack([given[0], given[1]])
         meet.wait(10)
+        if op == distributed.ReduceOp.MIN:
+            return both.amin(0)
         return both.sum(0) if op == distributed.ReduceOp.SUM else both.amax(0)
 
     def work(rank, args):
@@ -261,6 +263,37 @@ def test_a_second_signal_is_obeyed_at_once():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before and not dist.ASKED
 
 
+def test_a_fork_gives_up_the_handlers_of_a_run_alone():
+    """Outside of a run, and where a task has set its own, it keeps what there is."""
+    def own(number, frame):
+        """A task's own handler."""
+    def handlers():
+        return [signal.getsignal(number) for number in dist.SIGNALS]
+    before = handlers()
+    dist.in_a_fork()
+    assert handlers() == before and dist.ask_to_stop not in before
+    with dist.stoppable():
+        signal.signal(signal.SIGTERM, own)
+        dist.in_a_fork()
+        assert handlers() == [signal.SIG_IGN, own]
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_ranks_whose_weights_differ_are_stopped(which, monkeypatch):
+    """Whichever tensor it is, and on each rank; by one bit, which a sum of numbers would not show."""
+    def checked(tensors):
+        try:
+            return dist.check_alike(tensors)
+        except UserError as e:
+            return "differ" if "no longer hold the same weights" in str(e) else str(e)
+    one, two = ({name: torch.tensor([1e8, 0.0]) for name in "abc"} for _ in range(2))
+    assert two_ranks(monkeypatch, checked, [one], [two]) == (None, None)
+    two["abc"[which]][1] += 1e-3
+    assert one["abc"[which]].sum() == two["abc"[which]].sum()
+    assert two_ranks(monkeypatch, checked, [one], [two]) == ("differ",) * 2
+
+
 def test_what_stops_bears_the_signals_number():
     with pytest.raises(dist.Stopped) as e, dist.stoppable():
         signal.raise_signal(signal.SIGTERM)
@@ -359,6 +392,18 @@ def test_the_largest_gap_of_all_ranks_counts(monkeypatch):
     got = two_ranks(monkeypatch, lambda gap: passes.checked_gap([gap], torch.tensor(1), None), [torch.tensor([1e-5])],
                     [torch.tensor([5e-5, 0])])
     assert got == (pytest.approx(5e-5),) * 2
+
+
+@pytest.mark.parametrize("gap, tokens, disagree", [(4e-4, (9, 1), False), (4e-4, (1, 9), False), (4e-4, (1, 1), True)])
+def test_the_mean_gap_is_over_the_tokens_of_all_ranks(gap, tokens, disagree, monkeypatch):
+    """Of which the second has one token with a gap and the first none: both go on, or neither."""
+    def checked(gaps, n):
+        try:
+            return passes.checked_gap([gaps], torch.tensor(n), None) < 0
+        except UserError:
+            return True
+    got = two_ranks(monkeypatch, checked, [torch.zeros(9), tokens[0]], [torch.tensor([gap]), tokens[1]])
+    assert got == (disagree,) * 2 and (gap / sum(tokens) > passes.MISMATCH[None][1]) == disagree
 
 
 def test_the_rate_of_a_short_fit(monkeypatch):

@@ -371,6 +371,9 @@ def split(pattern, **more):
     ("RobertaProcessing", lambda t: t | dict(post_processor=dict(type="RobertaProcessing"))),
     *(("added token 'b' is also the letter of a byte", lambda t, i=i, x=x: t | dict(
         added_tokens=[*t["added_tokens"], TOKEN | dict(content="b", id=i, special=x)])) for i in (98, 257) for x in (True, False)),
+    ("two of its tokens have the same id", lambda t: t | dict(added_tokens=[*t["added_tokens"], TOKEN | {"id": 98}])),
+    ("not in the order of its merges", lambda t: t | dict(model=t["model"] | dict(
+        vocab=t["model"]["vocab"] | dict(ab=257, cd=258), merges=["c d", "a b"]))),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": -1}])),
     ("integers", lambda t: t | dict(added_tokens=[TOKEN | {"id": 2 ** 40}])),
     ("cannot read", lambda t: t | dict(added_tokens=3)), ("cannot read", lambda t: t | dict(model=[])),
@@ -384,6 +387,16 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, model_fo
 
 def pieces(*parts):
     return lambda t: t | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, LEVEL]))
+
+
+def test_a_character_whose_bytes_a_tokenizer_lacks_is_dropped(model_folder):
+    """All of it: the first byte of the other one, and the last, are there."""
+    path = model_folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for lost in ("b", LETTERS[0xa9]):           # the second byte of an e with an acute accent
+        del tokenizer["model"]["vocab"][lost]
+    path.write_text(json.dumps(tokenizer))
+    assert load_encoding(model_folder).encode_ordinary("ab\u00e9\u00e8c") == [97, 0xc3, 0xa8, 99]
 
 
 SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=False)
@@ -530,6 +543,44 @@ def test_a_run_that_went_on_meanwhile(again, capsys):
     grpo.train(cfg, saved=saved)
     files.LOCK.close()
     assert [(again / name).read_bytes() for name in names] == before
+
+
+def test_a_run_is_compared_with_how_it_began_after_two_resumes_too(tmp_path, capsys):
+    """Its record keeps the first content of a task that has changed; a file that is named only now is recorded as it is."""
+    task, table = tmp_path / "mine.py", tmp_path / "rows.csv"
+    task.write_text("first")
+    cfg = grpo.Config(task=str(task), task_args={"rows": str(table)}, out=str(tmp_path / "run"))
+    checkpoint.open_run(cfg)
+    first = files.about(cfg.folder)["data"]
+    task.write_text("second")
+    table.write_text("1,2")
+    saved = checkpoint.load(cfg.folder, grpo.Config)[1]
+    for _ in range(2):
+        checkpoint.open_run(cfg, saved)
+        assert f"note: {task} has changed since the run in {cfg.folder} began" in capsys.readouterr().out
+        assert files.about(cfg.folder)["data"] == first | checkpoint.data_of({"rows": table}) and [*first] == ["task"]
+    files.LOCK.close()
+
+
+def test_a_move_that_was_killed_goes_on(tmp_path, capsys, monkeypatch):
+    """What it had moved stays as it was, what it had not is moved too; a link that leads nowhere is no free name. The
+    checkpoint goes first: a run without its logs must not look as if it could be resumed."""
+    moved, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(old.name) or replace(old, new))
+    (tmp_path / "moving").mkdir()
+    (tmp_path / "previous").symlink_to(tmp_path / "gone")
+    (tmp_path / "previous2").mkdir()
+    for name in ("moving/model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "model.safetensors").write_text("new")
+    files.keep_previous(tmp_path)
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"model.safetensors": "new", "notes.txt": "old"} | {
+        f"previous3/{name}": "old" for name in ("model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py")}
+    assert moved[0] == "checkpoint.safetensors" and moved[-1] == "moving"
+    assert (tmp_path / "previous3" / "additional_chat_templates").is_dir() and not (tmp_path / "moving").exists()
+    assert capsys.readouterr().out == f"the finished run in {tmp_path} was moved to {tmp_path / 'previous3'}\n"
 
 
 def test_what_killed_saves_left_is_cleared(again):

@@ -1,4 +1,5 @@
 """Advantages, weights and the loss, each against a slow and obvious second way."""
+import contextlib
 import copy
 import dataclasses
 import math
@@ -516,6 +517,18 @@ def test_a_gap_in_any_micro_batch_is_found(row):
             update(model, opt, b, two, random.Random(0))
     else:
         assert update(model, opt, b, two, random.Random(0))["mismatch"] < 1e-5
+
+
+@pytest.mark.parametrize("gap, disagree", [(9e-5, False), (1.5e-4, True)])
+def test_the_mean_gap_is_over_the_rows_that_are_left(gap, disagree):
+    """A gap that all tokens have is its own mean, though half of the rows are left out, which are as long."""
+    cfg, model = Config(prompts=2, group=4, max_new=12, kl="none"), tiny_model()
+    b = a_rollout(model, cfg)
+    b.adv[::2], b.ref_logp, b.logp = 0, None, b.logp + gap * b.mask
+    assert b.mask[1::2].sum() < 0.6 * b.mask.sum()
+    assert grpo.has_gradient(Agent(cfg, None, None, model), b).tolist() == [False, True] * 4
+    with pytest.raises(UserError, match="sampler and trainer disagree") if disagree else contextlib.nullcontext():
+        update(model, torch.optim.SGD(model.parameters(), 1e-9), b, cfg, random.Random(0))
 
 
 def test_minibatches_are_halves_of_the_rollout():

@@ -364,6 +364,7 @@ def test_what_says_only_how_it_is_anyway(harmless):
     (dict(hidden_size=None, vocab_size=None, rms_norm_eps=None), "vocab_size is missing"),
     (dict(rms_norm_eps=None, intermediate_size=None), "intermediate_size is missing"),
     (dict(rope_theta=1), "rope_theta must be a number over 1, not 1.0"),
+    (dict(rope_theta=float("inf")), "rope_theta must be a number over 1, not inf"),
     (dict(rope_parameters=dict(rope_theta=float("nan"))), "rope_theta must be a number over 1, not nan"),
     *((dict(rope_scaling={name: kind}), f"rope scaling {kind!r} is not one of linear, llama3, yarn")
       for name, kind in (("type", "dynamic"), ("rope_type", "longrope"), ("rope_type", None), ("type", ["yarn"]))),

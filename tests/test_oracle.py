@@ -3,6 +3,7 @@ weight and every number of metrics.jsonl, in float64, for every algorithm and ch
 import copy
 import itertools
 import json
+import math
 import random
 import sys
 import threading
@@ -13,12 +14,12 @@ import pytest
 import torch
 from torch import distributed
 from conftest import tiny_model
-from oracle import Draws, FitOracle, Oracle, Row
+from oracle import Draws, FitOracle, Oracle, Row, logps
 
 import grpo
 import reward
 from model import GPT
-from run import checkpoint, config, dist, files, report, setup, show
+from run import checkpoint, config, dist, files, passes, report, setup, show
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
@@ -469,6 +470,82 @@ def test_two_ranks(given, monkeypatch):
     """Sums over tokens and rows are those of both, of unequal length."""
     cfg = grpo.make_config(**SMALL | dict(prompts=4) | given)
     compare(cfg, monkeypatch, ranks=2)
+
+
+# ------------------------------------------------------------------------------- algorithms in files
+
+@pytest.mark.parametrize("name", "adaptive_kl beta_norm gdpo gpg lite_ppo overlong_filter remax soft_overlong".split())
+def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
+    """What such a file counts or averages itself, it does over all ranks: the same statistics and weights after two steps.
+    Their numbers of tokens and of dead groups differ, and the means of their rewards."""
+    if name == "beta_norm":             # for rewards from 0 to 1
+        monkeypatch.setattr(TASK, "reward", lambda problem, text: {"correct": rule(problem, text)["correct"]})
+    cfg = grpo.make_config(**SMALL | dict(algo=name, seed=1, prompts=4, group=2, epochs=1, minibatches=1, micro_tokens=1000))
+    alone, *both = [new_agent(cfg) for _ in range(3)]
+    differ = torch.zeros(3, dtype=torch.bool)
+    for step in (1, 2):
+        _, want = grpo.train_step(alone, PROBLEMS, step)
+        found = on_ranks(2, lambda rank: grpo.train_step(both[rank], PROBLEMS, step), monkeypatch)
+        rewards = [batch.reward.sum(1).view(-1, cfg.group) for batch, _ in found]
+        own = [torch.stack([batch.mask.sum(), r.mean(), (r.amax(1) == r.amin(1)).sum()]) for (batch, _), r in zip(found, rewards)]
+        differ |= own[0] != own[1]
+        for _, stats in found:
+            assert {n: x for n, x in stats.items() if n not in TIMES} == pytest.approx(
+                {n: x for n, x in want.items() if n not in TIMES}, rel=1e-7, abs=1e-9)
+    assert differ.all() and both[0].beta == both[1].beta == pytest.approx(alone.beta)
+    for agent in both:
+        for p, q in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_the_speed_of_dynamic_sampling_is_that_of_all_ranks(monkeypatch):
+    """In the tokens of all rollouts of both ranks, though each keeps some groups alone, and other numbers of tokens."""
+    cfg, tokens, kept = grpo.make_config(**SMALL | dict(algo="dynamic_sampling", prompts=2, group=2, epochs=1)), [], []
+    real = (module := sys.modules["experiments.variants.dynamic_sampling"]).one_rollout
+
+    def one_rollout(*given):
+        batch, stats = real(*given)
+        tokens.append(batch.mask.sum().item())
+        return batch, stats
+
+    def speeds(clock, batch):
+        """Of a rollout and an update that took a second each."""
+        kept.append(batch.mask.sum().item())
+        return {"rollout_tok_s": dist.all_reduce(batch.mask.sum()).item()}
+    monkeypatch.setattr(module, "one_rollout", one_rollout)
+    monkeypatch.setattr(report.Clock, "speeds", speeds)
+    agents = [new_agent(cfg) for _ in range(2)]
+    found = on_ranks(2, lambda rank: grpo.train_step(agents[rank], PROBLEMS, 1), monkeypatch)
+    assert len(tokens) > 2 and sum(kept) < sum(tokens) and kept[0] != kept[1]
+    assert [stats["rollout_tok_s"] for _, stats in found] == pytest.approx([sum(tokens)] * 2)
+
+
+@pytest.mark.parametrize("name", ["tis", "mis"])
+def test_a_step_whose_sampler_is_another_model(name, monkeypatch):
+    """As one of another precision is, by more than rounding: the gradient of the whole step, by hand. Weights of tokens or
+    completions are both below the bound and above it."""
+    for key in passes.MISMATCH:
+        monkeypatch.setitem(passes.MISMATCH, key, (9.0, 9.0))
+    monkeypatch.setattr(grpo, "GRAD_CLIP", 1e9)
+    cfg = grpo.make_config(**SMALL | dict(algo=name, epochs=1, minibatches=1, group=6))
+    agent = new_agent(cfg)
+    agent.sampler = copy.deepcopy(agent.policy)
+    shaken(agent.sampler, 0.2, 5)
+    monkeypatch.setattr(dist, "sync_sampler", lambda agent: None)
+    agent.opt, policy = torch.optim.SGD(agent.policy.parameters(), 1.0), copy.deepcopy(agent.policy)
+    batch, _ = grpo.train_step(agent, PROBLEMS, 1)
+    loss, weights = 0, []
+    for row, adv in zip(rows_of(batch, agent), batch.adv.sum(1) / batch.mask.sum(1)):
+        new, own = (logps(gpt, row, 1.0) for gpt in (policy, agent.sampler))
+        of_tokens = [math.exp((a - b).item()) for a, b in zip(new, own)]
+        whole = math.prod(of_tokens)
+        weight = [min(x, 2.0) if name == "tis" else whole * (whole <= 2) for x in of_tokens]
+        loss = loss - sum(w * adv * x for w, x in zip(weight, new)) / len(new) / len(batch.ids)
+        weights += weight
+    loss.backward()
+    assert (2.0 if name == "tis" else 0.0) in weights and any(0.3 < x < 1.9 for x in weights)
+    for p, q in zip(agent.policy.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(q - p, q.grad, rtol=1e-6, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------- the reward model

@@ -269,6 +269,15 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypat
     assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
 
 
+def test_activations_made_again_need_the_inputs_of_all_layers(monkeypatch):
+    """4 bytes for each channel of each token in a further layer, and nothing else."""
+    cfg = Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", recompute=True)
+    monkeypatch.setattr(preflight, "most_logits", lambda device: 0)
+    two, eight = ([preflight.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4)
+                   for tokens in (512, 1512)] for n in (2, 8))
+    assert (eight[1] - eight[0]) - (two[1] - two[0]) == 6 * 4 * 32 * 1000
+
+
 def test_a_row_longer_than_a_micro_batch_is_taken_alone():
     model, cfg = tiny_model(), Config(prompts=1, group=2, max_new=900, micro_tokens=16, device="cpu")
     need = preflight.memory(model, cfg, 100)
@@ -329,6 +338,8 @@ def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
     assert preflight.memory(model, cfg, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
     monkeypatch.setattr(dist, "ranks", lambda: 4)
     assert preflight.memory(model, cfg, 2) == pytest.approx((8 * whole + copied) / 4 + copied, rel=0.15)
+    unsharded = dataclasses.replace(cfg, shard=False)           # each of the ranks has all of it then
+    assert preflight.memory(model, unsharded, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
 
 
 # ---------------------------------------------------------------------------- whether it fits

@@ -208,6 +208,10 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
                                        "    1x ?d   reward 0.5  advantage -0.50\n    1x ?a   reward 0  advantage -1.00\n")
     show.group(batch, slice(8, 12), encoding)
     assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "2x ?b", "1x ?a"]
+    batch.reward[10] = 0.25             # as one of the two that was cut off, or by a learned reward
+    show.group(batch, slice(8, 12), encoding)
+    assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "1x ?b", "1x ?b", "1x ?a"]
+    batch.reward[10] = 1
     batch.problems[10] = SimpleNamespace(prompt="a" * 20 + "b" * 41)
     show.group(batch, slice(10, 11), encoding)
     assert capsys.readouterr().out.startswith(f"    1x ... {'b' * 40}b   reward")

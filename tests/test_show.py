@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from run import show
+from run import dist, show
 
 
 @pytest.fixture
@@ -81,3 +81,18 @@ def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
     told(31, "loss 0.1  ", now=True)
     assert capsys.readouterr().out.splitlines() == [
         "evaluation 10/50  left 0:42", "evaluation 30/50  left 0:20", "evaluation 31/50  loss 0.1  left 0:19"]
+
+
+def test_of_many_shares_the_first_and_the_last_are_shown():
+    """Those of the largest k, by its number."""
+    found = {f"{kind}@{k}": k / 100 for k in (1, 2, 16, 8) for kind in ("pass", "maj")} | {"greedy": 0.5}
+    assert show.percentages(found) == "greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%"
+    assert show.percentages({"pass@1": 0.25, "maj@1": 0.25}) == "pass@1 25.0%  maj@1 25.0%"
+
+
+def test_a_rank_without_a_share_of_a_chunk_skips_it(monkeypatch):
+    """The last one of seven items for three ranks; it would have nothing to sample from."""
+    for rank, parts in enumerate((["abc", "def", "g"], ["abc", "def"], ["abc", "def"])):
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        monkeypatch.setattr(dist, "ranks", lambda: 3)
+        assert [*show.chunks("labelling", "abcdefg", 3)] == parts

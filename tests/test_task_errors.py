@@ -192,6 +192,14 @@ def test_rewards_and_functions_in_c():
         raise PermissionError("judge")
     with pytest.raises(UserError, match=r"^.*test_task_errors.py, line \d+: the function rewards fails: PermissionError: judge$"):
         data.rewards_of(SimpleNamespace(rewards=rewards), [P], ["a"], [1])
+    def reward(problem, text):
+        return judged(text)
+
+    def judged(text):
+        raise PermissionError("judge")
+    line = judged.__code__.co_firstlineno + 1           # not that of the call
+    with pytest.raises(UserError, match=f"^.*test_task_errors.py, line {line}: the reward of the prompt "):
+        data.rewards_of(SimpleNamespace(reward=reward), [P], ["a"], [1])
     with pytest.raises(UserError, match="^the function answer fails: TypeError: "):
         data.answer_of(SimpleNamespace(answer=math.sin), "a")
     with pytest.raises(UserError, match="^--difficulty 9$"):        # an error that the task words itself

@@ -315,6 +315,8 @@ def test_tokens_before_every_text():
     one, text = dict(SpecialToken=dict(id="<s>")), dict(Sequence=dict(id="A"))
     post = dict(type="Sequence", processors=[dict(type="ByteLevel"), dict(type="TemplateProcessing", single=[one, text])])
     assert opening(dict(post_processor=post), {"<s>": 300}) == "<s>" and opening({}, {}) == ""
+    post["processors"].append(dict(type="TemplateProcessing", single=[dict(SpecialToken=dict(id="<t>")), text]))
+    assert opening(dict(post_processor=post), {"<s>": 300, "<t>": 301}) == "<s><t>"         # of each of them
     for single, known in (([one, text], {}), ([one, text, one], {"<s>": 300})):
         with pytest.raises(UserError, match="a token after a text, or an unknown token"):
             opening(dict(post_processor=dict(type="TemplateProcessing", single=single)), known)

@@ -18,7 +18,7 @@ from data import UserError, guess, load_task, turns
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Agent, Batch, Config, advantages, main, make_config, sample
 from model import token_logps
-from run import caches, passes, report, show, warm_start
+from run import caches, passes, preflight, report, show, warm_start
 from run.caches import sample_token
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
@@ -380,14 +380,18 @@ def test_max_turns_cuts_an_episode_off(limit, finished):
     assert b.texts == [["", "ok"] * (limit - 1) + [""]] * 2
 
 
-def test_an_episode_cut_off_within_a_turn_has_what_was_said_of_it():
+@pytest.mark.parametrize("end, text", [(256, "a"), (33, "a!")])
+def test_an_episode_cut_off_within_a_turn_has_what_was_said_of_it(end, text):
+    """Once, also if what ends a turn is text, such as a tag: it belongs to the turn that it ends."""
+    encoding = byte_encoding()
+    encoding.stop |= {33}
     task = SimpleNamespace(reply=lambda problem, said: "ok", reward=lambda problem, said: {"correct": 1.0})
     model = tiny_model()
-    script = iter([97, 256, 0, 0, 98, 99])
+    script = iter([97, end, 0, 0, 98, 99])
     model.head = lambda h: torch.nn.functional.one_hot(torch.tensor([next(script)]), 257) * 100.0
-    agent = Agent(Config(prompts=1, group=2, max_new=6), task, ENCODING, model)
+    agent = Agent(Config(prompts=1, group=2, max_new=6), task, encoding, model)
     b = grpo.generate(agent, [SimpleNamespace(prompt="?")], 1)
-    assert b.texts == [["a", "ok", "bc"]] and not b.finished[0] and b.ids[0].tolist() == [*b"?a", 256, *b"okbc"]
+    assert b.texts == [[text, "ok", "bc"]] and not b.finished[0] and b.ids[0].tolist() == [*b"?a", end, *b"okbc"]
 
 
 def test_numbers_of_tokens_are_the_policys():
@@ -496,6 +500,9 @@ def test_a_step_may_be_an_empty_first_turn():
     b.problems, b.texts, b.components = [guess.Problem("?", 0)], [["", "x", "b"]], {"correct": torch.ones(1)}
     r, ends = reward.of_steps(task, ENCODING, b)
     assert ends[0].tolist() == [False, True, False, False, True] and r[0].tolist() == [0, 0, 0, 0, 1]
+    task = SimpleNamespace(steps=task.steps, demonstration=lambda problem, rng: ["", "x", "b"], answer=lambda said: "",
+                           reply=lambda problem, said: "x" * (len(said) == 1), reward=lambda problem, said: {"correct": 1.0})
+    preflight.check_run(Config(supervision="process", prompts=1), task, b.problems)         # nor is it refused before the run
 
 
 # ------------------------------------------------------------------------------------- whole runs

@@ -144,6 +144,7 @@ def test_gpg(monkeypatch):
     ends, mask = torch.tensor([[False, True]] * 6), torch.ones(6, 2, dtype=torch.bool)
     adv, _, dead = module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)
     assert dead.tolist() == [False, True, True] and adv[:, 0].tolist() == [1.5, -1.5, 0, 0, 0, 0]       # one of three is live
+    assert module_of("gpg").advantages(0 * reward, ends, mask, torch.zeros(6, 2), None, cfg)[0].tolist() == [[0, 0]] * 6
     monkeypatch.setattr(dist, "all_reduce", lambda counts: counts + torch.tensor([1, 1]))        # another rank: one, live
     assert module_of("gpg").advantages(reward, ends, mask, torch.zeros(6, 2), None, cfg)[0][0, 0].item() == 0.5 * 4 / 2
 
@@ -210,6 +211,27 @@ def test_clip_cov(monkeypatch):
         assert same("clip_cov", terms, mean="token") == sum(clipped) + (held is not None)
 
 
+def test_clip_cov_draws_a_share_of_all_tokens(monkeypatch):
+    """Among those in the range that PPO does not clip; the same ones again in a run that was resumed, whatever else has drawn."""
+    with_constants(monkeypatch, "clip_cov", LOW=-100, HIGH=100, SHARE=0.3)
+    cfg, (old, mask), log_ratio = grpo.make_config(algo="clip_cov"), tensors(OLD), tensors(LOG_RATIO)[0]
+    adv = torch.tensor(A)[:, None] * mask
+    drawn = []
+    for moved in (log_ratio, 4 * log_ratio):
+        held = []
+        for seed in (1, 2, 3):
+            torch.manual_seed(seed)
+            gain, all_held = module_of("clip_cov").surrogate(old + moved, old, adv, mask, cfg)
+            held.append(all_held & (gain == 0) & mask)
+            clipped = (adv > 0) & (moved > math.log(2))
+            assert (all_held == clipped | held[-1]).all() and not (clipped & held[-1]).any()
+        assert clipped.any() and held[0].sum() == 3             # of 10 tokens
+        assert torch.equal(held[0], held[1]) and torch.equal(held[0], held[2])
+        free = mask & ~clipped
+        drawn.append(torch.equal(held[0][free], torch.arange(free.sum()) < 3))
+    assert drawn != [True, True]        # they are not just the first ones
+
+
 @pytest.mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
 def test_kl_cov(share, n, monkeypatch):
     with_constants(monkeypatch, "kl_cov", SHARE=share)
@@ -230,6 +252,23 @@ def test_vespo():
         k, c = (2, 3) if a >= 0 else (3, 2)
         return [w ** k * math.exp(c * (1 - w)) * a * n for n in new]
     same("vespo", terms, mean="token")
+    old, mask = torch.full((2, 60), -30.0, dtype=torch.float32), torch.ones(2, 60, dtype=torch.bool)
+    far = torch.tensor([[19.0], [-19.0]], dtype=torch.float32)              # rows that have moved by more than float32 has
+    assert (60 * far).exp().tolist() == [[math.inf], [0]]
+    gain, _ = module_of("vespo").surrogate(old + far, old, mask.float(), mask, grpo.make_config(algo="vespo"))
+    assert gain.isfinite().all() and gain.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["cispo", "clip_cov", "dppo_kl", "dual_clip", "gmpo", "gspo_token", "kl_cov", "luspo",
+                                  "off_policy_mask", "sapo", "two_sided", "vespo"])
+def test_a_row_without_tokens_is_no_loss(name):
+    """As `overlong_filter` leaves them where a file builds on it: no 0 / 0."""
+    cfg, (old, mask) = grpo.make_config(algo=name, group=2, max_new=8), tensors(OLD)
+    mask[1] = False
+    adv, logp = torch.tensor(A)[:, None] * mask, (old * mask + 0.1 * mask).requires_grad_()
+    gain, _ = module_of(name) and grpo.surrogate(logp, old * mask, adv, mask, cfg)
+    (gain * grpo.token_weights(mask.double(), cfg.loss_mean, 4, 9, 8)).sum().backward()
+    assert gain.isfinite().all() and logp.grad.isfinite().all() and (logp.grad[1] == 0).all() and logp.grad[3].any()
 
 
 def test_the_mask_of_deepseek():
@@ -350,6 +389,9 @@ def test_beta_norm():
         q = p[i // 4]
         assert score[i].item() == pytest.approx((r - q) / density(q, 1 + a / 3, 1 + b / 3) if q else 0, rel=1e-5)
     assert dead.tolist() == [False, False, False, True]
+    near = [scores("beta_norm", [1.0, 0, 1, 0, x, 0], 2)[0].tolist() for x in (1e-3, 1e-5, 1e-7)]
+    assert all(found[4] == pytest.approx(-found[5]) for found in near)
+    assert near[1][4] == pytest.approx(near[0][4] / 100, rel=0.1) and near[2][4] < near[1][4] / 90      # p counts as 0.001 at least
 
     def left(x, y):
         """The mean of p (1 - p) / density(p) squared under Beta(a, b), by sums."""
@@ -391,16 +433,16 @@ def test_gdpo(monkeypatch):
     assert stats == {"x": 1}
 
 
-@pytest.mark.parametrize("ref", [None, "a model"])
-def test_overlong_filter(ref, monkeypatch):
-    """A row that was cut off is in no loss, with a KL neither; the rollout, which is logged, keeps it."""
+@pytest.mark.parametrize("ref, critic", [(None, None), ("a model", None), (None, "a model")])
+def test_overlong_filter(ref, critic, monkeypatch):
+    """A row that was cut off is in no loss, with a KL or a critic neither; the rollout, which is logged, keeps it."""
     module, seen = module_of("overlong_filter"), []
     batch = rolled([1.0] * 4, [1.0, 0.0, 1.0, 1.0])
     monkeypatch.setattr(module, "of_all", lambda agent, batch, rng: seen.append(batch))
-    before, agent = batch.mask.clone(), SimpleNamespace(ref=ref, critic=None)
+    before, agent = batch.mask.clone(), SimpleNamespace(ref=ref, critic=critic)
     module.update(agent, batch, None)
     assert torch.equal(seen[0].mask[:3], before[:3]) and not seen[0].mask[3].any() and torch.equal(batch.mask, before)
-    assert module.has_gradient(agent, batch).tolist() == [True, ref is not None, True, False]
+    assert module.has_gradient(agent, batch).tolist() == [True, bool(ref or critic), True, False]
 
 
 @pytest.mark.parametrize("name", ["tis", "mis"])
@@ -457,6 +499,18 @@ def test_the_tokens_with_the_highest_entropy(monkeypatch):
     assert grpo.has_gradient(None, batch).tolist() == [True] * 4
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "entropy_tokens"])
+def test_rows_without_an_advantage_count_in_a_share(name):
+    """In a step's first update their loss is 0, by which other algorithms know that they may be left out."""
+    torch.set_default_dtype(torch.float32)
+    cfg, policy = grpo.make_config(algo=name, group=2, epochs=2), tiny_model()
+    batch = rolled([1.0] * 4, [1.0, -1.0, 0.0, 0.0])
+    batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0).detach()
+    agent = grpo.Agent(cfg, None, None, policy)
+    assert passes.has_gradient(agent, batch, grpo.total_loss).tolist() == [True, True, False, False]
+    assert grpo.has_gradient(agent, batch).tolist() == [True] * 4
+
+
 def test_remax(monkeypatch):
     """The greedy completion of each prompt is its baseline; there is no clip, and a mean over tokens."""
     same("remax", lambda new, old, a: [a * r for r in ratios(new, old)], mean="token")
@@ -471,7 +525,7 @@ def test_remax(monkeypatch):
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", 0.5)
     cfg = grpo.make_config(algo="remax", group=2, max_new=5)
-    adv = module.rollout(SimpleNamespace(cfg=cfg, task=None, encoding=None), ["a", "b"], None)[0].adv
+    adv = module.rollout(SimpleNamespace(cfg=cfg, task=None, encoding=None), ["a", "b"], random.Random(0))[0].adv
     for row, on, x in zip(adv, batch.mask, [0.75, 0, -0.1, 0.5]):       # the second greedy completion was cut off: 0.5
         assert row[on].tolist() == pytest.approx([x] * on.sum().item())
     assert asked == [(["a", "b"], 1, None)] and adv[~batch.mask].abs().sum() == 0
@@ -580,7 +634,7 @@ def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
     if ranks == 1:                      # the tokens of all rollouts
         assert stats["rollout_tok_s"] == pytest.approx(sum(tokens))
         assert rolls == 1 or sum(tokens) > batch.mask.sum()
-    assert stats["reward"] == (rolls - 1) / 2
+    assert stats["reward"] == (rolls - 1) / 2 and {*stats} == {"reward", "rollout_tok_s"}
 
 
 def test_dynamic_sampling_ends_with_the_problems(monkeypatch):
@@ -628,18 +682,28 @@ def test_dynamic_sampling_whitens_what_is_kept(start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference"])
 def test_references_that_move(name, monkeypatch):
-    module = module_of(name)
-    monkeypatch.setattr(module, "one_step", lambda agent, problems, step: "found")
+    """After the step, to the weights that it leaves; the step itself has the reference as it was. By the number of the step,
+    as in a run that goes on after a resume."""
+    def weights(model):
+        return torch.cat([x.detach().flatten() for x in model.parameters()])
+
+    def one_step(agent, problems, step):
+        seen.append(weights(agent.ref))
+        with torch.no_grad():
+            agent.policy.norm.weight += 1
+        return "found"
+    module, seen = module_of(name), []
+    monkeypatch.setattr(module, "one_step", one_step)
     policy, ref = tiny_model(1), tiny_model(2)
-    p, r = (torch.cat([x.detach().flatten() for x in model.parameters()]) for model in (policy, ref))
     agent = SimpleNamespace(policy=policy, ref=ref, sampler=policy)
-    for step in (24, 25):
-        assert module.train_step(agent, [], step) == "found"
-        now = torch.cat([x.detach().flatten() for x in ref.parameters()])
+    for step in (24, 25, 26, 50):
+        before = weights(ref)
+        assert module.train_step(agent, [], step) == "found" and torch.equal(seen[-1], before)
+        p, now = weights(policy), weights(ref)
         if name == "moving_reference":
-            torch.testing.assert_close(now, p + (r - p) * 0.99 ** (step - 23))
+            torch.testing.assert_close(now, p + (before - p) * 0.99)
         else:
-            assert torch.equal(now, p if step == 25 else r)
+            assert torch.equal(now, p if step in (25, 50) else before) and not torch.equal(p, before)
 
 
 def test_a_moving_reference_in_bfloat16(monkeypatch):
@@ -696,6 +760,21 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     assert cfg.algo == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
     config.algorithm("grpo", grpo.ALGOS, grpo)
     assert vars(grpo) == before
+
+
+REPLACED = dict(
+    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
+    group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
+    rollout="dapo dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis", token_weights="luspo",
+    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
+    has_gradient="entropy_tokens kl_cov overlong_filter")
+
+
+def test_a_file_puts_all_its_functions_in_place():
+    """One that is only defined would not be missed: the others run without it."""
+    for name in FILES:
+        config.algorithm(name, grpo.ALGOS, grpo)
+        assert {*config.REPLACED} == {function for function, files in REPLACED.items() if name in files.split()}, name
 
 
 def assigned_by(path):

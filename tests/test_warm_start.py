@@ -43,6 +43,9 @@ def check(changes, ranks, monkeypatch, task=None):
     (dict(reward="model"), 2, ""),
     (dict(reward="model", prompts=3), 3, "a learned reward needs 30 problems, the task has 20"),
     (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
+    *((dict(group=1, **given), 1, "" if allowed else "--group 1: a completion is compared with others of its prompt, unless "
+       "--baseline is none or value and --adv_scale none or batch") for given, allowed in (
+          (dict(baseline="none"), False), (dict(adv_scale="none"), False), (dict(baseline="none", adv_scale="batch"), True))),
     (dict(prompts=6), 3, ""),
     (dict(prompts=6), 6, ""),
     (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),

@@ -7,10 +7,9 @@ from pathlib import Path
 import pretend
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import grpo
 from data import UserError

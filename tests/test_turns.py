@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pretend
 import pytest
 import torch
-from conftest import ROOT, flags, tiny_model
+from conftest import flags, tiny_model
 from test_caches import FAMILIES, assert_same
 
 import grpo
@@ -555,7 +555,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     task = load_task(str(echo))
     agent, b = generated(task, supervision="process", reward="rollouts")
     b.reward, b.ends = reward.of_steps(task, ENCODING, b)
-    played, real = [], reward.score_by_rule
+    played = []
 
     def complete(agent, prefixes, tries, room, u, episodes):
         before = [[*said] for said in episodes.turns]

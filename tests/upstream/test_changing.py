@@ -1,5 +1,4 @@
 """docs/changing.md: every diff is applied to a copy of the code and run, and the script is run."""
-import dataclasses
 import importlib
 import inspect
 import json

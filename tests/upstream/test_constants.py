@@ -13,7 +13,7 @@ import reward
 from data import UserError, chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import checkpoint, config, passes, pretrained, report, warm_start
+from run import config, passes, pretrained, report, warm_start
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and

@@ -334,15 +334,18 @@ def encoding_of(ranks, nfc):
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", ["a", " ", "!", "\n ", "<", "\u00e9", "\u0301\u0316", "a\u0301\u0316", "\u0344\u0316", "\u0f73", "\ud800"])
 def test_tokenizers_take_linear_time(encoding, piece):
-    """NFC alone took 8 seconds for 100,000 accents in a row."""
-    text, ranks = piece * (40_000 // len(piece)), {bytes([i]): i for i in range(256)}
+    """NFC alone took 8 seconds for 100,000 accents in a row. For 4 times the text quadratic time is 16 times as long."""
+    ranks = {bytes([i]): i for i in range(256)}
     lacking = {b: i for b, i in ranks.items() if b != b"\xff"}
-    for tokenizer in (encoding, encoding_of(ranks, True), encoding_of(lacking, False)):
+
+    def took(tokenizer, n):
         began = time.process_time()
-        ids = tokenizer.encode_ordinary(text)
+        ids = tokenizer.encode_ordinary(piece * (n // len(piece)))
         said = decode(tokenizer, ids)
         assert step_tokens(tokenizer, ids, [len(said)]) == [len(ids) - 1]
-        assert time.process_time() - began < 1          # with quadratic time 1.3 and more
+        return time.process_time() - began
+    for tokenizer in (encoding, encoding_of(ranks, True), encoding_of(lacking, False)):
+        assert any(took(tokenizer, 32_000) < 9 * took(tokenizer, 8_000) for _ in range(4))
 
 
 def test_nfc_is_unicodes():
@@ -479,24 +482,25 @@ def test_no_more_is_read_of_a_text_than_a_working_has():
 
 
 CASES = [(task, P), (countdown, countdown.Problem("", (3, 7, 25), 46, "")), (gsm8k, gsm8k.Problem("", "5", ""))]
-RUNS = ["<answer>-" + " " * 9990 + "!</answer>", "<answer>$" + " " * 9990 + "!</answer>", "<answer>" * 1250, "=" * 10000,
-        "1+=" * 3333, "1=1\n" * 2500, "1+1=2\n" * 1666, "(" * 9999 + "=1", "1=" + ("1+" * 99 + "1=") * 50, "x\n" * 5000,
-        "1=" + ("1" * 199 + "y=") * 50, "47=47\n" * 1666, "1" + ",000" * 2499, "-" * 9000 + "y", "$" * 10000]
+RUNS = [lambda n: "<answer>-" + " " * n + "!</answer>", lambda n: "<answer>$" + " " * n + "!</answer>", lambda n: "<answer>" * (n // 8),
+        lambda n: "=" * n, lambda n: "1+=" * (n // 3), lambda n: "1=1\n" * (n // 4), lambda n: "1+1=2\n" * (n // 6),
+        lambda n: "(" * n + "=1", lambda n: "1=" + ("1+" * 99 + "1=") * (n // 200), lambda n: "x\n" * (n // 2),
+        lambda n: "1=" + ("1" * 199 + "y=") * (n // 200), lambda n: "47=47\n" * (n // 6), lambda n: "1" + ",000" * (n // 4),
+        lambda n: "-" * n + "y", lambda n: "$" * n]
 
 
-@pytest.mark.parametrize("text", RUNS, ids=range(len(RUNS)))
-def test_hostile_texts_take_little_time(text):
-    """`<answer>-`, 800 spaces and `!` took a second, cubic in the spaces."""
+@pytest.mark.parametrize("run", RUNS, ids=range(len(RUNS)))
+def test_hostile_texts_take_linear_time(run):
+    """`<answer>-`, 800 spaces and `!` took a second, cubic in the spaces. For 4 times the text that is 64 times as long, and
+    quadratic time 16 times."""
+    def took(n):
+        began = time.process_time()
+        text = around.format(run(n))
+        module.reward(problem, text), module.answer(text), module.steps(problem, text)
+        return time.process_time() - began
     for module, problem in CASES:
-        for text in (text, "\n" + text, f"<answer>{text}</answer>"):
-            seconds = []
-            for _ in range(3):
-                began = time.process_time()
-                module.reward(problem, text), module.answer(text), module.steps(problem, text)
-                seconds.append(time.process_time() - began)
-                if seconds[-1] < 0.03:
-                    break
-            assert min(seconds) < 0.03
+        for around in ("{}", "\n{}", "<answer>{}</answer>"):
+            assert any(took(10_000) < 9 * took(2_500) + 1e-3 for _ in range(4))
 
 
 def test_numbers_too_long_for_python():

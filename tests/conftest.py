@@ -203,6 +203,16 @@ def flags(settings):
             for part in ([f"--no-{name}"] if x is False else [f"--{name}"] if x is True else [f"--{name}", str(x)])]
 
 
+def fault(capsys, *args):
+    """The line with which a command ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        grpo.main(list(map(str, args)))
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
 @pytest.fixture
 def model():
     return tiny_model()

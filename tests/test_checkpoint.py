@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
+from conftest import fault
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -46,16 +47,6 @@ def metrics(where):
 def evaluated(where):
     """The steps with an evaluation."""
     return [m["step"] for m in metrics(where) if "greedy" in m]
-
-
-def fault(capsys, *args):
-    """The line with which a command ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as e:
-        main(list(map(str, args)))
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
 
 
 class Killed(BaseException):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, chat_folder
+from conftest import ROOT, Forked, chat_folder, fault
 
 import data
 import data.arithmetic as arithmetic
@@ -481,14 +481,6 @@ def test_no_traceback_from_the_command_line(tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "grpo.py"), "--group", "1"], cwd=tmp_path, text=True, capture_output=True,
                           timeout=120)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-
-
-def fault(capsys, *args):
-    with pytest.raises(SystemExit) as e:
-        main(list(map(str, args)))
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1
-    return err
 
 
 def test_a_question_that_does_not_fit(unbroken, capsys):

@@ -15,7 +15,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, fault
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
@@ -44,16 +44,6 @@ def done(tmp_path_factory):
 def again(done, tmp_path):
     """A copy of it."""
     return shutil.copytree(done, tmp_path / "run")
-
-
-def fault(capsys, *args):
-    """The line with which a command ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as e:
-        main(list(map(str, args)))
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
 
 
 # --------------------------------------------------------------------------------- the checkpoint

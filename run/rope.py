@@ -73,7 +73,7 @@ def yarn_ramp(cfg, given, context):
 def yarn_scale(given, factor):
     """YaRN's factor of cos and sin: the one given, or one that grows with log(factor)."""
     def scale(weight):
-        """1, and more the larger the factor is (equation 22 there)."""
+        """1, and more with the logarithm of the factor."""
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
     found = scale(1)

@@ -257,7 +257,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     if u is not None:
         u = u.to(device, torch.float32)
     cache = caches.new(policy, T, temperature)
-    p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
+    first = ids[::group, :max(lengths)]         # a row of each prompt
+    p = cache.prefill(first, start[::group], group)                     # (B, V)
     # Rows that are done sample on, into column T, until `append` drops them, at once or every 16
     # tokens. cache.rows has the indices of the r rows that are left, and p their probabilities.
     for n in range(max(room)):
@@ -272,14 +273,15 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         token = torch.where(own, token, ids[rows, column])      # a reply's is read instead
         ids[rows, column] = token
         mask[rows, column] = own
-        logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
+        chosen = p.gather(1, token[:, None])[:, 0]
+        logp[rows, column] = chosen.log()
         ended = (token[:, None] == stop).any(1) & own
         finished[rows] |= ended
         if reply is not None:
             hear(reply, rows[ended].tolist(), n, ids, start, limit, told, finished)
         done = finished | (n + 1 >= limit)
     logp = torch.where(mask, logp, 0)
-    used = passes.row_lengths(mask).max().item()    # up to the last one
+    used = mask.any(0).nonzero().max().item() + 1   # columns, up to the last sampled one
     return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
 
 def padded(prompts, group, width):
@@ -338,7 +340,8 @@ def group_scores(r, ends, cfg):
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
     n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
-    mean = r.sum((1, 2), keepdim=True) / n
+    total = r.sum((1, 2), keepdim=True)
+    mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)   # up to rounding
@@ -346,7 +349,7 @@ def group_scores(r, ends, cfg):
     if "group" in cfg.baseline:                 # "group", "group+value"
         score = torch.where(dead, 0, r - mean)
     elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        others = r.sum((1, 2), keepdim=True) - r.sum(2, keepdim=True)       # (P, G, 1)
+        others = total - r.sum(2, keepdim=True)                         # (P, G, 1)
         score = r - others / (n - ends.sum(2, keepdim=True))
     if cfg.adv_scale == "group":
         score = torch.where(dead, score, score / std)       # a dead group's std is 0
@@ -511,9 +514,10 @@ def minibatches(cfg, rng, n):
     own_rows = dist.of_rank(rows.view(-1, cfg.group)).flatten()
     assert n == len(own_rows), "a rollout must have --prompts x --group rows"
     for _ in range(cfg.epochs):
-        order = torch.tensor(rng.sample(range(len(rows)), len(rows)))
-        for part in order.tensor_split(cfg.minibatches):
-            yield torch.isin(own_rows, part).nonzero()[:, 0], len(part)
+        order = rng.sample(range(len(rows)), len(rows))
+        for part in torch.tensor(order).tensor_split(cfg.minibatches):
+            own = torch.isin(own_rows, part)
+            yield own.nonzero()[:, 0], len(part)
 
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch over a rollout, accumulating
@@ -527,7 +531,8 @@ def update(agent, batch, rng):
     mask = batch.mask.cpu()                     # to count on the host, which lays out micro-batches
     learns = has_gradient(agent, batch)
     for rows, n_rows in minibatches(cfg, rng, len(mask)):
-        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
+        n_tokens = dist.all_reduce(mask[rows].sum())
+        n_tokens = n_tokens.clamp(min=1).item()
         kept = rows[learns[rows]]
         gaps = []
         # All ranks have equally many micro-batches, at least one; some may be empty.
@@ -546,8 +551,9 @@ def update(agent, batch, rng):
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
-    total = dist.all_reduce(torch.stack([*stats.values()])) / cfg.updates
-    means = dict(zip(stats, total.tolist()))
+    sums = torch.stack([*stats.values()])
+    means = dist.all_reduce(sums) / cfg.updates
+    means = dict(zip(stats, means.tolist()))
     return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
@@ -596,7 +602,8 @@ def train_step(agent, problems, step):
         for group in agent.opt.param_groups:
             rate = group.setdefault("initial_lr", group["lr"])
             group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
-    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+    rng = dist.rng(cfg, "problems", step)
+    drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
@@ -649,7 +656,8 @@ def finish_step(agent, held_out, step, stats):
 def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
     prompt, episodes = setup.asked(agent, question)
-    room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt))
+    context = agent.policy.cfg.block_size
+    room = min(agent.cfg.max_new, context - len(prompt))
     batch = complete(agent, [prompt], 1, [max(1, room)], episodes=episodes)
     return show.dialogue(agent.encoding, question, batch, episodes)
 

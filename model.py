@@ -117,12 +117,14 @@ class CachedRows(Rows):
 
     def __init__(self, ids, pos, cache, slots):
         keys = cache[0][0]                                              # (B, K, S, D)
+        device = keys.device
         self.ids = ids
         self.pos = pos
         self.slots = slots or keys.size(2)
-        self.row = torch.arange(len(ids), device=keys.device)[:, None]  # (B, 1)
-        later = torch.arange(self.slots, device=keys.device) > pos[:, None, :, None]
-        self.mask = keys.new_zeros(later.shape)                         # (B, 1, T, S)
+        self.row = torch.arange(len(ids), device=device)[:, None]       # (B, 1)
+        slot = torch.arange(self.slots, device=device)
+        later = slot > pos[:, None, :, None]                            # (B, 1, T, S)
+        self.mask = keys.new_zeros(later.shape)
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
@@ -132,7 +134,8 @@ class CachedRows(Rows):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
         v = cache[1][:, :, :self.slots]
-        q = q.unflatten(2, (k.size(1), -1)).transpose(1, 2)             # (B, K, T, H/K, D)
+        q = q.unflatten(2, (k.size(1), -1))                             # (B, T, K, H/K, D)
+        q = q.transpose(1, 2)                                           # (B, K, T, H/K, D)
         mask = self.mask[..., None, :]
         mask = mask.expand(-1, -1, -1, q.size(3), -1)                   # (B, 1, T, H/K, S)
         mask = mask.flatten(2, 3)
@@ -233,8 +236,10 @@ class GPT(nn.Module):
         c = self.cfg
         inv_freq = torch.tensor(c.rope_inv_freq)
         if not c.rope_inv_freq:
-            inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_size, 2) / c.head_size)
-        angle = torch.arange(c.block_size)[:, None] * inv_freq
+            exponent = torch.arange(0, c.head_size, 2) / c.head_size
+            inv_freq = 1 / c.rope_theta ** exponent
+        pos = torch.arange(c.block_size)
+        angle = pos[:, None] * inv_freq
         cos = angle.cos()[:, None] * c.rope_scale
         sin = angle.sin()[:, None] * c.rope_scale
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
@@ -277,7 +282,8 @@ class GPT(nn.Module):
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next; h as in `probs`."""
         logp = self.head(h).log_softmax(-1)
-        return logp.gather(-1, tokens[:, None])[:, 0]
+        logp = logp.gather(-1, tokens[:, None])
+        return logp[:, 0]
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""

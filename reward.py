@@ -22,8 +22,10 @@ def new_episodes(agent, problems, prompts, group):
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
+    turns = agent.cfg.max_turns
     begun = repeated(map(len, prompts), group)
-    return Episodes(reply, agent.encoding, agent.cfg.max_turns, repeated(problems, group), begun)
+    problems = repeated(problems, group)
+    return Episodes(reply, agent.encoding, turns, problems, begun)
 
 def repeated(items, group):
     """Each of the items `group` times."""
@@ -33,23 +35,26 @@ def score_by_rule(agent, problems, batch, episodes=None):
     """Fills in each row's problem, what was said in it (see `turns.texts`), and the components (B,)
     of its rule reward by name; their sum is the reward. Of a completion that was cut off only
     negative ones count: it must not earn more than a wrong one, which ended."""
-    batch.problems = repeated(problems, len(batch.ids) // len(problems))
+    group = len(batch.ids) // len(problems)
+    batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
     lengths = batch.mask.sum(1).tolist()
     parts = rewards_of(agent.task, batch.problems, batch.texts, lengths)
     batch.components = {}
     for name in parts[0]:
-        x = torch.tensor([float(part[name]) for part in parts]).to(batch.ids.device)
+        x = torch.tensor([float(part[name]) for part in parts])
+        x = x.to(batch.ids.device)
         batch.components[name] = torch.where(batch.finished, x, x.clamp(max=0))
 
 def of_outcomes(batch):
     """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens:
     the sum of its components, 0 if they cancel up to rounding."""
     last = passes.last_tokens(batch.mask)
-    parts = torch.stack([*batch.components.values()], 1)                                    # (B, n)
+    parts = torch.stack([*batch.components.values()], 1)                # (B, n)
     total = parts.sum(1, keepdim=True)
     size = parts.abs().sum(1, keepdim=True)
-    return torch.where(last & (total.abs() > 1e-6 * size), total, 0), last
+    cancel = total.abs() <= 1e-6 * size
+    return torch.where(last & ~cancel, total, 0), last
 
 def of_steps(task, encoding, batch):
     """The reward (B, T) of each step, at its last token, and a mask (B, T) of these tokens: 1 for a
@@ -76,7 +81,8 @@ def of_steps(task, encoding, batch):
         for token, truth in zip(tokens, truths):
             if not truth:
                 reward[i, columns[token]] = 0.0
-    return send(reward, batch.ids.device), send(ends, batch.ids.device)
+    device = batch.ids.device
+    return send(reward, device), send(ends, device)
 
 def of_rule(agent, batch):
     """The rule's reward (B, T), at the last token of each step, and a mask of these tokens, (B, T):
@@ -96,19 +102,23 @@ def of_batch(agent, batch):
 def cap_truncated(batch):
     """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row that was cut off.
     A learned reward below that is kept."""
-    cut_off = passes.last_tokens(batch.mask) & ~batch.finished[:, None]
-    return torch.where(cut_off, batch.reward.clamp(max=TRUNCATED_REWARD), batch.reward)
+    last = passes.last_tokens(batch.mask)
+    cut_off = last & ~batch.finished[:, None]
+    capped = batch.reward.clamp(max=TRUNCATED_REWARD)
+    return torch.where(cut_off, capped, batch.reward)
 
 # -------------------------------------------------------------------------------- learned rewards
 
 @torch.no_grad()
 def scores(reward_model, ids, mask, cfg):
     """The reward model's raw score after each token of ids (B, T), (B, T)."""
-    out = torch.zeros(ids.shape, device=ids.device)
+    device = ids.device
+    out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
     for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens):
-        found = score_rows(reward_model, ids[rows, :T], mask[rows, :T])
-        out[send(rows, out.device), :T] = found.to(out.device)
+        part = rows, slice(T)
+        found = score_rows(reward_model, ids[part], mask[part])
+        out[send(rows, device), :T] = found.to(device)
     return out
 
 def score_rows(reward_model, ids, mask):
@@ -134,7 +144,8 @@ def reward_loss(score, label, K):
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
     logp = score.view(-1, K).log_softmax(1)
-    return -(label.view(-1, K) * logp).sum()
+    chance = label.view(-1, K)
+    return -(chance * logp).sum()
 
 # -------------------------------------------------------------------------------------- the labels
 
@@ -143,47 +154,61 @@ def problems_to_label(problems, cfg, rng):
     tenth of all problems, from which no fit learns; and those to fit to."""
     n = min(FIT_STEPS * cfg.prompts, len(problems))
     n -= n % dist.ranks()
+    n_held_out = n // 10
     tenth = len(problems) // 10
-    held_out = rng.sample(problems[:tenth], n // 10)
-    return held_out, rng.sample(problems[tenth:], n - n // 10)
+    held_out = rng.sample(problems[:tenth], n_held_out)
+    to_fit = rng.sample(problems[tenth:], n - n_held_out)
+    return held_out, to_fit
 
 def rollout_labels(agent, complete, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
     are right. A last step keeps its true label. `complete` is grpo.complete; `stream` names that
     of random numbers."""
     rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", stream)
-    ids, mask, start = batch.ids.cpu(), batch.mask.cpu(), batch.start.cpu()
+    device = batch.ids.device
+    ids = batch.ids.cpu()
+    mask = batch.mask.cpu()
+    start = batch.start.cpu()
+    columns = torch.arange(mask.size(1))
     label = batch.reward.cpu().clone()
     places = batch.ends.cpu() & ~passes.last_tokens(mask)
-    for part in places.nonzero().split(128):                                                # (n, 2)
+    for part in places.nonzero().split(128):                            # (n, 2)
         if len(part) == 0:
             continue
         row, column = part.T
-        later = mask[row] & (torch.arange(mask.size(1)) > column[:, None])
+        later = mask[row] & (columns > column[:, None])
         begin = later.int().argmax(1)           # where the policy goes on, after a reply if any
         prefixes = [ids[i, :t].tolist() for i, t in zip(row, begin)]
         problems = [batch.problems[i] for i in row]
-        room = agent.cfg.max_new - (begin - start[row])                     # tokens left
-        u = dist.uniform(rng, len(part), tries, room.max()).flatten(0, 1)
+        room = agent.cfg.max_new - (begin - start[row])                 # tokens left
+        u = dist.uniform(rng, len(part), tries, room.max())
+        u = u.flatten(0, 1)
         episodes = new_episodes(agent, problems, prefixes, tries)
         if episodes is not None:
             said = [mask[i, :t].tolist() for i, t in zip(row, begin)]
-            episodes.go_on([batch.texts[i] for i in row], said, tries)
+            texts_so_far = [batch.texts[i] for i in row]
+            episodes.go_on(texts_so_far, said, tries)
         played = complete(agent, prefixes, tries, room.tolist(), u, episodes)
         T = played.ids.size(1)
-        said = F.pad(mask[row], (0, T - mask.size(1)))      # the prefix is the policy's, too
-        said &= torch.arange(T) <= column[:, None]
-        played.mask |= send(said.repeat_interleave(tries, 0), played.mask.device)
+        said = mask[row] & (columns <= column[:, None])     # the prefix is the policy's, too
+        said = F.pad(said, (0, T - len(columns)))
+        said = said.repeat_interleave(tries, 0)
+        played.mask |= send(said, device)
         score_by_rule(agent, problems, played, episodes)
         right = played.components["correct"].view(-1, tries)
         label[row, column] = right.mean(1).cpu()
-    return send(label, batch.ids.device)
+    return send(label, device)
 
 # ------------------------------------------------------------------- the labelled rows, as a dict
 
 def some(rows, which):
     """Some of the rows, by a slice or indices."""
     return {name: x[which] for name, x in rows.items()}
+
+def rows_of(sets, K):
+    """The indices of the rows of some sets of K, by the indices of these."""
+    rows = sets[:, None] * K + torch.arange(K)
+    return rows.flatten()
 
 def scores_of(reward_model, rows, cfg):
     """The raw scores (n,) at the ends of steps of labelled rows."""
@@ -209,24 +234,25 @@ def of_all_ranks(rows):
     gathered = {}
     for name, x in concatenate(*parts).items():         # (ranks * problems * K, T)
         by_rank = x.unflatten(0, (len(parts), -1, CHOICES))
-        gathered[name] = by_rank.transpose(0, 1).flatten(0, 2)
+        by_problem = by_rank.transpose(0, 1)
+        gathered[name] = by_problem.flatten(0, 2)
     return gathered
 
 def choices(rows, K):
     """The rows with the probability that each of the K completions of a problem is chosen, as their
     labels: 1 for the one with the highest reward, shared by those that tie."""
-    reward = rows["label"][rows["ends"]].view(-1, K)
+    label, ends = rows["label"], rows["ends"]
+    reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
     chance = best / best.sum(1, keepdim=True)
-    return rows | {"label": rows["label"].masked_scatter(rows["ends"], chance)}
+    return rows | {"label": label.masked_scatter(ends, chance)}
 
 def replay(history, rows, K, rng):
     """Up to `rows` rows drawn at random from the history, in whole sets of K."""
     sets = range(len(history["ids"]) // K)
-    chosen = rng.sample(sets, min(rows // K, len(sets)))
-    chosen = torch.tensor(chosen, dtype=torch.int64)
-    chosen = (chosen[:, None] * K + torch.arange(K)).flatten()
-    return some(history, chosen)
+    n = min(rows // K, len(sets))
+    chosen = torch.tensor(rng.sample(sets, n), dtype=torch.int64)
+    return some(history, rows_of(chosen, K))
 
 # ---------------------------------------------------------------------------------------- the fit
 
@@ -282,31 +308,32 @@ def normalise(reward_model, history, cfg):
 def fit(reward_model, rows, K, cfg, rng):
     """One pass over labelled rows in sets of K, 64 rows a step. Every rank has all rows."""
     n = len(rows["ids"]) // K
-    steps = min(n, max(1, n * K // 64))
+    steps = max(1, n * K // 64)
+    steps = min(n, steps)
     order = torch.tensor(rng.sample(range(n), n))
     order = order.tensor_split(steps)
     ids = rows["ids"].unflatten(0, (n, K))                              # (n, K, T)
     mask = rows["mask"].unflatten(0, (n, K))
     device = reward_model.head.weight.device
-    budget = max(1, (cfg.micro_tokens or passes.MICRO_TOKENS) // K)
-
-    def rows_of(sets):
-        """The indices of the rows of some sets."""
-        return (sets[:, None] * K + torch.arange(K)).flatten()
+    tokens = cfg.micro_tokens or passes.MICRO_TOKENS
+    budget = max(1, tokens // K)
 
     def losses(step):
         """The loss terms of one optimizer step, from this rank's sets."""
         sets = order[step]
-        count = rows["ends"][rows_of(sets)].sum() / K                           # over all ranks
+        ends = rows["ends"][rows_of(sets, K)]
+        count = ends.sum() / K                                          # over all ranks
         sets = dist.of_rank(sets)
+        ids_of_sets = ids[sets].flatten(1)
         said = mask[sets].any(1)
-        for micro, T in passes.split_rows(ids[sets].flatten(1), said, budget):
-            part = some(rows, (rows_of(sets[micro]), slice(T)))
+        for micro, T in passes.split_rows(ids_of_sets, said, budget):
+            chosen = rows_of(sets[micro], K)
+            part = some(rows, (chosen, slice(T)))
             at = part["ends"].flatten().nonzero()[:, 0]
             score = score_rows(reward_model, part["ids"], part["mask"])
             score = score.flatten()[send(at, device)]
-            label = send(part["label"].flatten()[at], device)
-            yield reward_loss(score, label, K) / count
+            label = part["label"].flatten()[at]
+            yield reward_loss(score, send(label, device), K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
     warm_start.supervised_fit("reward model", reward_model, losses, steps, lr)
 
@@ -322,9 +349,10 @@ def quality(score, label, K):
         p = score.view(-1, K).softmax(1)
         confidence, pick = p.max(1)
         chance = label.view(-1, K)                      # of being chosen
-        outcome = chance.gather(1, pick[:, None])[:, 0]
+        outcome = chance.gather(1, pick[:, None]).squeeze(1)
         correct = (outcome == chance.amax(1)).float()
     bins = (confidence * 10).long().clamp(max=9)
-    gap = torch.zeros(10).index_add(0, bins, confidence - outcome)
+    gap = torch.zeros(10)
+    gap = gap.index_add(0, bins, confidence - outcome)
     error = gap.abs().sum() / len(correct)
     return correct.mean().item(), error.item()

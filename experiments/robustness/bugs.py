@@ -295,7 +295,7 @@ BUGS = [
      'dist.rng(cfg, "evaluate")',
      'dist.rng(cfg, "evaluate", dist.rank())', 'ranks'),
     ('the text of a continuation lacks its prefix', 'reward.py',
-     '        played.mask |= send(said.repeat_interleave(tries, 0), played.mask.device)\n',
+     '        played.mask |= send(said, device)\n',
      '', 'reward'),
     ("GAE gives an outcome's score to every token", 'grpo.py',
      'score = torch.where(ends, score, 0).float()',

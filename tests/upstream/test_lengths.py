@@ -4,14 +4,14 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("name, most", [("grpo.py", 680), ("model.py", 325), ("reward.py", 335), ("README.md", 90)])
+@pytest.mark.parametrize("name, most", [("grpo.py", 690), ("model.py", 325), ("reward.py", 360), ("README.md", 90)])
 def test_files_stay_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("name, most", [
-    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.6, modules=10, names=54)),
-    ("model.py", dict(characters=48, wide=0.18, nodes=7.2)), ("reward.py", dict(characters=48, wide=0.18, nodes=8.2))])
+    ("grpo.py", dict(characters=47, wide=0.15, nodes=6.51, modules=10, names=53)),
+    ("model.py", dict(characters=48, wide=0.18, nodes=7)), ("reward.py", dict(characters=48, wide=0.18, nodes=7.5))])
 def test_files_stay_light(name, most):
     """See density.py."""
     found = density.measure((ROOT / name).read_text())

@@ -142,7 +142,10 @@ def load_task(name):
     here, path = Path(__file__).parent, task_file(name)
     if not name.endswith(".py") and not (name.isidentifier() and path.is_file()):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
-        raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
+        hint = f"choose {', '.join(known)} or the path of a .py file"
+        if Path(f"{name}.py").is_file():
+            hint = f"did you mean ./{name}.py?"
+        raise UserError(f"no task {name!r}: {hint}")
     if path.parent == here:
         name = f"data.{path.stem}"
         task = call(python, "the import", path, importlib.import_module, name)

@@ -213,8 +213,9 @@ def algorithm(algo, rows, grpo):
         return rows[algo]
     path = file_of(str(algo))
     if path is None:
-        near = difflib.get_close_matches(str(algo), algorithms(rows), 1, 0.8)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(algorithms(rows))}"
+        names = algorithms(rows)
+        near = difflib.get_close_matches(str(algo).lower(), names, 1, 0.8)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise UserError(f"there is no --algo {algo}: {hint}")
     sys.modules["grpo"] = grpo                              # which may be __main__
     for name in [name for name in sys.modules if name.startswith("experiments.variants")]:

@@ -141,10 +141,11 @@ def step_line(step, total, done):
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
            f"left {clock(seconds * (total - step))}")
     if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
-        print0("warning: for 3 steps in a row all rewards of every group were equal")
+        print0("warning: for 3 steps in a row all rewards of every group were equal, from which "
+               "nothing is learned: see \"All groups are dead\" in docs/troubleshooting.md")
     if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
         print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "
-               "earned at most 0")
+               "earned at most 0: see \"No completion ends\" in docs/troubleshooting.md")
 
 def in_a_row(held):
     """How many of the last were true."""

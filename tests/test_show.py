@@ -1,7 +1,9 @@
 """What the terminal shows: colours, warnings, the time left."""
+import re
 import sys
 
 import pytest
+from conftest import ROOT
 
 from run import dist, show
 
@@ -37,24 +39,24 @@ def test_a_model_cannot_change_the_terminal(terminal):
 
 
 GOOD, DEAD, CUT = (dict(reward=0.5, dead_groups=dead, finished=ended) for dead, ended in ((0.99, 0.5), (1.0, 0.95), (0.5, 0.49)))
-EQUAL = "warning: for 3 steps in a row all rewards of every group were equal"
-OVER = "warning: for 3 steps in a row most completions were cut off at --max_new, and earned at most 0"
+EQUAL, OVER = "All groups are dead", "No completion ends"         # what docs/troubleshooting.md says on it
 
 
 @pytest.mark.parametrize("steps, warned", [
     ([DEAD] * 3, {3: EQUAL}), ([CUT] * 3, {3: OVER}), ([DEAD, CUT, DEAD], {}), ([DEAD] * 7, {3: EQUAL}), ([CUT] * 7, {3: OVER}),
     ([DEAD] * 2 + [GOOD] + [DEAD] * 2, {}), ([GOOD] * 9, {}), ([GOOD] + [DEAD] * 4 + [GOOD] + [CUT] * 3, {4: EQUAL, 9: OVER}),
-    ([DEAD | CUT | {"dead_groups": 1.0}] * 3, {3: f"{EQUAL}\n{OVER}"})])
+    ([DEAD | CUT | {"dead_groups": 1.0}] * 3, {3: EQUAL + OVER})])
 def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
     done, told = [], {}
     for n, stats in enumerate(steps, 1):
         done.append(stats | dict(seconds=1.0))
         show.step_line(n, len(steps), done)
-        line, _, warning = capsys.readouterr().out.rstrip("\n").partition("\n")
-        told |= {n: warning} if warning else {}
+        line, *warnings = capsys.readouterr().out.splitlines()
+        told |= {n: "".join(re.findall('"(.+?)"', " ".join(warnings)))} if warnings else {}
         assert line.startswith(f"step {n}/{len(steps)}  reward 0.500")
         assert (f"finished {stats['finished']:.2f}" in line) == (stats["finished"] < 0.9)       # while it is low
     assert told == warned
+    assert all(f"\n## {heading}\n" in (ROOT / "docs" / "troubleshooting.md").read_text() for heading in (EQUAL, OVER))
 
 
 @pytest.mark.parametrize("seconds, step, total, left", [

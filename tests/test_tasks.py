@@ -179,7 +179,11 @@ def test_a_reward_that_is_no_number_names_its_prompt(bad):
         score(toy, [P, P], ["a", "b"], [True, True])
 
 
-def test_tasks_that_are_none(monkeypatch):
+def test_tasks_that_are_none(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reverse.py").touch()
+    with pytest.raises(UserError, match="no task 'reverse': did you mean ./reverse.py\\?$"):
+        load_task("reverse")
     with pytest.raises(UserError, match="no task 'chess': choose arithmetic, countdown, gsm8k, guess, sums or"):
         load_task("chess")
     for name in ("tokenizer", "__init__", "answers", "../grpo", "nowhere/mine.py", "."):

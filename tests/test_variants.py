@@ -903,7 +903,7 @@ def test_an_evaluation_has_the_functions_of_its_algorithm(start, tmp_path, capsy
 
 
 @pytest.mark.parametrize("name, says", [
-    ("none.py", "no file none.py"), ("Cispo", "there is no --algo Cispo: did you mean cispo?"), ("", "there is no --algo : there are grpo, reinforce, "),
+    ("none.py", "no file none.py"), ("CISPO", "there is no --algo CISPO: did you mean cispo?"), ("", "there is no --algo : there are grpo, reinforce, "),
     ("zzz", "there is no --algo zzz: there are grpo, reinforce, "), ("no such", "there is no --algo no such: there are "), (3, "there is no --algo 3: ")])
 def test_names_of_no_algorithm(name, says):
     with pytest.raises(UserError, match=re.escape(says)):

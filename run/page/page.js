@@ -33,6 +33,10 @@ const colour = i => getComputedStyle(document.documentElement).getPropertyValue(
 const last = (run, name) => run.metrics.findLast(line => line[name] !== undefined)?.[name];
 const first = (run, name) => run.metrics.find(line => line[name] !== undefined)?.[name];
 
+const fields = [...new Set(runs.flatMap(run => Object.keys(run.settings)))];
+const value = (run, name) => JSON.stringify(run.settings[name]) ?? "–";
+const differs = name => new Set(runs.map(run => value(run, name))).size > 1;
+
 function overview() {
   const change = name => run => first(run, name) === undefined ? "–"
     : `${shown(first(run, name))} → ${shown(last(run, name))}`;
@@ -41,6 +45,10 @@ function overview() {
     reward: change("reward"), accuracy: change("accuracy"), length: change("length"),
     "held out, greedy": change("greedy"), "held out, pass@1": change("pass@1"),
   };
+  if (several) {
+    const told = fields.filter(name => differs(name) && !["out", "task"].includes(name));
+    columns["settings that differ"] = run => told.map(name => `${name} ${value(run, name)}`).join(", ");
+  }
   $("overview").append(make("tr", "", "", ...Object.keys(columns).map(name => make("th", "", name))));
   runs.forEach((run, i) => {
     const cells = Object.values(columns).map(of => make("td", "", shown(of(run))));
@@ -370,9 +378,6 @@ function completions() {
 
 function settings() {
   const table = document.querySelector("#settings table");
-  const fields = [...new Set(runs.flatMap(run => Object.keys(run.settings)))];
-  const value = (run, name) => JSON.stringify(run.settings[name]) ?? "–";
-  const differs = name => new Set(runs.map(run => value(run, name))).size > 1;
   fields.sort((a, b) => differs(b) - differs(a));         // settings that differ between runs come first
   table.append(make("tr", "", "", make("th"), ...runs.map(run => make("th", "", run.label))));
   for (const name of fields) {

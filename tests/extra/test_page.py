@@ -220,7 +220,7 @@ def test_the_numbers_of_the_page_are_those_of_the_logs(opened, tmp_path):
         logged = lines(where / "metrics.jsonl")
         pairs = [" → ".join(shown(m[key]) for m in (logged[1 if key in ("reward", "accuracy", "length") else 0], logged[-1]))
                  for key in ("reward", "accuracy", "length", "greedy", "pass@1")]
-        assert [x.text for x in row.find_elements("css selector", "td")][2:] == ["4", *pairs]
+        assert [x.text for x in row.find_elements("css selector", "td")][2:] == ["4", *pairs, ""]
     for chart in find(page, "#first .chart"):
         name, said = chart.get_attribute("data-name"), chart.find_element("css selector", ".lines").text
         for where, _ in folders:
@@ -331,6 +331,7 @@ def test_curves_of_several_runs(opened, page, tmp_path):
         return seen""")
     assert drawn.get("0,114,178", 0) > 50 and drawn.get("213,94,0", 0) > 50
     assert [x.text for x in find(page, "#overview td:first-child")] == ["small", "other"]
+    assert [x.text for x in find(page, "#overview td:last-child")] == ["group 3", "group 5"]
     find(page, "#settings summary")[0].click()
     assert find(page, "#settings tr.differs")[0].text.split() == ["group", "3", "5"]
     choose(page, "run", "1")

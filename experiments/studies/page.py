@@ -1,11 +1,12 @@
-"""Writes docs/questions.md, docs/figures.md and docs/variants.md from the templates in pages/, and from pages/answers/ what
-was found in detail, with all rows and flags, beside the results.
+"""Writes docs/questions.md, docs/figures.md and docs/variants.md from the templates in pages/, and
+from pages/answers/ what was found in detail, with all rows and flags, beside the results.
 
     python experiments/studies/page.py
 
-A template is an f-string in the names below, which compute from the results. What its words claim is checked where they
-are written: by functions that return a text only if it is true, and by `holds`. A row is (study, part, name), as in
-studies.py; `of` is a measure in a summary of a run. Differences are paired by seed, in points.
+A template is an f-string in the names below, which compute from the results. What its words claim
+is checked where they are written: by functions that return a text only if it is true, and by
+`holds`. A row is (study, part, name), as in studies.py; `of` is a measure in a summary of a run.
+Differences are paired by seed, in points.
 """
 import functools
 import json
@@ -26,7 +27,7 @@ ROOT = HERE.parent.parent
 PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("questions", "figures", "variants")}
 PAGES |= {f"answers/{name}": HERE / "answers" / f"{name}.md"
           for name in ("critic", "labels", "kl", "paper", "variants", "figure7")}
-SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")        # measures that are shares of problems
+SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # of problems
 FORMS = {"explained_variance": "z.2f", "kl": ".2f", "length": ".1f", "entropy": ".2f",
          "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "calibration": ".2f"}
 UNITS = {"tokens": 1e6}
@@ -48,11 +49,9 @@ GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, WHITENED = rows(
 _, GROUP_STD, LEAVE_ONE_OUT, NONE, SIGNED = rows("critic", "baselines")
 SIXTEEN, TWO, FOUR, SIXTY_FOUR, FITTED_TWO = rows("critic", "sizes of groups")
 WEAK, NONE_WEAK, SIGNED_WEAK, FITTED_1_WEAK = rows("critic", "a weak start")
-GROUP_SHORT, _, _, _, FITTED_1_SHORT = rows("critic", "6 lines")
+FITTED_1_SHORT = rows("critic", "6 lines")[-1]
 GROUP_LONG, _, FITTED_LONG, FITTED_1_LONG = rows("critic", "24 lines")
 GROUP_100, FITTED_1_100, VINE = rows("critic", "values of lines, 100 steps")
-CRITICS = [("critic", part, name) for part, of in studies.STUDIES["critic"].items()
-           for name, flags in of.items() if re.search("value|vine", flags)]
 
 LABELLED = ("1,000", "4,000", "16,000", "64,000")                # completions
 LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = rows(
@@ -61,8 +60,8 @@ OUTCOMES_RULE, OUTCOMES_1000, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = ro
     "labels", "outcomes, labelled completions", "the rule", *LABELLED)
 (BETA, SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, OUTCOMES_LOW, OUTCOMES_NO_KL, BEST_SMALL_BETA,
  BEST_NO_KL) = rows("labels", "the KL's beta")
-TRUTH, *ROLLOUTS, NOISE, CHANCE, FORM = rows("labels", "4,000 completions, by")
-_, TWICE, FOUR_TIMES, NO_HISTORY, HALF_HISTORY, KEPT = rows("labels", "4,000 completions, fitted")
+TRUTH, *ROLLOUTS, NOISE, CHANCE, _ = rows("labels", "4,000 completions, by")
+TWICE, FOUR_TIMES = rows("labels", "4,000 completions, fitted", "twice", "4 times")
 
 
 def form(name, beta, part="slips and guesses"):
@@ -123,12 +122,6 @@ def apart(row, base=None, of="greedy"):
 def seeds(study):
     """How many seeds every row has."""
     return min(len(runs_of(row)) for part in studies.STUDIES[study] for row in rows(study, part))
-
-
-def corrected(row, of="greedy"):
-    """The p-value of a difference, by Holm's correction over the study."""
-    study, *key = row
-    return studies.compared(study, kept(study), of)[tuple(key)][3]
 
 
 def shown_to_differ(study, of="greedy"):
@@ -219,7 +212,7 @@ def bound(*differences):
 
 
 def within(*compared, of="greedy"):
-    """The same for rows, each compared with the first of its part, or for pairs of a row and a base."""
+    """The same for rows, each against the first of its part, or for pairs of a row and a base."""
     pairs = [pair if isinstance(pair[0], tuple) else (pair, None) for pair in compared]
     return bound(*(apart(row, base, of) for row, base in pairs))
 
@@ -232,8 +225,9 @@ def zero(*ended):
 
 
 def p_text(row, of="greedy"):
-    """The corrected p-value."""
-    p = corrected(row, of)
+    """The p-value of a difference, by Holm's correction over the study."""
+    study, *key = row
+    p = studies.compared(study, kept(study), of)[tuple(key)][3]
     return "< 0.01" if p < 0.01 else f"{p:.2f}"
 
 
@@ -263,7 +257,8 @@ def detectable(study, of="greedy"):
     parts = studies.STUDIES[study]
     found = [x for part in parts for x in studies.of_part(study, kept(study), part, of).values()]
     n = max(map(len, found))
-    return f"{DETECTABLE[n] * statistics.median(statistics.stdev(x) for x in found if len(x) == n):.1f}"
+    spread = statistics.median(statistics.stdev(x) for x in found if len(x) == n)
+    return f"{DETECTABLE[n] * spread:.1f}"
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -285,7 +280,7 @@ def table(shown_rows, *columns, of="greedy", base=None):
         cells = [median(row, column) for column in columns]
         differs = "" if row == first else effect(row, first, of)
         lines.append([name if one_part else f"{part}: {name}", *cells, differs])
-    title = f"{of}, minus {base[2]}" if base else "difference in accuracy"
+    title = f"difference in {'accuracy' if of == 'greedy' else of}"
     return as_table(["", *(TITLES.get(column, column) for column in columns), title], lines)
 
 
@@ -299,12 +294,13 @@ def everything(study):
     flags = [[f"{part}: {name}", f"`{row}`" if row else ""]
              for part, of_part in studies.STUDIES[study].items() for name, row in of_part.items()]
     return "\n".join([
-        f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch {versions}, {machines}. Accuracy is greedy; medians over "
-        "the seeds; differences to the first row of a part, in the ladder to the row above, with 95% intervals, bold where "
-        "they hold after Holm's correction over the study.", "",
+        f"`{found['command']}`, {dates[0]} to {dates[-1]}, torch {versions}, {machines}. Medians "
+        "over the seeds; differences to the first row of a part, in the ladder to the row above, "
+        "with 95% intervals, bold where they hold after Holm's correction over the study.", "",
         *studies.lines(study, found), "",
-        f"Every row has the flags `{found['setting']}`, then its own; rows with the same flags are the same runs. Flags are "
-        "those of the commit that made a row; runs.py still reads them. Curves are of half of the held-out problems.", "",
+        f"Every row has the flags `{found['setting']}`, then its own; rows with the same flags are "
+        "the same runs. Flags are those of the commit that made a row; runs.py still reads them. "
+        "Curves are of half of the held-out problems.", "",
         as_table(["", "flags"], flags)])
 
 

@@ -1,8 +1,9 @@
-"""How much there is to read on the pages, and how dense it is: `python tests/upstream/words.py [FILES]`
+"""How much there is to read on a page, and how dense it is: `python tests/upstream/words.py [FILES]`
 
-Visible words are those of the prose and its headings, without code blocks, tables, what is folded, pictures, targets of
-links and HTML. A sentence ends with its mark, its paragraph or its list item; headings are none. A number is a numeral with its
-sign and unit, but not in `code`, in a name (SmolLM2, pass@8), or where it only points (figure 5, eq. 4, arXiv 2402.03300, torch 2.11).
+Visible words are those of the prose and its headings, without code blocks, tables, what is folded,
+pictures, targets of links and HTML. A sentence ends with its mark, its paragraph or its list item;
+headings are none. A number is a numeral with its sign and unit, but not in `code`, in a name
+(SmolLM2, pass@8), or where it only points (figure 5, eq. 4, arXiv 2402.03300, torch 2.11).
 """
 import re
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-HIDDEN = r"^ *```.*?^ *```|<details>.*?</details>|<!--.*?-->|^ *\|.*?$|!\[.*?\]\(.*?\)|<\w[^>]*>|</\w+>"
+HIDDEN = (r"^ *```.*?^ *```|<details>.*?</details>|<!--.*?-->|^ *\|.*?$|!\[.*?\]\(.*?\)|"
+          r"<\w[^>]*>|</\w+>")
 END = r"(?<=[.!?])[*\"')\]]*\s+(?=[A-Z0-9`*\[(\"'$])"
-POINTS = r"\b(?:sections?|eqs?\.|[Ff]igures?|[Ss]tep|arXiv|Algorithm|Python|torch)\s[\d.]*\d(?:(?:,| and| to|, and)\s\d+)*"
+POINTS = (r"\b(?:sections?|eqs?\.|[Ff]igures?|[Ss]tep|arXiv|Algorithm|Python|torch)\s[\d.]*\d"
+          r"(?:(?:,| and| to|, and)\s\d+)*")
 NUMBER = r"(?<![\w@.,/^-])[-−+]?\d[\d,]*(?:\.\d+)*(?:%|[BMk]\b)?(?![\w@])"
 
 

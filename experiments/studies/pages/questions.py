@@ -2,6 +2,8 @@
 SEEDS = {len(runs_of(row)) for study in ("critic", "labels", "kl") for part in studies.STUDIES[study] for row in rows(study, part)}
 LABEL_ROWS = [[n, effect(line), median(line, "auc"), effect(outcome), median(outcome, "auc")] for n, line, outcome in zip(
     LABELLED, (LINES_1000, LINES_4000, LINES_16000, LINES_64000), (OUTCOMES_1000, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000))]
+CRITICS = [("critic", part, name) for part, of in studies.STUDIES["critic"].items() for name, flags in of.items()
+           if re.search("value|vine", flags)]
 K1_PAIRS = [(of[beta], K1[beta]) for of in (K2, RATIO_K3) for beta in BETAS]
 
 PAGE = rf"""# Open questions
@@ -14,12 +16,12 @@ the 95% interval of the mean difference contains zero and reaches at most 5 poin
 |---|---|---|
 | [a critic?](#a-critic) | No: the group's mean. If you must, a separate one with lambda 1. | no critic was better; at best no difference, within {within(FITTED_1)}, at {ratio(FITTED_1, GROUP)} times the time |
 | [how many completions per problem?](#how-many-completions-per-problem) | 4 to 16, and more problems instead. | groups of 64 lost {lost(SIXTY_FOUR)} points, in every seed; 2 and 4 against 16: no difference, within {within(TWO, FOUR)} |
-| [no baseline?](#no-baseline) | Keep one. Without one never -1 for wrong answers from a weak start. | without, {lost(NONE)} points lost, in every seed; with -1 every seed collapsed to {zero(SIGNED_WEAK)} |
+| [no baseline?](#no-baseline) | Keep one. Without one never -1 for wrong answers from a weak start. | without, {lost(NONE)} points lost, in every seed; with -1 from a weak start every seed ends at {zero(SIGNED_WEAK)} |
 | [a learned reward?](#a-learned-reward) | Only with a KL, and watch the true reward on a sample. | without, {zero(NO_KL, BEST_NO_KL, OUTCOMES_NO_KL)} in every seed, even at an AUC of {median(BEST_NO_KL, "auc")} |
 | [how many labels?](#how-many-labels) | At least 4,000 labelled completions. | with 1,000, {lost(OUTCOMES_1000)} to {lost(LINES_1000)} points below the task's own reward, in every seed |
 | [which KL?](#which-kl) | k1 in the reward, or k2 in the loss. | k3 lost {lost(K3["0.1"], K1["0.1"], "pass@1")} points of pass@1 in every seed; greedily no difference, within {within((K3["0.1"], K1["0.1"]))} |
 
-*More* leads to all rows, p-values and flags; [the derivation](derivation.md) defines the terms.
+*More* leads to all rows and flags, and to what holds after correction; [the derivation](derivation.md) defines the terms.
 
 ## A critic
 
@@ -27,7 +29,7 @@ the 95% interval of the mean difference contains zero and reaches at most 5 poin
 
 **No critic beat the mean of a group.** A critic that was fitted before RL, with lambda 1, makes no difference, within
 {within(FITTED_1)}, and the run takes {ratio(FITTED_1, GROUP)} times as long. Not fitted, it ends {lost(OWN, OWN_1)} points lower with
-the usual lambda of 0.95, in every seed. A critic that shares the policy's weights ends {lost(SHARED)} points below the group.
+the usual lambda of 0.95 than with 1, in every seed. A critic that shares the policy's weights ends {lost(SHARED)} points below the group.
 {holds(*(unclear(row) or statistics.mean(apart(row)) < 0 for row in CRITICS))}
 
 {table((GROUP, OWN, OWN_1, FITTED, FITTED_1, WHITENED), "greedy", "explained_variance", "seconds")}

@@ -1,5 +1,4 @@
 """answers/labels.md. The names in braces are those of page.py, which writes the page."""
-ONE, FOUR_EACH, SIXTEEN_EACH = ROLLOUTS
 hacked = [[run for run in runs_of(row).values() if run["length"] < 20 and run["reward, means of 25 steps"][0] > run["reward, means of 25 steps"][-1]]
           for row in (NO_KL, BEST_NO_KL)]
 
@@ -9,14 +8,14 @@ All rows behind two of the [open questions](../../../docs/questions.md), and [fi
 [a walk among hidden mines](../../../docs/questions.md#the-setting). *The rule* is the task's own reward. The KL is k3 in the loss, beta
 0.2 for lines and 1.0 for outcomes unless given, each the best of three on a development map ([tuning.json](tuning.json)).
 
-- **How many**: 1,000 completions end {effect(LINES_1000)} points from the rule for lines, {effect(OUTCOMES_1000)} for outcomes. 64,000
-  minus 4,000 is {effect(LINES_64000, LINES_4000)} and {effect(OUTCOMES_64000, OUTCOMES_4000)}; 16,000 minus 4,000 outcomes
-  {effect(OUTCOMES_16000, OUTCOMES_4000)}, uncorrected.{holds(*(down(row) for row in (LINES_1000, OUTCOMES_1000, LINES_4000, LINES_16000, LINES_64000)), up(OUTCOMES_16000, OUTCOMES_4000))}
+- **How many**: 64,000 minus 4,000 completions is {effect(LINES_64000, LINES_4000)} points for lines and
+  {effect(OUTCOMES_64000, OUTCOMES_4000)} for outcomes; 16,000 minus 4,000 outcomes {effect(OUTCOMES_16000, OUTCOMES_4000)}, uncorrected.
+  For lines every seed ends below the rule.{holds(*(down(row) for row in (LINES_1000, LINES_4000, LINES_16000, LINES_64000)))}
 - **AUC**: more labels raise it on the initial policy to {median(LINES_64000, "auc")}. On the trained policy's completions it also
   depends on beta: from 4,000 it is {median(LARGE_BETA, "auc end")} for lines and {median(OUTCOMES_4000, "auc end")} for outcomes with 1.0,
   {median(LINES_4000, "auc end")} and {median(OUTCOMES_LOW, "auc end")} with 0.2.{holds(middle(LARGE_BETA, "auc end") > middle(LINES_4000, "auc end") + 0.1, middle(OUTCOMES_4000, "auc end") > middle(OUTCOMES_LOW, "auc end") + 0.1)}
-- **Beta**: for lines, from 4,000 completions, a beta of 1.0 ends {effect(LARGE_BETA)} points from 0.2, and 0.04 {effect(SMALL_BETA)},
-  corrected p {p_text(SMALL_BETA)}. With 0.04, 64,000 end {effect(BEST_SMALL_BETA, SMALL_BETA)} from 4,000.{holds(down(SMALL_BETA), up(BEST_SMALL_BETA, SMALL_BETA))}
+- **Beta**: for lines, 0.04 minus 0.2 has a corrected p of {p_text(SMALL_BETA)}. With 0.04, 64,000 end
+  {effect(BEST_SMALL_BETA, SMALL_BETA)} from 4,000.
 - **Farming**: with 0.2 and 64,000 the learned reward changes by {change(LINES_64000, "reward")} good lines, the rule's by
   {change(LINES_64000, "rule_reward")}.
 - **Without a KL** every seed ends at {zero(NO_KL, BEST_NO_KL, OUTCOMES_NO_KL)}, corrected p {p_text(NO_KL)}, even from 64,000; the rule
@@ -29,15 +28,12 @@ All rows behind two of the [open questions](../../../docs/questions.md), and [fi
   rose from -0.07 to 1.09, while the share of right answers fell after step 11 from 86%, and pass@1 ended at 53.4%. Once all
   completions of a group are good, that std is the reward model's noise. The run ended at 92.3% without the division, at 93.9% with a
   beta of 0.2 and k2, and at 91.8% with a refit every 9 steps. So a learned reward is not divided unless `--adv_scale group` is given.
-- **Continuations as labels**: with 1, 4 or 16 per line the differences from true labels are {effect(ONE)}, {effect(FOUR_EACH)} and
-  {effect(SIXTEEN_EACH)} points. Their AUC is {median(SIXTEEN_EACH, "auc")}, that of true labels {median(LINES_4000, "auc")}: after a mine no
-  continuation is correct, so every later line counts as bad.{holds(*(down(row) for row in ROLLOUTS))}
-- **Controls**: 30% wrong labels differ by {effect(NOISE)} points. Random labels end at {median(CHANCE)}, from
-  {100 * before(CHANCE, "greedy"):.0f}% before RL. The rule's outcome plus a reward per legal move reaches {median(FORM)},
-  {effect(FORM)} from true labels.
-- **Refits**: two fits differ from one by {effect(TWICE)} points, in pass@1 by {effect(TWICE, of="pass@1")}; four by {effect(FOUR_TIMES)} and
-  {effect(FOUR_TIMES, of="pass@1")}; four without old labels by {effect(NO_HISTORY)} and {effect(NO_HISTORY, of="pass@1")}; with the first
-  reference kept by {effect(KEPT)} and {effect(KEPT, of="pass@1")}. No difference holds after correction.
+- **Continuations as labels**, 1, 4 or 16 per line, end below true labels in every seed. Their AUC is
+  {median(ROLLOUTS[-1], "auc")}, that of true labels {median(TRUTH, "auc")}: after a mine no continuation is correct, so every later line
+  counts as bad.{holds(*(down(row) for row in ROLLOUTS))}
+- **Controls**: 30% wrong labels make no difference, within {within(NOISE)}. Random labels end at {median(CHANCE)}, from
+  {100 * before(CHANCE, "greedy"):.0f}% before RL. *The form of lines* is the rule's outcome plus a reward per legal move.
+- **Refits**: no difference to one fit holds after correction.
 - **Power**: with five seeds and the median spread, 80% of studies find, uncorrected, a difference of {detectable("labels")} points.
 - **On arithmetic**, where reward models learned little, an earlier version found continuations as good as true labels, and outcomes
   hacked before lines. Here every seed with continuations is lower; with a beta of 0.2 outcomes still fail sooner, with 1.0 they last.

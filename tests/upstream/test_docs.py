@@ -23,7 +23,6 @@ from run import config, dist, preflight, pretrained, warm_start
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 MEASURED = DOCS["measurements.md"]
-FORMER = "Flags are those of the commit that made a row; runs.py still reads them"
 OWN = {"difficulty", "train", "test", "longest", "letters"}         # of the tasks
 FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "help", *OWN}
 
@@ -77,8 +76,6 @@ def test_every_flag_exists(name):
                "gpu", "index", "patch", "extra", "upstream", "dist", "local"}    # of experiments/, torchrun, pytest, pip
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
-    if FORMER in DOCS[name]:
-        scripts |= {"value_coef", "warm_batch", "fit_prompts", "choices", "labels", "n_head"}
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts
 
 
@@ -208,28 +205,6 @@ def test_the_table_of_countdown(results):
     for run in table["runs"].values():
         assert run["after"]["pass@1"] - run["before"]["pass@1"] > 0.15 and len(run["curve"]["accuracy"]) == 24
         assert run["after"]["pass@8"] < run["before"]["pass@8"]
-
-
-def test_the_table_of_algorithms(results):
-    import algorithms
-    table = results("studies/algorithms")
-    assert table.keys() == algorithms.ROWS.keys()
-    assert all(line in MEASURED for line in algorithms.lines(table))
-    cost = lambda name: statistics.median(run["step"] for run in table[name].values())
-    for name in ("PPO", "PPO, critic of its own"):
-        assert f" {cost(name) / cost('GRPO'):.1f} times" in MEASURED
-    for name, runs in table.items():
-        for seed in "123":
-            after, rule = runs[seed]["after"], table["GRPO"][seed]["after"]
-            assert after - runs[seed]["before"] > 0.2
-            assert "learned" not in name or rule - after < 0.1
-
-
-def test_the_curves_of_overoptimization(results):
-    curves = results("studies/overoptimization").values()
-    assert all(f"{curve['pass@1'][1]:.1%}" in MEASURED for curve in curves)
-    proxy, right = next(iter(curves))["reward"], next(iter(curves))["accuracy"]
-    assert f"rises from {proxy[0]:.2f} to {proxy[-1]:.2f}" in MEASURED and max(right) > right[-1] + 0.2
 
 
 def test_speeds_beside_trl(results):

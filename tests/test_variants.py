@@ -800,7 +800,8 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
 REPLACED = dict(
     surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
     group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
-    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis", token_weights="luspo",
+    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
+    token_weights="luspo",
     train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
     has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
 

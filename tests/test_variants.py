@@ -531,6 +531,40 @@ def test_remax(monkeypatch):
     assert asked == [(["a", "b"], 1, None)] and adv[~batch.mask].abs().sum() == 0
 
 
+def test_distillation(start, tmp_path, monkeypatch):
+    """A token's advantage is log pi_teacher - log pi_student as sampled, of whole rows a token at a time; nothing elsewhere."""
+    other = pretrained.load(start)
+    with torch.no_grad():
+        other.layers[0].mlp.down_proj.weight.mul_(3)
+    pretrained.save(other, tmp_path, byte_encoding().files)
+    with_constants(monkeypatch, "distillation", TEACHER=str(tmp_path))
+    cfg = grpo.make_config(**TINY | dict(algo="distillation", init=start, warm_steps=0, temperature=1.3))
+    agent = grpo.new_agent(cfg, arithmetic, *pretrained.trained_model(cfg))
+    batch, stats = grpo.rollout(agent, arithmetic.problems(difficulty=1)[0][:3], random.Random(0))
+    assert len({*batch.mask.sum(1).tolist()}) > 1 and "reward" in stats and "dead_groups" not in stats
+    for row, on, adv in zip(batch.ids, batch.mask, batch.adv):
+        for t in range(len(row)):
+            of_student, of_teacher = ((gpt.head(gpt(row[None, :t])[0, -1]).double() / 1.3).log_softmax(-1)[row[t]].item()
+                                      for gpt in (agent.policy, other)) if on[t] else (0, 0)
+            assert adv[t].item() == pytest.approx(of_teacher - of_student, abs=2e-4)
+    assert batch.adv[batch.mask].abs().max() > 0.1 and (batch.adv[~batch.mask] == 0).all()
+
+
+def test_the_loss_of_distillation():
+    """Minus the mean over all tokens of r A, without a clip."""
+    assert same("distillation", lambda new, old, a: [a * r for r in ratios(new, old)], mean="token") == 0
+
+
+@pytest.mark.parametrize("other", [dict(special={"<|end|>": 256}), dict(ranks={bytes([255 - i]): i for i in range(256)})], ids=str)
+def test_a_teacher_with_another_tokenizer_is_refused(other, start, monkeypatch):
+    with_constants(monkeypatch, "distillation", TEACHER=start)
+    cfg, known = grpo.make_config(**TINY | dict(algo="distillation", init=start, warm_steps=0)), byte_encoding()
+    given = dict(ranks={bytes([i]): i for i in range(256)}, special={"<|endoftext|>": 256}) | other
+    mine = type(known)("mine", r"[\s\S]", stop=[256], files={}, **given)
+    with pytest.raises(UserError, match=f"^{start}: the teacher's tokenizer is not the student's$"):
+        grpo.new_agent(cfg, arithmetic, mine, tiny_model())
+
+
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference"])
 def test_without_a_reference_there_is_none_to_move(name, monkeypatch):
     module = module_of(name)
@@ -745,6 +779,7 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {
         "correct": float(sum(map(ord, text)) % 2), "size": 0.0 if name == "beta_norm" else len(text) / 50})
     with_constants(monkeypatch, "pass_at_k", K=2)         # of 4
+    with_constants(monkeypatch, "distillation", TEACHER=start)
     config.algorithm("grpo", grpo.ALGOS, grpo)
     before = vars(grpo).copy()
     cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, epochs=2, minibatches=2,
@@ -765,9 +800,10 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
 REPLACED = dict(
     surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
     group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
-    rollout="dapo dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis", token_weights="luspo",
+    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
+    token_weights="luspo",
     train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
-    has_gradient="entropy_tokens kl_cov overlong_filter")
+    has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
 
 
 def test_a_file_puts_all_its_functions_in_place():
@@ -839,14 +875,15 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
 
 
 OTHERS = dict(baseline="leave-one-out", adv_scale="batch", loss_mean="constant", clip_low=0.125, clip_high=0.125, ratio="sequence",
-              supervision="process", reward="model")
+              supervision="process", reward="model", kl="watch")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path):
+def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path, monkeypatch):
     """Before the run; with the values that they have anyway nothing is said."""
+    with_constants(monkeypatch, "distillation", TEACHER=start)
     ignored = dict(opo="baseline adv_scale", gdpo="baseline adv_scale supervision reward", luspo="loss_mean", remax="reward",
-                   gpg="clip_low clip_high ratio", **dict.fromkeys("sapo vespo dppo_kl dppo_tv kl_cov".split(), "clip_low clip_high"))
+                   gpg="clip_low clip_high ratio", distillation="baseline adv_scale kl supervision reward", **dict.fromkeys("sapo vespo dppo_kl dppo_tv kl_cov".split(), "clip_low clip_high"))
     fixed = getattr(module_of(name), "FIXED", [])
     assert fixed == ignored.get(name, "").split()
     tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run"), algo=name)

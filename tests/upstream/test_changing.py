@@ -23,7 +23,7 @@ import grpo as unchanged  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
-(STATE, ANNEALED, MEDIAN, ENTROPY, WARM_UP, OPTIMIZER, TOP_K, WITHOUT_CACHE, WITH_CACHE, PARAMETER, LORA, DROPOUT,
+(OWN, ANNEALED, TOP_K, OPTIMIZER, SCHEDULE, MEDIAN, STATE, CUT_KL, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER, LORA,
  BOARD) = DIFFS
 CODE = ("grpo.py", "model.py", "reward.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
@@ -97,6 +97,38 @@ def test_diffs_find_lines_that_moved(tmp_path):
         compile(path.read_text(), path, "exec")
 
 
+def test_diffs_apply_in_any_order(tmp_path):
+    """With the same result."""
+    def texts(folder):
+        return {path.relative_to(folder): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    others = [diff for diff in DIFFS if diff not in (WITHOUT_CACHE, WITH_CACHE)]
+    whole = texts(copy(tmp_path / "all", *DIFFS))
+    assert texts(copy(tmp_path / "back", *reversed(others), WITHOUT_CACHE, WITH_CACHE)) == whole
+
+
+def test_the_table_counts_the_lines_of_its_recipes():
+    """As many as the section has in its diffs, its block of Python, or the file to which it leads."""
+    sections = dict(re.findall(r"^## (.*)\n((?s:.*?))(?=^## |\Z)", PAGE, re.M))
+    names = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-"): text for title, text in sections.items()}
+    rows = re.findall(r"^\| .* \| (\d+) \| \[.*?\]\((\S+?)\) \| `\S+` \|$", PAGE, re.M)
+    assert len(rows) >= 20
+    for n, link in rows:
+        where, _, anchor = link.partition("#")
+        if where.endswith(".py"):
+            found = (ROOT / "docs" / where).read_text().splitlines()
+        elif where:
+            continue
+        elif name := {"a-teacher": "distillation", "an-algorithm-in-a-file": "cispo"}.get(anchor):
+            found = (ROOT / "experiments" / "variants" / f"{name}.py").read_text().splitlines()
+        elif diffs := re.findall(r"^```diff\n(.*?)^```", names[anchor], re.M | re.S):
+            found = re.findall(r"^\+(?!\+\+ )", "".join(diffs), re.M)
+        else:
+            block = re.search(r"^```python\n(.*?)^```", names[anchor], re.M | re.S)
+            found = block[1].splitlines() if block else range(int(n))
+        assert len(found) == int(n), link
+    assert len(re.findall(r"^\+(?!\+\+ )", LORA, re.M)) <= 45
+
+
 def test_the_algorithm_in_a_file_is_that_file():
     """And the functions of the table are replaced by those that it names, with the same arguments."""
     shown = re.search(r"^```python\n(import grpo\n\nSETTINGS.*?)^```", PAGE, re.M | re.S)[1]
@@ -109,26 +141,7 @@ def test_the_algorithm_in_a_file_is_that_file():
             assert f"\ndef {name}(" in (ROOT / "experiments" / "variants" / f"{variant}.py").read_text()
 
 
-def test_a_formula_can_be_checked_as_the_page_says():
-    """CISPO's, a token at a time: a mean over all tokens of r, clipped and constant, times A log pi."""
-    code = re.search(r"^```python\n(import torch\n\nimport grpo\n\ncfg = grpo.make_config\(algo=.*?)^```", PAGE, re.M | re.S)[1]
-    known = {}
-    try:
-        exec(code, known)
-    finally:
-        unchanged.config.algorithm("grpo", unchanged.ALGOS, unchanged)
-    logp, old, adv, mask = (known[name].tolist() for name in ("logp", "old_logp", "adv", "mask"))
-    gain, slope = 0.0, [[0.0] * 4 for _ in mask]
-    for i, row in enumerate(mask):
-        for t, sampled in enumerate(row):
-            if sampled:
-                weight = min(math.exp(logp[i][t] - old[i][t]), 5) * adv[i][t] / 4
-                gain, slope[i][t] = gain + weight * logp[i][t], -weight
-    assert_close(known["loss"], torch.tensor(-gain).double(), atol=1e-7, rtol=0)
-    assert_close(known["gradient"], torch.tensor(slope).double(), atol=1e-7, rtol=0)
-
-
-def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch):
+def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path):
     grpo, V = changed(ENTROPY), 11
     shape = grpo.model.GPTConfig(vocab_size=V, n_layer=1, n_head=2, n_kv_head=1, n_embd=8,
                                  n_inner=16, block_size=8)
@@ -141,17 +154,16 @@ def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch)
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x, [*gpt.parameters()],
                                                                    retain_graph=True)])
-    for chunk in (2 ** 26, 4 * V):                          # whole, and in parts
-        with monkeypatch.context() as patch:
-            patch.setattr(grpo.passes, "most_logits", lambda device: chunk)
-            logp, _, entropy = grpo.passes.token_logps(gpt, ids, mask, 1.5, with_entropy=True)
-        assert (entropy[:, :3] == 0).all()
-        logp, entropy = logp[:, 3], entropy[:, 3]
-        exact = -(logp.exp() * logp).sum()                  # by enumeration
-        assert_close(entropy, exact.expand(V))
-        assert_close(gradient(entropy[5]), gradient(exact))
-        sampled = gradient((logp.exp().detach() * -logp).sum())     # of the mean of -log pi
-        assert sampled.abs().max() < 1e-6 and gradient(exact).abs().max() > 0.01
+    logp, _ = grpo.passes.token_logps(gpt, ids, mask, 1.5)
+    exact = -(logp[:, 3].exp() * logp[:, 3]).sum()          # by enumeration
+    cfg = grpo.make_config(entropy_coef=0.5, temperature=1.5, kl="none", warm_steps=0)
+    batch = grpo.Batch(ids, mask, None, logp.detach(), None, adv=torch.zeros(V, 4))
+    loss, stats, _ = grpo.total_loss(grpo.Agent(cfg, None, None, gpt), batch, mask / V, V)
+    assert_close(loss, -0.5 * exact)
+    assert_close(gradient(loss), -0.5 * gradient(exact))
+    assert_close(stats["entropy"], exact)
+    sampled = gradient((logp.exp().detach() * -logp).sum())             # of the mean of -log pi
+    assert sampled.abs().max() < 1e-6 and gradient(exact).abs().max() > 0.01
 
     without, bonus = (run(grpo, tmp_path / str(coef), init=warm, steps=4, entropy_coef=coef)[1:]
                       for coef in (1e-12, 2))               # with 0 the estimate is logged
@@ -160,7 +172,7 @@ def test_the_entropy_bonus_is_the_entropys(changed, warm, tmp_path, monkeypatch)
 
 
 def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypatch):
-    grpo, rise, used = changed(WARM_UP), dict(init=warm, beta=0.3, beta_steps=3), []
+    grpo, rise, used = changed(SCHEDULE), dict(init=warm, beta=0.3, beta_steps=3), []
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *given: used.append(given[-1]) or loss(*given))
     run(grpo, tmp_path / "rise", **rise, steps=2)
@@ -171,6 +183,20 @@ def test_beta_rises_and_a_resumed_run_goes_on(changed, warm, tmp_path, monkeypat
     for m in steps[1:]:     # on-policy the advantages sum to 0; what is left weighs short rows more
         assert m["kl"] > 1e-3 and m["loss"] == pytest.approx(m["beta"] * m["kl"], rel=0.3)
     assert {m["beta"] for m in run(grpo, tmp_path / "off", init=warm, steps=2)[1:]} == {0.04}
+
+
+def test_the_learning_rate_rises_and_falls(changed, warm, tmp_path, monkeypatch):
+    """To its setting in two steps, then by a fifth of it in each; a resumed run goes on."""
+    grpo, rates = changed(SCHEDULE), []
+    update = grpo.update
+    monkeypatch.setattr(grpo, "update", lambda agent, *more: rates.append(agent.opt.param_groups[0]["lr"]) or update(agent, *more))
+    run(grpo, tmp_path / "out", init=warm, lr_warmup=2, lr=1e-3, steps=5)
+    assert rates == pytest.approx([5e-4, 8e-4, 6e-4, 4e-4, 2e-4])
+    run(grpo, tmp_path / "half", init=warm, lr_warmup=2, lr=1e-3, steps=2)
+    grpo.main(flags(dict(steps=5, out=tmp_path / "half")) + ["--resume"])
+    assert rates[-3:] == pytest.approx([6e-4, 4e-4, 2e-4])
+    run(grpo, tmp_path / "off", init=warm, steps=2)
+    assert rates[-2:] == [1e-3] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -239,6 +265,36 @@ def test_a_reward_that_changes_during_the_run(changed, warm, tmp_path):
     assert task.WORKING == pytest.approx(1 / 6)
 
 
+def test_a_curriculum_is_the_same(changed, warm, tmp_path, monkeypatch):
+    """The page's line in that file: in the first step, answers of one digit."""
+    line = re.search(r"`(return one_step\(.*?)`", " ".join(PAGE.split()))[1]
+    folder = copy(tmp_path / "code", ANNEALED)
+    file = folder / "experiments" / "variants" / "annealed.py"
+    assert file.read_text().count("return one_step(agent, problems, step)") == 1
+    file.write_text(file.read_text().replace("return one_step(agent, problems, step)", line))
+    grpo, drawn = changed(), []
+    rollout = grpo.rollout
+    monkeypatch.setattr(grpo, "rollout", lambda agent, problems, rng: drawn.append(problems) or rollout(agent, problems, rng))
+    run(grpo, tmp_path / "out", init=warm, algo="annealed", prompts=3, steps=2)
+    assert {len(p.answer) for p in drawn[0]} == {1} and {len(p.answer) for p in drawn[1]} <= {1, 2} and len(drawn) == 2
+
+
+def test_a_setting_of_a_task_reaches_its_reward(changed, tmp_path):
+    """As a flag; its default is what it was."""
+    grpo = changed(OWN)
+    task = importlib.import_module("data.sums")
+
+    def near(cfg):
+        problem = grpo.config.problems_of(task, cfg)[0][0]
+        return task.reward(problem, str(int(problem.answer) + 1))["near"]
+    assert near(grpo.make_config(task="sums")) == pytest.approx(0.1)
+    mode, given = grpo.config.read(grpo.Config, "", ["--task", "sums", "--near", "0.5"])
+    assert near(grpo.make_config(**given)) == pytest.approx(0.25)
+    whole, none = (run(grpo, tmp_path / str(x), task="sums", near=x, warm_steps=40, max_new=16, steps=1, held_out=8, samples=1)[1]
+                   for x in (1.0, 0.0))
+    assert whole["near"] > 0 and none["near"] == 0
+
+
 def test_another_optimizer_trains_and_is_resumed(changed, warm, tmp_path):
     """Of a matrix it holds a row and a column of numbers."""
     grpo, given = changed(OPTIMIZER), dict(init=warm, lr=1e-2, save_every=1)
@@ -257,27 +313,82 @@ def test_another_optimizer_trains_and_is_resumed(changed, warm, tmp_path):
 
 
 def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
-    """Each token is one of the k; its log-probability is that of the full distribution; k of 1 is greedy."""
-    grpo, k = changed(TOP_K), 3
+    """Each token is one of the k, its log-probability that among them, in the sampler and in both forms of training, with its
+    gradient; k of 1 is greedy."""
+    grpo, k, t = changed(TOP_K), 3, 1.3
     policy = importlib.import_module("run.pretrained").load(warm).eval()
     prompts, N = [[52, 42, 55, 61], [57, 42, 56, 61]], 8
     u = torch.rand(2 * 6, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def sample(u, top_k):
-        return grpo.sample(policy, prompts, 6, [N, N], 1.0, [256], u, None, top_k)
-    batch, whole = sample(u, k), sample(u, 0)
-    logp = torch.zeros(batch.ids.shape)
-    with torch.no_grad():
-        full = policy.head(policy(batch.ids[:, :-1])).log_softmax(-1)
-    logp[:, 1:] = full.gather(-1, batch.ids[:, 1:, None])[..., 0]
-    assert_close(batch.logp[batch.mask], logp[batch.mask], atol=1e-5, rtol=1e-5)
-    least = full.topk(k).values[..., -1]
-    assert (logp[:, 1:] >= least - 1e-5)[batch.mask[:, 1:]].all()
+        policy.top_k = top_k
+        return grpo.sample(policy, prompts, 6, [N, N], t, [256], u)
+    whole, greedy = sample(u, 0), sample(None, 0)
+    assert torch.equal(sample(u, 1).ids, greedy.ids) and torch.equal(sample(u, 1000).ids, whole.ids)
+    batch = sample(u, k)
     assert not torch.equal(batch.ids, whole.ids) and len({tuple(row) for row in batch.ids.tolist()}) > 2
-    assert torch.equal(sample(u, 1).ids, sample(None, 0).ids) and torch.equal(sample(u, 1000).ids, whole.ids)
-    steps = run(grpo, tmp_path / "out", init=warm, top_k=k, steps=2)[1:]
-    plain = run(grpo, tmp_path / "plain", init=warm, steps=1)[1:]
-    assert all(m["mismatch"] < 1e-4 for m in steps) and steps[0]["entropy"] < plain[0]["entropy"]
+    parts = []
+    for row, on in zip(batch.ids, batch.mask):              # a token at a time, by the definition
+        for i in on.nonzero()[:, 0].tolist():
+            logits = policy.head(policy(row[None, :i])[0, -1]) / t
+            most = logits.sort(descending=True).indices[:k].tolist()
+            assert row[i].item() in most
+            parts.append(logits[row[i]] - logits[most].logsumexp(0))
+    want = torch.stack(parts)
+
+    def gradient(x):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(x.sum(), [*policy.parameters()], retain_graph=True)])
+    assert_close(batch.logp[batch.mask], want.detach(), atol=1e-5, rtol=1e-5)
+    for policy.kv_cache in ("plain", "shared"):
+        logp, _ = grpo.passes.token_logps(policy, batch.ids, batch.mask, t)
+        assert_close(logp[batch.mask], want, atol=1e-5, rtol=1e-5)
+        assert_close(gradient(logp), gradient(want), atol=1e-4, rtol=1e-4)
+    logits, last = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3]], requires_grad=True), torch.tensor([3, 3])
+    policy.top_k = 2                                        # what an update has moved out of the k takes a place there
+    assert (policy.truncated(logits, last) > -torch.inf).tolist() == [[True, False, False, True], [False, False, True, True]]
+    policy.truncated(logits, last).log_softmax(-1)[:, 3].sum().backward()
+    assert logits.grad.isfinite().all() and (logits.grad[0, 1:3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_the_most_likely_tokens(changed, warm, tmp_path, dtype):
+    """With ratios other than 1 and a reference; an evaluation alone draws from them, too."""
+    grpo, given = changed(TOP_K), dict(top_k=2, dtype=dtype, beta=0.1, epochs=2, minibatches=2)
+    steps = run(grpo, tmp_path / "out", init=warm, **given, steps=3)
+    plain = run(grpo, tmp_path / "plain", init=warm, dtype=dtype, steps=1)
+    assert all(0 < m["grad_norm"] < 100 and math.isfinite(m["kl"]) for m in steps[1:])
+    assert steps[1]["entropy"] < plain[1]["entropy"]
+    assert dtype == "bfloat16" or all(m["mismatch"] < 1e-4 for m in steps[1:])
+    cfg = grpo.make_config(**{**SMALL, "warm_steps": 0}, init=str(warm), out=str(tmp_path / "alone"), top_k=2, dtype=dtype)
+    agent = grpo.Agent(cfg, *grpo.setup.trained_model(cfg))
+    assert agent.policy.top_k == agent.sampler.top_k == 2
+
+
+def test_the_students_of_a_teacher():
+    """The page's table, and that students end where the teacher is."""
+    found = json.loads((ROOT / "experiments" / "studies" / "distillation.json").read_text())
+
+    def cell(algo, when):
+        least, middle, most = sorted(run[when] for run in found[algo].values())
+        return f"{middle:.1%} ({least:.1%} to {most:.1%})"
+    for algo, name in (("grpo", "GRPO"), ("distillation", "distillation")):
+        assert f"| {name} | {cell(algo, 'before')} | {cell(algo, 'after')} |\n" in PAGE
+        assert {run["steps"] for run in found[algo].values()} == {24}
+    assert f"The teacher has {found['teacher']:.1%}." in PAGE
+    assert all(abs(run["after"] - found["teacher"]) < 0.01 for run in found["distillation"].values())
+
+
+def test_a_kl_that_is_cut(changed, warm, tmp_path):
+    """At 10, where it has no gradient; below it is k3."""
+    grpo = changed(CUT_KL)
+    grpo.make_config(algo="cut_kl")
+    gap = torch.tensor([-30.0, -1, 0, 1, 2.4, 3, 30], dtype=torch.float64, requires_grad=True)     # log pi_ref - log pi
+    kl = grpo.kl_estimate(torch.zeros(7), gap, "k3")
+    want = [x.exp() - 1 - x for x in gap.detach().clamp(min=-20)]
+    assert kl.tolist() == pytest.approx([min(x.item(), 10) for x in want])
+    assert torch.autograd.grad(kl.sum(), gap)[0].tolist() == pytest.approx([
+        0 if x > 10 else math.expm1(g) for x, g in zip(want, gap.tolist())])
+    assert run(grpo, tmp_path / "out", init=warm, algo="cut_kl", beta=0.1, steps=2)[2]["kl"] > 0
 
 
 def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
@@ -313,7 +424,9 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
             for which in ("lora_a", "lora_b"):
                 getattr(layer, which).data.copy_(held[f"policy.{name}.{which}"])
     assert_close(base(ids), trained(ids), atol=1e-5, rtol=1e-4)
-    assert_close(adapters.Base(base)(ids), before)
+    first = adapters.base(base)
+    assert_close(first(ids), before)
+    assert {id(p) for p in first.parameters()} == {id(p) for p in base.parameters()}
 
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path):
@@ -352,8 +465,17 @@ def test_the_three_ways_to_log(changed, warm, tmp_path):
 
 
 def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):
-    """The run goes through, as sampler and trainer agree; the warm start is another one than without."""
-    steps = run(changed(DROPOUT), tmp_path / "with", warm_steps=20, steps=1)
+    """The page's lines, in a copy of the code. The run goes through; the warm start is another one than without."""
+    drop, seed = re.findall(r"`(F\.dropout\(.*?\)|torch\.manual_seed\(.*?\))`", PAGE)
+    folder = copy(tmp_path / "code")
+    for file, line, other in (("model.py", "        return x + self.mlp(self.post_attention_layernorm(x))\n",
+                               f"        new = self.mlp(self.post_attention_layernorm(x))\n        return x + {drop}\n"),
+                              ("run/warm_start.py", "    for step in range(steps):\n",
+                               f"    for step in range(steps):\n        {seed}\n")):
+        text = (folder / file).read_text()
+        assert text.count(line) == 1
+        (folder / file).write_text(text.replace(line, other))
+    steps = run(changed(), tmp_path / "with", warm_steps=20, steps=1)
     assert len(steps) == 2 and steps[1]["mismatch"] < 1e-4
     run(sys.modules["grpo"], tmp_path / "again", warm_steps=20, steps=1)
     run(unchanged, tmp_path / "without", warm_steps=20, steps=1)
@@ -399,7 +521,7 @@ def test_the_board_gets_the_metrics(changed, warm, tmp_path, board, monkeypatch)
 
 def test_all_changes_at_once(changed, warm, tmp_path, board):
     steps = run(changed(*DIFFS), tmp_path / "out", init=warm, algo="cispo", kl="loss", beta=0.2,
-                beta_steps=2, entropy_coef=0.01, epochs=2, steps=2)[1:]
+                beta_steps=2, entropy_coef=0.01, top_k=20, lora_rank=3, lr_warmup=1, epochs=2, steps=2)[1:]
     assert [m["beta"] for m in steps] == pytest.approx([0.1, 0.2]) and len(board[1]) == 3
     assert all(m["mismatch"] < 1e-4 and m["grad_norm"] > 0 for m in steps)
 

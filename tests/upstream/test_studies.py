@@ -350,7 +350,7 @@ def test_a_variant_has_its_rate_from_the_development_map():
     assert studies.best_rate("x", dict([*known.items()][:2])) == studies.best_rate("y", known) == studies.RATES[0] == "1e-4"
     measured = {row.split("--algo ")[1].split()[0] for rows in studies.REGIMES.values() for row in rows.values()}
     files = {path.stem for path in (ROOT / "experiments" / "variants").glob("*.py")}
-    files -= {"adaptive_kl"}            # of PPO and its KL in the reward
+    files -= {"adaptive_kl", "distillation"}    # of PPO and its KL in the reward; of a teacher
     assert files < measured and measured - files == {"grpo", "dr_grpo", "rloo", "gspo"}
     found = studies.load("variants_tuning")["runs"]
     rates = {studies.STUDIES["variants"][regime][name].removeprefix(f"{row} --lr "): studies.best_rate(row, found)

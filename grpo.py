@@ -257,8 +257,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     if u is not None:
         u = u.to(device, torch.float32)
     cache = caches.new(policy, T, temperature)
-    first = ids[::group, :max(lengths)]         # a row of each prompt
-    p = cache.prefill(first, start[::group], group)                     # (B, V)
+    p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
     # Rows that are done sample on, into column T, until `append` drops them, at once or every 16
     # tokens. cache.rows has the indices of the r rows that are left, and p their probabilities.
     for n in range(max(room)):
@@ -273,8 +272,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         token = torch.where(own, token, ids[rows, column])      # a reply's is read instead
         ids[rows, column] = token
         mask[rows, column] = own
-        chosen = p.gather(1, token[:, None])[:, 0]
-        logp[rows, column] = chosen.log()
+        logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
         ended = (token[:, None] == stop).any(1) & own
         finished[rows] |= ended
         if reply is not None:
@@ -343,7 +341,8 @@ def group_scores(r, ends, cfg):
     total = r.sum((1, 2), keepdim=True)
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
-    std = (square.sum((1, 2), keepdim=True) / n).sqrt()
+    variance = square.sum((1, 2), keepdim=True) / n
+    std = variance.sqrt()
     dead = std <= 1e-6 * mean.abs().clamp(min=0.1)   # up to rounding
     score = r                                   # for the baselines "none" and "value"
     if "group" in cfg.baseline:                 # "group", "group+value"
@@ -511,7 +510,8 @@ def minibatches(cfg, rng, n):
     """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
     (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
     rows = torch.arange(cfg.prompts * cfg.group)
-    own_rows = dist.of_rank(rows.view(-1, cfg.group)).flatten()
+    own_groups = dist.of_rank(rows.view(-1, cfg.group))
+    own_rows = own_groups.flatten()
     assert n == len(own_rows), "a rollout must have --prompts x --group rows"
     for _ in range(cfg.epochs):
         order = rng.sample(range(len(rows)), len(rows))

@@ -225,8 +225,8 @@ def clip_gradients(params, most):
     UserError if it is not finite."""
     norm = full(torch.nn.utils.clip_grad_norm_(params, most)).item()
     if not math.isfinite(norm):
-        raise UserError(f"the norm of the gradient is {norm}: see \"The gradient is not finite\" in "
-                        f"docs/troubleshooting.md")
+        raise UserError(f"the norm of the gradient is {norm}: see \"The gradient is not finite\" "
+                        f"in docs/troubleshooting.md")
     return norm
 
 def like(p, x):

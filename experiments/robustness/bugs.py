@@ -110,8 +110,8 @@ BUGS = [
     # advantages
     ('equal rewards give scores that are not exactly 0', 'grpo.py', 'dead = std <= 1e-6', 'dead = std < 0', 'loss'),
     ("Bessel's correction", 'grpo.py',
-     'std = (square.sum((1, 2), keepdim=True) / n).sqrt()',
-     'std = (square.sum((1, 2), keepdim=True) / (n - 1)).sqrt()', 'loss'),
+     'variance = square.sum((1, 2), keepdim=True) / n',
+     'variance = square.sum((1, 2), keepdim=True) / (n - 1)', 'loss'),
     ('group statistics are computed over the batch', 'grpo.py',
      'ends = ends.view(-1, cfg.group, shape[1])',
      'ends = ends[None]', 'loss'),

@@ -1,6 +1,7 @@
-"""On-policy distillation (GKD, arXiv 2306.13649; MiniLLM, 2306.08543; Thinking Machines, 2025): the student samples, and the
-advantage of a token is log pi_teacher - log pi_student, a sample of minus the reverse KL at that token; no later token counts.
-The teacher is the model in the folder TEACHER. The task's reward is only logged, and `kl` is the KL to the teacher.
+"""On-policy distillation (GKD, arXiv 2306.13649; MiniLLM, 2306.08543; Thinking Machines, 2025): the
+student samples, and the advantage of a token is log pi_teacher - log pi_student, a sample of minus
+the reverse KL at that token; no later token counts. The teacher is the model in the folder TEACHER.
+The task's reward is only logged, and `kl` is the KL to the teacher.
 """
 from dataclasses import replace
 
@@ -12,16 +13,20 @@ from grpo import new_agent as of_student
 from grpo import rollout as of_task
 from run import passes, pretrained
 
-SETTINGS = dict(baseline="none", adv_scale="none", kl="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
+SETTINGS = dict(baseline="none", adv_scale="none", kl="none", loss_mean="token",
+                clip_low=1e9, clip_high=1e9)
 FIXED = ["baseline", "adv_scale", "kl", "supervision", "reward"]
 TEACHER = "out/arithmetic"
+
+
+def tokens(encoding):
+    return {i: encoding.decode_single_token_bytes(i) for i in encoding.known}
 
 
 def new_agent(cfg, task, encoding, policy, saved=None):
     agent = of_student(cfg, task, encoding, policy, saved)
     its_encoding, agent.teacher = pretrained.trained_model(replace(cfg, init=TEACHER))
-    own, others = ({i: e.decode_single_token_bytes(i) for i in e.known} for e in (encoding, its_encoding))
-    if own != others:
+    if tokens(its_encoding) != tokens(encoding):
         raise UserError(f"{TEACHER}: the teacher's tokenizer is not the student's")
     return agent
 

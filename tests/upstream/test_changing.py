@@ -6,8 +6,10 @@ import math
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import grpo as unchanged  # noqa: E402
+from run import checkpoint, dist  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
@@ -528,7 +531,7 @@ def test_all_changes_at_once(changed, warm, tmp_path, board):
 
 def test_the_script_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    *_, code, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     Path("notebook.py").write_text(code)
     runpy.run_path("notebook.py")
     said = capsys.readouterr().out
@@ -540,3 +543,28 @@ def test_the_script_runs(tmp_path, monkeypatch, capsys):
     off = float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1])
     norm = float(re.search(r"norm of the gradient (\S+)$", said, re.M)[1])
     assert off < 1e-6 and norm > 0.01
+
+
+def test_the_script_goes_on_after_an_interrupt(tmp_path, monkeypatch):
+    """In one process, as in a notebook: it equals a run that was left alone."""
+    monkeypatch.chdir(tmp_path)
+    cfg = unchanged.make_config(**SMALL | dict(steps=4, held_out=4, samples=2, out="out/whole"))
+    real = unchanged.train_step
+
+    def interrupted(agent, problems, step):
+        """Ctrl-C comes in the second step."""
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(agent, problems, step)
+
+    monkeypatch.setattr(unchanged, "train_step", interrupted)
+    with pytest.raises(dist.Stopped, match="after step 2"), checkpoint.running(cfg):
+        unchanged.train(cfg)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    Path("go_on.py").write_text(code)
+    agent = runpy.run_path("go_on.py")["agent"]
+    alone = unchanged.train(replace(cfg, out="out/alone", init="out/whole/warm_start", warm_steps=0))
+    assert [m["step"] for m in map(json.loads, open("out/whole/metrics.jsonl"))] == [0, 1, 2, 3, 4]
+    assert all(torch.equal(a, b) for a, b in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True))

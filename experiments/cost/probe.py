@@ -1,7 +1,6 @@
 """One measurement in a process of its own; gpu.py starts them all:
 
     python experiments/cost/probe.py decode cuda        # a token of many rows: in which way, and where its time goes
-    python experiments/cost/probe.py parts cuda         # a layer's products, its attention, sampling: each by itself
     python experiments/cost/probe.py update cuda        # updates, with micro-batches and chunks of several sizes
     python experiments/cost/probe.py inductor cuda      # a token and an update, as they are and compiled
     python experiments/cost/probe.py run cuda --task arithmetic --steps 2       # a run of grpo.py
@@ -38,17 +37,18 @@ import data  # noqa: E402
 import grpo  # noqa: E402
 import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
+from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from run import caches, checkpoint, dist, passes, preflight, pretrained  # noqa: E402
 
-# The models, numbers of rows, rows and tokens of a prompt, bytes of different weights in turn (more than a GPU's cache
-# holds), and of updates: the batch, and for micro-batches the tokens and, if not the default, the logits at a time.
+# The models, numbers of rows, rows and tokens of a prompt, and of updates: the batch, and for micro-batches the tokens
+# and, if not the default, the logits at a time.
 LARGE = SimpleNamespace(
-    shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256, bytes=2 ** 28,
+    shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256,
     dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
     updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
 SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
-    shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
+    shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
 CACHES = {"graph": "static", "eager": "static", "shared": "shared", "plain": "plain"}
 AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
@@ -82,7 +82,7 @@ def has_gpu():
 def memory():
     """The peak of the memory in use, and what PyTorch holds on a GPU."""
     reserved = {"reserved GB": torch.cuda.memory_reserved() / 1e9} if has_gpu() else {}
-    return {"peak GB": speed.peak() / 1e9} | reserved
+    return {"peak GB": results.peak() / 1e9} | reserved
 
 
 def reset():
@@ -105,11 +105,6 @@ def recorded(f):
     def replay(kept=f):         # with f stays what it works on: the graph has only the addresses
         graph.replay()
     return replay
-
-
-def micros(place, f, n=1):
-    """Microseconds of one of the n things that f does, as a graph."""
-    return 1e6 * statistics.median(speed.timed(place, recorded(f))) / n
 
 
 def kernels(name, place, f, n=1):
@@ -226,7 +221,7 @@ def library(c, rows, slots, place, dtype):
             F.scaled_dot_product_attention(q.unflatten(1, (K, H // K, D)), *cache, attn_mask=mask)
             h = F.linear(F.linear(F.linear(q, o), gate_up)[:, :c.n_inner], down)
         F.linear(h, head)
-    return micros(place, token) / 1e6
+    return statistics.median(speed.timed(place, recorded(token)))
 
 
 def of_a_token(at, policy):
@@ -289,61 +284,6 @@ def one_way(name, at, policy, way, rows, copied, floor=float("nan")):
             where_time_goes(found, at, policy, token)
         with measuring(f"kernels of a {way}"), sampling(policy, way):
             of_kernels(at, policy, way)
-
-# --------------------------------------------------------------------------------------------- parts
-
-def flat(p, u):
-    """`sample_token` by one cumulative sum over the vocabulary."""
-    return caches.inverse_cdf(p, u)[0]
-
-
-@torch.no_grad()
-def parts(at, device):
-    """What a token consists of, each by itself in a graph that repeats it with other weights: microseconds."""
-    c, place = model.GPTConfig(**at.shapes["0.5B"]), torch.device(device)
-    C, H, K, D, inner, dtype = c.n_embd, c.n_head, c.n_kv_head, c.head_size, c.n_inner, torch.bfloat16
-    random = partial(torch.randn, device=place, dtype=dtype)
-    copied = speed.bandwidth(place)
-    tell("copy", **{"TB/s": copied / 1e12})
-    with measuring("large product") as found:
-        found["TFLOP/s"] = speed.matrix_rate(place, "bfloat16") / 1e12
-    one = torch.zeros(1, device=place)
-    with measuring("smallest kernel") as found:
-        found["us"] = micros(place, lambda: [one.add_(1) for _ in range(1000)], 1000)
-    products = {"q": (H * D, C), "k": (K * D, C), "q k v": ((H + 2 * K) * D, C), "o": (C, H * D), "gate": (inner, C),
-                "gate up": (2 * inner, C), "down": (C, inner), "head": (c.vocab_size, C)}
-
-    def each(f, things):
-        for x in things:
-            f(x)
-    for rows in at.rows:
-        for name, shape in products.items():
-            with measuring(f"product {name} {rows}") as found:
-                size = 2 * shape[0] * shape[1]
-                weights = [random(shape) * 0.02 for _ in range(max(4, at.bytes // size))]
-                us = micros(place, partial(each, partial(F.linear, random(rows, shape[1])), weights), len(weights))
-                found |= {"us": us, "TFLOP/s": size * rows / us / 1e6, "share": 1e6 * size / copied / us}
-    rows = at.rows[0]
-    for slots in (caches.by_64(at.context + n) for n in (64, 384)):
-        q, k, v = (random(rows, 1, n, D) for n in (H, K, K))
-        size = 4 * rows * K * slots * D
-        layers = [random(2, rows, K, slots, D) for _ in range(max(4, at.bytes // size))]
-        pos = torch.full((rows, 1), slots - 1, device=place)
-        layout = model.CachedRows(pos, pos, layers, slots)
-        mask, heads = layout.mask.expand(-1, -1, H // K, -1), q.view(rows, K, H // K, D)
-        for name, f in (("attention", lambda kv: F.scaled_dot_product_attention(heads, *kv, attn_mask=mask)),
-                        ("CachedRows.attend", lambda kv: layout.attend(q, k, v, kv))):
-            with measuring(f"{name} {rows} x {slots}") as found:
-                found["us"] = micros(place, partial(each, f, layers), len(layers))
-                found["share"] = 1e6 * size / copied / found["us"]
-    p, u = random(rows, c.vocab_size).float().softmax(-1), torch.rand(rows, device=place)
-    for name, rule in (("sample_token", caches.sample_token), ("flat rule", flat)):
-        with measuring(f"{name} {rows} x {c.vocab_size}") as found:
-            sample = partial(rule, p, u)
-            found["us"] = 1e6 * statistics.median(speed.timed(place, sample))       # as it runs: not in a graph
-    x, weight = random(rows, C).float(), torch.ones(C, device=place)
-    with measuring(f"rms_norm {rows}") as found:
-        found["us"] = micros(place, lambda: [F.rms_norm(x, (C,), weight, 1e-6) for _ in range(50)], 50)
 
 # -------------------------------------------------------------------------------------------- updates
 
@@ -452,19 +392,12 @@ def run(words, device, whole=True):
             save(agent, step, *more)
             tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
     with (mock.patch.object(checkpoint, "end_step", ended), mock.patch.object(checkpoint, "save", saved),
-          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
-          mock.patch.object(passes, "checked_gap", wraps=passes.checked_gap) as checks):
+          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs):
         try:
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
                 tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
-            gaps = [sum(x.abs().sum().item() for x in parts) / max(1, tokens.item())
-                    for (parts, tokens, _), _ in checks.call_args_list]
-            tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
-            if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-                graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-                tell("compilation", graphs=graphs, breaks=breaks)
 
 
 def steps(words, device):
@@ -479,7 +412,7 @@ def main(argv):
     if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE
-    f = {f.__name__: f for f in (decode, parts, update, inductor, run, steps)}[name]
+    f = {f.__name__: f for f in (decode, update, inductor, run, steps)}[name]
     with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
         f(words if f in (run, steps) else at, "cuda" if device == "pretend" else device)
 

@@ -33,6 +33,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 from data import sums as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
+from experiments import results  # noqa: E402
 
 # A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
 # weigh a third. With that, and with half of the calls in the demonstrations wrong instead of a
@@ -154,9 +155,8 @@ def rows(runs):
         for name, form in (("accuracy", ".1%"), ("calls", ".2f"), ("well formed", ".1%")):
             cells = []
             for stage in places(0):
-                x = sorted(n for run in runs if (n := run[stage][title][name]) is not None)
-                cells.append(f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
-                             if x else "")
+                found = [n for run in runs if (n := run[stage][title][name]) is not None]
+                cells.append(results.spread(found, form))
             yield f"| {title}: {name} | {' | '.join(cells)} |"
 
 
@@ -182,18 +182,18 @@ def main():
         where = places(seed)["after"]
         if args.measure:
             found = {stage: measured(place, seed) for stage, place in places(seed).items()}
-            (where / "measured.json").write_text(json.dumps(found))
+            results.write(where / "measured.json", found | {"about": results.about()})
         elif not args.readme:
             sums.ours(seed, where, *FLAGS)
         else:
-            steps = [m for m in sums.lines(where / "metrics.jsonl") if m["step"]]
+            steps = [m for m in results.lines(where / "metrics.jsonl") if m["step"]]
             curve = {name: [round(m[name], 4) for m in steps] for name in CURVES}
             runs[seed] = json.loads((where / "measured.json").read_text()) | {"curve": curve}
     if args.readme:
-        (HERE / "calculator.json").write_text(json.dumps(runs, indent=1) + "\n")
+        results.write(HERE / "calculator.json", runs)
         titles = {"right, sampled (orange: sums)": "", "calls per problem": "",
                   "right in training": "step"}
-        sums.figure_of(HERE / "calculator.png", partial(draw, runs=[*runs.values()]), titles)
+        results.figure(HERE / "calculator.png", partial(draw, runs=[*runs.values()]), titles)
         print("\n".join(rows([*runs.values()])))
 
 

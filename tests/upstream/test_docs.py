@@ -216,6 +216,12 @@ def test_the_table_of_countdown(results):
         assert run["after"]["pass@8"] < run["before"]["pass@8"]
 
 
+def test_the_table_of_gsm8k(results):
+    import gsm8k as script
+    table = results("models/gsm8k")
+    assert all(row in MEASURED for row in script.table(table)) and table["1"]["steps"] == 202
+
+
 def test_speeds_beside_trl(results):
     import speed
     found = results("cost/speed")

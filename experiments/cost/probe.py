@@ -11,8 +11,7 @@ it is known: `found`, then JSON. A measurement that fails is told with its error
 may be `pretend`, which is that of tests/pretend.py.
 
 A `share` is a lower bound on a time, divided by the time. For a token: the bytes of weights and cache, at the rate of a
-copy; `of library`: the products, attention and head alone, in a CUDA graph. For an update: its products, at the rate of
-a large one.
+copy. For an update: its products, at the rate of a large one.
 """
 import contextlib
 import dataclasses
@@ -29,7 +28,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -93,35 +91,6 @@ def reset():
         torch.cuda.reset_peak_memory_stats()
 
 
-def recorded(f):
-    """f recorded as a CUDA graph, as a function that launches it. Without a GPU, f itself."""
-    if not has_gpu():
-        return f
-    f()         # libraries prepare
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-
-    def replay(kept=f):         # with f stays what it works on: the graph has only the addresses
-        graph.replay()
-    return replay
-
-
-def kernels(name, place, f, n=1):
-    """Tell the longest kernels (on a CPU: operations) of f by name, for one of the n things that it does: how long they
-    take, and how many there are. Returns the number of all."""
-    kind = "CUDA" if has_gpu() else "CPU"
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
-        f()
-        speed.now(place)
-    took = [(getattr(x, f"self_{'device' if kind == 'CUDA' else 'cpu'}_time_total"), x) for x in profile.key_averages()]
-    took = sorted(((us, x.count, x.key) for us, x in took if us > 0), reverse=True)
-    number = sum(count for _, count, _ in took) / n
-    tell(f"{name} all", us=sum(us for us, *_ in took) / n, count=number)
-    for i, (us, count, key) in enumerate(took[:10], 1):
-        tell(f"{name} {i}", us=us / n, count=count / n, kernel=key[:100])
-    return number
-
 # ------------------------------------------------------------------------------- a token of many rows
 
 def random_gpt(shape, dtype, device):
@@ -181,7 +150,7 @@ def sampling(policy, way):
             caches.forget(policy)
 
 
-def a_token(found, at, policy, way, rows, copied, floor):
+def a_token(found, at, policy, way, rows, copied):
     """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of
     the lengths. The first rollout of all compiles and records. Returns seconds."""
     place, c, took = policy.device, policy.cfg, {}
@@ -197,31 +166,9 @@ def a_token(found, at, policy, way, rows, copied, floor):
     linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
     slots = rows * (at.context + sum(counts) / 2) * 2 * c.n_layer * c.n_kv_head * c.head_size
     bound = (2 if policy.amp else 4) * (linear + c.vocab_size * c.n_embd + slots) / copied
-    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token, "of library": floor / token,
+    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token,
               "first call s": first, AT_FIRST.get(way, "warm up s"): first - few} | memory()
     return token
-
-
-def library(c, rows, slots, place, dtype):
-    """Seconds of a token's kernels from libraries and nothing else, as a graph: the products of all layers, joined,
-    attention to so many slots, and the head."""
-    H, K, D = c.n_head, c.n_kv_head, c.head_size
-
-    def random(*shape):
-        return torch.randn(*shape, device=place, dtype=dtype) * 0.02
-    layers = [(random((H + 2 * K) * D, c.n_embd), random(c.n_embd, H * D), random(2 * c.n_inner, c.n_embd),
-               random(c.n_embd, c.n_inner), random(2, rows, K, slots, D)) for _ in range(c.n_layer)]
-    x, head = random(rows, c.n_embd), random(c.vocab_size, c.n_embd)
-    mask = torch.zeros(rows, 1, 1, slots, device=place, dtype=dtype).expand(-1, -1, H // K, -1)
-
-    def token():
-        h = x
-        for qkv, o, gate_up, down, cache in layers:
-            q = F.linear(h, qkv)[:, :H * D]
-            F.scaled_dot_product_attention(q.unflatten(1, (K, H // K, D)), *cache, attn_mask=mask)
-            h = F.linear(F.linear(F.linear(q, o), gate_up)[:, :c.n_inner], down)
-        F.linear(h, head)
-    return statistics.median(speed.timed(place, recorded(token)))
 
 
 def of_a_token(at, policy):
@@ -246,14 +193,6 @@ def where_time_goes(found, at, policy, token):
     found |= took | {"rest us": 1e6 * token - sum(took.values()), "host's launch us": 1e6 * statistics.median(launches)}
 
 
-def of_kernels(at, policy, way):
-    """Tell the kernels of a token, and of its graph."""
-    parts = of_a_token(at, policy)
-    number = kernels(f"kernels of a {way}", policy.device, parts["graph"])
-    tell(f"kernels of a {way}, for each layer", count=number / policy.cfg.n_layer)
-    kernels(f"kernels of a token, {way}", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
-
-
 @torch.no_grad()
 def decode(at, device):
     """Milliseconds for a token of each row, in all ways; where that time goes. First, whether the graph is right."""
@@ -266,24 +205,17 @@ def decode(at, device):
     tell("copy", **{"TB/s": copied / 1e12})
     for rows in at.rows:
         for name, policy in policies.items():
-            floor = float("nan")
-            with measuring(f"{name} {rows} library alone") as found:
-                slots = caches.by_64(at.context + 64)
-                floor = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
-                found["ms"] = 1e3 * floor
             for way in CACHES if rows == at.rows[0] else ("graph",):
-                one_way(name, at, policy, way, rows, copied, floor)
+                one_way(name, at, policy, way, rows, copied)
 
 
-def one_way(name, at, policy, way, rows, copied, floor=float("nan")):
+def one_way(name, at, policy, way, rows, copied):
     """Measure a token in one way, and, of the first model and number of rows, where its time goes."""
     with measuring(f"{name} {rows} {way}") as found, sampling(policy, way):
-        token = a_token(found, at, policy, way, rows, copied, floor)
+        token = a_token(found, at, policy, way, rows, copied)
     if (name, rows) == ("0.5B", at.rows[0]) and way in AT_FIRST and "ms" in found:
         with measuring(f"{name} {rows} {way}, inside a token") as found, sampling(policy, way):
             where_time_goes(found, at, policy, token)
-        with measuring(f"kernels of a {way}"), sampling(policy, way):
-            of_kernels(at, policy, way)
 
 # -------------------------------------------------------------------------------------------- updates
 
@@ -301,13 +233,6 @@ def random_batch(agent, start=20):
     return batch
 
 
-def chunks(logits):
-    """A context in which so many logits are computed at a time; None: as many as by default."""
-    if logits is None:
-        return contextlib.nullcontext()
-    return mock.patch.object(passes, "most_logits", lambda device: logits)
-
-
 def new_agent(at, device):
     """An agent with a random model, whose updates change nothing, and a rollout for it."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
@@ -318,17 +243,13 @@ def new_agent(at, device):
     return agent, random_batch(agent)
 
 
-def one_update(agent, batch):
-    return grpo.update(agent, batch, dist.rng(agent.cfg, "update"))
-
-
 def some_updates(name, agent, batch, bound):
     """Measure two updates; the first one warms up, or compiles."""
     with measuring(name) as found:
         reset()
         for key in ("first s", "s"):
             began = speed.now(agent.policy.device)
-            stats = one_update(agent, batch)
+            stats = grpo.update(agent, batch, dist.rng(agent.cfg, "update"))
             found[key] = speed.now(agent.policy.device) - began
         found |= {"tokens/s": batch.mask.sum().item() / found["s"], "share": bound / found["s"],
                   "mismatch": stats["mismatch"]} | memory()
@@ -337,18 +258,16 @@ def some_updates(name, agent, batch, bound):
 
 
 def update(at, device):
-    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches; their kernels."""
+    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches."""
     agent, batch = new_agent(at, device)
     cfg, bound = agent.cfg, speed.floors(agent, batch)
     tell("large product", **{"TFLOP/s": bound["gflops"] / 1e3})
     for tokens, logits in at.updates:
-        with chunks(logits):
-            agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
-            name = f"micro_tokens {tokens}" + (f", {logits} logits" if logits else "")
+        agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+        name = f"micro_tokens {tokens}" + (f", {logits} logits" if logits else "")
+        most = passes.most_logits if logits is None else lambda device: logits
+        with mock.patch.object(passes, "most_logits", most):
             some_updates(name, agent, batch, bound["update"])
-    agent.cfg = cfg
-    with measuring("kernels") as found:
-        found["of an update"] = kernels("kernels", agent.policy.device, partial(one_update, agent, batch))
 
 # ------------------------------------------------------------------------------------------- compiled
 

@@ -1,4 +1,4 @@
-"""What the scripts that write results share: what a result was made with, its numbers, its figure."""
+"""What the scripts that write results share: what made a result, its numbers, its figure."""
 import datetime
 import importlib.metadata
 import importlib.util
@@ -30,6 +30,12 @@ def about(*packages):
     return {"commit": commit, "date": datetime.date.today().isoformat(),
             "machine": model[1] if model else platform.processor(), "cores": os.cpu_count(),
             "python": platform.python_version(), "torch": torch.__version__} | gpu | versions
+
+
+def stamp(*packages):
+    """The same as a line of a page."""
+    commit, date, *others = about(*packages).values()
+    return f"Commit {commit}, {date}: {', '.join(map(str, others))}."
 
 
 def lines(path):

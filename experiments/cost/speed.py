@@ -300,11 +300,11 @@ def main():
     who = [name for name in args.who if name.startswith("ours") or importlib.util.find_spec("trl")]
     file = HERE / "speed.json" if args.readme else ROOT / args.out
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}
-    result["about"] = results.about("trl", "transformers")
     for size in args.sizes:
         if (init := ROOT / SIZES[size]["init"]).name in RANDOM:
             random_folder(init)
         result["sizes"][size] = study(size, who, args.turns, not args.no_peak)
+        result.setdefault("about", {})[size] = results.about("trl", "transformers")
         results.write(file, result)
     print("\n".join(rows(result)))
 

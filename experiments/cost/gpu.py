@@ -15,8 +15,6 @@ The parts, most telling first; probe.py says what a `share` is:
     tests       the tests that need a GPU
 
     inductor    a token and an update, compiled
-    main        24 steps of the main job: time, accuracy before and after
-    resume      the largest difference of a weight between 4 steps and 2 + 2, and between 4 steps and 4 others
 
 A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is --budget. What is
 found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
@@ -43,14 +41,9 @@ sys.path.insert(0, str(ROOT))
 from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from grpo import Config  # noqa: E402
-from run import checkpoint  # noqa: E402
 
 PATIENCE, LEAST = 5, 20     # seconds in which a process is asked to stop, before it is killed; that it needs at least
 PROBE = "experiments/cost/probe.py"
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --max_new 16 --prompts 4 "
-        "--group 4 --held_out 4 --samples 1")
-RUN = f"{PROBE} run {{device}} --task arithmetic"
-FEW = f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
 STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
          "--held_out 2 --samples 1 --steps 3 {size} --init")
 # The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
@@ -62,9 +55,6 @@ PARTS = {
                       "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/extra/test_gpu.py --gpu"}),
     "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
-    "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
-    "resume": (90, {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2",
-                    "halves resumed": f"{FEW} 4 --resume"}),
 }
 QUICK = [*PARTS][:5]
 
@@ -76,9 +66,9 @@ def started(args, command):
     for name, where in models.items():
         if f"{{{name}}}" in command:
             speed.random_folder(where)
-    words = dict(tiny="", small="", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    words = dict(small="", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
     if args.tiny:
-        words = dict(tiny=TINY, small="--small", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
+        words = dict(small="--small", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
     return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
 
 
@@ -107,11 +97,10 @@ def limited(command, seconds, log, heard):
 def measured(args, name, command, seconds, add):
     """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: of a probe its
     results, of any other one what it prints. At last come its exit code and, if it failed, its last lines."""
-    where, log = args.out / name.removesuffix(" resumed").replace(" ", "-"), args.out / "logs" / f"{name}.txt"
+    where, log = args.out / name.replace(" ", "-"), args.out / "logs" / f"{name}.txt"
     log.write_text("")
-    if "--resume" not in command:
-        shutil.rmtree(where, ignore_errors=True)
-    own, began, said = command[:2] in ([PROBE, "run"], [PROBE, "steps"]), time.time(), []
+    shutil.rmtree(where, ignore_errors=True)
+    own, began, said = command[:2] == [PROBE, "steps"], time.time(), []
 
     def heard(line):
         at = round(time.time() - began, 2)
@@ -132,14 +121,6 @@ def measured(args, name, command, seconds, add):
         end |= {"state": "cut off" if code in (-9, -15, 143) else "FAILED", "last": last}
     add("end", end)
     return not code
-
-
-def compared(out):
-    """How far the runs of `resume` are apart."""
-    folders = [out / f"resume-{name}" for name in ("whole", "again", "halves")]
-    one, *others = (checkpoint.load(folder, Config)[1].tensors for folder in folders)
-    return {name: max((one[n] - two[n]).abs().max().item() for n in one if n.startswith("policy."))
-            for name, two in zip(("4 and 4", "4 and 2 + 2"), others)}
 
 
 def shown(found):
@@ -193,9 +174,6 @@ def main():
             except (OSError, RuntimeError, ValueError) as e:        # such as a full disk: the next part may not need it
                 add(name, "end", {"state": f"FAILED: {type(e).__name__}: {e}"})
                 good = False
-    if "resume" in parts and good:
-        result["resume, in all"] = {}
-        add("resume, in all", "largest difference", compared(args.out))
     sys.exit(not good)
 
 

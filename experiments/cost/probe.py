@@ -3,8 +3,7 @@
     python experiments/cost/probe.py decode cuda        # a token of many rows: in which way, and where its time goes
     python experiments/cost/probe.py update cuda        # updates, with micro-batches and chunks of several sizes
     python experiments/cost/probe.py inductor cuda      # a token and an update, as they are and compiled
-    python experiments/cost/probe.py run cuda --task arithmetic --steps 2       # a run of grpo.py
-    python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # the same; its end is not saved
+    python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # a run of grpo.py; its end is not saved
 
 Models are random, in the shapes of Qwen2.5-0.5B and SmolLM2-135M, or tiny with --small. A result is printed as soon as
 it is known: `found`, then JSON. A measurement that fails is told with its error, and the next one follows. The device
@@ -295,10 +294,10 @@ def compile_layers(*models):
         torch._dynamo.reset()
         dist.compile_all(grpo.make_config(task="sums", compile=True), *models)
 
-# ----------------------------------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------------------------------- steps of runs
 
-def run(words, device, whole=True):
-    """A run of grpo.py: its steps, and what it does not log. If it is not whole, its last checkpoint is not written."""
+def steps(words, device):
+    """The first steps of a run, and what it does not log. Its last checkpoint, which takes long, is not written."""
     end_step, save = checkpoint.end_step, checkpoint.save
 
     def ended(agent, step, stats):
@@ -306,10 +305,8 @@ def run(words, device, whole=True):
         end_step(agent, step, stats)
 
     def saved(agent, step, *more):
-        began = time.perf_counter()
-        if whole or step < agent.cfg.steps:
+        if step < agent.cfg.steps:
             save(agent, step, *more)
-            tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
     with (mock.patch.object(checkpoint, "end_step", ended), mock.patch.object(checkpoint, "save", saved),
           mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs):
         try:
@@ -319,11 +316,6 @@ def run(words, device, whole=True):
                 tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
 
 
-def steps(words, device):
-    """The beginning of a run."""
-    run(words, device, whole=False)
-
-
 def main(argv):
     """Make the measurement that the first word names, on the device that the second one names."""
     name, device, *words = argv
@@ -331,9 +323,9 @@ def main(argv):
     if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE
-    f = {f.__name__: f for f in (decode, update, inductor, run, steps)}[name]
+    f = {f.__name__: f for f in (decode, update, inductor, steps)}[name]
     with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
-        f(words if f in (run, steps) else at, "cuda" if device == "pretend" else device)
+        f(words if f is steps else at, "cuda" if device == "pretend" else device)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,14 @@ def listed(root, capsys):
 @pytest.mark.skipif(not shutil.which("git"), reason="no git")
 def test_a_result_is_listed_with_what_changed_since(tmp_path, capsys):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    commit = committed(tmp_path, experiments__a__x_py="task = 'sums'", experiments__y_py="", grpo_py="", data__sums_py="", data__z_py="")
+    commit = committed(tmp_path, experiments__a__x_py="task = 'sums'", experiments__y_py="", grpo_py="", data__sums_py="",
+                       data__z_py="")
     new = json.dumps({"about": {"date": "2026-02-01", "commit": commit + "-dirty"}})
     old = json.dumps({"1": {"date": "2026-01-02", "commit": commit}, "2": [{"date": "2026-01-01", "commit": commit}]})
-    committed(tmp_path, experiments__a__x_json=new, experiments__y_json=old, experiments__y_md=f"| a |\n\nCommit {commit}, 2026-03-01: cpu.\n")
-    assert listed(tmp_path, capsys)[1:] == [["2026-01-01", commit, "0", "0", "y.json"], ["2026-02-01", commit, "0", "0", "a/x.json"],
-                                            ["2026-03-01", commit, "0", "0", "y.md"]]
+    page = f"| a |\n\nCommit {commit}, 2026-03-01: cpu.\n"
+    committed(tmp_path, experiments__a__x_json=new, experiments__y_json=old, experiments__y_md=page)
+    assert listed(tmp_path, capsys)[1:] == [[date, commit, "0", "0", name] for date, name in (
+        ("2026-01-01", "y.json"), ("2026-02-01", "a/x.json"), ("2026-03-01", "y.md"))]
     committed(tmp_path, experiments__a__x_py="task = 'sums', 1", grpo_py="1")
     committed(tmp_path, data__sums_py="1")
     committed(tmp_path, data__z_py="1")

@@ -8,7 +8,7 @@ are wrong; then come 40 steps of RL. With one thread on a busy machine, a seed t
     python experiments/models/smollm2.py                    # the model, into out/smollm2
     python experiments/models/calculator.py 1 2 3           # a run for each seed
     python experiments/models/calculator.py --measure 1 2 3 # before, after the start, after RL
-    python experiments/models/calculator.py --readme 1 2 3  # calculator.json and calculator.png
+    python experiments/models/calculator.py --readme 1 2 3  # calculator.json
 
 This file is also the task of these runs. To choose settings, use its flag --development 1.
 
@@ -23,7 +23,6 @@ import random
 import re
 import statistics
 import sys
-from functools import partial
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import NamedTuple
@@ -160,16 +159,6 @@ def rows(runs):
             yield f"| {title}: {name} | {' | '.join(cells)} |"
 
 
-def draw(axes, runs):
-    """Accuracy and calls at the three stages, sums in orange; accuracy in training."""
-    for run in runs:
-        for sign, colour in (("*", "tab:blue"), ("+", "tab:orange")):
-            of = {stage: run[stage][f"{KINDS[sign][0]}, sampled"] for stage in places(0)}
-            for axis, name in zip(axes, ("accuracy", "calls")):
-                axis.plot(list(of), [x[name] for x in of.values()], "o-", color=colour, alpha=0.7)
-        axes[2].plot(run["curve"]["accuracy"], color="tab:blue", alpha=0.7)
-
-
 def main():
     import sums
     parser = argparse.ArgumentParser(description=__doc__,
@@ -191,9 +180,6 @@ def main():
             runs[seed] = json.loads((where / "measured.json").read_text()) | {"curve": curve}
     if args.readme:
         results.write(HERE / "calculator.json", runs)
-        titles = {"right, sampled (orange: sums)": "", "calls per problem": "",
-                  "right in training": "step"}
-        results.figure(HERE / "calculator.png", partial(draw, runs=[*runs.values()]), titles)
         print("\n".join(rows([*runs.values()])))
 
 

@@ -1,26 +1,20 @@
 """What this code does on a GPU, in one command:
 
-    python experiments/cost/gpu.py                              # on a GPU: the first six parts, in nine minutes
+    python experiments/cost/gpu.py                              # on a GPU: the first five parts, in nine minutes
     python experiments/cost/gpu.py decode                       # some of the parts
     python experiments/cost/gpu.py --device cpu --tiny          # a dry run on the CPU: two minutes
     python experiments/cost/gpu.py --device pretend --tiny      # another, on the CUDA device of tests/pretend.py
 
-The parts, most telling first; of the first three, probe.py says what a `share` is:
+The parts, most telling first; probe.py says what a `share` is:
 
     decode      whether a CUDA graph gives the plain cache's tokens; a token of 64, 256 and 512 rows, in four ways, in the
                 shapes of Qwen2.5-0.5B and SmolLM2-135M; where its time goes
-    parts       products, attention and sampling, each by itself
     update      updates of 256 rows of 512 tokens, with micro-batches and chunks of several sizes
     steps       three steps of a run: 16 x 16 completions of 512 tokens, by random models of both shapes
-    trl         two steps of the first one by this code and by TRL, if that is installed; with vLLM, if that is
+    trl         two steps of the first one by this code and by TRL, if that is installed
     tests       the tests that need a GPU
 
     inductor    a token and an update, compiled
-    main        24 steps of the main job, not compiled: time, accuracy before and after
-    compiled    the same, compiled: time, number of graphs and of graph breaks
-    agree       how far sampler and trainer are apart, in float32 and bfloat16, with each KV cache
-    learned     whether a step of PPO with a critic runs, and one with a learned reward of steps
-    resume      the largest difference of a weight between 4 steps and 2 + 2, and between 4 steps and 4 others
 
 A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is --budget. What is
 found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
@@ -31,7 +25,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -45,39 +38,25 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from grpo import Config  # noqa: E402
-from run import checkpoint  # noqa: E402
 
 PATIENCE, LEAST = 5, 20     # seconds in which a process is asked to stop, before it is killed; that it needs at least
 PROBE = "experiments/cost/probe.py"
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --max_new 16 --prompts 4 "
-        "--group 4 --held_out 4 --samples 1")
-RUN = f"{PROBE} run {{device}} --task arithmetic"
-STEP, FEW = f"{RUN} {TINY} --steps 1", f"{RUN} {{tiny}} --held_out 20 --samples 1 --steps"
 STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
          "--held_out 2 --samples 1 --steps 3 {size} --init")
-CACHES = {name: f"--cache {name}" for name in ("static", "shared", "plain")}
 # The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
 PARTS = {
     "decode": (130, {"": f"{PROBE} decode {{device}} {{small}}"}),
-    "parts": (60, {"": f"{PROBE} parts {{device}} {{small}}"}),
     "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
     "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
     "trl": (110, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
-                      "'TRL vLLM bfloat16 in parts' --turns 2 --no_peak --device {device} --out {out}/speed.json"}),
+                      "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
     "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/extra/test_gpu.py --gpu"}),
     "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
-    "main": (240, {"": f"{RUN} {{tiny}} --steps 24"}),
-    "compiled": (240, {"": f"{RUN} {{tiny}} --steps 24 {{compile}}"}),
-    "agree": (90, {f"{dtype} {name}": f"{FEW} 2 --dtype {dtype} {cache}"
-                   for dtype in ("float32", "bfloat16") for name, cache in CACHES.items()}),
-    "learned": (90, {"ppo": f"{STEP} --algo ppo --critic separate",
-                     "steps": f"{STEP} --reward model --supervision process"}),
-    "resume": (90, {"whole": f"{FEW} 4", "again": f"{FEW} 4", "halves": f"{FEW} 2",
-                    "halves resumed": f"{FEW} 4 --resume"}),
 }
-QUICK = [*PARTS][:6]
+QUICK = [*PARTS][:5]
 
 
 def started(args, command):
@@ -87,9 +66,9 @@ def started(args, command):
     for name, where in models.items():
         if f"{{{name}}}" in command:
             speed.random_folder(where)
-    words = dict(tiny="", small="", compile="--compile", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
+    words = dict(small="", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
     if args.tiny:
-        words = dict(tiny=TINY, small="--small", compile="", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
+        words = dict(small="--small", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
     return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
 
 
@@ -118,11 +97,10 @@ def limited(command, seconds, log, heard):
 def measured(args, name, command, seconds, add):
     """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: of a probe its
     results, of any other one what it prints. At last come its exit code and, if it failed, its last lines."""
-    where, log = args.out / name.removesuffix(" resumed").replace(" ", "-"), args.out / "logs" / f"{name}.txt"
+    where, log = args.out / name.replace(" ", "-"), args.out / "logs" / f"{name}.txt"
     log.write_text("")
-    if "--resume" not in command:
-        shutil.rmtree(where, ignore_errors=True)
-    own, began, said = command[:2] in ([PROBE, "run"], [PROBE, "steps"]), time.time(), []
+    shutil.rmtree(where, ignore_errors=True)
+    own, began, said = command[:2] == [PROBE, "steps"], time.time(), []
 
     def heard(line):
         at = round(time.time() - began, 2)
@@ -145,14 +123,6 @@ def measured(args, name, command, seconds, add):
     return not code
 
 
-def compared(out):
-    """How far the runs of `resume` are apart."""
-    folders = [out / f"resume-{name}" for name in ("whole", "again", "halves")]
-    one, *others = (checkpoint.load(folder, Config)[1].tensors for folder in folders)
-    return {name: max((one[n] - two[n]).abs().max().item() for n in one if n.startswith("policy."))
-            for name, two in zip(("4 and 4", "4 and 2 + 2"), others)}
-
-
 def shown(found):
     """Results on a line."""
     def form(x):
@@ -161,19 +131,10 @@ def shown(found):
     return at + "  ".join(f"{name} {form(x)}" for name, x in found.items() if name not in ("at", "last"))
 
 
-def about(device):
-    """What a result was measured with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True) \
-        if shutil.which("git") else None
-    return {"device": torch.cuda.get_device_name() if device == "cuda" else device, "torch": torch.__version__,
-            "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
-            "commit": commit.stdout.strip() if commit else ""}
-
-
 def main():
     began = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first six; all: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first five; all: all")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts together")
@@ -188,16 +149,17 @@ def main():
     args.out = args.out.resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     file, good = args.json or args.out / "gpu.json", True
-    result = (json.loads(file.read_text()) if file.exists() else {}) | about(args.device)
-    print(shown({name: result[name] for name in about(args.device)}), flush=True)
+    about = results.about("trl") | {"device": args.device}
+    result = (json.loads(file.read_text()) if file.exists() else {}) | about
+    print(shown(about), flush=True)
 
     def add(name, what, found, line=None):
         """Print what was found, and keep it."""
         print(f"{name}: {line or f'{what}: {shown(found)}'}", flush=True)
         result[name][what] = found
-        file.write_text(json.dumps(result, indent=1) + "\n")
-    todo = [(part, f"{part} {case}".strip(), command) for part in parts for case, command in PARTS[part][1].items()
-            if not (args.tiny and part == "compiled")]      # it would not be
+        results.write(file, result)
+    todo = [(part, f"{part} {case}".strip(), command)
+            for part in parts for case, command in PARTS[part][1].items()]
     for i, (part, name, command) in enumerate(todo):
         result[name] = {}
         left = args.budget - (time.time() - began)
@@ -212,9 +174,6 @@ def main():
             except (OSError, RuntimeError, ValueError) as e:        # such as a full disk: the next part may not need it
                 add(name, "end", {"state": f"FAILED: {type(e).__name__}: {e}"})
                 good = False
-    if "resume" in parts and good:
-        result["resume, in all"] = {}
-        add("resume, in all", "largest difference", compared(args.out))
     sys.exit(not good)
 
 

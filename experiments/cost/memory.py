@@ -6,9 +6,7 @@ with whole models and with --shard.
 8 rows of 1,024 tokens, a vocabulary of 152,000, 2 layers; then two steps of GRPO for a model of 114 million
 parameters with very few tokens. With --readme the result replaces memory.json, which the docs quote.
 """
-import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -21,6 +19,8 @@ from safetensors.torch import load_file, save_file
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
+from experiments import results  # noqa: E402
+from experiments.results import peak  # noqa: E402
 from data import arithmetic  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
@@ -29,11 +29,6 @@ from run import dist, passes, pretrained  # noqa: E402
 SHAPE = GPTConfig(vocab_size=152_000, n_layer=2, n_embd=128, n_inner=352, block_size=1024)
 ROWS, T = 8, 1024
 LARGE = GPTConfig(n_layer=16, n_embd=768, n_head=12, n_kv_head=12, n_inner=2048, block_size=64)
-
-
-def peak():
-    """Peak memory of this process, in bytes."""
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def one(way, file):
@@ -85,13 +80,13 @@ def main():
                 for way, file in files.items()}
         a, b = (load_file(file) for file in files.values())
     worst = max(((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in a)
-    result = {**took, "share": took["parts"] / took["whole"],
+    result = {"about": results.about(), **took, "share": took["parts"] / took["whole"],
               "largest relative difference of the gradients": worst}
     for dtype in ("float32", "bfloat16"):
         whole_models, parts = (two_ranks(models, dtype) for models in ("whole", "part"))
         result[f"a rank, {dtype}"] = {"whole": whole_models, "part": parts, "share": parts / whole_models}
     if "--readme" in sys.argv:
-        (HERE / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
+        results.write(HERE / "memory.json", result)
     print(result)
 
 

@@ -1,19 +1,16 @@
 """One measurement in a process of its own; gpu.py starts them all:
 
     python experiments/cost/probe.py decode cuda        # a token of many rows: in which way, and where its time goes
-    python experiments/cost/probe.py parts cuda         # a layer's products, its attention, sampling: each by itself
     python experiments/cost/probe.py update cuda        # updates, with micro-batches and chunks of several sizes
     python experiments/cost/probe.py inductor cuda      # a token and an update, as they are and compiled
-    python experiments/cost/probe.py run cuda --task arithmetic --steps 2       # a run of grpo.py
-    python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # the same; its end is not saved
+    python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # a run of grpo.py; its end is not saved
 
 Models are random, in the shapes of Qwen2.5-0.5B and SmolLM2-135M, or tiny with --small. A result is printed as soon as
 it is known: `found`, then JSON. A measurement that fails is told with its error, and the next one follows. The device
 may be `pretend`, which is that of tests/pretend.py.
 
 A `share` is a lower bound on a time, divided by the time. For a token: the bytes of weights and cache, at the rate of a
-copy; `of library`: the products, attention and head alone, in a CUDA graph. For an update: its products, at the rate of
-a large one.
+copy. For an update: its products, at the rate of a large one.
 """
 import contextlib
 import dataclasses
@@ -30,7 +27,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -38,17 +34,18 @@ import data  # noqa: E402
 import grpo  # noqa: E402
 import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
+from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from run import caches, checkpoint, dist, passes, preflight, pretrained  # noqa: E402
 
-# The models, numbers of rows, rows and tokens of a prompt, bytes of different weights in turn (more than a GPU's cache
-# holds), and of updates: the batch, and for micro-batches the tokens and, if not the default, the logits at a time.
+# The models, numbers of rows, rows and tokens of a prompt, and of updates: the batch, and for micro-batches the tokens
+# and, if not the default, the logits at a time.
 LARGE = SimpleNamespace(
-    shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256, bytes=2 ** 28,
+    shapes={"0.5B": speed.QWEN, "135M": speed.SMOLLM2}, rows=(256, 64, 512), group=16, context=256,
     dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
     updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
 SMALL = SimpleNamespace(        # in float32, as some CPUs take minutes for a large product in bfloat16
-    shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70, bytes=2 ** 16,
+    shapes={"0.5B": speed.SMALL, "135M": speed.SMALL | dict(n_layer=1)}, rows=(8, 4), group=2, context=70,
     dtype="float32", batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (128, None), (256, 2 ** 10)))
 CACHES = {"graph": "static", "eager": "static", "shared": "shared", "plain": "plain"}
 AT_FIRST = {"graph": "record s", "compiled": "compile s"}       # what takes the time that the first call takes longer
@@ -82,7 +79,7 @@ def has_gpu():
 def memory():
     """The peak of the memory in use, and what PyTorch holds on a GPU."""
     reserved = {"reserved GB": torch.cuda.memory_reserved() / 1e9} if has_gpu() else {}
-    return {"peak GB": speed.peak() / 1e9} | reserved
+    return {"peak GB": results.peak() / 1e9} | reserved
 
 
 def reset():
@@ -92,40 +89,6 @@ def reset():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
-
-def recorded(f):
-    """f recorded as a CUDA graph, as a function that launches it. Without a GPU, f itself."""
-    if not has_gpu():
-        return f
-    f()         # libraries prepare
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-
-    def replay(kept=f):         # with f stays what it works on: the graph has only the addresses
-        graph.replay()
-    return replay
-
-
-def micros(place, f, n=1):
-    """Microseconds of one of the n things that f does, as a graph."""
-    return 1e6 * statistics.median(speed.timed(place, recorded(f))) / n
-
-
-def kernels(name, place, f, n=1):
-    """Tell the longest kernels (on a CPU: operations) of f by name, for one of the n things that it does: how long they
-    take, and how many there are. Returns the number of all."""
-    kind = "CUDA" if has_gpu() else "CPU"
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
-        f()
-        speed.now(place)
-    took = [(getattr(x, f"self_{'device' if kind == 'CUDA' else 'cpu'}_time_total"), x) for x in profile.key_averages()]
-    took = sorted(((us, x.count, x.key) for us, x in took if us > 0), reverse=True)
-    number = sum(count for _, count, _ in took) / n
-    tell(f"{name} all", us=sum(us for us, *_ in took) / n, count=number)
-    for i, (us, count, key) in enumerate(took[:10], 1):
-        tell(f"{name} {i}", us=us / n, count=count / n, kernel=key[:100])
-    return number
 
 # ------------------------------------------------------------------------------- a token of many rows
 
@@ -186,7 +149,7 @@ def sampling(policy, way):
             caches.forget(policy)
 
 
-def a_token(found, at, policy, way, rows, copied, floor):
+def a_token(found, at, policy, way, rows, copied):
     """Measure a token of each row: the difference of rollouts of two lengths, in which no row ends, divided by that of
     the lengths. The first rollout of all compiles and records. Returns seconds."""
     place, c, took = policy.device, policy.cfg, {}
@@ -202,31 +165,9 @@ def a_token(found, at, policy, way, rows, copied, floor):
     linear = sum(m.weight.numel() for m in policy.layers.modules() if isinstance(m, torch.nn.Linear))
     slots = rows * (at.context + sum(counts) / 2) * 2 * c.n_layer * c.n_kv_head * c.head_size
     bound = (2 if policy.amp else 4) * (linear + c.vocab_size * c.n_embd + slots) / copied
-    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token, "of library": floor / token,
+    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": bound / token,
               "first call s": first, AT_FIRST.get(way, "warm up s"): first - few} | memory()
     return token
-
-
-def library(c, rows, slots, place, dtype):
-    """Seconds of a token's kernels from libraries and nothing else, as a graph: the products of all layers, joined,
-    attention to so many slots, and the head."""
-    H, K, D = c.n_head, c.n_kv_head, c.head_size
-
-    def random(*shape):
-        return torch.randn(*shape, device=place, dtype=dtype) * 0.02
-    layers = [(random((H + 2 * K) * D, c.n_embd), random(c.n_embd, H * D), random(2 * c.n_inner, c.n_embd),
-               random(c.n_embd, c.n_inner), random(2, rows, K, slots, D)) for _ in range(c.n_layer)]
-    x, head = random(rows, c.n_embd), random(c.vocab_size, c.n_embd)
-    mask = torch.zeros(rows, 1, 1, slots, device=place, dtype=dtype).expand(-1, -1, H // K, -1)
-
-    def token():
-        h = x
-        for qkv, o, gate_up, down, cache in layers:
-            q = F.linear(h, qkv)[:, :H * D]
-            F.scaled_dot_product_attention(q.unflatten(1, (K, H // K, D)), *cache, attn_mask=mask)
-            h = F.linear(F.linear(F.linear(q, o), gate_up)[:, :c.n_inner], down)
-        F.linear(h, head)
-    return micros(place, token) / 1e6
 
 
 def of_a_token(at, policy):
@@ -251,14 +192,6 @@ def where_time_goes(found, at, policy, token):
     found |= took | {"rest us": 1e6 * token - sum(took.values()), "host's launch us": 1e6 * statistics.median(launches)}
 
 
-def of_kernels(at, policy, way):
-    """Tell the kernels of a token, and of its graph."""
-    parts = of_a_token(at, policy)
-    number = kernels(f"kernels of a {way}", policy.device, parts["graph"])
-    tell(f"kernels of a {way}, for each layer", count=number / policy.cfg.n_layer)
-    kernels(f"kernels of a token, {way}", policy.device, lambda: [f() for _ in range(4) for f in parts.values()], 4)
-
-
 @torch.no_grad()
 def decode(at, device):
     """Milliseconds for a token of each row, in all ways; where that time goes. First, whether the graph is right."""
@@ -271,79 +204,17 @@ def decode(at, device):
     tell("copy", **{"TB/s": copied / 1e12})
     for rows in at.rows:
         for name, policy in policies.items():
-            floor = float("nan")
-            with measuring(f"{name} {rows} library alone") as found:
-                slots = caches.by_64(at.context + 64)
-                floor = library(policy.cfg, rows, slots, place, getattr(torch, at.dtype))
-                found["ms"] = 1e3 * floor
             for way in CACHES if rows == at.rows[0] else ("graph",):
-                one_way(name, at, policy, way, rows, copied, floor)
+                one_way(name, at, policy, way, rows, copied)
 
 
-def one_way(name, at, policy, way, rows, copied, floor=float("nan")):
+def one_way(name, at, policy, way, rows, copied):
     """Measure a token in one way, and, of the first model and number of rows, where its time goes."""
     with measuring(f"{name} {rows} {way}") as found, sampling(policy, way):
-        token = a_token(found, at, policy, way, rows, copied, floor)
+        token = a_token(found, at, policy, way, rows, copied)
     if (name, rows) == ("0.5B", at.rows[0]) and way in AT_FIRST and "ms" in found:
         with measuring(f"{name} {rows} {way}, inside a token") as found, sampling(policy, way):
             where_time_goes(found, at, policy, token)
-        with measuring(f"kernels of a {way}"), sampling(policy, way):
-            of_kernels(at, policy, way)
-
-# --------------------------------------------------------------------------------------------- parts
-
-def flat(p, u):
-    """`sample_token` by one cumulative sum over the vocabulary."""
-    return caches.inverse_cdf(p, u)[0]
-
-
-@torch.no_grad()
-def parts(at, device):
-    """What a token consists of, each by itself in a graph that repeats it with other weights: microseconds."""
-    c, place = model.GPTConfig(**at.shapes["0.5B"]), torch.device(device)
-    C, H, K, D, inner, dtype = c.n_embd, c.n_head, c.n_kv_head, c.head_size, c.n_inner, torch.bfloat16
-    random = partial(torch.randn, device=place, dtype=dtype)
-    copied = speed.bandwidth(place)
-    tell("copy", **{"TB/s": copied / 1e12})
-    with measuring("large product") as found:
-        found["TFLOP/s"] = speed.matrix_rate(place, "bfloat16") / 1e12
-    one = torch.zeros(1, device=place)
-    with measuring("smallest kernel") as found:
-        found["us"] = micros(place, lambda: [one.add_(1) for _ in range(1000)], 1000)
-    products = {"q": (H * D, C), "k": (K * D, C), "q k v": ((H + 2 * K) * D, C), "o": (C, H * D), "gate": (inner, C),
-                "gate up": (2 * inner, C), "down": (C, inner), "head": (c.vocab_size, C)}
-
-    def each(f, things):
-        for x in things:
-            f(x)
-    for rows in at.rows:
-        for name, shape in products.items():
-            with measuring(f"product {name} {rows}") as found:
-                size = 2 * shape[0] * shape[1]
-                weights = [random(shape) * 0.02 for _ in range(max(4, at.bytes // size))]
-                us = micros(place, partial(each, partial(F.linear, random(rows, shape[1])), weights), len(weights))
-                found |= {"us": us, "TFLOP/s": size * rows / us / 1e6, "share": 1e6 * size / copied / us}
-    rows = at.rows[0]
-    for slots in (caches.by_64(at.context + n) for n in (64, 384)):
-        q, k, v = (random(rows, 1, n, D) for n in (H, K, K))
-        size = 4 * rows * K * slots * D
-        layers = [random(2, rows, K, slots, D) for _ in range(max(4, at.bytes // size))]
-        pos = torch.full((rows, 1), slots - 1, device=place)
-        layout = model.CachedRows(pos, pos, layers, slots)
-        mask, heads = layout.mask.expand(-1, -1, H // K, -1), q.view(rows, K, H // K, D)
-        for name, f in (("attention", lambda kv: F.scaled_dot_product_attention(heads, *kv, attn_mask=mask)),
-                        ("CachedRows.attend", lambda kv: layout.attend(q, k, v, kv))):
-            with measuring(f"{name} {rows} x {slots}") as found:
-                found["us"] = micros(place, partial(each, f, layers), len(layers))
-                found["share"] = 1e6 * size / copied / found["us"]
-    p, u = random(rows, c.vocab_size).float().softmax(-1), torch.rand(rows, device=place)
-    for name, rule in (("sample_token", caches.sample_token), ("flat rule", flat)):
-        with measuring(f"{name} {rows} x {c.vocab_size}") as found:
-            sample = partial(rule, p, u)
-            found["us"] = 1e6 * statistics.median(speed.timed(place, sample))       # as it runs: not in a graph
-    x, weight = random(rows, C).float(), torch.ones(C, device=place)
-    with measuring(f"rms_norm {rows}") as found:
-        found["us"] = micros(place, lambda: [F.rms_norm(x, (C,), weight, 1e-6) for _ in range(50)], 50)
 
 # -------------------------------------------------------------------------------------------- updates
 
@@ -361,13 +232,6 @@ def random_batch(agent, start=20):
     return batch
 
 
-def chunks(logits):
-    """A context in which so many logits are computed at a time; None: as many as by default."""
-    if logits is None:
-        return contextlib.nullcontext()
-    return mock.patch.object(passes, "most_logits", lambda device: logits)
-
-
 def new_agent(at, device):
     """An agent with a random model, whose updates change nothing, and a rollout for it."""
     cfg = grpo.make_config(task="sums", lr=0, kl="loss", micro_tokens=at.updates[0][0], dtype=at.dtype, device=device,
@@ -378,17 +242,13 @@ def new_agent(at, device):
     return agent, random_batch(agent)
 
 
-def one_update(agent, batch):
-    return grpo.update(agent, batch, dist.rng(agent.cfg, "update"))
-
-
 def some_updates(name, agent, batch, bound):
     """Measure two updates; the first one warms up, or compiles."""
     with measuring(name) as found:
         reset()
         for key in ("first s", "s"):
             began = speed.now(agent.policy.device)
-            stats = one_update(agent, batch)
+            stats = grpo.update(agent, batch, dist.rng(agent.cfg, "update"))
             found[key] = speed.now(agent.policy.device) - began
         found |= {"tokens/s": batch.mask.sum().item() / found["s"], "share": bound / found["s"],
                   "mismatch": stats["mismatch"]} | memory()
@@ -397,18 +257,16 @@ def some_updates(name, agent, batch, bound):
 
 
 def update(at, device):
-    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches; their kernels."""
+    """Updates of 256 rows of 512 tokens: seconds and memory for several sizes of micro-batches."""
     agent, batch = new_agent(at, device)
     cfg, bound = agent.cfg, speed.floors(agent, batch)
     tell("large product", **{"TFLOP/s": bound["gflops"] / 1e3})
     for tokens, logits in at.updates:
-        with chunks(logits):
-            agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
-            name = f"micro_tokens {tokens}" + (f", {logits} logits" if logits else "")
+        agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+        name = f"micro_tokens {tokens}" + (f", {logits} logits" if logits else "")
+        most = passes.most_logits if logits is None else lambda device: logits
+        with mock.patch.object(passes, "most_logits", most):
             some_updates(name, agent, batch, bound["update"])
-    agent.cfg = cfg
-    with measuring("kernels") as found:
-        found["of an update"] = kernels("kernels", agent.policy.device, partial(one_update, agent, batch))
 
 # ------------------------------------------------------------------------------------------- compiled
 
@@ -436,10 +294,10 @@ def compile_layers(*models):
         torch._dynamo.reset()
         dist.compile_all(grpo.make_config(task="sums", compile=True), *models)
 
-# ----------------------------------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------------------------------- steps of runs
 
-def run(words, device, whole=True):
-    """A run of grpo.py: its steps, and what it does not log. If it is not whole, its last checkpoint is not written."""
+def steps(words, device):
+    """The first steps of a run, and what it does not log. Its last checkpoint, which takes long, is not written."""
     end_step, save = checkpoint.end_step, checkpoint.save
 
     def ended(agent, step, stats):
@@ -447,29 +305,15 @@ def run(words, device, whole=True):
         end_step(agent, step, stats)
 
     def saved(agent, step, *more):
-        began = time.perf_counter()
-        if whole or step < agent.cfg.steps:
+        if step < agent.cfg.steps:
             save(agent, step, *more)
-            tell(f"checkpoint {step}", seconds=time.perf_counter() - began)
     with (mock.patch.object(checkpoint, "end_step", ended), mock.patch.object(checkpoint, "save", saved),
-          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs,
-          mock.patch.object(passes, "checked_gap", wraps=passes.checked_gap) as checks):
+          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs):
         try:
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
                 tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
-            gaps = [sum(x.abs().sum().item() for x in parts) / max(1, tokens.item())
-                    for (parts, tokens, _), _ in checks.call_args_list]
-            tell("gap of sampler and trainer", mean=max(gaps, default=0.0))
-            if counters := getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-                graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-                tell("compilation", graphs=graphs, breaks=breaks)
-
-
-def steps(words, device):
-    """The beginning of a run."""
-    run(words, device, whole=False)
 
 
 def main(argv):
@@ -479,9 +323,9 @@ def main(argv):
     if "--small" in words:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE
-    f = {f.__name__: f for f in (decode, parts, update, inductor, run, steps)}[name]
+    f = {f.__name__: f for f in (decode, update, inductor, steps)}[name]
     with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
-        f(words if f in (run, steps) else at, "cuda" if device == "pretend" else device)
+        f(words if f is steps else at, "cuda" if device == "pretend" else device)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ import importlib.util
 import io
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -41,6 +39,7 @@ import grpo  # noqa: E402
 import model  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding, load_encoding  # noqa: E402
+from experiments import results  # noqa: E402
 from run import config, dist, passes, pretrained  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
@@ -62,7 +61,7 @@ SMALL = dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inne
 RANDOM = {"qwen-shaped": ("qwen2", QWEN), "smollm2-shaped": ("llama", SMOLLM2),
           "qwen-tiny": ("qwen2", SMALL | dict(bias="qkv", rope_theta=1e6)), "smollm2-tiny": ("llama", SMALL)}
 PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 16, "qwen-tiny": 2}     # rows of a forward pass of "TRL in parts"
-WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts", "TRL vLLM bfloat16 in parts")
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts")
 
 
 def settings(size, who):
@@ -147,8 +146,7 @@ def with_trl(size, who):
         num_generations=cfg.group, max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta,
         loss_type="grpo", num_iterations=1, temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no",
         report_to=[], seed=cfg.seed, use_cpu=device.type == "cpu", bf16=bf16, gradient_checkpointing=False,
-        disable_tqdm=True, logging_strategy="no",
-        **dict(use_vllm=True, vllm_mode="colocate") if "vLLM" in who else {}),
+        disable_tqdm=True, logging_strategy="no"),
         drawn(1), processing_class=tokenizer, callbacks=[Marks()],
         optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)))
     make = trainer._generate_and_score_completions
@@ -241,13 +239,6 @@ def floors(agent, batch):
 
 # ---------------------------------------------------------------------------------------- the comparison
 
-def peak():
-    """Peak memory of this process, in bytes; on a GPU, the peak allocated there."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-
-
 def median(turns):
     """The median of each number, also within nested dicts."""
     return {name: median([t[name] for t in turns]) if isinstance(turns[0][name], dict)
@@ -305,19 +296,16 @@ def main():
         turn = (ours if args.peak.startswith("ours") else with_trl)(args.sizes[0], args.peak)
         turn(1)
         turn(2)
-        return print(peak())
-    who = [name for name in args.who if (name.startswith("ours") or importlib.util.find_spec("trl"))
-           and ("vLLM" not in name or importlib.util.find_spec("vllm"))]
+        return print(results.peak())
+    who = [name for name in args.who if name.startswith("ours") or importlib.util.find_spec("trl")]
     file = HERE / "speed.json" if args.readme else ROOT / args.out
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}
-    result |= {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
-               "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     for size in args.sizes:
         if (init := ROOT / SIZES[size]["init"]).name in RANDOM:
             random_folder(init)
         result["sizes"][size] = study(size, who, args.turns, not args.no_peak)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        result.setdefault("about", {})[size] = results.about("trl", "transformers")
+        results.write(file, result)
     print("\n".join(rows(result)))
 
 

@@ -8,7 +8,7 @@ are wrong; then come 40 steps of RL. With one thread on a busy machine, a seed t
     python experiments/models/smollm2.py                    # the model, into out/smollm2
     python experiments/models/calculator.py 1 2 3           # a run for each seed
     python experiments/models/calculator.py --measure 1 2 3 # before, after the start, after RL
-    python experiments/models/calculator.py --readme 1 2 3  # calculator.json and calculator.png
+    python experiments/models/calculator.py --readme 1 2 3  # calculator.json
 
 This file is also the task of these runs. To choose settings, use its flag --development 1.
 
@@ -23,7 +23,6 @@ import random
 import re
 import statistics
 import sys
-from functools import partial
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +32,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 from data import sums as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
+from experiments import results  # noqa: E402
 
 # A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
 # weigh a third. With that, and with half of the calls in the demonstrations wrong instead of a
@@ -154,20 +154,9 @@ def rows(runs):
         for name, form in (("accuracy", ".1%"), ("calls", ".2f"), ("well formed", ".1%")):
             cells = []
             for stage in places(0):
-                x = sorted(n for run in runs if (n := run[stage][title][name]) is not None)
-                cells.append(f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
-                             if x else "")
+                found = [n for run in runs if (n := run[stage][title][name]) is not None]
+                cells.append(results.spread(found, form))
             yield f"| {title}: {name} | {' | '.join(cells)} |"
-
-
-def draw(axes, runs):
-    """Accuracy and calls at the three stages, sums in orange; accuracy in training."""
-    for run in runs:
-        for sign, colour in (("*", "tab:blue"), ("+", "tab:orange")):
-            of = {stage: run[stage][f"{KINDS[sign][0]}, sampled"] for stage in places(0)}
-            for axis, name in zip(axes, ("accuracy", "calls")):
-                axis.plot(list(of), [x[name] for x in of.values()], "o-", color=colour, alpha=0.7)
-        axes[2].plot(run["curve"]["accuracy"], color="tab:blue", alpha=0.7)
 
 
 def main():
@@ -182,18 +171,15 @@ def main():
         where = places(seed)["after"]
         if args.measure:
             found = {stage: measured(place, seed) for stage, place in places(seed).items()}
-            (where / "measured.json").write_text(json.dumps(found))
+            results.write(where / "measured.json", found | {"about": results.about()})
         elif not args.readme:
             sums.ours(seed, where, *FLAGS)
         else:
-            steps = [m for m in sums.lines(where / "metrics.jsonl") if m["step"]]
+            steps = [m for m in results.lines(where / "metrics.jsonl") if m["step"]]
             curve = {name: [round(m[name], 4) for m in steps] for name in CURVES}
             runs[seed] = json.loads((where / "measured.json").read_text()) | {"curve": curve}
     if args.readme:
-        (HERE / "calculator.json").write_text(json.dumps(runs, indent=1) + "\n")
-        titles = {"right, sampled (orange: sums)": "", "calls per problem": "",
-                  "right in training": "step"}
-        sums.figure_of(HERE / "calculator.png", partial(draw, runs=[*runs.values()]), titles)
+        results.write(HERE / "calculator.json", runs)
         print("\n".join(rows([*runs.values()])))
 
 

@@ -20,15 +20,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
 import studies  # noqa: E402
 from run import config  # noqa: E402
-from runs import about, reached, spread, with_interval  # noqa: E402
+from runs import reached, spread, with_interval  # noqa: E402
+from experiments import results  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
 SETTING = "--task sums --dtype bfloat16 --steps 40 --half_life 10 --eval_every 5 --save_every 1000".split()
@@ -55,8 +54,8 @@ def child(flags):
         return batch, stats | {"completions": sum(map(len, sampled)), "tokens": sum(int(mask.sum()) for mask in sampled)}
     grpo.rollout, grpo.train_step = counted_rollout, counted_step       # before an algorithm's file takes them
     grpo.main(flags)
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    (grpo.make_config(**config.read(grpo.Config, "", flags)[1]).folder / "about.json").write_text(json.dumps(about() | gpu) + "\n")
+    cfg = grpo.make_config(**config.read(grpo.Config, "", flags)[1])
+    results.write(cfg.folder / "about.json", results.about())
 
 
 def folder(row, seed):
@@ -77,7 +76,7 @@ def run(row, seed):
 
 def of_run(where):
     """A run's held-out results, with what it had spent before each, and its curves."""
-    metrics = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    metrics = results.lines(where / "metrics.jsonl")
     points, spent = [], dict.fromkeys(SPENT, 0)
     for m in metrics:
         spent = {name: round(x + m.get(name, 0), 1) for name, x in spent.items()}

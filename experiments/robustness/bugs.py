@@ -3,7 +3,6 @@
     python experiments/robustness/bugs.py            # all; a quarter of an hour
     python experiments/robustness/bugs.py GAE clip   # those whose name contains one of the words
     python experiments/robustness/bugs.py --readme   # all, and rewrite bugs.md
-    python experiments/robustness/bugs.py --quick    # how many of them `pytest -m quick` catches
 
 Prints each bug and the first test that fails. The exit code is 1 if no test fails for one of them.
 """
@@ -15,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+from experiments import results  # noqa: E402
 
 # name, file, text, what replaces it, tests to run
 BUGS = [
@@ -365,9 +365,8 @@ BUGS = [
 ]
 
 
-def try_out(bug, quick=False):
-    """Inject one bug into a copy of the tree: the first test that then fails, or None. Runs the bug's own tests, or
-    all of the quick ones."""
+def try_out(bug):
+    """Inject one bug into a copy of the tree: the first of its tests that then fails, or None."""
     name, file, text, instead, tests = bug
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -377,11 +376,8 @@ def try_out(bug, quick=False):
         (copy / file).write_text(source.replace(text, instead, 1))
         files, _, only = tests.partition(" -k ")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header"]
-        if quick:
-            command += ["-m", "quick"]
-        else:
-            command += [str(next(copy.glob(f"tests/**/test_{f}.py"))) for f in files.split()]
-            command += ["-k", only] if only else []
+        command += [str(next(copy.glob(f"tests/**/test_{f}.py"))) for f in files.split()]
+        command += ["-k", only] if only else []
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         assert done.returncode in (0, 1), f"{name}: no tests ran\n{done.stdout}"
     failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
@@ -391,19 +387,18 @@ def try_out(bug, quick=False):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="inject only bugs whose name contains one of these")
-    parser.add_argument("--quick", action="store_true", help="run all quick tests instead of each bug's own")
     parser.add_argument("--readme", action="store_true", help="write bugs.md")
     args = parser.parse_args(argv)
     chosen = [m for m in BUGS if not args.words or any(word in m[0] for word in args.words)]
     rows, missed = [], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, file, *_), failed in zip(chosen, pool.map(partial(try_out, quick=args.quick), chosen)):
+        for (name, file, *_), failed in zip(chosen, pool.map(try_out, chosen)):
             rows.append(f"| {name} | `{file}` | {f'`{failed}`' if failed else '**none**'} |")
             missed += failed is None
             print(rows[-1], flush=True)
     if args.readme and not args.words:
         head = "| what was changed | where | first test that fails |\n|---|---|---|\n"
-        (HERE / "bugs.md").write_text(head + "\n".join(rows) + "\n")
+        (HERE / "bugs.md").write_text(head + "\n".join(rows) + f"\n\n{results.stamp()}\n")
     print(f"{len(rows)} bugs injected, {missed} not caught")
     return missed > 0
 

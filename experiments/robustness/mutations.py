@@ -419,6 +419,9 @@ def cell(text):
 
 
 def write_table(results):
+    """mutations.md, and its counts on the terminal."""
+    sys.path.insert(0, str(ROOT))
+    from experiments.results import stamp           # here alone: tests are to import the tree of a copy
     known, counts, rows = words(), ["| file | mutations | caught | no test can catch | share |", "|---|---|---|---|---|"], []
     total = [0, 0, 0]
     for file in FILES:
@@ -435,7 +438,7 @@ def write_table(results):
         counts.append(f"| `{file}` | {len(own)} | {caught} | {same} | {caught / max(len(own) - same, 1):.1%} |")
     counts.append(f"| all | {total[0]} | {total[1]} | {total[2]} | {total[1] / max(total[0] - total[2], 1):.1%} |")
     (HERE / "mutations.md").write_text("\n".join(counts + ["", "| file | before | after | why no test can catch it |",
-                                                           "|---|---|---|---|", *rows]) + "\n")
+                                                           "|---|---|---|---|", *rows, "", stamp()]) + "\n")
     print("\n".join(counts))
 
 

@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_device import ILLEGAL, TIMES, metrics, prepared, run
+
+import grpo
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and --gpu")]
 DEVICE = torch.device("cuda", 0)
@@ -32,6 +35,15 @@ def test_a_step_in_float32_is_that_of_the_cpu(top, tmp_path):
         run(top, "grpo", device=device, dtype="float32", out=str(tmp_path / device))
     for a, b in zip(metrics(tmp_path / "cpu"), metrics(tmp_path / "cuda"), strict=True):
         assert all(a[x] == pytest.approx(b[x], rel=1e-3, abs=1e-5) for x in a.keys() - TIMES)
+
+
+def test_a_repeated_and_a_resumed_run_have_the_same_weights(top, tmp_path):
+    """Bit for bit, after four steps."""
+    for name, steps in (("whole", 4), ("again", 4), ("halves", 2)):
+        run(top, "grpo", device=DEVICE.type, steps=steps, out=str(tmp_path / name))
+    grpo.main(["--resume", "--task", str(top / "letters.py"), "--steps", "4", "--out", str(tmp_path / "halves")])
+    one, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again", "halves"))
+    assert len(one) > 5 and all(torch.equal(one[n], two[n]) for two in others for n in one)
 
 
 @pytest.mark.parametrize("name", [name for name in ILLEGAL if name not in ("three inputs", "Adam's steps", "two GPUs")])

@@ -47,6 +47,12 @@ def test_the_versions_of_the_packages():
     assert f"torch {required['torch']}+)" in README
 
 
+def test_the_measurements_are_short():
+    """In words outside code, tables and what is folded."""
+    text = re.sub(r"<details>.*?</details>|^```.*?^```|^(?:\||!\[).*?$", "", MEASURED, flags=re.M | re.S)
+    assert len(text.split()) <= 2500
+
+
 def test_the_steps_of_the_main_job():
     steps, group, prompts = (arithmetic.DEFAULTS[name] for name in ("steps", "group", "prompts"))
     said = f"runs {steps} steps: each samples {group} completions for each of {prompts} problems"
@@ -177,7 +183,7 @@ def test_the_five_seeds(results):
 def test_three_seeds_in_bfloat16(results):
     table = results("studies/bfloat16/seeds")
     before, after = ("{median:.1%} ({least:.1%} to {most:.1%})".format(**table["pass@1"][when]) for when in ("before", "after"))
-    assert table["seeds"] == 3 and f"{before} pass@1 to {after}" in MEASURED.replace("\n", " ")
+    assert table["seeds"] == 3 and f"| `--dtype bfloat16`, three seeds | {before} | {after} |" in MEASURED
     assert table["pass@1"]["after"]["least"] > 0.95 and table["greedy"]["after"]["least"] > 0.97
 
 
@@ -206,6 +212,12 @@ def test_the_table_of_countdown(results):
     for run in table["runs"].values():
         assert run["after"]["pass@1"] - run["before"]["pass@1"] > 0.15 and len(run["curve"]["accuracy"]) == 24
         assert run["after"]["pass@8"] < run["before"]["pass@8"]
+
+
+def test_the_table_of_gsm8k(results):
+    import gsm8k as script
+    table = results("models/gsm8k")
+    assert all(row in MEASURED for row in script.table(table)) and table["1"]["steps"] == 202
 
 
 def test_speeds_beside_trl(results):
@@ -272,17 +284,17 @@ def test_the_memory_of_half_a_billion():
 
 def test_memory_of_logits_and_of_ranks(results):
     memory = results("cost/memory")
-    text = MEASURED.replace("\n", " ")
     for dtype, most in (("float32", 0.7), ("bfloat16", 0.6)):
         share = memory[f"a rank, {dtype}"]["share"]
-        assert share <= most and f"{share:.0%} " in text
-    assert f"peaks at {memory['parts'] / 1e9:.1f} GB instead of {memory['whole'] / 1e9:.1f} " in text
+        assert share <= most and f"--shard`, {dtype} | 100% | {share:.0%} of the memory |" in MEASURED
+    assert f"| {memory['whole'] / 1e9:.1f} GB | {memory['parts'] / 1e9:.1f} GB |" in MEASURED
     assert memory["share"] < 1 / 3
 
 
 def test_all_bugs_put_in_were_caught(results):
     import bugs
-    rows = (ROOT / "experiments" / "robustness" / "bugs.md").read_text().splitlines()[2:]
+    rows = (ROOT / "experiments" / "robustness" / "bugs.md").read_text().splitlines()
+    rows = [row for row in rows if row.startswith("| ")][1:]
     assert [row.split(" | ")[0][2:] for row in rows] == [m[0] for m in bugs.BUGS]
     assert not any("**none**" in row for row in rows)
     for name, file, text, instead, _ in bugs.BUGS:
@@ -375,8 +387,7 @@ def test_every_change_that_no_test_sees_has_a_reason():
     assert [sum(int(row[i]) for row in files) for i in (1, 2, 3)] == [changes, caught, same]
     assert changes - caught == len(missed) == same and total[4] == "100.0%"
     assert all(len(row[3]) > 10 and not row[3].startswith("?") for row in missed)
-    said = " ".join(DOCS["measurements.md"].split())
-    assert f"{changes:,} changes: tests caught {caught:,}. " in said and f"the other {same} why no test can catch it" in said
+    assert f"\n| {changes:,} | {caught:,} | {same} |\n" in MEASURED
 
 
 def test_every_variant_has_a_row():

@@ -14,18 +14,13 @@ from data.tokenizer import byte_encoding  # noqa: E402
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that makes a run with flags, its processes called here: the one that would be stopped makes two steps."""
+    """A function that makes a run with flags, its processes called here."""
     speed.random_model(tmp_path / "random", speed.SMALL, "llama", byte_encoding())
     rows = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(300)]
     rows[7]["answer"] = "It takes long. " * 20 + rows[7]["answer"]
     for name, part in (("train", rows), ("test", rows[:30])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-
-    def started(command, limit):
-        """Its stand-in: as long as there is a limit, the run is stopped."""
-        grpo.main([*command, *(["--steps", "2"] if limit else [])])
-        return limit is not None
-    monkeypatch.setattr(gsm8k, "started", started)
+    monkeypatch.setattr(gsm8k, "start", grpo.main)
     monkeypatch.setattr(gsm8k, "ROOT", tmp_path)
 
     def made(folder, *flags):
@@ -33,7 +28,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["gsm8k.py", *flags, "--init", str(tmp_path / "random"), "--device", "cpu"])
         gsm8k.main()
         where = tmp_path / "out" / folder
-        return json.loads((where / "result.json").read_text()), gsm8k.sums.lines(where / "trained" / "metrics.jsonl")
+        return json.loads((where / "result.json").read_text()), gsm8k.results.lines(where / "trained" / "metrics.jsonl")
     return made
 
 
@@ -54,13 +49,13 @@ def test_a_run_on_gsm8k(run, tmp_path, monkeypatch, capsys):
     (where / "result.json").write_text(json.dumps(found | {"held out": shares}))
     monkeypatch.setattr(gsm8k, "HERE", tmp_path)
     gsm8k.readme()
-    assert "| greedy, 2 rows | 25.0% | 25.0% | 25.0% |" in capsys.readouterr().out
+    assert "| greedy | 25.0% | 25.0% | 25.0% |\n| pass@1, 1 samples |" in capsys.readouterr().out
     assert json.loads((tmp_path / "gsm8k.json").read_text())["1"]["held out"] == shares
 
 
 def test_rows_set_aside(run, tmp_path):
     """Without test rows the last training rows take their place; what is too long is not trained on."""
-    small = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 2 --warm_steps 1".split()
+    small = "--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 2 --warm_steps 1 --steps 1".split()
     found, _ = run("gsm8k-aside1", str(tmp_path / "train.jsonl"), *small)
     assert (found["rows"]["train"], found["rows"]["left out"]) == (300 - gsm8k.ASIDE - 1, 1)
     train, aside = ((tmp_path / "out" / "gsm8k-aside1" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))

@@ -1,0 +1,82 @@
+"""What the scripts that write results share: what made a result, its numbers, its figure."""
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def about(*packages):
+    """The commit, date, machine and versions of a result, also of packages that may be missing."""
+    git = "git describe --always --dirty --exclude *".split()
+    try:
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        commit = ""
+    cpu = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.+)", cpu.read_text()) if cpu.exists() else None
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    versions = {name: importlib.metadata.version(name) for name in packages
+                if importlib.util.find_spec(name)}
+    return {"commit": commit, "date": datetime.date.today().isoformat(),
+            "machine": model[1] if model else platform.processor(), "cores": os.cpu_count(),
+            "python": platform.python_version(), "torch": torch.__version__} | gpu | versions
+
+
+def stamp(*packages):
+    """The same as a line of a page."""
+    commit, date, *others = about(*packages).values()
+    return f"Commit {commit}, {date}: {', '.join(map(str, others))}."
+
+
+def lines(path):
+    """The JSON values of a file that has one a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path, result):
+    """A result as a file of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def spread(numbers, form=".1%"):
+    """The median; of several numbers, the range in brackets too. Of none, nothing."""
+    x = sorted(numbers)
+    middle = f"{statistics.median(x):{form}}" if x else ""
+    return middle + (f" ({x[0]:{form}} to {x[-1]:{form}})" if len(x) > 1 else "")
+
+
+def peak():
+    """Peak memory of this process, in bytes; on a GPU, the peak allocated there."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+
+
+def figure(file, draw, titles):
+    """Three plots in a row, drawn by `draw(axes)`, with a title and an x label for each."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no figure: matplotlib is not installed")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+    draw(axes)
+    for axis, (title, x) in zip(axes, titles.items()):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(x)
+        axis.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)

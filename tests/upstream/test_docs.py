@@ -55,7 +55,7 @@ def test_the_measurements_are_short():
 
 def test_the_steps_of_the_main_job():
     steps, group, prompts = (arithmetic.DEFAULTS[name] for name in ("steps", "group", "prompts"))
-    said = f"runs {steps} steps: each samples {group} completions for each of {prompts} problems"
+    said = f"Each of {steps} steps samples {group} completions for each of {prompts} problems"
     assert said in " ".join(README.split()) and f"# after {steps} steps\n" in README
 
 
@@ -175,7 +175,7 @@ def test_the_five_seeds(results):
     table = results("studies/seeds")
     assert table["seeds"] == 5 and all(line in MEASURED for line in seeds.rows(table))
     before, after = (table["pass@1"][when]["median"] for when in ("before", "after"))
-    assert f"[{before:.0%} of samples are right before it, and {after:.0%} after]" in README
+    assert f"[{before:.0%} of samples are right before RL, and {after:.0%} after]" in README
     assert table["pass@1"]["before"]["most"] < 0.5 and table["pass@1"]["after"]["least"] > 0.95
     assert f"was {table['mismatch']:.1e}".replace("e-0", "e-") in MEASURED.replace("\n", " ")
 
@@ -230,56 +230,56 @@ def test_speeds_beside_trl(results):
         assert size != "arithmetic-512" or who["ours bfloat16"]["seconds"] < 0.4 * trl
     small = found["sizes"]["smollm2"]
     assert small["ours bfloat16"]["seconds"] / small["ours"]["seconds"] == pytest.approx(0.6, abs=0.05)
-    ratios = [who["ours"]["seconds"] / min(who[name]["seconds"] for name in ("TRL", "TRL in parts"))
+    ratios = [who["ours"]["seconds"] / min(x["seconds"] for name, x in who.items() if "TRL" in name)
               for who in (found["sizes"]["arithmetic-512"], found["sizes"]["arithmetic-64"])]
-    assert ratios == pytest.approx([1 / 5, 1 / 3], abs=0.02) and "a fifth to a third of TRL's time" in README
+    assert ratios == pytest.approx([1 / 5, 2 / 5], abs=0.02) and "a fifth to two fifths of TRL's time" in README
     half, whole = (found["sizes"]["arithmetic-512"][name]["floors"]["gflops"] for name in ("ours bfloat16", "ours"))
     assert f"products are {half / whole:.1f} times as fast" in MEASURED
 
 
+def of_gsm8k(card, monkeypatch, **how):
+    """The defaults of gsm8k in bfloat16, as on a GPU of so many bytes."""
+    monkeypatch.setattr(preflight, "most_logits", lambda device: card // 128)
+    return grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", cache="static", warm_steps=0, **how)
+
+
 def test_what_fits_on_a_gpu(monkeypatch):
-    """Qwen2.5's shapes with the defaults of gsm8k and --micro_tokens 4096, in bfloat16."""
+    """Qwen2.5's shapes with the defaults of gsm8k and --micro_tokens 2048, on cards of 80 GB."""
     shapes = {"0.5": (24, 14, 2, 896, 4864), "1.5": (28, 12, 2, 1536, 8960), "3": (36, 16, 2, 2048, 11008),
               "7": (28, 28, 4, 3584, 18944)}
+    needs = {}
     for name, shape in shapes.items():
         names = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_inner")
         with torch.device("meta"):
             gpt = GPT(GPTConfig(**dict(zip(names, shape)), vocab_size=151936 + 128 * (name == "7"), bias="qkv",
                                 block_size=32768, tied=name != "7"))
-        cells = []
         for ranks, how in ((1, {}), (1, dict(recompute=True)), (2, dict(shard=True)), (8, dict(shard=True))):
             monkeypatch.setattr(dist, "rank", lambda: 0)
             monkeypatch.setattr(dist, "ranks", lambda: ranks)
-            cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu", warm_steps=0, **how)
-            cells.append(f"{preflight.memory(gpt, cfg, 300) / 1e9:.1f}")
+            cfg = of_gsm8k(80 * 10 ** 9, monkeypatch, **how)
+            needs[name, ranks, *how] = preflight.memory(gpt, cfg, 300) / 1e9
+        cells = [f"{x:.1f}" for (n, *_), x in needs.items() if n == name]
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
-        if fits := {"0.5": (24, "18.5"), "1.5": (80, "48.1"), "3": (80, "75.4")}.get(name):     # a card of so many GB
-            monkeypatch.setattr(dist, "ranks", lambda: 1)
-            with monkeypatch.context() as patch:
-                patch.setattr(preflight, "most_logits", lambda device: int(fits[0] * 1e9) // 128)
-                cfg = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", warm_steps=0,
-                                  cache="static", recompute=name == "3")
-                assert f"{preflight.memory(gpt, cfg, 300) / 1e9:.1f}" == fits[1]
-            assert f" {fits[1]} " in " ".join(MEASURED.split())
+    assert needs["1.5", 1] < 80 < needs["3", 1] and needs["3", 1, "recompute"] < 80      # as the README says
 
 
-def test_the_memory_of_half_a_billion():
-    """Qwen2.5-0.5B's shape with the defaults of gsm8k, --micro_tokens 4096 and prompts of 300 tokens."""
+def test_the_memory_of_half_a_billion(monkeypatch):
+    """Qwen2.5-0.5B's shape with the defaults of gsm8k, --micro_tokens 2048 and prompts of 300 tokens, on a card of 24 GB."""
     model = pretrained.of_config(dict(
         model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, rms_norm_eps=1e-6,
         max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1e6, hidden_act="silu"))
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
-    cfg, N, V = grpo.Config(**gsm8k.DEFAULTS, micro_tokens=4096, dtype="bfloat16", device="cpu"), 494_032_768, 151936
+    cfg, N, V = of_gsm8k(24 * 10 ** 9, monkeypatch), 494_032_768, 151936
     rows, copied = cfg.prompts * cfg.group, 2 * N + 4 * V * 896
     want = {"weights, and the two moments of Adam": 12 * N, "reference": copied, "copy to sample from, in bfloat16 or with `--shard`": copied,
-            "update: gradients": 4 * N, "update: activations": 4096 * 24 * (28 * 896 + 8 * 4864), "update: logits": 12 * 2 ** 26,
-            "or rollout: keys and values, held twice while rows finish": 2 * rows * (300 + cfg.max_new) * 24 * 2 * 2 * 64 * 2,
+            "keys and values": rows * (300 + cfg.max_new) * 24 * 2 * 2 * 64 * 2, "update: gradients": 4 * N,
+            "update: activations": 2048 * 24 * (28 * 896 + 8 * 4864), "update: logits": 12 * (24 * 10 ** 9 // 128),
             "or rollout: logits of a token": 24 * rows * V}
     for name, size in want.items():
         assert f"| {name} | {size / 1e9:.1f} |" in MEASURED, (name, size)
     need = sum(size for name, size in want.items() if not name.startswith("or "))
-    assert need == preflight.memory(model, cfg, 300) and f"| together, with an update | {need / 1e9:.1f} |" in MEASURED
+    assert need == preflight.memory(model, cfg, 300) < 0.8 * 24e9 and f"| together, with an update | {need / 1e9:.1f} |" in MEASURED
 
 
 def test_memory_of_logits_and_of_ranks(results):

@@ -31,13 +31,15 @@ def stamp(path):
 
 
 def results(root):
-    """The result files, and the script of each: of its name, or the one that its command names."""
+    """The result files, and the script of each: of its name, or the one that its command names.
+    A page beside a .json of its name is made from it."""
     for path in sorted((root / "experiments").glob("**/*")):
         beside = (folder / f"{path.stem}.py" for folder in path.parents)
         script = next((file for file in beside if file.exists()), None)
         if path.suffix == ".json" and not script:
             script = root / re.search(r"experiments/\S+\.py|$", path.read_text())[0]
-        if path.suffix == ".json" or path.suffix == ".md" and script:
+        is_page = path.suffix == ".md" and not path.with_suffix(".json").exists()
+        if path.suffix == ".json" or is_page and script:
             yield path, script
 
 

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "experiments" / "studies")]
 import grpo  # noqa: E402
 import studies  # noqa: E402
 from run import config  # noqa: E402
-from runs import reached, spread, with_interval  # noqa: E402
+from runs import reached, with_interval  # noqa: E402
 from experiments import results  # noqa: E402
 
 ROWS = {"GRPO": [], "dynamic_sampling": ["--algo", "dynamic_sampling"], "overlong_filter": ["--algo", "overlong_filter"]}
@@ -101,13 +101,13 @@ def lines(found):
     yield "| | greedy | pass@1 | difference | at equal completions | dead groups | completions | minutes |"
     yield "|---" * 8 + "|"
     first = [run["points"][0] for run in found["GRPO"].values()]
-    yield "| before RL | " + " | ".join(spread([p[name] for p in first]) for name in ("greedy", "pass@1")) + " |" * 6
+    yield "| before RL | " + " | ".join(results.spread([p[name] for p in first]) for name in ("greedy", "pass@1")) + " |" * 6
     for row, of_seeds in found.items():
         last = [run["points"][-1] for run in of_seeds.values()]
-        cells = [spread([p[name] for p in last]) for name in ("greedy", "pass@1")]
+        cells = [results.spread([p[name] for p in last]) for name in ("greedy", "pass@1")]
         cells += ["" if row == "GRPO" else with_interval(apart(found, row, spent=spent)) for spent in (None, "completions")]
-        cells.append(spread([statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()], ".0%"))
-        cells += [spread([p["completions"] for p in last], ",.0f"), spread([p["seconds"] / 60 for p in last], ".1f")]
+        cells.append(results.spread([statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()], ".0%"))
+        cells += [results.spread([p["completions"] for p in last], ",.0f"), results.spread([p["seconds"] / 60 for p in last], ".1f")]
         yield f"| {row} | {' | '.join(cells)} |"
 
 

@@ -3,7 +3,6 @@
     python experiments/models/warm_start.py         # 5 minutes on 2 CPU cores
 """
 import json
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+from experiments import results  # noqa: E402
 from run import warm_start  # noqa: E402
 
 COMMAND = "python grpo.py --task arithmetic --warm_steps 1500 --steps 0"
@@ -20,9 +20,9 @@ def main():
     folder = ROOT / "out" / "warm_start"
     grpo.main([*COMMAND.split()[2:], "--out", str(folder)])
     note = folder / "warm_start" / "warm_start.json"
-    evaluation = json.loads((folder / "metrics.jsonl").read_text())
-    note.write_text(json.dumps(json.loads(note.read_text()) | {
-        "command": COMMAND, "python": platform.python_version(), "evaluation": evaluation}, indent=1) + "\n")
+    evaluation, = results.lines(folder / "metrics.jsonl")
+    results.write(note, json.loads(note.read_text()) | results.about() | {
+        "command": COMMAND, "evaluation": evaluation})
     shutil.copytree(folder / "warm_start", warm_start.SHIPPED, dirs_exist_ok=True)
 
 

@@ -9,7 +9,6 @@ is that of REINFORCE. The exact gradient is that of the KL of whole completions.
 """
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
-import runs  # noqa: E402
+from experiments import results  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
 
 V, N = 4, 4                         # vocabulary, tokens per completion
@@ -102,11 +101,10 @@ def main():
     made = {kl: [errors(kl, seed) for seed in range(10)] for kl in DISTANCES}
     forms = {form: {kl: {part: torch.tensor([x[form][part] for x in made[kl]]).median().item()
                          for part in ("error", "cosine")} for kl in DISTANCES} for form in made[DISTANCES[0]][0]}
-    result = {**runs.about(), "command": "python experiments/studies/bias.py --readme", "forms": forms}
+    result = {**results.about(), "command": "python experiments/studies/bias.py --readme", "forms": forms}
     print("\n".join(lines(result)))
     if args.readme:
-        (HERE / "answers").mkdir(exist_ok=True)
-        (HERE / "answers" / "bias.json").write_text(json.dumps(result, indent=1) + "\n")
+        results.write(HERE / "answers" / "bias.json", result)
 
 
 if __name__ == "__main__":

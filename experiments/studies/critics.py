@@ -1,22 +1,13 @@
 """Critics other than the run's own: one that is fitted to a fixed policy, and Monte Carlo values of lines."""
-import copy
 import dataclasses
 
 import torch
 
 import grpo
 import reward
-from model import ScalarHead
 from run import dist, passes
 
 ROWS, EACH, RATE = 64, 4, 3e-4          # completions of a step of a fit, those of a problem, the peak learning rate
-
-
-def new_critic(agent):
-    """A separate critic, a copy of the policy."""
-    critic = ScalarHead(agent.policy.cfg.n_embd, copy.deepcopy(agent.policy)).requires_grad_(True)
-    critic.norm.requires_grad_(False)
-    return critic
 
 
 def critic_step(critic, opt, batch, returns, cfg):

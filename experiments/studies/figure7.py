@@ -30,8 +30,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
-import runs  # noqa: E402
 from data import UserError, load_task  # noqa: E402
+from experiments import results  # noqa: E402
 from run import dist, preflight, pretrained  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
@@ -84,7 +84,6 @@ def main():
             parser.error(f"{folder} has no run.json: give the --out folder of a run")
     dist.prepare()
     where = HERE / "answers" if args.readme else args.out
-    where.mkdir(parents=True, exist_ok=True)
     file, found = where / "figure7.json", {}
     for folder in args.folders:
         try:
@@ -92,12 +91,12 @@ def main():
         except UserError as e:
             parser.error(f"{folder}: {e}")
         found.setdefault(task, {})[str(seed)] = its
-    known = json.loads(file.read_text()) if file.exists() else {"command": {}, "rows": {}}
-    commands = known["command"] | dict.fromkeys(found, " ".join(["python", *sys.argv]))
-    kept = known["rows"] | found
-    result = {**runs.about(), "command": commands, "problems": args.problems, "samples": args.samples, "rows": kept}
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n".join(rows(kept)))
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    new = {"command": dict.fromkeys(found, " ".join(["python", *sys.argv])),
+           "about": dict.fromkeys(found, results.about()), "rows": found}
+    result = {name: kept.get(name, {}) | x for name, x in new.items()}
+    results.write(file, {"problems": args.problems, "samples": args.samples, **result})
+    print("\n".join(rows(result["rows"])))
 
 
 if __name__ == "__main__":

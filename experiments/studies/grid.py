@@ -7,7 +7,6 @@ line that is not a true move are left out. figures.py draws the result.
 """
 import argparse
 import dataclasses
-import json
 import random
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import mines  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import load_task  # noqa: E402
+from experiments import results  # noqa: E402
 from run import config, pretrained  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def main():
     runs.run(studies.SETTING, args.seed, args.out.resolve())
     cfg, _ = runs.read([*studies.SETTING, "--seed", str(args.seed)])
     folder = runs.folder_of(studies.SETTING, args.seed, args.out.resolve())
-    held_out, found = config.problems_of(load_task(cfg.task), cfg)[1], runs.about()
+    held_out, found = config.problems_of(load_task(cfg.task), cfg)[1], results.about()
     found |= {"command": "python experiments/studies/grid.py --readme", "seed": args.seed, "size": mines.SIZE}
     found["mines"] = sorted(held_out[0].mines)
     for when, where in (("before", folder / "warm_start"), ("after", folder)):
@@ -49,7 +49,7 @@ def main():
         found[when] = passed(grpo.Agent(its, load_task(cfg.task), *pretrained.trained_model(its)), held_out, 16)
         print(f"{when} RL {found[when]['right']:.1%} of {found[when]['walks']} walks are right")
     if args.readme:
-        studies.answers("grid").write_text(json.dumps(found, indent=1) + "\n")
+        results.write(studies.answers("grid"), found)
 
 
 if __name__ == "__main__":

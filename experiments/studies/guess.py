@@ -6,13 +6,14 @@
 Writes guess.json and, if matplotlib is installed, guess.png into --out, or with --readme beside this script.
 """
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
+from experiments import results  # noqa: E402
+
 BINS = 9        # parts of what is left; the middle one is around the number that halves it
 GAMES = 8       # for each held-out problem
 
@@ -83,7 +84,7 @@ def main():
     args = parser.parse_args()
     out = HERE if args.readme else args.out
     runs = [{"before": measured(run / "warm_start"), "after": measured(run)} for run in args.runs]
-    (out / "guess.json").write_text(json.dumps(runs, indent=1))
+    results.write(out / "guess.json", {"about": results.about(), "runs": runs})
     for when in ("before", "after"):
         for name in ("won", "guesses", "middle third"):
             values = [run[when][name] for run in runs]

@@ -8,8 +8,7 @@
 
 A completion is right if every line is a true move, the last one leads to the goal, and none stands on a mine. The map
 is the same in all problems of a seed and in no prompt, and the demonstrators do not know it: what RL finds was in no
-demonstration. Whether a line is good can be told from it and the lines before it. gates.py measures how well a critic
-and a reward model of this size learn that.
+demonstration. Whether a line is good can be told from it and the lines before it.
 """
 import random
 import re

@@ -7,12 +7,9 @@ their warm start. Flags may include `--patch name=value`, see `PATCHES`.
 """
 import copy
 import dataclasses
-import datetime
 import hashlib
 import json
 import os
-import platform
-import re
 import shutil
 import statistics
 import subprocess
@@ -437,19 +434,6 @@ def with_interval(differences):
 def reached(points, spent, limit, of):
     """A measure where a run has spent so much, by its curve: the last one if it has spent less in all."""
     return float(np.interp(limit, [p[spent] for p in points], [p[of] for p in points]))
-
-
-def spread(numbers, form=".1%"):
-    """The median, with the lowest and highest in brackets."""
-    x = sorted(numbers)
-    return f"{statistics.median(x):{form}} ({x[0]:{form}} to {x[-1]:{form}})"
-
-
-def about():
-    """The date, versions and machine of a result."""
-    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    return {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
-            "cores": os.cpu_count(), "machine": model[1] if model else platform.processor()}
 
 
 if __name__ == "__main__":

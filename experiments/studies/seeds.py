@@ -7,12 +7,18 @@ Writes seeds.json and, if matplotlib is installed, seeds.png into --out, or with
 docs/measurements.md takes them from.
 """
 import argparse
-import json
 import statistics
+import sys
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+from experiments import results  # noqa: E402
+
 NAMES = ("greedy", "pass@1", "pass@8", "maj@8")
+TITLES = {"accuracy, sampled (dots: pass@1, held out)": "step", "tokens of a completion": "step",
+          "KL to the reference (k3)": "step"}
 
 
 def summary(runs):
@@ -41,36 +47,14 @@ def rows(table):
         yield f"| {label} | {before} | {after} |"
 
 
-def panels():
-    """A figure and its three axes, or None if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no figure: matplotlib is not installed")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt.subplots(1, 3, figsize=(11, 3))
-
-
-def draw(runs, file):
-    """Accuracy, length and KL over the steps of each run."""
-    if not (made := panels()):
-        return
-    figure, axes = made
-    titles = {"accuracy": "accuracy, sampled (dots: pass@1, held out)",
-              "length": "tokens of a completion", "kl": "KL to the reference (k3)"}
-    for axis, (name, title) in zip(axes, titles.items()):
+def draw(axes, runs):
+    """Accuracy, length and KL over the steps of each run; dots are pass@1 at both ends."""
+    for axis, name in zip(axes, ("accuracy", "length", "kl")):
         for run in runs:
             line = [(r["step"], r[name]) for r in run[1:] if name in r]
-            axis.plot([step for step, _ in line], [x for _, x in line], alpha=0.7)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
+            axis.plot(*zip(*line), alpha=0.7)
     for end in (0, -1):
         axes[0].plot([run[end]["step"] for run in runs], [run[end]["pass@1"] for run in runs], "k.")
-    for axis in axes:
-        axis.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
 
 
 def main():
@@ -81,12 +65,11 @@ def main():
     parser.add_argument("--readme", action="store_true", help="replace the results that README and docs quote")
     args = parser.parse_args()
     out = HERE if args.readme else args.out
-    runs = [[json.loads(line) for line in open(run / "metrics.jsonl")] for run in args.runs]
-    table = summary(runs)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "seeds.json").write_text(json.dumps(table, indent=1) + "\n")
+    runs = [results.lines(run / "metrics.jsonl") for run in args.runs]
+    table = {"about": results.about()} | summary(runs)
+    results.write(out / "seeds.json", table)
     print("| held out | before RL | after RL |\n|---|---|---|", *rows(table), sep="\n")
-    draw(runs, out / "seeds.png")
+    results.figure(out / "seeds.png", partial(draw, runs=runs), TITLES)
     print(f"written: {out / 'seeds.json'}")
 
 

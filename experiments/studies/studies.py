@@ -20,12 +20,12 @@ import json
 import math
 import os
 import statistics
-import subprocess
 from pathlib import Path
 
 import numpy as np
 
 import runs
+from experiments import results
 from run import files
 
 HERE = Path(__file__).parent
@@ -206,11 +206,6 @@ def write(study, found):
     files.write_whole(answers(study), as_text(found))
 
 
-def commit():
-    """The commit that the code is of."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-
 def make(study, seeds, out, parts=None):
     """Make the runs of a study, or of some of its parts, that are missing, a seed after the other; each is written when it
     is finished."""
@@ -218,7 +213,7 @@ def make(study, seeds, out, parts=None):
     if found["setting"] != " ".join(SETTING):
         raise SystemExit(f"{answers(study)} is of another setting: move it away")
     jobs = [(row, seed) for seed in seeds for row in rows_of(study, parts) if str(seed) not in found["runs"].get(row, {})]
-    about = runs.about() | {"commit": commit()}
+    about = results.about()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting = {pool.submit(runs.run, flags_of(row), seed, out): (row, seed) for row, seed in jobs}
         for n, job in enumerate(concurrent.futures.as_completed(waiting)):

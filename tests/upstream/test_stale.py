@@ -10,16 +10,13 @@ from conftest import ROOT
 from experiments import results, stale
 
 FOUND = [path for path, _ in stale.results(ROOT)]
-# Their scripts are to write it when they next run.
-LATER = {f"studies/{name}.json" for name in ("algorithms", "answers/bias", "answers/figure7", "answers/gates", "answers/grid",
-                                             "bfloat16/seeds", "guess", "overoptimization", "seeds")}
 
 
 def test_each_result_says_its_commit_and_date():
     names = {str(path.relative_to(ROOT / "experiments")): path for path in FOUND}
     assert len(names) >= 16 and {"cost/gpu.json", "models/sums.json", "robustness/bugs.md", "studies/answers/kl.json"} <= {*names}
-    for name in {*names} - LATER:
-        date, commit = stale.stamp(names[name])
+    for name, path in names.items():
+        date, commit = stale.stamp(path)
         assert len(date) == 10 and len(commit) >= 7, f"{name}: see experiments/results.py, about"
     assert all(script.is_file() for _, script in stale.results(ROOT))
 
@@ -44,18 +41,19 @@ def listed(root, capsys):
 @pytest.mark.skipif(not shutil.which("git"), reason="no git")
 def test_a_result_is_listed_with_what_changed_since(tmp_path, capsys):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    commit = committed(tmp_path, experiments__a__x_py="task = 'sums'", experiments__y_py="", grpo_py="", data__sums_py="",
+    commit = committed(tmp_path, experiments__a__x_py="task = 'sums'", experiments__y_py="", experiments__m_py="", grpo_py="", data__sums_py="",
                        data__z_py="")
     new = json.dumps({"about": {"date": "2026-02-01", "commit": commit + "-dirty"}})
     old = json.dumps({"1": {"date": "2026-01-02", "commit": commit}, "2": [{"date": "2026-01-01", "commit": commit}]})
     page = f"| a |\n\nCommit {commit}, 2026-03-01: cpu.\n"
-    committed(tmp_path, experiments__a__x_json=new, experiments__y_json=old, experiments__y_md=page)
+    committed(tmp_path, experiments__a__x_json=new, experiments__y_json=old, experiments__m_md=page,
+              experiments__y_md="| made from y.json |")
     assert listed(tmp_path, capsys)[1:] == [[date, commit, "0", "0", name] for date, name in (
-        ("2026-01-01", "y.json"), ("2026-02-01", "a/x.json"), ("2026-03-01", "y.md"))]
+        ("2026-01-01", "y.json"), ("2026-02-01", "a/x.json"), ("2026-03-01", "m.md"))]
     committed(tmp_path, experiments__a__x_py="task = 'sums', 1", grpo_py="1")
     committed(tmp_path, data__sums_py="1")
     committed(tmp_path, data__z_py="1")
-    assert [row[2:] for row in listed(tmp_path, capsys)[1:]] == [["0", "1", "y.json"], ["1", "2", "a/x.json"], ["0", "1", "y.md"]]
+    assert [row[2:] for row in listed(tmp_path, capsys)[1:]] == [["0", "1", "y.json"], ["1", "2", "a/x.json"], ["0", "1", "m.md"]]
     committed(tmp_path, experiments__y_json='{"about": {"date": "2026-01-01", "commit": "abcdef1"}}', experiments__a__x_json="{}")
     assert [row for row in listed(tmp_path, capsys) if row[-1] in ("y.json", "a/x.json")] == [
         ["?", "?", "?", "?", "a/x.json"], ["2026-01-01", "abcdef1", "?", "?", "y.json"]]

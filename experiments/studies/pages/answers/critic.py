@@ -1,11 +1,6 @@
 """answers/critic.md. The names in braces are those of page.py, which writes the page."""
 
 
-def gate(name):
-    """The median over the development maps."""
-    return f"{statistics.median(of_map[name] for of_map in kept('gates')['maps'].values()):.3f}"
-
-
 def times(row, base):
     """How many times as long a row takes as another, the lowest and highest seed, as text."""
     known = [run["seconds"] / runs_of(base)[seed]["seconds"] for seed, run in runs_of(row).items()]
@@ -43,9 +38,6 @@ All rows behind the first three of the [open questions](../../../docs/questions.
 - **Without a baseline** the corrected p is {p_text(NONE)}; for the collapse from a weak start, {100 * before(WEAK, "greedy"):.0f}%
   before RL, it is {p_text(SIGNED_WEAK)}.
 - With a critic Adam's epsilon is `1e-5`, not `1e-8`. *Fitted* critics had 400 steps before RL.
-- **What was known before**: on three development maps ([gates.py](../gates.py)) a critic fitted on the frozen policy for 800 steps
-  explains {gate("critic, 800 steps")} of the variance of outcomes at line ends, at best {gate("true values, 800 steps")}. A reward model's AUC
-  on lines is {gate("AUC, 800 steps")}. On arithmetic a line must be compared with others; here a mine is known from its line.
 - **Learning rates** for {len(studies.FAMILIES)} groups of rows are the best of three on a development map ([tuning.json](tuning.json)).{holds(all(best_rate(name) == ("3e-4" if "128" in name or "of 64" in name else "1e-4") for name in studies.FAMILIES))}
 - **Power**: with five seeds and the median spread, 80% of studies find, uncorrected, a difference of {detectable("critic")} points. All
   rows had three seeds first; the two more came after the first results.

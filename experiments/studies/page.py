@@ -31,7 +31,7 @@ SHARES = ("greedy", "pass@1", "pass@8", "pass@1 at 0.5")          # of problems
 FORMS = {"explained_variance": "z.2f", "kl": ".2f", "length": ".1f", "entropy": ".2f",
          "seconds": ".0f", "tokens": ".1f", "auc": ".2f", "calibration": ".2f"}
 UNITS = {"tokens": 1e6}
-TITLES = {"explained_variance": "explained variance", "kl": "KL, nats", "auc": "AUC before RL",
+TITLES = {"explained_variance": "explained variance", "kl": "KL, nats a completion", "auc": "AUC before RL",
           "auc end": "AUC after RL", "tokens": "million tokens", "length": "tokens"}
 # Means of n differences, in their standard deviations, that a t-test finds in 80 % of studies.
 DETECTABLE = {3: 3.264, 4: 2.128, 5: 1.682}
@@ -212,9 +212,28 @@ def bound(*differences):
 
 
 def within(*compared, of="greedy"):
-    """The same for rows, each against the first of its part, or for pairs of a row and a base."""
+    """The same for rows, each against the first of its part, or for pairs of a row and a base: of
+    what a page calls no difference, at most 5."""
+    found = wide(*compared, of=of)
+    assert int(found.split()[0]) <= 5, (compared, found)
+    return found
+
+
+def wide(*compared, of="greedy"):
+    """The same for what a page calls unclear, however wide it is."""
     pairs = [pair if isinstance(pair[0], tuple) else (pair, None) for pair in compared]
     return bound(*(apart(row, base, of) for row, base in pairs))
+
+
+def ahead(name, beta, part):
+    """By how many points of pass@1 a form of the KL is above k1 in the reward, at its own KL, with
+    an interval above 0, where it is not above it in every part."""
+    apart_by = {of: studies.at_equal_kl(kept("kl"), of, "pass@1")
+                for of in (part, "slips and guesses")}
+    assert runs.interval(apart_by[part][f"{name}, {beta}"])[0] > 0
+    low, high = runs.interval(apart_by["slips and guesses"][f"{name}, 0.3"])
+    assert low <= 0 <= high
+    return f"{statistics.mean(apart_by[part][f'{name}, {beta}']):.1f}"
 
 
 def zero(*ended):

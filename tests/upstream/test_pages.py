@@ -20,7 +20,7 @@ TEMPLATES = {name: (page.HERE / "pages" / f"{name}.py").read_text() for name in 
 TEXTS = {name: file.read_text() for name, file in page.PAGES.items()}
 RESULTS = [*sorted((ROOT / "experiments" / "studies" / "answers").glob("*.json")), page.filters.HERE / "filters.json"]
 # Numbers that are settings, sizes of the task, names of rows, or of the field, by template: of all others none is written by hand.
-SETTINGS = {"questions": "0 0.04 0.1 0.2 0.95 1 1.0 2 4 5 7 16 64 95 256 300 1,000 4,000 16,000 64,000",
+SETTINGS = {"questions": "0 0.04 0.1 0.2 0.95 1 2 4 5 7 16 64 95 128 256 300 1,000 4,000 16,000 64,000",
             "figures": "1 5 6 7 8 64 95", "variants": "1 8 16 135", "answers/figure7": "7 8 64", "answers/paper": "1 2 4 5",
             "answers/critic": "0.05 0.1 0.95 1 2 3 4 6 12 24 34 64 80 100 400",
             "answers/labels": "0.04 0.2 1 1.0 4 9 16 30 36 80 4,000 16,000 64,000",
@@ -140,9 +140,14 @@ def test_no_difference_of_rows(toy):
     for seed, greedy in zip("123", (0.21, 0.37, 0.32)):
         toy["runs"]["--lr 1"][seed]["greedy"] = greedy                      # +1, -3, +2
     most = max(map(abs, runs.interval([1.0, -3.0, 2.0])))
-    assert page.within(ROW) == page.within((BASE, ROW)) == f"{math.ceil(most)} points"
+    assert page.wide(ROW) == page.wide((BASE, ROW)) == f"{math.ceil(most)} points" != "5 points"
+    with pytest.raises(AssertionError):                                     # too wide for no difference
+        page.within(ROW)
     with pytest.raises(AssertionError):                                     # +2.5, +3.5, +3
-        page.within(ROW, of="pass@1")
+        page.wide(ROW, of="pass@1")
+    for seed, greedy in zip("123", (0.205, 0.385, 0.305)):
+        toy["runs"]["--lr 1"][seed]["greedy"] = greedy                      # +0.5, -1.5, +0.5
+    assert page.within(ROW) == page.wide(ROW) == "4 points"
 
 
 @pytest.mark.parametrize("p, text", [(0.0099, "< 0.01"), (0.01, "0.01"), (1.0, "1.00")])

@@ -1,6 +1,6 @@
 """docs/variants.md but for its formulas and presets. The names in braces are those of page.py, which writes the page."""
-GRPO, DYNAMIC, OVERLONG, SOFT, ENTROPY, PASS_AT_K, MAXRL, TOKENS, DR_GRPO = rows(
-    "variants", ONCE, "GRPO", "dynamic_sampling", "overlong_filter", "soft_overlong", "entropy_tokens", "pass_at_k", "maxrl",
+GRPO, DYNAMIC, OVERLONG, SOFT, DAPO, ENTROPY, PASS_AT_K, MAXRL, TOKENS, DR_GRPO = rows(
+    "variants", ONCE, "GRPO", "dynamic_sampling", "overlong_filter", "soft_overlong", "dapo", "entropy_tokens", "pass_at_k", "maxrl",
     "tokens alike", "dr_grpo")
 WITH_KL, TIS, MIS, LUSPO, CLIP_COV, KL_COV, HIGHER = rows(
     "variants", OFTEN, "GRPO, KL", "tis", "mis", "luspo", "clip_cov", "kl_cov", "clip higher")
@@ -24,17 +24,18 @@ and check one is in [changing.md](changing.md).
 
 **At equal samples nothing was shown to beat GRPO.** Of {COMPARED} rows one differs from it after correction: `dynamic_sampling`, and
 it samples {ratio(DYNAMIC, GRPO, "tokens")} times as many tokens. **With many updates per rollout, a KL or a ratio of whole completions
-withstands a higher learning rate.** There PPO's clip alone ends at {shown(at_fast["GRPO"], "greedy")}, in one run.
+withstands a higher learning rate.** At such a rate GRPO with PPO's clip alone ends at {shown(at_fast["GRPO"], "greedy")}, in one run.
 
-| what you see | try | measured here |
+| what you see | proposed for it | measured here |
 |---|---|---|
-| most groups are all right or all wrong | `dynamic_sampling`, if steps are dear and samples cheap | {gained(DYNAMIC)} points more after as many steps, in every seed; with GRPO's tokens {reached(DYNAMIC, GRPO, "tokens")}, GRPO {reached(GRPO, GRPO, "tokens")} |
+| most groups are all right or all wrong | `dynamic_sampling`, if steps are expensive and samples cheap | {gained(DYNAMIC)} points more after as many steps, in every seed; with GRPO's tokens {reached(DYNAMIC, GRPO, "tokens")}, GRPO {reached(GRPO, GRPO, "tokens")} |
 | training breaks with many updates per rollout | `--kl loss`, or `gspo` | at a learning rate where GRPO ends at {shown(at_fast["GRPO"], "greedy")}: {shown(at_fast["GRPO, KL"], "greedy")} and {shown(at_fast["gspo"], "greedy")}, in one run each; the KL, tuned: {gained(WITH_KL)} points more, in every seed |
 | sampler and trainer disagree (`mismatch`) | `mis` rather than `tis` | `mis`: no difference, within {within(MIS)}; `tis` lost {lost(TIS)}, in every seed |
-| several answers will be sampled, and one must be right | `pass_at_k`, `maxrl` | pass@8 {gained(PASS_AT_K, of="pass@8")} and {gained(MAXRL, of="pass@8")} points higher, in every seed |
-| completions are cut off | `overlong_filter`, `soft_overlong` | no difference, within {within(OVERLONG, SOFT)} |
+| several answers will be sampled, and one must be right | `pass_at_k`, `maxrl` | pass@8 {gained(PASS_AT_K, of="pass@8")} and {gained(MAXRL, of="pass@8")} points higher, in every seed; pass@1 {effect(PASS_AT_K, of="pass@1")} and {effect(MAXRL, of="pass@1")} |
+| completions are cut off | `overlong_filter`, `soft_overlong` | unclear, within {wide(OVERLONG, SOFT)} |
 | completions grow | `--loss_mean token`, `dr_grpo`; not `luspo` | no shorter: {median(TOKENS, "length")} and {median(DR_GRPO, "length")} tokens, GRPO {median(GRPO, "length")}; with many updates `luspo` {median(LUSPO, "length")}, GRPO {median(GRPO_OFTEN, "length")} |
-| the entropy collapses | `clip_cov`, `kl_cov`, `entropy_tokens`, `--clip_high 0.28` | entropy {median(CLIP_COV, "entropy")}, {median(KL_COV, "entropy")}, {median(ENTROPY, "entropy")} and {median(HIGHER, "entropy")}, GRPO {median(GRPO_OFTEN, "entropy")}; in accuracy no difference, within {within(CLIP_COV, KL_COV, ENTROPY, HIGHER)} |
+| the entropy collapses | `clip_cov`, `kl_cov`, `entropy_tokens`, `--clip_high 0.28` | entropy {median(CLIP_COV, "entropy")}, {median(KL_COV, "entropy")}, {median(ENTROPY, "entropy")} and {median(HIGHER, "entropy")}, GRPO {median(GRPO_OFTEN, "entropy")}; in accuracy unclear, within {wide(CLIP_COV, KL_COV, ENTROPY, HIGHER)} |
+| several of these | `dapo` | {effect(DAPO)} points, pass@1 {effect(DAPO, of="pass@1")}, with {ratio(DAPO, GRPO, "tokens")} times as many tokens |
 {holds(min(middle(row, "length") for row in (TOKENS, DR_GRPO)) >= middle(GRPO, "length"), {*shown_to_differ("variants")} == {(ONCE, "dynamic_sampling")}, at_fast["GRPO"] < 0.005, lasting <= {"GRPO, KL", "unbiased KL", "two_sided", "gspo", "gspo_token", "luspo"})}
 
 {by_hand("variants", "The formulas")}
@@ -50,9 +51,7 @@ one run each. With {seeds("variants")} seeds, four of five such studies find a d
 ones may exist. [All rows](../experiments/studies/answers/variants.md) have a page with intervals and flags.
 
 **On SmolLM2-135M, too, dynamic sampling gains nothing per completion.** GRPO goes from {statistics.median(p["pass@1"] for p in first):.0%}
-to {statistics.median(p["pass@1"] for p in last):.0%} pass@1 on sums. After as many completions `dynamic_sampling` is below it; after as
-many steps there is no difference, within {bound(at_end)}. The overlong filter makes none
-either, within {bound(without_cut)}, since completions are cut off in the first steps only.
+to {statistics.median(p["pass@1"] for p in last):.0%} pass@1 on sums. After as many completions `dynamic_sampling` is below it; after as many steps it is unclear, within {bound(at_end)}. The overlong filter makes no difference, within {bound(without_cut)}, since completions are cut off in the first steps only.
 {holds(runs.interval(at_equal)[1] < 0)}
 
 {chr(10).join(filters.lines(real))}

@@ -31,7 +31,7 @@ All rows behind two of the [open questions](../../../docs/questions.md), and [fi
 - **Continuations as labels**, 1, 4 or 16 per line, end below true labels in every seed. Their AUC is
   {median(ROLLOUTS[-1], "auc")}, that of true labels {median(TRUTH, "auc")}: after a mine no continuation is correct, so every later line
   counts as bad.{holds(*(down(row) for row in ROLLOUTS))}
-- **Controls**: 30% wrong labels make no difference, within {within(NOISE)}. Random labels end at {median(CHANCE)}, from
+- **Controls**: what 30% wrong labels do is unclear, within {wide(NOISE)}. Random labels end at {median(CHANCE)}, from
   {100 * before(CHANCE, "greedy"):.0f}% before RL. *The form of lines* is the rule's outcome plus a reward per legal move.
 - **Refits**: no difference to one fit holds after correction.
 - **Power**: with five seeds and the median spread, 80% of studies find, uncorrected, a difference of {detectable("labels")} points.

@@ -491,3 +491,29 @@ def test_a_forks_new_setting_counts():
     assert warm_start.changed(four, before) is None
     assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"
     assert warm_start.changed(four, after) == "--n_mlp was 8, and is 4"
+
+
+@pytest.mark.slow
+def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path, monkeypatch):
+    """What a checkpoint with a chat template learns from is what it will be asked, up to the token
+    that ends its turn."""
+    chat_folder(tmp_path / "chat")
+    seen, real = [], warm_start.token_logps
+
+    def token_logps(model, ids, mask, temperature):
+        """The real one."""
+        seen.append((ids, mask))
+        return real(model, ids, mask, temperature)
+    monkeypatch.setattr(warm_start, "token_logps", token_logps)
+    encoding = tokenizer.load_encoding(tmp_path / "chat")
+    grpo.main(["--init", str(tmp_path / "chat"), *"--difficulty 1 --warm_steps 1 --steps 0 --held_out 2 "
+               "--max_new 40 --prompts 2 --group 2".split(), "--out", str(tmp_path / "run")])
+    rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
+            for n in [int(on.nonzero()[-1]) + 1]]
+    prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(1)[0]}
+    rows = rows[:4]                 # later ones are of its note
+    assert {256, encoding.end} <= encoding.stop and encoding.frame.after
+    assert encoding.end == encoding.special["<|im_end|>"] != 256
+    for ids, on in rows:
+        assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
+        assert encoding.end not in ids[on].tolist()[:-1]

@@ -650,3 +650,12 @@ def test_a_task_needs_one_of_both(tmp_path):
         else:
             with pytest.raises(UserError, match="has no function reward: every task needs one"):
                 data.load_task(str(tmp_path / "toy.py"))
+
+
+@pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
+    """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
+    seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda *given: seen.append(given[4]))
+    reward.fit(ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
+    assert seen == [pytest.approx(lr)]

@@ -517,3 +517,20 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     for ids, on in rows:
         assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
         assert encoding.end not in ids[on].tolist()[:-1]
+
+
+@pytest.mark.parametrize("steps, seconds, told", [
+    (3, 1, [1, 2, 3]), (25, 1, range(2, 26, 2)), (200, 0.1, range(20, 201, 20)), (200, 7, range(2, 201, 2))])
+def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypatch, capsys):
+    """And when it was silent for 10 seconds. The loss is of that step."""
+    module, now = torch.nn.Linear(1, 1, bias=False), []
+    monkeypatch.setattr(show, "time", SimpleNamespace(time=lambda: 1000.0 + seconds * len(now)))
+
+    def losses(step):
+        """Two terms, together the step's number."""
+        now.append(step)
+        for part in (0.25, 0.75):
+            yield part * step + 0 * module.weight.sum()
+    warm_start.supervised_fit("a fit", module, losses, steps, 0.1)
+    assert capsys.readouterr().out.splitlines() == [
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]

@@ -62,12 +62,6 @@ def run_tests(folder, *files):
 
 # ------------------------------------------------------------------------------------- a new setting
 
-def test_a_setting_without_help_is_a_flag_too(forked, tmp_path):
-    folder = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD))
-    code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
-    assert code == 0 and re.search(r"\n  --n_mlp INT +\[4\]\n", said)
-
-
 @dataclasses.dataclass
 class Forked:
     """Comments in forms that a fork may write."""
@@ -107,11 +101,13 @@ def test_the_help_has_the_defaults_of_the_task(capsys, tmp_path):
         assert all(text in out for text in said), out
 
 
-def test_a_new_setting_is_a_flag_with_its_help(forked, tmp_path):
-    """And the one after it is still there."""
-    folder = fork(tmp_path, lambda text: text.replace(FIELD, '    n_mlp: Literal["a", "b"] = "a"  # width (#) of the MLP\n' + FIELD))
+def test_a_new_setting_is_a_flag(forked, tmp_path):
+    """With its help, if it has one; and the one after it is still there."""
+    new = '    n_mlp: Literal["a", "b"] = "a"  # width (#) of the MLP\n    bare: int = 4\n'
+    folder = fork(tmp_path, lambda text: text.replace(FIELD, new + FIELD))
     code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
     assert code == 0 and "--n_mlp {a,b}" in said and "width (#) of the MLP [a]" in said
+    assert re.search(r"\n  --bare INT +\[4\]\n", said)
     assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in said
 
 

@@ -378,12 +378,6 @@ def test_an_evaluation_does_not_depend_on_those_before(places):
 
 # ------------------------------------------------------------------------------------- iterations
 
-def test_fits_are_at_the_first_step_of_each_iteration(whole):
-    assert [x for x in whole.events if x != "evaluation"] == [
-        "iteration 0", "step 1", "step 2", "step 3", "iteration 1", "step 4", "step 5", "step 6"]
-    assert whole.events[0] == "evaluation" and len(whole.fits) == 2
-
-
 def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(whole):
     first, second = whole.fits
     assert same(first.ref, whole.start) and same(first.policy, whole.start)
@@ -615,4 +609,3 @@ def test_choices_differ_from_each_other(name, made):
     for a, b in itertools.combinations(values, 2):
         one, other = (made(base | {name: value})["policy"] for value in (a, b))
         assert alike(one, other) is ({a, b} == {"watch", "none"}), (a, b)
-

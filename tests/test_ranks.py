@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -106,7 +106,7 @@ BUGS = [
     ('a sequence ratio instead of token ratios', 'grpo.py', 'if cfg.ratio == "sequence":', 'if True:', 'loss'),
     ('the sequence ratio is a sum, not a mean', 'grpo.py',
      'mean = log_ratio.sum(1, keepdim=True) / length',
-     'mean = log_ratio.sum(1, keepdim=True)', 'advantages'),
+     'mean = log_ratio.sum(1, keepdim=True)', 'oracle -k gspo'),
     # advantages
     ('equal rewards give scores that are not exactly 0', 'grpo.py', 'dead = std <= 1e-6', 'dead = std < 0', 'loss'),
     ("Bessel's correction", 'grpo.py',
@@ -174,7 +174,7 @@ BUGS = [
      'pass', 'reward'),
     ('a truncated completion is rewarded', 'reward.py',
      'torch.where(batch.finished, x, x.clamp(max=0))',
-     'x', 'tasks'),
+     'x', 'task_errors -k cut_off'),
     ('truncation raises a bad score', 'reward.py',
      'batch.reward.clamp(max=TRUNCATED_REWARD)',
      'TRUNCATED_REWARD', 'reward'),

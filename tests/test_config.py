@@ -15,7 +15,7 @@ from conftest import ROOT, chat_folder, tiny_model
 
 import grpo
 import model
-from data import UserError, load_task
+from data import UserError, arithmetic, load_task
 from run import config, dist, passes, pretrained, warm_start
 from run.pretrained import frozen
 
@@ -62,12 +62,6 @@ def run_tests(folder, *files):
 
 # ------------------------------------------------------------------------------------- a new setting
 
-def test_a_setting_without_help_is_a_flag_too(forked, tmp_path):
-    folder = fork(tmp_path, lambda text: text.replace(FIELD, "    n_mlp: int = 4\n" + FIELD))
-    code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
-    assert code == 0 and re.search(r"\n  --n_mlp INT +\[4\]\n", said)
-
-
 @dataclasses.dataclass
 class Forked:
     """Comments in forms that a fork may write."""
@@ -107,11 +101,13 @@ def test_the_help_has_the_defaults_of_the_task(capsys, tmp_path):
         assert all(text in out for text in said), out
 
 
-def test_a_new_setting_is_a_flag_with_its_help(forked, tmp_path):
-    """And the one after it is still there."""
-    folder = fork(tmp_path, lambda text: text.replace(FIELD, '    n_mlp: Literal["a", "b"] = "a"  # width (#) of the MLP\n' + FIELD))
+def test_a_new_setting_is_a_flag(forked, tmp_path):
+    """With its help, if it has one; and the one after it is still there."""
+    new = '    n_mlp: Literal["a", "b"] = "a"  # width (#) of the MLP\n    bare: int = 4\n'
+    folder = fork(tmp_path, lambda text: text.replace(FIELD, new + FIELD))
     code, said, _ = forked(tmp_path / "process", command_line, folder, "--help").end()
     assert code == 0 and "--n_mlp {a,b}" in said and "width (#) of the MLP [a]" in said
+    assert re.search(r"\n  --bare INT +\[4\]\n", said)
     assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in said
 
 
@@ -168,7 +164,10 @@ def test_a_whole_number_serves_as_a_share_in_a_notebook(mine):
     (dict(lr=float("inf")), "at most 9223372036854775808, got inf"), (dict(lr=float("-inf")), "at least 0, got -inf"),
     (dict(steps=2 ** 64), f"at most {2 ** 63}, got {2 ** 64}"), (dict(lr=True), "of the type float, got True"),
     (dict(prompts=True), "of the type int, got True"), (dict(shard=1), "of the type bool, got 1"),
-    (dict(temperature=5e-4), "at least 0.001, got 0.0005"), (dict(lam=1.5), "at most 1, got 1.5")], ids=str)
+    (dict(temperature=5e-4), "at least 0.001, got 0.0005"), (dict(lam=1.5), "at most 1, got 1.5"),
+    (dict(samples=1025), "at most 1024, got 1025"), (dict(group="8"), "of the type int, got '8'"),
+    (dict(lr="1e-4"), "of the type float, got '1e-4'"), (dict(out=3), "of the type str, got 3"),
+    (dict(reward="modl"), "one of rule, model, rollouts, got 'modl'")], ids=str)
 def test_settings_that_cannot_be(given, says):
     """Also in a notebook, where no parser has looked at them."""
     with pytest.raises(UserError, match=f"^--{min(given)} must be {says}$"):
@@ -243,11 +242,32 @@ def test_an_unknown_name_in_a_notebook_or_in_defaults(given, tmp_path, monkeypat
 def test_what_settings_imply_for_others():
     """Unless these are given; an algorithm's own scale stays."""
     make = grpo.make_config
-    assert [make(**given).estimator for given in (dict(kl="reward"), dict(algo="ppo"), dict(kl="reward", estimator="k2"))] == ["k1", "k1", "k2"]
-    learned = dict(reward="model"), dict(reward="rollouts"), dict(reward="model", adv_scale="group"), dict(reward="model", algo="ppo")
-    assert [make(**given).adv_scale for given in learned] == ["none", "none", "group", "batch"]
+    kls = dict(kl="reward"), dict(algo="ppo"), dict(algo="ppo", kl="loss"), dict(kl="watch"), dict(kl="reward", estimator="k2")
+    assert [make(**given).estimator for given in kls] == ["k1", "k1", "k3", "k3", "k2"]
+    learned = {}, dict(reward="model"), dict(reward="rollouts"), dict(reward="model", adv_scale="group"), dict(reward="model", algo="ppo")
+    assert [make(**given).adv_scale for given in learned] == ["group", "none", "none", "group", "batch"]
     begun = dict(init="x"), dict(init="x", warm_steps=5), dict(init="x", warm_steps=5, warm_lr=1.0)
     assert [(make(**given).warm_steps, make(**given).warm_lr) for given in begun] == [(0, 2e-5), (5, 2e-5), (5, 1.0)]
+
+
+def test_what_comes_before_what(monkeypatch):
+    """The task's defaults, then the algorithm's settings, then what is asked for; on a command line and in a notebook."""
+    assert grpo.make_config(task="countdown").max_new == 384
+    for argv, given in (([], {}), ("--algo ppo --beta 0 --clip_high 0.3".split(), dict(algo="ppo", beta=0, clip_high=0.3)),
+                        ("--reward model --algo rloo --lr 0.5".split(), dict(reward="model", algo="rloo", lr=0.5))):
+        assert read(*argv) == grpo.make_config(**given)
+    cfg = read("--algo", "ppo", "--beta", "0", "--clip_high", "0.3")
+    assert (cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr) == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
+    cfg = read("--algo", "dapo", "--loss_mean", "constant", "--kl", "loss")
+    assert (cfg.loss_mean, cfg.kl, cfg.clip_high) == ("constant", "loss", 0.28)         # of dapo itself
+    monkeypatch.setitem(arithmetic.DEFAULTS, "algo", "ppo")
+    assert grpo.make_config().baseline == "value" and grpo.make_config(algo="grpo").baseline == "group"
+
+
+def test_a_config_cannot_be_changed():
+    """A run's settings are what was checked and written down."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        grpo.Config().lr = 1.0
 
 
 # ----------------------------------------------------------------- a copy of the policy that differs

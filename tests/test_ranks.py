@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import grpo
 import reward
-from data import UserError, import_file, load_task
+from data import UserError, load_task
 from run import checkpoint, dist, passes, pretrained, show, warm_start
 from run.checkpoint import training_state
 
@@ -86,28 +85,6 @@ def run(name, where):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         agent = grpo.train(grpo.make_config(**settings(name, where)))
     return agent, printed.getvalue()
-
-
-def over_a_beta(*rewards):
-    """The advantages of a variant that compares the groups of all ranks."""
-    real = grpo.group_scores
-    variant = import_file(ROOT / "experiments" / "variants" / "beta_norm.py", "beta_norm")
-    grpo.group_scores = real                    # which the variant has replaced
-    r = torch.tensor(rewards)[:, None]
-    return variant.group_scores(r, torch.ones_like(r), SimpleNamespace(group=4))[0][:, 0].tolist()
-
-
-def sums(rank):
-    """What two ranks make of numbers of their own; those whose mean and std are taken are [1, 2] and [6]."""
-    own = torch.tensor(rank + 1.0)
-    found = {"sum": dist.all_reduce(own).item(), "own": own.item(),
-             "gap": passes.checked_gap([(own / 2 ** 17)[None]], torch.tensor(1), None) * 2 ** 17,
-             "spread": [x.item() for x in dist.mean_and_std(torch.tensor([[1.0, 2.0], [6.0]][rank]))],
-             "beta": over_a_beta(*[[1.0, 0, 0, 0], [1.0, 1, 1, 0]][rank]),
-             "parts": [dist.of_rank(part) for part in show.chunks("labelling", "abcd", 3)]}
-    with pytest.raises(UserError, match="sampler and trainer disagree"):
-        passes.checked_gap([torch.tensor([float(rank)])], torch.tensor(1), None)            # of one rank alone
-    return found
 
 
 new_optimizer = grpo.new_optimizer
@@ -171,7 +148,7 @@ def all_runs(rank, where):
         agent, printed = run(name, where)
         state = {n: x for n, x in training_state(agent).items() if not isinstance(x, DTensor)}
         found[name] = {"state": sha256_of(state), "beta": agent.beta, "printed": printed}
-    found = {"runs": found, "sums": sums(rank), "opened": opened, "streams": streams, "kept": kept}
+    found = {"runs": found, "opened": opened, "streams": streams, "kept": kept}
     (where.parent / f"{where.name}{rank}.json").write_text(json.dumps(found))
     dist.exit_with(0)
 
@@ -470,16 +447,6 @@ def test_labels_by_rollouts_differ_and_are_shared(both):
     assert len(first) == len(second) > 0 and not {*first} & {*second}
 
 
-def test_sums_are_of_both_ranks(both):
-    """The numbers 1 and 2, the sets [1, 2] and [6], the letters abcd by three."""
-    found = [rank["sums"] for rank in both[2]]
-    assert [f["parts"] for f in found] == [["ac", "d"], ["b"]]
-    for f, own in zip(found, (1, 2)):
-        assert (f["sum"], f["own"], f["gap"]) == (3, own, 2)
-        assert f["beta"] == pytest.approx(over_a_beta(1.0, 0, 0, 0, 1, 1, 1, 0)[4 * own - 4:4 * own])
-        assert f["spread"] == pytest.approx([3, (14 / 3) ** 0.5])
-
-
 def test_a_warm_start_of_two_ranks_serves_one(both):
     for ranks in ("one", "two"):
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
@@ -601,13 +568,6 @@ def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):
         capsys.readouterr()
         grpo.main(args)
         assert codes == [0, 0] and err == ["", ""] and silent == "" and said == capsys.readouterr().out > ""
-
-
-@pytest.mark.parametrize("given, says", [
-    (dict(prompts=3), "--prompts 3 is not divisible by 2 ranks")])
-def test_what_cannot_be_sharded_is_refused(both, tmp_path, given, says):
-    codes, out, err = pair(tmp_path, plain, command(both, "grpo", **given, out=tmp_path / "run"))
-    assert codes == [2, 2] and err == [f"error: {says}\n"] * 2 and not (tmp_path / "run").exists()
 
 
 def test_torchrun_starts_the_ranks(tmp_path):

@@ -9,14 +9,13 @@ from conftest import tiny_model
 
 import data
 import data.arithmetic as task
-import grpo
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Agent, Batch, Config
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import dist, passes, warm_start
+from run import passes, warm_start
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -163,26 +162,6 @@ def test_step_tokens_survive_bytes_that_are_no_text():
 
 # ------------------------------------------------------------------------------------- the losses
 
-@pytest.mark.parametrize("K", [2, 4])
-def test_a_choice_among_equals_costs_the_logarithm_of_their_number(K):
-    """K = 2 is Bradley-Terry: an identical pair costs ln 2."""
-    label = torch.tensor([1.0] + [0.0] * (K - 1))
-    assert reward_loss(torch.full((K,), 3.7), label, K).item() == pytest.approx(math.log(K))
-
-
-def test_choice_loss_is_bradley_terry():
-    s = torch.tensor([1.3, -0.4, 0.2, 0.9])
-    want = -math.log(1 / (1 + math.exp(-1.7))) - math.log(1 / (1 + math.exp(-0.7)))
-    assert reward_loss(s, torch.tensor([1.0, 0, 0, 1]), 2).item() == pytest.approx(want)
-
-
-def test_step_loss_takes_shares():
-    s, p = torch.tensor([0.3, -2.0]), torch.tensor([0.25, 1.0])
-    q = s.sigmoid()
-    want = -(p * q.log() + (1 - p) * (1 - q).log()).sum().item()
-    assert reward_loss(s, p, 1).item() == pytest.approx(want)
-
-
 def test_people_choose_any_of_the_best():
     """Wherever the completions end; nothing but the labels changes, and they only where a completion ends."""
     ends = torch.zeros(9, 4, dtype=torch.bool)
@@ -284,16 +263,6 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
         assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
 
 
-def test_labels_by_chance_teach_nothing(monkeypatch):
-    """Those that measure are not those that are fitted."""
-    monkeypatch.setattr(reward, "FIT_LR", 3e-3)
-    monkeypatch.setattr(reward, "CHOICES", 2)
-    batch, _ = preferences(400, 2, 0)
-    batch.reward = torch.where(batch.ends, torch.rand(800, 1), 0)
-    _, measures = fitted(scorer_of(), batch, {}, Config(), 0)
-    assert measures["rm_accuracy"] < 0.7
-
-
 @pytest.mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
     """Pairs of up to `tokens` each; one pair at a time if not even one fits. That once took 2,048."""
@@ -304,36 +273,6 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
     reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
     assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
     assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
-
-
-@pytest.mark.parametrize("K", [1, 2])
-def test_a_fit_takes_each_row_once_by_its_mean_loss(K, monkeypatch):
-    """The terms of an optimizer step are the mean over its choices, or over its labelled steps, and no
-    micro-batch has more than `micro_tokens`."""
-    batch, a = preferences(100, 2, 0)
-    batch.ends = batch.mask & (torch.rand(batch.mask.shape) < 0.6) if K == 1 else batch.ends
-    label = torch.rand(batch.ends.shape)
-    data, s, cfg = reward.labelled(batch) | {"label": label}, scorer_of(), Config(micro_tokens=70)
-    raw, seen, steps, judged = scores(s, batch.ids, batch.mask, Config()), [], [], []
-    monkeypatch.setattr(reward, "reward_loss", lambda score, label, K: judged.append(label) or reward_loss(score, label, K))
-    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
-        seen.append(ids), torch.stack([raw[(batch.ids[:, :len(row)] == row).all(1)][0, :len(row)] for row in ids]))[1])
-
-    def fit(name, module, losses, n, lr):
-        """Each step's terms; rows that are alike have the same score."""
-        for step in range(n):
-            before = len(seen)
-            total = sum(losses(step)).item()
-            steps.append((total, [row.tolist() for ids in seen[before:] for row in ids]))
-    monkeypatch.setattr(warm_start, "supervised_fit", fit)
-    torch.manual_seed(1)
-    reward.fit(s, data, K, cfg, random.Random(0))
-    assert len(steps) == 200 // 64 and sum(len(rows) for _, rows in steps) == 200
-    assert all(ids.numel() <= 70 for ids in seen)
-    sets = [sorted(map(tuple, labels.view(-1, K).tolist())) for labels in (torch.cat(judged), label[batch.ends])]
-    assert sets[0] == sets[1]               # those of a set together
-    mean = reward_loss(raw[batch.ends], label[batch.ends], K) / (batch.ends.sum() / K)
-    assert sum(total for total, _ in steps) / len(steps) == pytest.approx(mean.item(), rel=0.1)
 
 
 def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
@@ -359,60 +298,21 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     assert len(seen) == 3 and min(seen) > 0
 
 
-def test_a_tenth_of_history_is_replayed_in_whole_sets(monkeypatch):
-    cfg, seen = Config(), []
-    def fit(name, module, losses, steps, lr):
-        for step in range(steps):
-            list(losses(step))
-    monkeypatch.setattr(warm_start, "supervised_fit", fit)
-    real = reward.replay
-    monkeypatch.setattr(reward, "replay", lambda h, n, K, r: seen.append((n, K)) or real(h, n, K, r))
-    history = {}
-    for seed in (1, 2):
-        history, _ = fitted(s := scorer_of(), preferences(100, 4, seed)[0], history, cfg, seed)
-    raw = scores(s, history["ids"], history["mask"], cfg)[history["ends"]]
-    assert s.norm.tolist() == pytest.approx([raw.mean().item(), raw.std().item()])  # of both batches
-    assert seen == [(36, 4)] and len(history["ids"]) == 720     # a tenth of the 360 that are fitted
-    part = real(history, 36, 4, random.Random(0))
-    assert len(part["ids"]) == 36 and (part["label"].sum(1).view(-1, 4).sum(1) == 1).all()
-    assert len(real(part, 44, 4, random.Random(0))["ids"]) == 36            # all there are
+def test_no_more_is_replayed_than_there_is():
+    history = {"ids": torch.arange(12)}
+    assert sorted(reward.replay(history, 44, 4, random.Random(0))["ids"].tolist()) == [*range(12)]
 
 
-@pytest.mark.parametrize("choices, supervision", [(4, "outcome"), (4, "process"), (3, "outcome")])
-def test_three_fits_replay_from_all_that_was_fitted_before(choices, supervision, monkeypatch):
-    """Rows are named by their fit and number. What is set apart to measure a fit is never learned, nor are replayed rows
-    added to the history again; over some seeds both earlier fits are drawn from, every set at most once in a fit."""
-    monkeypatch.setattr(reward, "CHOICES", choices)
-    cfg, fitted, drawn = Config(supervision=supervision), [], set()
-    K = choices if supervision == "outcome" else 1
-    monkeypatch.setattr(reward, "fit", lambda model, data, *_: fitted.append(data))
-    monkeypatch.setattr(reward, "scores", lambda model, ids, *_: ids.float())
-    model = SimpleNamespace(norm=torch.zeros(2))
-
-    def names(data):
-        return [tuple(row[:2]) for row in data["ids"].tolist()]
-
-    for seed in range(4):
-        agent, rng, apart = Agent(cfg, None, None, None, reward_model=model), random.Random(seed), 10 * choices
-        fitted.clear()
-        for n in range(3):
-            number = torch.arange(100 * choices)
-            rows = dict(ids=torch.stack([torch.full_like(number, n), number, number % 7], 1),
-                        mask=torch.ones(len(number), 3).bool(), ends=torch.tensor([False, False, True]).expand(len(number), 3),
-                        reward=(number % choices)[:, None] / 9 * torch.ones(3))
-            cut = 3 * choices
-            parts = [SimpleNamespace(**{name: x[part] for name, x in rows.items()}) for part in (slice(cut), slice(cut, None))]
-            refit(agent, parts, 10, rng)
-            own = [(n, i) for i in range(apart, 100 * choices)]
-            assert names(fitted[n])[:len(own)] == own
-            replayed, before = names(fitted[n])[len(own):], [(k, i) for k in range(n) for i in range(apart, 100 * choices)]
-            assert len(replayed) == (len(own) // 10 // K * K if n else 0) == len({*replayed}) and {*replayed} <= {*before}
-            for at in range(0, len(replayed), K):           # whole sets, in their order
-                k, first = replayed[at]
-                assert (first - apart) % K == 0 and replayed[at:at + K] == [(k, first + j) for j in range(K)]
-            assert names(agent.history) == before + own
-            drawn |= {(n, k) for k, _ in replayed}
-    assert drawn == {(1, 0), (2, 0), (2, 1)}
+def continued(prefixes, tries, said):
+    """A Batch of `tries` rows for each prefix, which go on with `said(prefix, number of the try)` and the end."""
+    rows = [(prefix, [*said(prefix, k).encode(), 256]) for prefix in prefixes for k in range(tries)]
+    T = max(len(prefix) + len(more) for prefix, more in rows)
+    ids, mask = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
+    for i, (prefix, more) in enumerate(rows):
+        end = len(prefix) + len(more)
+        ids[i, :end] = torch.tensor(prefix + more)
+        mask[i, len(prefix):end] = True
+    return Batch(ids, mask, torch.ones(len(rows), dtype=torch.bool), None, None)
 
 
 def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
@@ -423,53 +323,11 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
     batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
 
     def complete(agent, prefixes, tries, room, u, episodes):
-        made = batch_of(["x"] * len(prefixes) * tries)
-        rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
-        T = max(map(len, rows))
-        made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        made.mask = torch.stack([(torch.arange(T) >= len(row) - 2) & (torch.arange(T) < len(row)) for row in rows])
-        return made
+        return continued(prefixes, tries, lambda prefix, k: "x")
     toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
     label = rollout_labels(agent_of(toy, max_new=9), complete, batch, 0, tries=3)
     assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
     assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
-
-
-@pytest.mark.parametrize("supervision", ["outcome", "process"])
-def test_problems_are_labelled_in_parts_and_in_order(supervision, monkeypatch):
-    """10 problems with 2 completions each, at most 4 problems at a time."""
-    seen, sizes = [], []
-    monkeypatch.setattr(reward, "refit", lambda agent, *given: seen.append(given[:2]) or "measures")
-    generate = grpo.generate
-    monkeypatch.setattr(grpo, "generate", lambda agent, problems, *more: (
-        sizes.append(len(problems)), generate(agent, problems, *more))[1])
-    monkeypatch.setattr(reward, "CHOICES", 2)
-    monkeypatch.setattr(reward, "FIT_STEPS", 5)
-    cfg = Config(prompts=2, group=4, max_new=12, supervision=supervision)
-    agent = Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
-    problems = task.problems(1)[0]
-    assert grpo.refit_reward_model(agent, problems, 0) == "measures"
-    source = dist.rng(cfg, "fit", 0)     # of the first tenth of the problems to measure, 9 to fit
-    drawn = source.sample(problems[:5], 1) + source.sample(problems[5:], 9)
-    ((found, held_out),) = seen
-    rows = reward.concatenate(*map(reward.labelled, found))
-    assert sizes == [4, 4, 2] and len(rows["ids"]) == 20 and held_out == 1
-    for i, ids in enumerate(rows["ids"].tolist()):
-        assert bytes(ids[:4]).decode() == drawn[i // 2].prompt
-    assert (rows["ends"] & ~rows["mask"]).sum() == 0 and (rows["ends"].sum(1) >= 1).all()
-
-
-def test_parts_that_are_labelled_by_rollouts_have_random_numbers_of_their_own(monkeypatch):
-    """In each iteration too."""
-    streams = []
-    monkeypatch.setattr(reward, "rollout_labels", lambda agent, complete, batch, stream: (streams.append(stream), batch.reward)[1])
-    monkeypatch.setattr(reward, "refit", lambda *given: None)
-    monkeypatch.setattr(reward, "FIT_STEPS", 2)
-    cfg = Config(prompts=2, group=4, max_new=2, supervision="process", reward="rollouts")
-    agent = Agent(cfg, task, byte_encoding(), tiny_model(), reward_model=scorer_of())
-    for iteration in range(2):
-        grpo.refit_reward_model(agent, task.problems(1)[0], iteration)
-    assert len(streams) == len(set(streams)) == 4
 
 
 def test_sets_are_padded_on_the_right():
@@ -483,21 +341,15 @@ def test_sets_are_padded_on_the_right():
 def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
-    batch.reward, batch.ends, asked = r, ends, []
+    batch.reward, batch.ends, before, asked = r, ends, r.clone(), []
+
     def complete(agent, prefixes, tries, room, u, episodes):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
         assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
         assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
         asked.extend(bytes(p).decode() for p in prefixes)
-        rows = [p + list(b"right" if k < bytes(p).count(b"=") else b"wrong") + [256]
-                for p in prefixes for k in range(tries)]
-        made = batch_of(["?"] * len(rows))
-        T = max(map(len, rows))
-        made.ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        made.mask = torch.arange(T) < torch.tensor([[len(row)] for row in rows])
-        made.start = torch.tensor([len(p) for p in prefixes for _ in range(tries)])
-        made.mask &= torch.arange(T) >= made.start[:, None]
-        return made
+        return continued(prefixes, tries, lambda p, k: "right" if k < bytes(p).count(b"=") else "wrong")
+
     def truth(problem, text):
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
@@ -505,7 +357,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     label = rollout_labels(agent_of(toy, max_new=64), complete, batch, 0, tries=8)
     assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
-    assert torch.equal(r, batch.reward)
+    assert torch.equal(batch.reward, before)
 
 
 def test_a_text_is_what_the_policy_said():
@@ -522,11 +374,7 @@ def test_a_text_is_what_the_policy_said():
     assert r[0, places].tolist() == [1, 1, 1]
 
     def complete(agent, prefixes, tries, room, u, episodes):
-        rows = [prefix + [ord("x"), 256] for prefix in prefixes for _ in range(tries)]
-        T = max(map(len, rows))
-        mask = torch.stack([(torch.arange(T) >= len(row) - 2) & (torch.arange(T) < len(row)) for row in rows])
-        ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        return Batch(ids, mask, torch.ones(len(rows), dtype=torch.bool), None, None)
+        return continued(prefixes, tries, lambda prefix, k: "x")
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
     batch.reward, batch.ends = r, ends
     rollout_labels(agent_of(toy), complete, batch, 0, tries=1)
@@ -555,22 +403,6 @@ def test_components_stay_in_the_order_of_the_first_row():
     assert [(name, x.tolist()) for name, x in batch.components.items()] == [("correct", [1, 0]), ("a", [2, 3])]
 
 
-def test_a_step_is_tried_four_times_and_128_of_them_at_once():
-    (r, ends), batch = rewards_of(["\n".join(["1*1=1+0=1"] + [f"1*{i}={i}" for i in range(2, 70)])] * 2, "process")
-    ends[:, :] = batch.mask                                             # each token is a step
-    batch.reward, batch.ends, sizes = r, ends, []
-
-    def complete(agent, prefixes, tries, room, u, episodes):
-        sizes.append((len(prefixes), tries, len(u)))
-        return batch_of(["?"] * len(u))
-    before = r.clone()
-    rollout_labels(agent_of(SimpleNamespace(reward=lambda p, text: {"correct": 0.5})), complete, batch, 0)
-    assert torch.equal(batch.reward, before)
-    n = int(ends.sum()) - 2                                             # the last ones are known
-    assert n > 256 and [size for size, _, _ in sizes] == [128] * (n // 128) + [n % 128]
-    assert {tries for _, tries, _ in sizes} == {4} and all(rows == 4 * size for size, _, rows in sizes)
-
-
 def test_labels_of_more_than_128_steps_are_those_of_each():
     """In two parts, with random numbers of their own. The prefix that stands first is not the one with the most room."""
     batch, drawn = batch_of(["a" * 100, "b" * 120]), []
@@ -580,12 +412,9 @@ def test_labels_of_more_than_128_steps_are_those_of_each():
 
     def complete(agent, prefixes, tries, room, u, episodes):
         """Of 4 tries as many are right as the length of a prefix modulo 5."""
+        assert tries == 4 and len(u) == 4 * len(prefixes)
         drawn.append((room, u))
-        rows = [prefix + [ord("yn"[k >= len(prefix) % 5]), 256] for prefix in prefixes for k in range(tries)]
-        T = max(map(len, rows))
-        length, at = torch.tensor([[len(row)] for row in rows]), torch.arange(T)
-        ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        return Batch(ids, (at < length) & (at >= length - 2), torch.ones(len(rows), dtype=torch.bool), None, None)
+        return continued(prefixes, tries, lambda prefix, k: "yn"[k >= len(prefix) % 5])
     toy = SimpleNamespace(reward=lambda problem, text: {"correct": float(text.endswith("y"))})
     label = rollout_labels(agent_of(toy, max_new=150), complete, batch, 0)
     places = batch.ends & ~passes.last_tokens(batch.mask)
@@ -594,27 +423,6 @@ def test_labels_of_more_than_128_steps_are_those_of_each():
     (room, u), (_, more) = drawn
     assert len(room) == 128 < places.sum() and room[0] < max(room) == u.size(1)
     assert torch.cat((u[:, 0], more[:, 0])).unique().numel() == 4 * places.sum()
-
-
-def test_chances_of_steps_are_labels_one_by_one_and_are_not_normalised(monkeypatch):
-    """A step has no rivals: CHOICES only says how many completions a problem has."""
-    seen, s = [], scorer_of()
-    monkeypatch.setattr(reward, "fit", lambda scorer, data, K, *_: seen.append((K, len(data["ids"]))))
-    batch, a = preferences(20, 4, 0)
-    batch.reward = torch.where(batch.ends, (torch.tensor(a)[:, None] > 3).float(), 0)
-    fitted(s, batch, {}, Config(supervision="process"), 0)
-    assert seen == [(1, 72)] and s.norm.tolist() == [0, 1]
-    fitted(s, batch, {}, Config(), 0)
-    assert seen[1:] == [(4, 72)] and s.norm.tolist() != [0, 1]
-
-
-def test_each_tenth_of_certainty_is_judged_by_itself():
-    """Steps of chance 0.69 that are bad and of 0.71 that are good: the two errors do not cancel."""
-    score = torch.tensor([0.69, 0.71]).logit()
-    accuracy, error = quality(score, torch.tensor([0.0, 1.0]), 1)
-    assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.29) / 2)
-    accuracy, error = quality(score[[0, 0]], torch.tensor([0.0, 1.0]), 1)       # of one tenth they do
-    assert accuracy == 0.5 and error == pytest.approx((0.69 + 0.69 - 1) / 2)
 
 
 # ------------------------------------------------------------------------------ rewards of a whole rollout
@@ -650,3 +458,12 @@ def test_a_task_needs_one_of_both(tmp_path):
         else:
             with pytest.raises(UserError, match="has no function reward: every task needs one"):
                 data.load_task(str(tmp_path / "toy.py"))
+
+
+@pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
+    """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
+    seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
+    monkeypatch.setattr(warm_start, "supervised_fit", lambda *given: seen.append(given[4]))
+    reward.fit(ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
+    assert seen == [pytest.approx(lr)]

@@ -1,10 +1,15 @@
 """What the terminal shows: colours, warnings, the time left."""
+import os
 import re
+import signal
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
+from data.tokenizer import byte_encoding
+from grpo import Config
 from run import dist, show
 
 
@@ -98,3 +103,30 @@ def test_a_rank_without_a_share_of_a_chunk_skips_it(monkeypatch):
         monkeypatch.setattr(dist, "rank", lambda: rank)
         monkeypatch.setattr(dist, "ranks", lambda: 3)
         assert [*show.chunks("labelling", "abcdefg", 3)] == parts
+
+
+def test_parts_stop_when_they_are_asked_to():
+    with pytest.raises(dist.Stopped, match="in the labelling, which will begin again"), dist.stoppable():
+        for part in show.chunks("labelling", "abcde", 2):
+            assert part == "ab"
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_header_says_with_what_a_run_works(capsys, compile):
+    cfg = Config(device="cpu", dtype="float32", compile=compile, lr=3e-5)
+    show.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "0.01M parameters on cpu in float32; 70 problems, 5 held out; 16 x 64 rows a step, --lr 3e-05"
+    assert ["compiling" in line for line in said[1:]] == [True] * compile
+
+
+@pytest.mark.parametrize("settings, noted", [
+    (dict(lr=1e-6), ["--lr 1e-06 is the paper's"]), (dict(lr=2e-6), []), (dict(lr=1e-4, baseline="none"), ["--baseline none"]),
+    (dict(lr=1e-4, baseline="value", adv_scale="none"), []), (dict(lr=1e-4, baseline="leave-one-out"), []),
+    (dict(lr=1e-4, baseline="value"), ["--baseline value"])])
+def test_the_header_notes_what_a_newcomer_would_not_expect(settings, noted, capsys):
+    cfg = Config(device="cpu", dtype="float32", **settings)
+    show.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert len(said) == len(noted) and all(text in line and line.startswith("note: ") for text, line in zip(noted, said))

@@ -230,17 +230,6 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, monkey
     assert len(others) == len(set(others)) == (30 if labels == "rollouts" else 0)
 
 
-def test_a_fit_is_in_training_mode():
-    """For dropout, should there be any. Between fits there is none."""
-    layer, seen = torch.nn.Linear(2, 1).eval(), []
-
-    def losses(step):
-        seen.append(layer.training)
-        yield layer(torch.ones(1, 2)).sum()
-    warm_start.supervised_fit("nothing", layer, losses, 2, 1e-3)
-    assert seen == [True, True] and not layer.training
-
-
 def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     layer, asked = torch.nn.Linear(2, 1), iter([0, 15])
     monkeypatch.setattr(dist, "stop_asked", lambda: next(asked))
@@ -295,14 +284,6 @@ def test_the_order_of_a_run(order):
         "evaluation on 20=", "0.5 at 0", "log 0 greedy", "iteration 0", "step 1", "log 1 loss", "step 2", "log 2 loss",
         "step 3", "log 3 loss", "save 3", "iteration 1", "step 4", "evaluation on 20=", "0.5 at 4", "log 4 loss greedy",
         "step 5", "log 5 loss", "save 5", "step 6", "evaluation on 20=", "0.5 at 6", "log 6 loss greedy", "save 6", "try 20="]
-
-
-def test_iterations_are_counted_from_0(order):
-    """Of one step each, or of two."""
-    for steps in (1, 2):
-        begun = [x for x in order(steps=steps, iterations=3) if x.startswith(("iteration", "step"))]
-        assert begun[::steps + 1] == ["iteration 0", "iteration 1", "iteration 2"]
-        assert [x for x in begun if x[0] == "s"] == [f"step {n + 1}" for n in range(3 * steps)]
 
 
 def test_without_steps_a_run_is_an_evaluation(order):

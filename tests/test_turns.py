@@ -103,14 +103,6 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
         torch.testing.assert_close(logp, b.logp, rtol=0, atol=5e-5)
 
 
-def test_in_bfloat16_too():
-    model = tiny_model(block_size=64, scale=1.5)
-    model.amp = torch.bfloat16
-    b = sampled(model)
-    gap = (token_logps(model, b.ids, b.mask, 0.7) - b.logp).abs()
-    assert b.mask.sum() > 100 and 0 < gap.max() < 0.3 and gap.sum() / b.mask.sum() < 0.05
-
-
 @pytest.mark.slow
 def test_the_captured_graph_samples_the_same():
     want = sampled(tiny_model(block_size=64))
@@ -178,8 +170,7 @@ def without_holes(b, x):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, dict(baseline="value", adv_scale="batch", kl="reward"), dict(baseline="value", adv_scale="none"),
-    dict(adv_scale="batch"), dict(baseline="leave-one-out", adv_scale="none", kl="reward"),
+    {}, dict(baseline="value", adv_scale="batch", kl="reward"), dict(baseline="leave-one-out", adv_scale="none", kl="reward"),
     dict(baseline="group+value", adv_scale="none")])
 def test_credit_crosses_what_the_environment_said(settings):
     """Advantages and returns are those of the policy's tokens alone, as if nothing stood between them."""
@@ -321,16 +312,6 @@ def test_a_task_sees_the_turns_and_the_environment_its_own(echo):
             assert not task.reply(problem, said)
     lengths = [len(said) for said in b.texts]
     assert {1, 3} <= {*lengths} and 0 < b.finished.sum() < 24 and "" in [said[-1] for said in b.texts]
-
-
-def test_the_environments_words_earn_nothing(echo):
-    """A task that rewards a word, and says it itself in most episodes."""
-    task = load_task(str(echo))
-    agent, b = generated(task)
-    heard = [sum(said.count("!") for said in turns[1::2]) for turns in b.texts]
-    want = [0.3 * sum(x.count("!") for x in said[::2]) - 0.05 * sum(map(len, said[::2])) for said in b.texts]
-    assert sum(n > 0 for n in heard) > 5
-    assert b.components["style"].tolist() == pytest.approx([x * end for x, end in zip(want, b.finished.tolist())])
 
 
 def test_a_step_ends_at_a_token_of_the_policys(echo):
@@ -475,14 +456,6 @@ def test_turns_in_a_demonstration_of_a_task_without_replies_are_told():
         turns.demonstration(task, guess.Problem("10-20:", 13), None)
 
 
-def test_every_demonstration_is_checked_not_the_first_alone():
-    problem, shown = guess.Problem("10-20:", 13), iter([["15", "-", "13"], ["15", "+", "13"]])
-    task = SimpleNamespace(reply=guess.reply, demonstration=lambda problem, rng: next(shown))
-    warm_start.row(problem, task, ENCODING, None)
-    with pytest.raises(UserError, match="has the reply"):
-        warm_start.row(problem, task, ENCODING, None)
-
-
 def test_a_reply_is_tried_before_anything_large_is_made(tmp_path, monkeypatch):
     """Also without demonstrations."""
     monkeypatch.setattr(guess, "reply", lambda problem, said: 7)
@@ -617,7 +590,7 @@ def test_the_terminal_shows_replies_apart(echo, capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_question_is_played_with_its_problem_or_with_the_person(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    quietly(flags(SMALL | dict(task="guess", out=out, steps=0, held_out=2)))
+    quietly(flags(SMALL | dict(task="guess", out=out, steps=0, held_out=1, samples=1, warm_steps=20, warm_lr=3e-2)))
     capsys.readouterr()
     problem, asked = guess.problems()[1][0], []
     monkeypatch.setattr(guess, "reply", lambda problem, said: asked.append(problem) or ("zz" if len(said) == 1 else None))

@@ -491,3 +491,46 @@ def test_a_forks_new_setting_counts():
     assert warm_start.changed(four, before) is None
     assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"
     assert warm_start.changed(four, after) == "--n_mlp was 8, and is 4"
+
+
+@pytest.mark.slow
+def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path, monkeypatch):
+    """What a checkpoint with a chat template learns from is what it will be asked, up to the token
+    that ends its turn."""
+    chat_folder(tmp_path / "chat")
+    seen, real = [], warm_start.token_logps
+
+    def token_logps(model, ids, mask, temperature):
+        """The real one."""
+        seen.append((ids, mask))
+        return real(model, ids, mask, temperature)
+    monkeypatch.setattr(warm_start, "token_logps", token_logps)
+    encoding = tokenizer.load_encoding(tmp_path / "chat")
+    grpo.main(["--init", str(tmp_path / "chat"), *"--difficulty 1 --warm_steps 1 --steps 0 --held_out 2 "
+               "--max_new 40 --prompts 2 --group 2".split(), "--out", str(tmp_path / "run")])
+    rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
+            for n in [int(on.nonzero()[-1]) + 1]]
+    prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(1)[0]}
+    rows = rows[:4]                 # later ones are of its note
+    assert {256, encoding.end} <= encoding.stop and encoding.frame.after
+    assert encoding.end == encoding.special["<|im_end|>"] != 256
+    for ids, on in rows:
+        assert tuple(ids[~on].tolist()) in prompts and ids[-1] == encoding.end
+        assert encoding.end not in ids[on].tolist()[:-1]
+
+
+@pytest.mark.parametrize("steps, seconds, told", [
+    (3, 1, [1, 2, 3]), (25, 1, range(2, 26, 2)), (200, 0.1, range(20, 201, 20)), (200, 7, range(2, 201, 2))])
+def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypatch, capsys):
+    """And when it was silent for 10 seconds. The loss is of that step."""
+    module, now = torch.nn.Linear(1, 1, bias=False), []
+    monkeypatch.setattr(show, "time", SimpleNamespace(time=lambda: 1000.0 + seconds * len(now)))
+
+    def losses(step):
+        """Two terms, together the step's number."""
+        now.append(step)
+        for part in (0.25, 0.75):
+            yield part * step + 0 * module.weight.sum()
+    warm_start.supervised_fit("a fit", module, losses, steps, 0.1)
+    assert capsys.readouterr().out.splitlines() == [
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]

@@ -1,4 +1,5 @@
 """What the scripts that write results share: what made a result, its numbers, its figure."""
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
+
+
+def parser(text, *flags):
+    """A parser of a command line whose help begins with a text, with flags that are on or off."""
+    made = argparse.ArgumentParser(description=text,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in flags:
+        made.add_argument(f"--{flag}", action="store_true")
+    return made
 
 
 def about(*packages):

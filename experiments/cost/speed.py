@@ -17,7 +17,6 @@ same for the head's at each sampled token, divided by the rate of a matrix produ
 bytes of weights and cache that decoding reads, divided by the bandwidth of a copy. Prefixes that rows share count
 once: within a rollout when sampling, otherwise within a micro-batch.
 """
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -275,7 +274,7 @@ def rows(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "no_peak", "readme")
     parser.add_argument("sizes", nargs="+", choices=SIZES)
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO[:5])
     parser.add_argument("--turns", type=int, default=10)
@@ -283,8 +282,6 @@ def main():
     parser.add_argument("--arithmetic", default="out/arithmetic/warm_start", help="folder of the model for arithmetic-512 and -64")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", default="out/speed.json")
-    parser.add_argument("--no_peak", action="store_true", help="leave out the processes that measure memory")
-    parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     os.chdir(ROOT)
     dist.prepare()

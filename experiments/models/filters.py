@@ -10,7 +10,6 @@ The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equ
 held-out results, where a run has sampled as many as GRPO's of the same seed in all. As many runs go at once as there are
 processors, so `minutes` are those of a busy machine.
 """
-import argparse
 import concurrent.futures
 import functools
 import json
@@ -112,10 +111,9 @@ def lines(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
-    parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(run, *zip(*((row, seed) for seed in args.seeds for row in args.rows))) if args.seeds else ():

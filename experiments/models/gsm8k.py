@@ -14,7 +14,6 @@ training rows are set aside, and evaluated on. Flags of grpo.py override the set
     python experiments/models/gsm8k.py train.jsonl --steps 50 --warm_lr 1e-4
     python experiments/models/gsm8k.py train.jsonl test.jsonl --tiny
 """
-import argparse
 import hashlib
 import json
 import subprocess
@@ -137,14 +136,11 @@ def readme():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "tiny", "readme")
     for name in ("train", "test"):
         parser.add_argument(name, nargs="?", type=lambda path: Path(path).resolve())
     parser.add_argument("--init", type=lambda path: Path(path).resolve(), default=sums.INIT)
     parser.add_argument("--seed", type=int, default=1)
-    for flag in ("tiny", "readme"):
-        parser.add_argument(f"--{flag}", action="store_true")
     args, flags = parser.parse_known_args()
     if args.readme:
         return readme()

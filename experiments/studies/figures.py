@@ -3,7 +3,6 @@
     python experiments/studies/figures.py                       # all whose results are there
     python experiments/studies/figures.py critic labels kl grid figure5
 """
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 import runs
 import studies
+from experiments import results
 from figure7 import KS, of_seeds
 
 HERE = Path(__file__).parent
@@ -212,7 +212,7 @@ FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("figures", nargs="*", choices=[[], *FIGURES])
     for name in parser.parse_args().figures or FIGURES:
         draw, result = FIGURES[name]

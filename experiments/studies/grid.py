@@ -5,7 +5,6 @@
 The run is the first row of the study `critic`, and the walks are 16 completions of each held-out problem; those after a
 line that is not a true move are left out. figures.py draws the result.
 """
-import argparse
 import dataclasses
 import random
 import sys
@@ -33,10 +32,9 @@ def passed(agent, problems, each):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/studies"))
-    parser.add_argument("--readme", action="store_true", help="replace the result that the docs quote")
     args = parser.parse_args()
     runs.run(studies.SETTING, args.seed, args.out.resolve())
     cfg, _ = runs.read([*studies.SETTING, "--seed", str(args.seed)])

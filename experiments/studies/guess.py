@@ -3,16 +3,20 @@
     for s in 1 2 3 4 5; do python grpo.py --task guess --seed $s --out out/g$s; done
     python experiments/studies/guess.py out/g1 out/g2 out/g3 out/g4 out/g5
 
-Writes guess.json and, if matplotlib is installed, guess.png into --out, or with --readme beside this script.
+Writes guess.json and, if matplotlib is installed, guess.png into out/, or with --readme beside
+this script.
 """
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402
+from data import guess  # noqa: E402
 from experiments import results  # noqa: E402
+from run import dist, setup  # noqa: E402
 
 BINS = 9        # parts of what is left; the middle one is around the number that halves it
 GAMES = 8       # for each held-out problem
@@ -20,8 +24,6 @@ GAMES = 8       # for each held-out problem
 
 def games_of(model):
     """Games of the model in a folder on the held-out problems: (problem, turns) each."""
-    import grpo
-    from run import dist, setup
     cfg = grpo.make_config(task="guess", init=str(model))
     agent = grpo.Agent(cfg, *setup.trained_model(cfg))
     problems = setup.held_out(agent)
@@ -31,7 +33,6 @@ def games_of(model):
 
 def places(games):
     """For each guess within what is left, unless that is a single number, the part in which it lies."""
-    from data import guess
     found = []
     for problem, turns in games:
         for i in range(0, len(turns), 2):
@@ -44,7 +45,6 @@ def places(games):
 
 def measured(model):
     """What a model's games are like."""
-    from data import guess
     games = games_of(model)
     won = [guess.reward(*game)["correct"] for game in games]
     lengths = [len(turns[::2]) for (_, turns), right in zip(games, won) if right]
@@ -77,18 +77,15 @@ def draw(runs, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--readme", action="store_true", help="write beside this script")
     args = parser.parse_args()
-    out = HERE if args.readme else args.out
+    out = HERE if args.readme else ROOT / "out"
     runs = [{"before": measured(run / "warm_start"), "after": measured(run)} for run in args.runs]
     results.write(out / "guess.json", {"about": results.about(), "runs": runs})
     for when in ("before", "after"):
         for name in ("won", "guesses", "middle third"):
-            values = [run[when][name] for run in runs]
-            print(f"{when} {name}: {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+            print(f"{when} {name}: {results.spread([run[when][name] for run in runs], '.3f')}")
     try:
         draw(runs, out / "guess.png")
     except ImportError:

@@ -35,7 +35,7 @@ HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 
 # Former flags, with which results were recorded: now they are constants.
-CONSTANTS = {"value_coef": (grpo, "VALUE_COEF"), "gamma": (grpo, "GAMMA"), "choices": (reward, "CHOICES"),
+CONSTANTS = {"value_coef": (grpo, "VALUE_COEF"), "choices": (reward, "CHOICES"),
              "warm_batch": (warm_start, "WARM_BATCH"), "fit_prompts": (reward, "FIT_STEPS")}
 
 

@@ -14,7 +14,6 @@ The results are kept in answers/, one JSON file for each study; a run that is th
 again, so delete what you want to repeat. All runs of a seed share its map and its warm start. A row is compared, seed
 by seed, with the first row of its part of the table, in the ladder with the row above it.
 """
-import argparse
 import concurrent.futures
 import json
 import math
@@ -356,12 +355,11 @@ def difference(x):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "table")
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--parts", nargs="+", help="only these parts of a table, by their titles")
     parser.add_argument("--out", type=Path, default=Path("out/studies"))
-    parser.add_argument("--table", action="store_true", help="only the table of what is there")
     args = parser.parse_args()
     for study in args.studies:
         if unknown := [part for part in args.parts or () if part not in STUDIES[study]]:

@@ -212,10 +212,9 @@ def test_what_does_not_fit_the_budget_is_not_run(experiments, monkeypatch, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
-def test_a_process_is_cut_off_with_all_that_it_started(experiments, monkeypatch, tmp_path):
+def test_a_process_is_cut_off_with_all_that_it_started(experiments, tmp_path):
     """What it has told and said is kept; one that fails says so."""
     from experiments.cost import gpu
-    monkeypatch.setattr(gpu, "PATIENCE", 0.5)
     (tmp_path / "logs").mkdir()
     args, found = SimpleNamespace(out=tmp_path), {}
 

@@ -21,14 +21,11 @@ GREY = "#777777"
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY)
 
 
-def panels(n, height=4.0):
-    """A figure of n panels, 900 pixels wide."""
+def panels(height=4.0):
+    """A figure of two plots, 900 pixels wide."""
     import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, n, figsize=(9, height), dpi=100, layout="constrained")
-    return figure, axes if n > 1 else [axes]
+    matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    return results.panels(2, (9, height), dpi=100, layout="constrained")
 
 
 def save(figure, name):
@@ -61,7 +58,7 @@ def named(axis, points):
 
 def critic(found):
     """The final greedy accuracy against what the critic explains; and all rows' differences in it."""
-    figure, (left, right) = panels(2, 6.5)
+    figure, (left, right) = panels(6.5)
     points = {}
     for part, marker, colour in zip(("critics", "values of lines, 100 steps", "6 lines", "24 lines"), "osv^", COLOURS):
         base = found["runs"][next(iter(studies.STUDIES["critic"][part].values()))]
@@ -85,7 +82,7 @@ def critic(found):
 
 def labels(found):
     """Final accuracy against the AUC of the reward model; and what a policy earns by the model and in truth, over the steps."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = panels()
     for part, colour in (("lines, labelled completions", BLUE), ("outcomes, labelled completions", RED)):
         points = {}
         for name, flags in studies.STUDIES["labels"][part].items():
@@ -117,7 +114,7 @@ def labels(found):
 def kl(found):
     """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none; a
     thin line spans the seeds. k1 in the loss, whose gradient is noise, is beyond the right edge."""
-    figure, axes = panels(2, 4.5)
+    figure, axes = panels(4.5)
     for axis, part in zip(axes, ("slips and guesses", "slips")):
         forms = {}
         for name, flags in studies.STUDIES["kl"][part].items():
@@ -147,7 +144,7 @@ def curves(axis, found, study, part, of="greedy"):
 
 def part_of(found, name, study, part, of="greedy"):
     """The curves of a part, and the differences of its rows."""
-    figure, (left, right) = panels(2, 4.5)
+    figure, (left, right) = panels(4.5)
     curves(left, found, study, part, of)
     figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
     base = "the row above" if part == "the ladder" else next(iter(studies.STUDIES[study][part]))
@@ -167,7 +164,7 @@ def figure6(found):
 
 def figure7(found):
     """Figure 7 of the paper: medians of pass@K and maj@K over K, before and after RL."""
-    figure, axes = panels(2)
+    figure, axes = panels()
     for axis, task in zip(axes, ("mines", "sums")):
         for kind, colour in (("pass@", BLUE), ("maj@", RED)):
             for when, line in (("before", "--"), ("after", "-")):
@@ -187,7 +184,7 @@ def ladder(found):
 
 def variants(found):
     """All variants of GRPO in two regimes: differences to it in greedy accuracy."""
-    figure, axes = panels(2, 9)
+    figure, axes = panels(9)
     for axis, part in zip(axes, studies.STUDIES["variants"]):
         forest(axis, studies.of_part("variants", found, part, "greedy"), "greedy accuracy minus GRPO's, points")
         axis.set_title(part)
@@ -196,7 +193,7 @@ def variants(found):
 
 def grid(found):
     """How often the paths of the held-out problems pass each place, before and after RL. Mines are crosses."""
-    figure, axes = panels(2, 4.3)
+    figure, axes = panels(4.3)
     share = {when: 100 * np.array(found[when]["passed"]).T / found[when]["walks"] for when in ("before", "after")}      # [row][column]
     for axis, when in zip(axes, share):
         picture = axis.imshow(share[when], cmap="Blues", vmin=0, vmax=max(x.max() for x in share.values()))

@@ -57,10 +57,9 @@ def measured(model):
 
 def draw(runs, path):
     """Shares of guesses by their place, each run thin and the medians thick."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    if not (made := results.panels(1, (6, 3.4), layout="constrained")):
+        return
+    figure, axes = made
     edges = [i / BINS for i in range(BINS + 1)]
     for when, colour in (("before", "#d55e00"), ("after", "#0072b2")):
         rows = [run[when]["places"] for run in runs]
@@ -86,10 +85,7 @@ def main():
     for when in ("before", "after"):
         for name in ("won", "guesses", "middle third"):
             print(f"{when} {name}: {results.spread([run[when][name] for run in runs], '.3f')}")
-    try:
-        draw(runs, out / "guess.png")
-    except ImportError:
-        print("no figure without matplotlib")
+    draw(runs, out / "guess.png")
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ def critic(found):
     figure, (left, right) = panels(6.5)
     points = {}
     for part, marker, colour in zip(("critics", "values of lines, 100 steps", "6 lines", "24 lines"), "osv^", COLOURS):
-        base = found["runs"][next(iter(studies.STUDIES["critic"][part].values()))]
-        for name, flags in studies.STUDIES["critic"][part].items():
-            row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
-            if row:
+        of_part = studies.runs_of("critic", found, part)
+        base = next(iter(of_part.values()))
+        for name, row in of_part.items():
+            if row := {seed: run for seed, run in row.items() if run["explained_variance"] is not None}:
                 x = statistics.median(run["explained_variance"] for run in row.values())
                 points[part, name] = x, statistics.mean(studies.differences(row, base, "greedy"))
                 left.plot(*points[part, name], marker, color=colour)
@@ -85,8 +85,8 @@ def labels(found):
     figure, (left, right) = panels()
     for part, colour in (("lines, labelled completions", BLUE), ("outcomes, labelled completions", RED)):
         points = {}
-        for name, flags in studies.STUDIES["labels"][part].items():
-            row = [run for run in found["runs"].get(flags, {}).values() if run["quality"]]
+        for name, row in studies.runs_of("labels", found, part).items():
+            row = [run for run in row.values() if run["quality"]]
             dots = [(run["quality"]["start"]["auc"], 100 * run["greedy"]) for run in row]
             left.plot([x for x, _ in dots], [y for _, y in dots], "o", color=colour, markersize=3, alpha=0.4)
             if row:
@@ -97,9 +97,9 @@ def labels(found):
             left.annotate(name, at, textcoords="offset points", color=colour, **beside)
     left.set(xlabel="AUC of the reward model on the initial policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.13), xticks=[0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     left.legend(frameon=False, loc="upper left")
+    of_part = studies.runs_of("labels", found, "the KL's beta")
     for name, beta, colour in (("0.2", "beta 0.2", BLUE), ("0.04", "beta 0.04", RED), ("no KL", "no KL", PINK)):
-        flags = studies.STUDIES["labels"]["the KL's beta"][f"4,000 completions, {name}"]
-        row = [*found["runs"].get(flags, {}).values()]
+        row = of_part[f"4,000 completions, {name}"].values()
         for key, style in (("rule_reward", "-"), ("reward", ":")):
             curves = [run[f"{key}, means of 25 steps"] for run in row]
             if curves:
@@ -117,8 +117,8 @@ def kl(found):
     figure, axes = panels(4.5)
     for axis, part in zip(axes, ("slips and guesses", "slips")):
         forms = {}
-        for name, flags in studies.STUDIES["kl"][part].items():
-            row = [*found["runs"].get(flags, {}).values()]
+        for name, row in studies.runs_of("kl", found, part).items():
+            row = row.values()
             if row and not name.startswith("loss, k1"):
                 accuracy = sorted(100 * run["pass@1"] for run in row)
                 point = statistics.median(run["kl"] for run in row), statistics.median(accuracy), accuracy[0], accuracy[-1]
@@ -134,8 +134,9 @@ def kl(found):
 
 def curves(axis, found, study, part, of="greedy"):
     """Medians of a measure of the evaluations over the steps, a line for each row of a part."""
-    for (name, flags), colour in zip(studies.STUDIES[study][part].items(), (BLACK, *COLOURS)):
-        row = [{p["step"]: 100 * p[of] for p in run["points"]} for run in found["runs"].get(flags, {}).values()]
+    of_part = studies.runs_of(study, found, part)
+    for (name, row), colour in zip(of_part.items(), (BLACK, *COLOURS)):
+        row = [{p["step"]: 100 * p[of] for p in run["points"]} for run in row.values()]
         if row:
             steps = sorted(row[0])
             axis.plot(steps, [statistics.median(run[step] for run in row) for step in steps], color=colour, label=name, linewidth=1.2)

@@ -87,7 +87,7 @@ def kept(name):
 def runs_of(row):
     """{seed: summary} of a row."""
     study, part, name = row
-    return kept(study)["runs"].get(studies.STUDIES[study][part][name], {})
+    return studies.runs_of(study, kept(study), part)[name]
 
 
 def value(run, of):

@@ -21,7 +21,6 @@ temperature unless --temperature is given; the paper's is 0.7.
 """
 import dataclasses
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -29,9 +28,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
-from data import UserError, load_task  # noqa: E402
+import runs  # noqa: E402
+from data import UserError  # noqa: E402
 from experiments import results  # noqa: E402
-from run import dist, preflight, pretrained  # noqa: E402
+from run import dist, setup  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 PROBLEMS = 100
@@ -45,12 +45,10 @@ def shares(folder, problems, samples, temperature=None):
     if temperature is not None:
         kept["temperature"], name = temperature, f"{name} at {temperature}"
     cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
-    task, warm = load_task(cfg.task), folder / "warm_start"
-    found = {}
-    for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
-        its = dataclasses.replace(cfg, init=os.path.abspath(where))
-        agent = grpo.Agent(its, task, *pretrained.trained_model(its))
-        found[when] = grpo.evaluate(agent, preflight.problems_of(its, task)[1])
+    warm, found = folder / "warm_start", {}
+    for when, where in (("before", warm if warm.exists() else cfg.init), ("after", folder)):
+        agent = runs.agent_of(cfg, where)
+        found[when] = grpo.evaluate(agent, setup.held_out(agent))
     return name, cfg.seed, found
 
 

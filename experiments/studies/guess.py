@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+import runs  # noqa: E402
 from data import guess  # noqa: E402
 from experiments import results  # noqa: E402
 from run import dist, setup  # noqa: E402
@@ -24,10 +25,9 @@ GAMES = 8       # for each held-out problem
 
 def games_of(model):
     """Games of the model in a folder on the held-out problems: (problem, turns) each."""
-    cfg = grpo.make_config(task="guess", init=str(model))
-    agent = grpo.Agent(cfg, *setup.trained_model(cfg))
+    agent = runs.agent_of(grpo.make_config(task="guess"), model)
     problems = setup.held_out(agent)
-    batch = grpo.generate(agent, problems, GAMES, dist.rng(cfg, "guesses"))
+    batch = grpo.generate(agent, problems, GAMES, dist.rng(agent.cfg, "guesses"))
     return list(zip(batch.problems, batch.texts))
 
 
@@ -55,20 +55,22 @@ def measured(model):
             "middle third": sum(shares[outer:BINS - outer])}
 
 
-def draw(runs, path):
+def draw(found, path):
     """Shares of guesses by their place, each run thin and the medians thick."""
     if not (made := results.panels(1, (6, 3.4), layout="constrained")):
         return
     figure, axes = made
     edges = [i / BINS for i in range(BINS + 1)]
     for when, colour in (("before", "#d55e00"), ("after", "#0072b2")):
-        rows = [run[when]["places"] for run in runs]
+        rows = [run[when]["places"] for run in found]
         for row in rows:
             axes.stairs(row, edges, color=colour, alpha=0.25, baseline=None)
-        won = statistics.median(run[when]["won"] for run in runs)
+        won = statistics.median(run[when]["won"] for run in found)
         middle = [statistics.median(part) for part in zip(*rows)]
-        axes.stairs(middle, edges, color=colour, linewidth=2.2, baseline=None, label=f"{when} RL: finds {won:.0%}")
-    axes.set(xlabel="where a guess lies in what is left", ylabel="share of guesses", xlim=(0, 1), ylim=(0, None))
+        axes.stairs(middle, edges, color=colour, linewidth=2.2, baseline=None,
+                    label=f"{when} RL: finds {won:.0%}")
+    axes.set(xlabel="where a guess lies in what is left", ylabel="share of guesses",
+             xlim=(0, 1), ylim=(0, None))
     axes.set_xticks([0, 0.5, 1], ["smallest", "middle", "largest"])
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -80,12 +82,12 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path)
     args = parser.parse_args()
     out = HERE if args.readme else ROOT / "out"
-    runs = [{"before": measured(run / "warm_start"), "after": measured(run)} for run in args.runs]
-    results.write(out / "guess.json", {"about": results.about(), "runs": runs})
+    found = [{"before": measured(run / "warm_start"), "after": measured(run)} for run in args.runs]
+    results.write(out / "guess.json", {"about": results.about(), "runs": found})
     for when in ("before", "after"):
         for name in ("won", "guesses", "middle third"):
-            print(f"{when} {name}: {results.spread([run[when][name] for run in runs], '.3f')}")
-    draw(runs, out / "guess.png")
+            print(f"{when} {name}: {results.spread([run[when][name] for run in found], '.3f')}")
+    draw(found, out / "guess.png")
 
 
 if __name__ == "__main__":

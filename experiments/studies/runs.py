@@ -29,7 +29,7 @@ import constants  # noqa: E402
 import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import config, dist, passes, preflight, pretrained, warm_start  # noqa: E402
+from run import config, dist, passes, preflight, pretrained, setup, warm_start  # noqa: E402
 
 CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -243,6 +243,12 @@ def explained(to_come, value):
     """The share of the variance of returns that values explain, both (n,); None if the returns are equal."""
     own = to_come.var().item()
     return 1 - (to_come - value).var().item() / own if own > 1e-8 else None
+
+
+def agent_of(cfg, where):
+    """An agent with the model in a folder, to evaluate it with the settings of a run."""
+    its = dataclasses.replace(cfg, init=os.path.abspath(where))
+    return grpo.Agent(its, *setup.trained_model(its))
 
 
 def completions(agent, policy, problems, purpose):

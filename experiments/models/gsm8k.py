@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns GSM8K, in ten minutes on an H200: it imitates the published solutions
+"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published solutions
 of the training rows, because it never writes the tags by itself, then come 202 steps of GRPO:
 
     pip install -r tests/requirements-peers.txt

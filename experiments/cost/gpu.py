@@ -3,7 +3,6 @@
     python experiments/cost/gpu.py                              # on a GPU: the first five parts, in nine minutes
     python experiments/cost/gpu.py decode                       # some of the parts
     python experiments/cost/gpu.py --device cpu --tiny          # a dry run on the CPU: two minutes
-    python experiments/cost/gpu.py --device pretend --tiny      # another, on the CUDA device of tests/pretend.py
 
 The parts, most telling first; probe.py says what a `share` is:
 
@@ -16,9 +15,9 @@ The parts, most telling first; probe.py says what a `share` is:
 
     inductor    a token and an update, compiled
 
-A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is --budget. What is
-found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
-printed; what that has of other parts stays. OUT/logs has the rest of what the processes say.
+A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is
+--budget. What is found is printed at once, behind the seconds since its process began, and written
+to OUT/gpu.json, with all that was printed. OUT/logs has the rest of what the processes say.
 """
 import contextlib
 import importlib.util
@@ -31,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -139,10 +139,9 @@ def main():
     began = time.time()
     parser = results.parser(__doc__, "tiny")
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first five; all: all")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts together")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
-    parser.add_argument("--json", type=Path, help="the file of the results; default: OUT/gpu.json")
     args = parser.parse_args()
     parts = [*PARTS] if args.parts == ["all"] else args.parts or QUICK
     if unknown := [part for part in parts if part not in PARTS]:
@@ -151,32 +150,25 @@ def main():
         parser.error("there is no GPU; see --device")
     args.out = args.out.resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    file, good = args.json or args.out / "gpu.json", True
-    about = results.about("trl") | {"device": args.device}
-    result = (json.loads(file.read_text()) if file.exists() else {}) | about
-    print(shown(about), flush=True)
+    result, good = results.about("trl") | {"device": args.device}, True
+    print(shown(result), flush=True)
 
     def add(name, what, found, line=None):
         """Print what was found, and keep it."""
         print(f"{name}: {line or f'{what}: {shown(found)}'}", flush=True)
         result[name][what] = found
-        results.write(file, result)
-    todo = [(part, f"{part} {case}".strip(), command)
-            for part in parts for case, command in PARTS[part][1].items()]
-    for i, (part, name, command) in enumerate(todo):
-        result[name] = {}
-        left = args.budget - (time.time() - began)
-        seconds = left if i == len(todo) - 1 else min(left, PARTS[part][0])
-        if part == "trl" and (importlib.util.find_spec("trl") is None or args.device == "pretend"):
-            add(name, "end", {"state": "not run: TRL is not installed"})
-        elif left < LEAST:
-            add(name, "end", {"state": f"not run: {left:.0f} s are left"})
-        else:
-            try:
-                good &= measured(args, name, started(args, command), seconds, lambda *found: add(name, *found))
-            except (OSError, RuntimeError, ValueError) as e:        # such as a full disk: the next part may not need it
-                add(name, "end", {"state": f"FAILED: {type(e).__name__}: {e}"})
-                good = False
+        results.write(args.out / "gpu.json", result)
+    for part in parts:
+        for case, command in PARTS[part][1].items():
+            name, left = f"{part} {case}".strip(), args.budget - (time.time() - began)
+            result[name] = {}
+            if part == "trl" and importlib.util.find_spec("trl") is None:
+                add(name, "end", {"state": "not run: TRL is not installed"})
+            elif left < LEAST:
+                add(name, "end", {"state": f"not run: {left:.0f} s are left"})
+            else:
+                good &= measured(args, name, started(args, command), min(left, PARTS[part][0]),
+                                 partial(add, name))
     sys.exit(not good)
 
 

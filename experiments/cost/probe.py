@@ -6,8 +6,7 @@
     python experiments/cost/probe.py steps cuda --init FOLDER --steps 2         # a run of grpo.py; its end is not saved
 
 Models are random, in the shapes of Qwen2.5-0.5B and SmolLM2-135M, or tiny with --small. A result is printed as soon as
-it is known: `found`, then JSON. A measurement that fails is told with its error, and the next one follows. The device
-may be `pretend`, which is that of tests/pretend.py.
+it is known: `found`, then JSON. A measurement that fails is told with its error, and the next one follows.
 
 A `share` is a lower bound on a time, divided by the time. For a token: the bytes of weights and cache, at the rate of a
 copy. For an update: its products, at the rate of a large one.
@@ -15,7 +14,6 @@ copy. For an update: its products, at the rate of a large one.
 import contextlib
 import dataclasses
 import gc
-import importlib
 import json
 import statistics
 import sys
@@ -29,7 +27,7 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 import grpo  # noqa: E402
 import model  # noqa: E402
@@ -324,8 +322,7 @@ def main(argv):
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     at = SMALL if "--small" in words else LARGE
     f = {f.__name__: f for f in (decode, update, inductor, steps)}[name]
-    with importlib.import_module("pretend").cuda() if device == "pretend" else contextlib.nullcontext():
-        f(words if f is steps else at, "cuda" if device == "pretend" else device)
+    f(words if f is steps else at, device)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 """
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,16 +154,6 @@ def part_of(found, name, study, part, of="greedy"):
     save(figure, name)
 
 
-def figure5(found):
-    """Figure 5 of the paper: RFT, Online RFT, GRPO with outcomes and with steps."""
-    part_of(found, "figure5", "paper", "figure 5")
-
-
-def figure6(found):
-    """Figure 6 of the paper: iterations with a refitted reward model."""
-    part_of(found, "figure6", "labels", "4,000 completions, fitted")
-
-
 def figure7(found):
     """Figure 7 of the paper: medians of pass@K and maj@K over K, before and after RL."""
     figure, axes = panels()
@@ -176,11 +167,6 @@ def figure7(found):
         axis.set(title=f"{task}, {len(found['rows'][task])} seeds", xlabel="K, completions of a problem", ylabel="held-out problems solved, %", ylim=(0, 102))
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     save(figure, "figure7")
-
-
-def ladder(found):
-    """The ladder of docs/derivation.md."""
-    part_of(found, "ladder", "paper", "the ladder")
 
 
 def variants(found):
@@ -204,9 +190,14 @@ def grid(found):
     save(figure, "grid")
 
 
+# Parts of studies: figures 5 and 6 of the paper, and the ladder of docs/derivation.md.
+PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completions, fitted"),
+         "ladder": ("paper", "the ladder")}
 # What draws a figure, and the result that it is drawn from.
-FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"), "variants": (variants, "variants"), "grid": (grid, "grid"),
-           "figure5": (figure5, "paper"), "figure6": (figure6, "labels"), "figure7": (figure7, "figure7"), "ladder": (ladder, "paper")}
+FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"),
+           "variants": (variants, "variants"), "grid": (grid, "grid"), "figure7": (figure7, "figure7"),
+           **{name: (partial(part_of, name=name, study=study, part=part), study)
+              for name, (study, part) in PARTS.items()}}
 
 
 def main():

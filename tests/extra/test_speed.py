@@ -172,16 +172,6 @@ def test_all_that_is_asked_of_a_gpu_goes_through(experiments, monkeypatch, tmp_p
     assert any(line.startswith("decode: 0.5B 8 graph: ") for line in printed)
 
 
-@pytest.mark.slow
-def test_a_gpu_may_be_pretended(experiments, monkeypatch, tmp_path):
-    from experiments.cost import gpu
-    run = (f"{gpu.PROBE} steps {{device}} --task arithmetic --difficulty 1 --n_layer 1 --n_embd 32 --warm_steps 20 --max_new 16 "
-           "--prompts 4 --group 4 --steps 1 --held_out 1 --samples 1 --cache shared")
-    monkeypatch.setitem(gpu.PARTS, "steps", (60, {"": run}))
-    assert not asked_of_a_gpu(monkeypatch, "steps", "--device", "pretend", "--out", str(tmp_path))
-    assert 1e-5 < json.loads((tmp_path / "gpu.json").read_text())["steps"]["step 1"]["mismatch"] < 0.1   # in bfloat16
-
-
 def test_a_measurement_that_fails_does_not_stop_the_next(experiments, capsys):
     from experiments.cost import probe
     with probe.measuring("a") as found:

@@ -130,8 +130,7 @@ def readme():
     """gsm8k.json and the docs' table, from the results of all seeds."""
     made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*/result.json"))
     runs = {path.parent.name.removeprefix("gsm8k-s"): json.loads(path.read_text()) for path in made}
-    each = ",\n".join(f" {json.dumps(seed)}: {json.dumps(run)}" for seed, run in runs.items())
-    (HERE / "gsm8k.json").write_text(f"{{\n{each}\n}}\n")
+    results.write(HERE / "gsm8k.json", runs)
     print("\n".join(table(runs)))
 
 

@@ -25,7 +25,8 @@ COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY)
 def panels(height=4.0):
     """A figure of two plots, 900 pixels wide."""
     import matplotlib
-    matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    matplotlib.rcParams.update(look)
     return results.panels(2, (9, height), dpi=100, layout="constrained")
 
 
@@ -65,7 +66,8 @@ def critic(found):
         of_part = studies.runs_of("critic", found, part)
         base = next(iter(of_part.values()))
         for name, row in of_part.items():
-            if row := {seed: run for seed, run in row.items() if run["explained_variance"] is not None}:
+            row = {seed: run for seed, run in row.items() if run["explained_variance"] is not None}
+            if row:
                 x = statistics.median(run["explained_variance"] for run in row.values())
                 points[part, name] = x, statistics.mean(studies.differences(row, base, "greedy"))
                 left.plot(*points[part, name], marker, color=colour)
@@ -195,7 +197,8 @@ PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completi
          "ladder": ("paper", "the ladder")}
 # What draws a figure, and the result that it is drawn from.
 FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"),
-           "variants": (variants, "variants"), "grid": (grid, "grid"), "figure7": (figure7, "figure7"),
+           "variants": (variants, "variants"), "grid": (grid, "grid"),
+           "figure7": (figure7, "figure7"),
            **{name: (partial(part_of, name=name, study=study, part=part), study)
               for name, (study, part) in PARTS.items()}}
 

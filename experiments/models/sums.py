@@ -9,7 +9,6 @@
 All other settings are those of data/sums.py. The run of TRL in sums.json, under `trl`, was made at
 the commit that stands there, by this file as it was then. experiments/cost/speed.py times TRL today.
 """
-import argparse
 import json
 import subprocess
 import sys
@@ -135,11 +134,8 @@ def draw(axes, runs, over_time=True):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "check", "readme")
     parser.add_argument("seeds", nargs="*", type=int)
-    for flag in ("check", "readme"):
-        parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args()
     for seed in args.seeds:
         (check if args.check else ours)(seed)

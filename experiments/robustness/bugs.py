@@ -6,7 +6,6 @@
 
 Prints each bug and the first test that fails. The exit code is 1 if no test fails for one of them.
 """
-import argparse
 import os
 import re
 import shutil
@@ -385,9 +384,8 @@ def try_out(bug):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("words", nargs="*", help="inject only bugs whose name contains one of these")
-    parser.add_argument("--readme", action="store_true", help="write bugs.md")
     args = parser.parse_args(argv)
     chosen = [m for m in BUGS if not args.words or any(word in m[0] for word in args.words)]
     rows, missed = [], 0

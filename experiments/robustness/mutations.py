@@ -4,26 +4,26 @@
     python experiments/robustness/mutations.py                     # all files: hours; an interrupted run continues
     python experiments/robustness/mutations.py reward.py           # only these files
     python experiments/robustness/mutations.py --again grpo.py     # what was not caught, with more tests
+    python experiments/robustness/mutations.py --sample 20         # as many of each file, drawn at random
     python experiments/robustness/mutations.py --readme            # write mutations.md from the results
 
-Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated
-condition, a loop that ends at once, a removed decorator, another exception. An operator is replaced
-only by the nearest ones, since any test catches the others. The other half are slips of a person:
-two arguments or names exchanged, a statement, an element of a literal or a conversion left out, the
-variable with the most similar name, the two branches exchanged. Tests that compare the source's
-text would catch every mutation and are left out. Results are kept in out/mutations/, under the text
-of the mutated line. Processes that a test starts, such as the ranks of tests/test_ranks.py, are not
-watched.
+Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that
+ends at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any
+test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
+element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
+A third kind is of state: two writes exchanged, a sum over one rank alone, a part of a union left out.
+mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
+are left out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
+such as the ranks of tests/test_ranks.py, are not watched.
 """
-import argparse
 import ast
-import contextlib
 import difflib
 import functools
 import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -44,11 +44,12 @@ from cosmic_ray.mutating import mutate_code
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOUND = ROOT / "out" / "mutations"
-FILES = ["grpo.py", "reward.py", "model.py", *sorted(
-    str(path.relative_to(ROOT)) for folder in ("run", "data", "experiments/variants")
-    for path in (ROOT / folder).glob("*.py"))]
-BY_TEXT = ["tests/test_layout.py", *(
-    f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
+FILES = ["grpo.py", "reward.py", "model.py", "run/setup.py", "run/passes.py", "run/caches.py", "run/dist.py", "run/pretrained.py",
+         "run/rope.py", "run/checkpoint.py", "run/files.py", "run/warm_start.py", "run/preflight.py", "run/report.py", "run/show.py",
+         "run/config.py", "data/__init__.py", "data/answers.py", "data/arithmetic.py", "data/bpe.py", "data/chat.py",
+         "data/countdown.py", "data/gsm8k.py", "data/guess.py", "data/sums.py", "data/tokenizer.py", "data/turns.py",
+         *sorted(f"experiments/variants/{path.name}" for path in (ROOT / "experiments" / "variants").glob("*.py"))]
+BY_TEXT = ["tests/test_layout.py", *(f"tests/upstream/test_{name}.py" for name in ("changing", "docs", "lengths", "style"))]
 NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr
              Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_Gt Gt_Lt LtE_GtE GtE_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is
              USub_UAdd Delete_Invert Delete_Not""".split()
@@ -67,8 +68,8 @@ def operators():
 
 
 SYMMETRIC = "max min maximum minimum transpose rng".split()
-CONVERSIONS = """to detach clone float double long bool cpu contiguous clamp abs copy strip lower any
-                 all flatten""".split()
+OF_RANKS = "all_reduce full for_the_first_rank of_rank".split()
+CONVERSIONS = "to detach clone float double long bool cpu contiguous clamp abs copy strip lower any all flatten".split()
 
 
 def slips(tree, code):
@@ -85,22 +86,40 @@ def slips(tree, code):
             yield from similar_names(node)
         for body in ("body", "orelse", "finalbody"):
             yield from statements_left_out(getattr(node, body, None))
+            yield from writes_exchanged(getattr(node, body, None), source)
         if isinstance(node, ast.Call):
             yield from slips_of_call(node, source)
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in OF_RANKS and node.args:
+                yield "one rank alone", node, source(node.args[0])
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            yield "part left out", node, source(node.left)
+            yield "part left out", node, source(node.right)
+        stored = isinstance(getattr(node, "ctx", None), ast.Store)
         if isinstance(node, (ast.List, ast.Set, ast.Tuple)):
-            stored = isinstance(getattr(node, "ctx", None), ast.Store)
             for a, b in zip(node.elts, node.elts[1:]):
-                if stored:
-                    yield "names exchanged", (a, b), f"{source(b)}, {source(a)}"
-                else:
-                    yield "element left out", (a, b), source(b)
+                yield ("names exchanged", (a, b), f"{source(b)}, {source(a)}") if stored else ("element left out", (a, b), source(b))
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys[:-1], node.values):
                 if key:
                     yield "element left out", (key, value), "**{}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and f"{source(node)}.split()" in code:
+            for word in node.value.split():
+                yield "element left out", node, re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", source(node), count=1)
         if isinstance(node, ast.IfExp):
-            exchanged = f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
-            yield "branches exchanged", (node.body, node.orelse), exchanged
+            yield "branches exchanged", (node.body, node.orelse), f"{source(node.orelse)} if {source(node.test)} else {source(node.body)}"
+
+
+def writes_exchanged(body, source):
+    """Neighbouring statements that write, to a file or to what outlives them, in the other order."""
+    body = body if isinstance(body, list) else []
+    for a, b in zip(body, body[1:]):
+        if is_write(a) and is_write(b):
+            yield "writes exchanged", (a, b), f"{source(b)}\n{' ' * a.col_offset}{source(a)}"
+
+
+def is_write(x):
+    called = isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)
+    return called or isinstance(x, ast.Assign) and isinstance(x.targets[0], (ast.Attribute, ast.Subscript))
 
 
 def similar_names(function):
@@ -161,38 +180,40 @@ def first_line(node):
 
 
 def changes(file):
-    """Every mutation of a file: a dict with the lines it touches, the line before and after, and
-    the new text."""
+    """Every mutation of a file: a dict with the lines it touches, the line before and after, and the new
+    text."""
     code = (ROOT / file).read_text()
-    tree, seen = ast.parse(code), {ast.dump(ast.parse(code))}
-    for line, operator, changed in [*by_operators(code), *by_slips(tree, code)]:
-        try:
-            meaning = ast.dump(ast.parse(changed))
-        except SyntaxError:                             # no valid program
-            continue
-        if meaning not in seen:
-            seen.add(meaning)
-            before, after = differing(code, changed)
-            key = hashlib.sha256(f"{file}\n{before}\n{after}".encode()).hexdigest()[:16]
-            yield dict(file=file, line=line, lines=statement_lines(tree, line), before=before,
-                       after=after, operator=operator, text=changed, key=key)
-
-
-def by_operators(code):
-    """The mutations of cosmic-ray: (line, operator, text)."""
-    parsed = get_ast(code)
+    tree, parsed, seen = ast.parse(code), get_ast(code), {code}
     for name, operator in operators():
         spots = [spot for node in ast_nodes(parsed) for spot in operator.mutation_positions(node)]
         for i, ((line, _), _) in enumerate(spots):
-            with contextlib.suppress(AttributeError):   # a dotted exception name
-                yield line, name, mutate_code(code, operator, i)
-
-
-def by_slips(tree, code):
-    """The slips of a person: (line, operator, text)."""
+            try:
+                changed = mutate_code(code, operator, i)
+                ast.parse(changed)
+            except (AttributeError, SyntaxError):   # a dotted exception name; no valid program
+                continue
+            if changed not in seen:
+                seen.add(changed)
+                yield change_of(file, tree, code, changed, line, name)
+    same = {ast.dump(tree)}
     for name, node, instead in slips(tree, code):
-        first = node[0] if isinstance(node, tuple) else node
-        yield first.lineno, name, slipped(code, node, instead)
+        changed = slipped(code, node, instead)
+        try:
+            meaning = ast.dump(ast.parse(changed))
+        except SyntaxError:
+            continue
+        if changed not in seen and meaning not in same:
+            seen.add(changed)
+            same.add(meaning)
+            yield change_of(file, tree, code, changed, (node[0] if isinstance(node, tuple) else node).lineno, name)
+
+
+def change_of(file, tree, code, changed, line, operator):
+    """A mutation as a dict: see `changes`."""
+    before, after = differing(code, changed)
+    key = hashlib.sha256(f"{file}\n{before}\n{after}".encode()).hexdigest()[:16]
+    return dict(file=file, line=line, lines=statement_lines(tree, line), before=before, after=after,
+                operator=operator, text=changed, key=key)
 
 
 def differing(code, changed):
@@ -207,13 +228,15 @@ def differing(code, changed):
 
 # ------------------------------------------------------------------------------ which tests reach a line
 class Watch:
-    """A pytest plugin that records which lines each test reaches, how long it takes, and its
-    module-scoped fixtures."""
+    """A pytest plugin that records which lines each test reaches, how long it takes, and its module-scoped
+    fixtures."""
 
     def __init__(self, measured):
-        self.measured, self.seconds, self.shared, self.failed = measured, {}, {}, set()
+        self.measured, self.seconds, self.setup, self.shared, self.failed = measured, {}, {}, {}, set()
 
     def pytest_runtest_logreport(self, report):
+        if report.when == "setup":
+            self.setup[report.nodeid] = report.duration
         if not report.passed:           # skipped, or too slow under coverage
             self.failed.add(report.nodeid)
 
@@ -224,70 +247,76 @@ class Watch:
         result = yield
         self.seconds[item.nodeid] = time.perf_counter() - began
         defs = item._fixtureinfo.name2fixturedefs.values()
-        self.shared[item.nodeid] = [f"{item.path.name}:{d[-1].argname}" for d in defs
-                                    if d[-1].scope == "module"]
+        self.shared[item.nodeid] = [f"{item.path.name}:{d[-1].argname}" for d in defs if d[-1].scope == "module"]
         return result
 
 
 def reach():
-    """What the tests reach: {file: {line: tests}}, and the seconds of each test. Kept until the
-    code or a test changes."""
+    """What the tests reach: {file: {line: tests}}, and the seconds of each test. Kept until the code or a test
+    changes."""
     kept = FOUND / "reach.json"
-    watched = [*sorted(ROOT.glob("tests/**/*.py")), *(ROOT / file for file in FILES)]
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in watched)).hexdigest()
+    state = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(ROOT.glob("tests/**/*.py")))
+                           + b"".join((ROOT / f).read_bytes() for f in FILES)).hexdigest()
     if kept.exists() and json.loads(kept.read_text())["state"] == state:
         return json.loads(kept.read_text())
-    measured = coverage.Coverage(data_file=None, include=[str(ROOT / file) for file in FILES])
+    measured = coverage.Coverage(data_file=None, include=[str(ROOT / f) for f in FILES])
     watch = Watch(measured)
     measured.start()
-    pytest.main(["-q", "-p", "no:cacheprovider", "--extra", "--upstream", str(ROOT / "tests"),
-                 "--rootdir", str(ROOT), *(f"--ignore={ROOT / name}" for name in BY_TEXT)],
-                plugins=[watch])
+    pytest.main(["-q", "-p", "no:cacheprovider", "--extra", "--upstream", str(ROOT / "tests"), "--rootdir", str(ROOT),
+                 *(f"--ignore={ROOT / name}" for name in BY_TEXT)], plugins=[watch])
     measured.stop()
-    seconds = {test: s for test, s in watch.seconds.items() if test not in watch.failed}
+    watch.seconds = {test: s for test, s in watch.seconds.items() if test not in watch.failed}
     together = {}
     for test, fixtures in watch.shared.items():
         for fixture in fixtures:
-            together.setdefault(fixture, set()).add(test)
+            together.setdefault(fixture, []).append(test)
+    for tests in together.values():         # any of them may be the one that needs the fixture
+        tests = [test for test in tests if test in watch.seconds]
+        setup = max((watch.setup[test] for test in tests), default=0)
+        watch.seconds |= {test: max(watch.seconds[test], watch.seconds[test] - watch.setup[test] + setup) for test in tests}
     lines = {}
     for file in FILES:
         by_line = measured.get_data().contexts_by_lineno(str(ROOT / file))
-        for line, tests in by_line.items():         # any test may be the one that needs a fixture
-            more = [together[fixture] for test in tests for fixture in watch.shared.get(test, ())]
-            found = {*tests}.union(*more) & {*seconds}
-            lines.setdefault(file, {})[line] = sorted(found)
-    kept.write_text(json.dumps(dict(state=state, seconds=seconds, lines=lines)))
+        for line, tests in by_line.items():
+            more = [other for test in tests for f in watch.shared.get(test, ()) for other in together[f]]
+            lines.setdefault(file, {})[line] = sorted({*tests, *more} & {*watch.seconds})
+    reached = Counter(test for by_line in lines.values() for tests in by_line.values() for test in tests)
+    known = dict(state=state, seconds=watch.seconds, lines=lines, reached=reached)
+    FOUND.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(known))
     return json.loads(kept.read_text())
 
 
 @functools.cache
 def naming(module):
     """The two test files that name a module most often."""
-    count = {path.name: len(re.findall(rf"\b{module}\b", path.read_text()))
-             for path in ROOT.glob("tests/**/test_*.py")}
+    count = {path.name: len(re.findall(rf"\b{module}\b", path.read_text())) for path in ROOT.glob("tests/**/test_*.py")}
     return tuple(sorted(count, key=count.get)[-2:])
 
 
 def tests_of(change, known, caught=(), budget=BUDGET):
-    """The tests for a mutation, as many as fit into `budget` seconds: those that reach it, or, if
-    only an import or another process does, those that reach its file and all quick ones. First come
-    those that caught mutations nearby, then those of the two test files that name its module most
-    often, then the quickest."""
+    """The tests for a mutation, as many as fit into `budget` seconds: those that reach it, or, if only an
+    import or another process does, those that reach its file and all quick ones. First come those that caught
+    mutations nearby, then those of the two test files that name its module most often, then those that reach few lines, as they check
+    the most closely; of those that reach many, the ones that caught the most."""
     lines, seconds = known["lines"].get(change["file"], {}), known["seconds"]
+    before = Counter(r["caught"] for r in caught)
     near = {r["caught"] for r in caught
             if r["file"] == change["file"] and abs(r["line"] - change["line"]) < 20}
     tests = {test for line in change["lines"] for test in lines.get(str(line), ())}
     quick = {test for test, s in seconds.items() if s < 0.1}
     tests = tests or quick | {test for some in lines.values() for test in some}
+
     own = naming(Path(change["file"]).stem)
 
     def promise(test):
         """The sort key: the most promising test first."""
-        name = test.removeprefix("tests/")
-        return name not in near, not name.startswith(own), seconds[test], test
+        name, reached = test.removeprefix("tests/"), known["reached"].get(test, 0)
+        return (name not in near, not name.startswith(own), min(reached, 300) // 10 + 5 * seconds[test] // 1,
+                -before[name] / (0.1 + seconds[test]), test)
     order = sorted(tests, key=promise)
-    spent = itertools.accumulate(seconds[test] for test in order)
-    return [test for test, s in zip(order, spent) if s <= budget]
+    spent = itertools.accumulate(seconds[t] for t in order)
+    return [t for t, s in zip(order, spent) if s <= budget]
 
 
 # -------------------------------------------------------------------------------------- trials
@@ -392,58 +421,68 @@ def cell(text):
 def write_table(results):
     """mutations.md, and its counts on the terminal."""
     sys.path.insert(0, str(ROOT))
-    from experiments.results import stamp           # here alone: tests import the tree of a copy
-    known, total, rows = words(), Counter(), []
-    counts = ["| file | mutations | caught | no test can catch | share |", "|---|---|---|---|---|"]
-
-    def count(name, n, caught, same):
-        counts.append(f"| {name} | {n} | {caught} | {same} | {caught / max(n - same, 1):.1%} |")
+    from experiments.results import stamp           # here alone: tests are to import the tree of a copy
+    known, counts, rows = words(), ["| file | mutations | caught | no test can catch | share |", "|---|---|---|---|---|"], []
+    total = [0, 0, 0]
     for file in FILES:
         own = [r for r in results if r["file"] == file]
         missed = sorted((r for r in own if r["caught"] is None), key=lambda r: r["line"])
-        cells = [(cell(file), cell(r["before"]), cell(r["after"])) for r in missed]
-        reasons = [known.get(row, "?") for row in cells]
-        rows += [f"| {' | '.join(row)} | {why} |" for row, why in zip(cells, reasons)]
-        same = sum(not why.startswith("?") for why in reasons)
-        of_file = dict(n=len(own), caught=len(own) - len(missed), same=same)
-        total.update(of_file)
-        count(f"`{file}`", **of_file)
-    count("all", **total)
-    lines = [*counts, "", "| file | before | after | why no test can catch it |",
-             "|---|---|---|---|", *rows, "", stamp()]
-    (HERE / "mutations.md").write_text("\n".join(lines) + "\n")
+        same = 0
+        for r in missed:
+            row = cell(file), cell(r["before"]), cell(r["after"])
+            word = known.get(row, "?")
+            same += not word.startswith("?")
+            rows.append("| " + " | ".join((*row, word)) + " |")
+        caught = len(own) - len(missed)
+        total = [t + x for t, x in zip(total, (len(own), caught, same))]
+        counts.append(f"| `{file}` | {len(own)} | {caught} | {same} | {caught / max(len(own) - same, 1):.1%} |")
+    counts.append(f"| all | {total[0]} | {total[1]} | {total[2]} | {total[1] / max(total[0] - total[2], 1):.1%} |")
+    (HERE / "mutations.md").write_text("\n".join(counts + ["", "| file | before | after | why no test can catch it |",
+                                                           "|---|---|---|---|", *rows, "", stamp()]) + "\n")
     print("\n".join(counts))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=FILES)
-    for flag in ("again", "readme", "reach"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    args, kept = parser.parse_args(), FOUND / "results.jsonl"
+def some(changes, most):
+    """At most so many of a file's changes, drawn at random; the same ones each time. None: all."""
+    changes = list(changes)
+    if most is None or len(changes) <= most:
+        return changes
+    return random.Random(0).sample(changes, most)
+
+
+def main(args):
+    if args == ["--reach"]:
+        reach()
+        return 0
+    again, readme = "--again" in args, "--readme" in args
+    most = None
+    if "--sample" in args:
+        at = args.index("--sample")
+        most = int(args[at + 1])
+        args = args[:at] + args[at + 2:]
+    files = [f for f in args if not f.startswith("--")] or FILES
+    kept = FOUND / "results.jsonl"
     FOUND.mkdir(parents=True, exist_ok=True)
-    if args.reach:
-        return reach()
     results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
-    present = [change for file in args.files for change in changes(file)]
+    present = [change for file in files for change in some(changes(file), most)]
     present.sort(key=lambda c: " " not in c["operator"])       # the slips of a person first
     left = [c for c in present if c["key"] not in results
-            or args.again and results[c["key"]]["caught"] is None and not explained(c)]
+            or again and results[c["key"]]["caught"] is None and not explained(c)]
     print(f"{len(present)} mutations, {len(left)} to try", flush=True)
-    if left and not args.readme:
+    if left and not readme:
         subprocess.run([sys.executable, __file__, "--reach"], check=True)   # it imports the tree
-        for r in trials(left, reach(), results, MORE if args.again else BUDGET):
+        for r in trials(left, reach(), results, MORE if again else BUDGET):
             results[r["key"]] = r
             with kept.open("a") as f:
                 f.write(json.dumps(r) + "\n")
-            print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  "
-                  f"{r['caught'] or 'NOT CAUGHT'}", flush=True)
+            print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  {r['caught'] or 'NOT CAUGHT'}", flush=True)
     chosen = [results[c["key"]] | {"line": c["line"]} for c in present if c["key"] in results]
-    if args.readme:
+    if readme:
         write_table(chosen)
-    print(f"{len(chosen)} tried, {sum(r['caught'] is None for r in chosen)} not caught")
+    missed = [r for r in chosen if r["caught"] is None]
+    print(f"{len(chosen)} tried, {len(missed)} not caught")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

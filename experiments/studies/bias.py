@@ -7,7 +7,6 @@ is no sampling noise. The policy is placed at three distances from the reference
 the loss, the estimates of a row's tokens are summed; in the reward, their sum is the row's penalty and the gradient
 is that of REINFORCE. The exact gradient is that of the KL of whole completions. All are on-policy: the ratio is 1.
 """
-import argparse
 import itertools
 import sys
 from pathlib import Path
@@ -95,8 +94,7 @@ def lines(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readme", action="store_true", help="replace the results that the docs quote")
+    parser = results.parser(__doc__, "readme")
     args = parser.parse_args()
     made = {kl: [errors(kl, seed) for seed in range(10)] for kl in DISTANCES}
     forms = {form: {kl: {part: torch.tensor([x[form][part] for x in made[kl]]).median().item()

@@ -19,10 +19,8 @@ The folders of one call are seeds of one task. With --readme they replace the re
 that the docs quote; figures.py draws them. Each of 100 held-out problems gets 64 completions, at the training
 temperature unless --temperature is given; the paper's is 0.7.
 """
-import argparse
 import dataclasses
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -30,11 +28,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
-from data import UserError, load_task  # noqa: E402
+import runs  # noqa: E402
+from data import UserError  # noqa: E402
 from experiments import results  # noqa: E402
-from run import dist, preflight, pretrained  # noqa: E402
+from run import dist, setup  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
+PROBLEMS = 100
 
 
 def shares(folder, problems, samples, temperature=None):
@@ -45,12 +45,10 @@ def shares(folder, problems, samples, temperature=None):
     if temperature is not None:
         kept["temperature"], name = temperature, f"{name} at {temperature}"
     cfg = dataclasses.replace(grpo.Config(**kept), held_out=problems, samples=samples, device="cpu")
-    task, warm = load_task(cfg.task), folder / "warm_start"
-    found = {}
-    for when, where in (("before", warm if warm.exists() else Path(cfg.init)), ("after", folder)):
-        its = dataclasses.replace(cfg, init=os.path.abspath(where))
-        agent = grpo.Agent(its, task, *pretrained.trained_model(its))
-        found[when] = grpo.evaluate(agent, preflight.problems_of(its, task)[1])
+    warm, found = folder / "warm_start", {}
+    for when, where in (("before", warm if warm.exists() else cfg.init), ("after", folder)):
+        agent = runs.agent_of(cfg, where)
+        found[when] = grpo.evaluate(agent, setup.held_out(agent))
     return name, cfg.seed, found
 
 
@@ -71,13 +69,10 @@ def rows(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=KS[-1])
     parser.add_argument("--temperature", type=float, help="sampling temperature, if not the training temperature")
     parser.add_argument("--out", type=Path, default=Path("out/figure7"))
-    parser.add_argument("--readme", action="store_true", help="replace the results that the docs quote")
     args = parser.parse_args()
     for folder in args.folders:
         if not (folder / "run.json").exists():
@@ -87,7 +82,7 @@ def main():
     file, found = where / "figure7.json", {}
     for folder in args.folders:
         try:
-            task, seed, its = shares(folder, args.problems, args.samples, args.temperature)
+            task, seed, its = shares(folder, PROBLEMS, KS[-1], args.temperature)
         except UserError as e:
             parser.error(f"{folder}: {e}")
         found.setdefault(task, {})[str(seed)] = its
@@ -95,7 +90,7 @@ def main():
     new = {"command": dict.fromkeys(found, " ".join(["python", *sys.argv])),
            "about": dict.fromkeys(found, results.about()), "rows": found}
     result = {name: kept.get(name, {}) | x for name, x in new.items()}
-    results.write(file, {"problems": args.problems, "samples": args.samples, **result})
+    results.write(file, {"problems": PROBLEMS, "samples": KS[-1], **result})
     print("\n".join(rows(result["rows"])))
 
 

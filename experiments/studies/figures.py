@@ -3,15 +3,16 @@
     python experiments/studies/figures.py                       # all whose results are there
     python experiments/studies/figures.py critic labels kl grid figure5
 """
-import argparse
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import runs
 import studies
+from experiments import results
 from figure7 import KS, of_seeds
 
 HERE = Path(__file__).parent
@@ -21,14 +22,12 @@ GREY = "#777777"
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY)
 
 
-def panels(n, height=4.0):
-    """A figure of n panels, 900 pixels wide."""
+def panels(height=4.0):
+    """A figure of two plots, 900 pixels wide."""
     import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, n, figsize=(9, height), dpi=100, layout="constrained")
-    return figure, axes if n > 1 else [axes]
+    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    matplotlib.rcParams.update(look)
+    return results.panels(2, (9, height), dpi=100, layout="constrained")
 
 
 def save(figure, name):
@@ -61,12 +60,13 @@ def named(axis, points):
 
 def critic(found):
     """The final greedy accuracy against what the critic explains; and all rows' differences in it."""
-    figure, (left, right) = panels(2, 6.5)
+    figure, (left, right) = panels(6.5)
     points = {}
     for part, marker, colour in zip(("critics", "values of lines, 100 steps", "6 lines", "24 lines"), "osv^", COLOURS):
-        base = found["runs"][next(iter(studies.STUDIES["critic"][part].values()))]
-        for name, flags in studies.STUDIES["critic"][part].items():
-            row = {seed: run for seed, run in found["runs"].get(flags, {}).items() if run["explained_variance"] is not None and seed in base}
+        of_part = studies.runs_of("critic", found, part)
+        base = next(iter(of_part.values()))
+        for name, row in of_part.items():
+            row = {seed: run for seed, run in row.items() if run["explained_variance"] is not None}
             if row:
                 x = statistics.median(run["explained_variance"] for run in row.values())
                 points[part, name] = x, statistics.mean(studies.differences(row, base, "greedy"))
@@ -85,11 +85,11 @@ def critic(found):
 
 def labels(found):
     """Final accuracy against the AUC of the reward model; and what a policy earns by the model and in truth, over the steps."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = panels()
     for part, colour in (("lines, labelled completions", BLUE), ("outcomes, labelled completions", RED)):
         points = {}
-        for name, flags in studies.STUDIES["labels"][part].items():
-            row = [run for run in found["runs"].get(flags, {}).values() if run["quality"]]
+        for name, row in studies.runs_of("labels", found, part).items():
+            row = [run for run in row.values() if run["quality"]]
             dots = [(run["quality"]["start"]["auc"], 100 * run["greedy"]) for run in row]
             left.plot([x for x, _ in dots], [y for _, y in dots], "o", color=colour, markersize=3, alpha=0.4)
             if row:
@@ -100,9 +100,9 @@ def labels(found):
             left.annotate(name, at, textcoords="offset points", color=colour, **beside)
     left.set(xlabel="AUC of the reward model on the initial policy", ylabel="final greedy accuracy, %", xlim=(0.35, 1.13), xticks=[0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     left.legend(frameon=False, loc="upper left")
+    of_part = studies.runs_of("labels", found, "the KL's beta")
     for name, beta, colour in (("0.2", "beta 0.2", BLUE), ("0.04", "beta 0.04", RED), ("no KL", "no KL", PINK)):
-        flags = studies.STUDIES["labels"]["the KL's beta"][f"4,000 completions, {name}"]
-        row = [*found["runs"].get(flags, {}).values()]
+        row = of_part[f"4,000 completions, {name}"].values()
         for key, style in (("rule_reward", "-"), ("reward", ":")):
             curves = [run[f"{key}, means of 25 steps"] for run in row]
             if curves:
@@ -117,11 +117,11 @@ def labels(found):
 def kl(found):
     """Accuracy against the KL, a line for each form of the KL, where the reference has a bad habit and where it has none; a
     thin line spans the seeds. k1 in the loss, whose gradient is noise, is beyond the right edge."""
-    figure, axes = panels(2, 4.5)
+    figure, axes = panels(4.5)
     for axis, part in zip(axes, ("slips and guesses", "slips")):
         forms = {}
-        for name, flags in studies.STUDIES["kl"][part].items():
-            row = [*found["runs"].get(flags, {}).values()]
+        for name, row in studies.runs_of("kl", found, part).items():
+            row = row.values()
             if row and not name.startswith("loss, k1"):
                 accuracy = sorted(100 * run["pass@1"] for run in row)
                 point = statistics.median(run["kl"] for run in row), statistics.median(accuracy), accuracy[0], accuracy[-1]
@@ -137,8 +137,9 @@ def kl(found):
 
 def curves(axis, found, study, part, of="greedy"):
     """Medians of a measure of the evaluations over the steps, a line for each row of a part."""
-    for (name, flags), colour in zip(studies.STUDIES[study][part].items(), (BLACK, *COLOURS)):
-        row = [{p["step"]: 100 * p[of] for p in run["points"]} for run in found["runs"].get(flags, {}).values()]
+    of_part = studies.runs_of(study, found, part)
+    for (name, row), colour in zip(of_part.items(), (BLACK, *COLOURS)):
+        row = [{p["step"]: 100 * p[of] for p in run["points"]} for run in row.values()]
         if row:
             steps = sorted(row[0])
             axis.plot(steps, [statistics.median(run[step] for run in row) for step in steps], color=colour, label=name, linewidth=1.2)
@@ -147,7 +148,7 @@ def curves(axis, found, study, part, of="greedy"):
 
 def part_of(found, name, study, part, of="greedy"):
     """The curves of a part, and the differences of its rows."""
-    figure, (left, right) = panels(2, 4.5)
+    figure, (left, right) = panels(4.5)
     curves(left, found, study, part, of)
     figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
     base = "the row above" if part == "the ladder" else next(iter(studies.STUDIES[study][part]))
@@ -155,19 +156,9 @@ def part_of(found, name, study, part, of="greedy"):
     save(figure, name)
 
 
-def figure5(found):
-    """Figure 5 of the paper: RFT, Online RFT, GRPO with outcomes and with steps."""
-    part_of(found, "figure5", "paper", "figure 5")
-
-
-def figure6(found):
-    """Figure 6 of the paper: iterations with a refitted reward model."""
-    part_of(found, "figure6", "labels", "4,000 completions, fitted")
-
-
 def figure7(found):
     """Figure 7 of the paper: medians of pass@K and maj@K over K, before and after RL."""
-    figure, axes = panels(2)
+    figure, axes = panels()
     for axis, task in zip(axes, ("mines", "sums")):
         for kind, colour in (("pass@", BLUE), ("maj@", RED)):
             for when, line in (("before", "--"), ("after", "-")):
@@ -180,14 +171,9 @@ def figure7(found):
     save(figure, "figure7")
 
 
-def ladder(found):
-    """The ladder of docs/derivation.md."""
-    part_of(found, "ladder", "paper", "the ladder")
-
-
 def variants(found):
     """All variants of GRPO in two regimes: differences to it in greedy accuracy."""
-    figure, axes = panels(2, 9)
+    figure, axes = panels(9)
     for axis, part in zip(axes, studies.STUDIES["variants"]):
         forest(axis, studies.of_part("variants", found, part, "greedy"), "greedy accuracy minus GRPO's, points")
         axis.set_title(part)
@@ -196,7 +182,7 @@ def variants(found):
 
 def grid(found):
     """How often the paths of the held-out problems pass each place, before and after RL. Mines are crosses."""
-    figure, axes = panels(2, 4.3)
+    figure, axes = panels(4.3)
     share = {when: 100 * np.array(found[when]["passed"]).T / found[when]["walks"] for when in ("before", "after")}      # [row][column]
     for axis, when in zip(axes, share):
         picture = axis.imshow(share[when], cmap="Blues", vmin=0, vmax=max(x.max() for x in share.values()))
@@ -206,13 +192,19 @@ def grid(found):
     save(figure, "grid")
 
 
+# Parts of studies: figures 5 and 6 of the paper, and the ladder of docs/derivation.md.
+PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completions, fitted"),
+         "ladder": ("paper", "the ladder")}
 # What draws a figure, and the result that it is drawn from.
-FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"), "variants": (variants, "variants"), "grid": (grid, "grid"),
-           "figure5": (figure5, "paper"), "figure6": (figure6, "labels"), "figure7": (figure7, "figure7"), "ladder": (ladder, "paper")}
+FIGURES = {"critic": (critic, "critic"), "labels": (labels, "labels"), "kl": (kl, "kl"),
+           "variants": (variants, "variants"), "grid": (grid, "grid"),
+           "figure7": (figure7, "figure7"),
+           **{name: (partial(part_of, name=name, study=study, part=part), study)
+              for name, (study, part) in PARTS.items()}}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("figures", nargs="*", choices=[[], *FIGURES])
     for name in parser.parse_args().figures or FIGURES:
         draw, result = FIGURES[name]

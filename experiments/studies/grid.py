@@ -1,12 +1,10 @@
 """How RL changes the paths on the task mines: how often walks pass each place of a map, before and after RL.
 
-    python experiments/studies/grid.py [--seed 1] [--readme]
+    python experiments/studies/grid.py [--readme]
 
 The run is the first row of the study `critic`, and the walks are 16 completions of each held-out problem; those after a
 line that is not a true move are left out. figures.py draws the result.
 """
-import argparse
-import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -17,9 +15,10 @@ import grpo  # noqa: E402
 import mines  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
-from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
-from run import config, pretrained  # noqa: E402
+from run import setup  # noqa: E402
+
+SEED = 1
 
 
 def passed(agent, problems, each):
@@ -33,20 +32,17 @@ def passed(agent, problems, each):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/studies"))
-    parser.add_argument("--readme", action="store_true", help="replace the result that the docs quote")
-    args = parser.parse_args()
-    runs.run(studies.SETTING, args.seed, args.out.resolve())
-    cfg, _ = runs.read([*studies.SETTING, "--seed", str(args.seed)])
-    folder = runs.folder_of(studies.SETTING, args.seed, args.out.resolve())
-    held_out, found = config.problems_of(load_task(cfg.task), cfg)[1], results.about()
-    found |= {"command": "python experiments/studies/grid.py --readme", "seed": args.seed, "size": mines.SIZE}
-    found["mines"] = sorted(held_out[0].mines)
+    args, out = results.parser(__doc__, "readme").parse_args(), Path("out/studies").resolve()
+    runs.run(studies.SETTING, SEED, out)
+    cfg, _ = runs.read([*studies.SETTING, "--seed", str(SEED), "--held_out", "0"])      # all
+    folder = runs.folder_of(studies.SETTING, SEED, out)
+    found = results.about() | {"command": "python experiments/studies/grid.py --readme",
+                               "seed": SEED, "size": mines.SIZE}
     for when, where in (("before", folder / "warm_start"), ("after", folder)):
-        its = dataclasses.replace(cfg, init=str(where))
-        found[when] = passed(grpo.Agent(its, load_task(cfg.task), *pretrained.trained_model(its)), held_out, 16)
+        agent = runs.agent_of(cfg, where)
+        held_out = setup.held_out(agent)
+        found["mines"] = sorted(held_out[0].mines)
+        found[when] = passed(agent, held_out, 16)
         print(f"{when} RL {found[when]['right']:.1%} of {found[when]['walks']} walks are right")
     if args.readme:
         results.write(studies.answers("grid"), found)

@@ -87,7 +87,7 @@ def kept(name):
 def runs_of(row):
     """{seed: summary} of a row."""
     study, part, name = row
-    return kept(study)["runs"].get(studies.STUDIES[study][part][name], {})
+    return studies.runs_of(study, kept(study), part)[name]
 
 
 def value(run, of):
@@ -117,6 +117,23 @@ def apart(row, base=None, of="greedy"):
         return studies.differences(runs_of(row), runs_of(base), of)
     study, part, name = row
     return studies.of_part(study, kept(study), part, of)[name]
+
+
+def of_model(name):
+    """The runs of a result in experiments/models."""
+    return json.loads((filters.HERE / f"{name}.json").read_text())["runs"]
+
+
+def of_figure7(task, when, of):
+    """The median over the seeds of a share of figure 7, as text."""
+    found = kept("figure7")["rows"][task].values()
+    return f"{100 * statistics.median(run[when][of] for run in found):.0f}%"
+
+
+def changes(task, of):
+    """What RL adds to a share of figure 7, in points, for each seed."""
+    found = kept("figure7")["rows"][task].values()
+    return [100 * (run["after"][of] - run["before"][of]) for run in found]
 
 
 def seeds(study):

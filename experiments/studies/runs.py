@@ -25,18 +25,19 @@ import torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
+import constants  # noqa: E402
 import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import config, dist, passes, preflight, pretrained, warm_start  # noqa: E402
+from run import config, dist, passes, preflight, pretrained, setup, warm_start  # noqa: E402
 
 CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 
 # Former flags, with which results were recorded: now they are constants.
-CONSTANTS = {"value_coef": (grpo, "VALUE_COEF"), "gamma": (grpo, "GAMMA"), "choices": (reward, "CHOICES"),
-             "warm_batch": (warm_start, "WARM_BATCH"), "fit_prompts": (reward, "FIT_STEPS")}
+CONSTANTS = {"value_coef": "grpo.VALUE_COEF", "choices": "reward.CHOICES",
+             "warm_batch": "run.warm_start.WARM_BATCH", "fit_prompts": "reward.FIT_STEPS"}
 
 
 def read(flags):
@@ -60,9 +61,8 @@ def read(flags):
 
 def put_constant(name, value, cfg):
     """Gives a constant its value; `fit_prompts` is a number of problems, FIT_STEPS one of steps."""
-    module, constant = CONSTANTS[name]
-    value = type(getattr(module, constant))(value)
-    setattr(module, constant, -(-value // cfg.prompts) if name == "fit_prompts" else value)
+    value = -(-int(value) // cfg.prompts) if name == "fit_prompts" else value
+    constants.put(f"{CONSTANTS[name]}={value}")
 
 
 def name_of(numbers):
@@ -201,41 +201,28 @@ class Watch:
     lambda 1 whatever lambda it trains with."""
 
     def __init__(self):
-        self.sampled, self.tokens, self.seconds, self.label_tokens, self.spent, self.known = 0, 0, 0.0, 0, [], []
-        self.fit, self.refit, self.step, self.sample, self.advantages = (
-            critics.fit, grpo.refit_reward_model, grpo.train_step, grpo.sample, grpo.advantages)
-        critics.fit, grpo.refit_reward_model, grpo.train_step = self.measured_fit, self.measured_refit, self.measured_step
+        self.sampled = self.tokens = self.seconds = self.label_tokens = 0
+        self.spent, self.known = [], []
+        self.sample, self.advantages = grpo.sample, grpo.advantages
         grpo.sample, grpo.advantages = self.counted_sample, self.measured_advantages
+        critics.fit = self.measured(critics.fit, lambda *_: 0, of_labels=True)
+        grpo.refit_reward_model = self.measured(
+            grpo.refit_reward_model, lambda agent, _, iteration: iteration * agent.cfg.steps, True)
+        grpo.train_step = self.measured(grpo.train_step, lambda agent, problems, step: step)
 
-    def measured(self, function, *given):
-        """A call, whose tokens and seconds count, once even if it has such a call within it."""
-        began, before, spent, sampled = time.perf_counter(), self.sampled, self.seconds, self.tokens
-        found = function(*given)
-        self.seconds = spent + time.perf_counter() - began
-        self.tokens = sampled + self.sampled - before
-        return found
-
-    def of_labels(self, at, function, *given):
-        """A call that fits to labels. What it takes is spent as its first step begins, after the step `at`."""
-        before = self.sampled
-        found = self.measured(function, *given)
-        self.label_tokens += self.sampled - before
-        self.spent.append((at, self.tokens, round(self.seconds, 2)))
-        return found
-
-    def measured_fit(self, *given):
-        """`critics.fit`, before the first step."""
-        return self.of_labels(0, self.fit, *given)
-
-    def measured_refit(self, agent, problems, iteration):
-        """`refit_reward_model`."""
-        return self.of_labels(iteration * agent.cfg.steps, self.refit, agent, problems, iteration)
-
-    def measured_step(self, agent, problems, step):
-        """`train_step`."""
-        found = self.measured(self.step, agent, problems, step)
-        self.spent.append((step, self.tokens, round(self.seconds, 2)))
-        return found
+    def measured(self, function, at, of_labels=False):
+        """A function whose tokens and seconds count, once even if it calls another such one, and
+        are spent after the step `at`."""
+        def call(*given):
+            began, before, spent, sampled = (
+                time.perf_counter(), self.sampled, self.seconds, self.tokens)
+            found = function(*given)
+            self.seconds = spent + time.perf_counter() - began
+            self.tokens = sampled + self.sampled - before
+            self.label_tokens += of_labels * (self.sampled - before)
+            self.spent.append((at(*given), self.tokens, round(self.seconds, 2)))
+            return found
+        return call
 
     def counted_sample(self, *given, **named):
         """`sample`, with its tokens counted."""
@@ -256,6 +243,12 @@ def explained(to_come, value):
     """The share of the variance of returns that values explain, both (n,); None if the returns are equal."""
     own = to_come.var().item()
     return 1 - (to_come - value).var().item() / own if own > 1e-8 else None
+
+
+def agent_of(cfg, where):
+    """An agent with the model in a folder, to evaluate it with the settings of a run."""
+    its = dataclasses.replace(cfg, init=os.path.abspath(where))
+    return grpo.Agent(its, *setup.trained_model(its))
 
 
 def completions(agent, policy, problems, purpose):
@@ -352,9 +345,11 @@ def points_of(metrics, spent):
 
 def sources():
     """A hash of the code that makes a run."""
-    files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")), *sorted((ROOT / "data").glob("*.py")),
-             *sorted((ROOT / "run").glob("*.py")), *sorted((ROOT / "experiments" / "variants").glob("*.py")), HERE / "slips.py", HERE / "careful.py", HERE / "mines.py",
-             HERE / "critics.py", Path(__file__)]
+    own = ("slips", "careful", "mines", "critics", "constants", "runs")
+    files = [*(ROOT / f"{name}.py" for name in ("grpo", "model", "reward")),
+             *sorted((ROOT / "data").glob("*.py")), *sorted((ROOT / "run").glob("*.py")),
+             *sorted((ROOT / "experiments" / "variants").glob("*.py")),
+             *(HERE / f"{name}.py" for name in own)]
     return name_of([path.read_text() for path in files])
 
 # ------------------------------------------------------------------------------------ in the parent process

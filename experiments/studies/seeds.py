@@ -6,7 +6,6 @@
 Writes seeds.json and, if matplotlib is installed, seeds.png into --out, or with --readme beside this script, where
 docs/measurements.md takes them from.
 """
-import argparse
 import statistics
 import sys
 from functools import partial
@@ -21,11 +20,14 @@ TITLES = {"accuracy, sampled (dots: pass@1, held out)": "step", "tokens of a com
           "KL to the reference (k3)": "step"}
 
 
+def spread(values):
+    """The median, lowest and highest."""
+    values = [*values]
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
 def summary(runs):
-    """The median, lowest and highest over the runs of each metric, before and after RL."""
-    def spread(values):
-        values = list(values)
-        return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    """The spread over the runs of each metric, before and after RL."""
     table = {name: {"before": spread(run[0][name] for run in runs),
                     "after": spread(run[-1][name] for run in runs)} for name in NAMES}
     table["length"] = {"before": spread(run[1]["length"] for run in runs),
@@ -58,11 +60,9 @@ def draw(axes, runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "readme")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--readme", action="store_true", help="replace the results that README and docs quote")
     args = parser.parse_args()
     out = HERE if args.readme else args.out
     runs = [results.lines(run / "metrics.jsonl") for run in args.runs]

@@ -14,7 +14,6 @@ The results are kept in answers/, one JSON file for each study; a run that is th
 again, so delete what you want to repeat. All runs of a seed share its map and its warm start. A row is compared, seed
 by seed, with the first row of its part of the table, in the ladder with the row above it.
 """
-import argparse
 import concurrent.futures
 import json
 import math
@@ -282,9 +281,14 @@ def differences(row, base, measure):
     return [round(100 * (row[seed][measure] - base[seed][measure]), 9) for seed in sorted(row) if seed in base]
 
 
+def runs_of(study, found, part):
+    """{row: {seed: summary}} of a part, also of rows that have no runs yet."""
+    return {name: found["runs"].get(flags, {}) for name, flags in STUDIES[study][part].items()}
+
+
 def of_part(study, found, part, measure):
     """{row: its differences to the first row of a part, in the ladder to the row above}, for rows with two seeds or more."""
-    rows = [(name, found["runs"].get(flags, {})) for name, flags in STUDIES[study][part].items()]
+    rows = [*runs_of(study, found, part).items()]
     bases = rows if part == "the ladder" else rows[:1] * len(rows)
     known = {name: differences(row, base, measure) for (name, row), (_, base) in zip(rows[1:], bases)}
     return {name: x for name, x in known.items() if len(x) > 1}
@@ -302,8 +306,7 @@ def compared(study, found, measure):
 def at_equal_kl(found, part, measure, base="reward, k1"):
     """{row: the differences of a measure in points, of each seed, to what form `base` of the KL reaches at the row's own KL}:
     interpolated between its betas, the row without a KL, and the start, whose KL is 0; without the seeds that are beyond."""
-    rows, known = STUDIES["kl"][part], {}
-    of = {name: found["runs"].get(flags, {}) for name, flags in rows.items()}
+    of, known = runs_of("kl", found, part), {}
     for name, row in of.items():
         for seed in sorted(row):
             own = [of[other].get(seed) for other in of if other == "no KL" or other.startswith(base)]
@@ -331,11 +334,12 @@ def lines(study, found, parts=None):
     yield "|---" * (len(titles) + 4) + "|"
     for part in parts or STUDIES[study]:
         yield f"| *{part}* |" + " |" * (len(titles) + 3)
-        first = found["runs"].get(next(iter(STUDIES[study][part].values())), {})
+        rows = runs_of(study, found, part)
+        first = next(iter(rows.values()))
         yield cells_of("before RL", [run["before"] for run in first.values()], {})
-        for name, flags in STUDIES[study][part].items():
+        for name, row in rows.items():
             known = {key: difference(x[part, name]) for key, x in of.items() if (part, name) in x}
-            yield cells_of(name, found["runs"].get(flags, {}).values(), known)
+            yield cells_of(name, row.values(), known)
 
 
 def cells_of(name, row, known):
@@ -356,12 +360,11 @@ def difference(x):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "table")
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--parts", nargs="+", help="only these parts of a table, by their titles")
     parser.add_argument("--out", type=Path, default=Path("out/studies"))
-    parser.add_argument("--table", action="store_true", help="only the table of what is there")
     args = parser.parse_args()
     for study in args.studies:
         if unknown := [part for part in args.parts or () if part not in STUDIES[study]]:

@@ -79,12 +79,13 @@ def test_speeds_are_medians_and_a_table(experiments, monkeypatch, tmp_path, caps
     """Of this code alone: TRL is no part of the suite."""
     from experiments.cost import speed
     start = folder_of(tiny_model(), tmp_path / "start")
-    monkeypatch.setitem(speed.SIZES, "tiny", dict(task="arithmetic", difficulty=1, prompts=2, group=2, max_new=6))
+    monkeypatch.setitem(speed.SIZES, "tiny", dict(
+        task="arithmetic", difficulty=1, init=str(start), prompts=2, group=2, max_new=6))
     monkeypatch.setattr(speed, "matrix_rate", lambda *_: 1e9)
     monkeypatch.setattr(speed, "bandwidth", lambda *_: 1e9)
     monkeypatch.setattr(speed.subprocess, "check_output", lambda *_, **__: f"{2 ** 30}\n")
     monkeypatch.setattr(sys, "argv", ["speed.py", "tiny", "--who", "ours", "ours bfloat16", "--turns", "3", "--device",
-                                      "cpu", "--arithmetic", str(start), "--out", str(tmp_path / "speed.json")])
+                                      "cpu", "--out", str(tmp_path / "speed.json")])
     speed.main()
     found = json.loads((tmp_path / "speed.json").read_text())["sizes"]["tiny"]
     assert set(found) == {"ours", "ours bfloat16"}
@@ -212,10 +213,9 @@ def test_what_does_not_fit_the_budget_is_not_run(experiments, monkeypatch, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
-def test_a_process_is_cut_off_with_all_that_it_started(experiments, monkeypatch, tmp_path):
+def test_a_process_is_cut_off_with_all_that_it_started(experiments, tmp_path):
     """What it has told and said is kept; one that fails says so."""
     from experiments.cost import gpu
-    monkeypatch.setattr(gpu, "PATIENCE", 0.5)
     (tmp_path / "logs").mkdir()
     args, found = SimpleNamespace(out=tmp_path), {}
 

@@ -1,23 +1,12 @@
 """docs/figures.md. The names in braces are those of page.py, which writes the page."""
 figure7 = kept("figure7")["rows"]
 OUTCOME, PROCESS, OUTCOME_NO_KL, ONLINE, RFT = rows("paper", "figure 5")
-countdown = json.loads((ROOT / "experiments" / "models" / "countdown.json").read_text())["runs"].values()
-countdown = [100 * (run["after"]["pass@8"] - run["before"]["pass@8"]) for run in countdown]
-
-
-def share(task, when, of):
-    """The median over the seeds of a share of figure 7, as text."""
-    return f"{100 * statistics.median(run[when][of] for run in figure7[task].values()):.0f}%"
-
-
-def changes(task, of):
-    """What RL adds to a share of figure 7, in points, for each seed."""
-    return [100 * (run["after"][of] - run["before"][of]) for run in figure7[task].values()]
+countdown = [100 * (run["after"]["pass@8"] - run["before"]["pass@8"]) for run in of_model("countdown").values()]
 
 
 def goes(task, of):
     """A share before and after RL, as cells."""
-    return [share(task, when, of) for when in ("before", "after")]
+    return [of_figure7(task, when, of) for when in ("before", "after")]
 
 
 PAGE = rf"""# Figures of the paper

@@ -9,7 +9,7 @@ COMPARED = sum(len(of) - 1 for of in studies.STUDIES["variants"].values())
 
 at_fast = {name: middle(("variants_tuning", OFTEN, f"{name}, 3e-4")) for name in studies.STUDIES["variants"][OFTEN]}
 lasting = {name for name, x in at_fast.items() if x > 0.5}
-real = json.loads((filters.HERE / "filters.json").read_text())["runs"]
+real = of_model("filters")
 first, last = ([run["points"][i] for run in real["GRPO"].values()] for i in (0, -1))
 at_end, at_equal, without_cut = (filters.apart(real, row, spent=spent) for row, spent in (
     ("dynamic_sampling", None), ("dynamic_sampling", "completions"), ("overlong_filter", None)))

@@ -611,15 +611,16 @@ def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_copy_goes_on_alone(run, tmp_path):
-    """A folder that was copied or moved is a run of its own."""
-    out = run("run", "--steps", 2)
-    shutil.copytree(out, tmp_path / "copy")
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    run("copy", "--resume", "--steps", 3)
-    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+def test_a_copy_goes_on_alone(run, tmp_path, monkeypatch):
+    """A folder that was copied or moved is a run of its own, though its settings name the first one."""
+    out, copy = run("run", "--steps", 2), tmp_path / "elsewhere" / "out" / "letters"
+    shutil.copytree(out, copy)
+    before = bytes_in(out)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    main(["--resume", "--steps", "3", "--task", str(tmp_path / "letters.py")])
+    assert bytes_in(out) == before and json.loads((copy / "run.json").read_text())["config"]["out"] == "out/letters"
     run("run", "--resume", "--steps", 3)
-    assert metrics(out) == metrics(tmp_path / "copy")
+    assert metrics(out) == metrics(copy)
 
 
 # -------------------------------------------------------------------------------------- warm starts

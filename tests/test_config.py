@@ -16,7 +16,7 @@ from conftest import ROOT, chat_folder, tiny_model
 import grpo
 import model
 from data import UserError, arithmetic, load_task
-from run import config, dist, passes, pretrained, warm_start
+from run import config, dist, pretrained, warm_start
 from run.pretrained import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
@@ -218,15 +218,6 @@ def test_a_name_of_another_program_is_not_taken_for_a_slip(name):
 def test_the_settings_of_a_task_have_flags_of_their_own():
     with pytest.raises(UserError, match=f"^there is no setting --task_args: {SEE}$"):
         read("--task_args", "3")
-
-
-@pytest.mark.parametrize("argv, fault", [
-    (["lr=1e-6"], "there is no setting lr=1e-6: did you mean --lr?"), (["--zzz"], f"there is no setting --zzz: {SEE}"),
-    (["--compile", "on"], "there is no argument on; see --help")])
-def test_what_is_no_flag_is_one_line(argv, fault):
-    with pytest.raises(UserError) as e:
-        read(*argv)
-    assert str(e.value) == fault
 
 
 @pytest.mark.parametrize("given", [dict(stepps=1), dict(algo="mine.py")], ids=str)
@@ -530,11 +521,6 @@ def test_new_files_and_prints_are_fine(forked, tmp_path):
     assert "3 failed" not in said and "2 failed" in said
 
 
-@pytest.mark.parametrize("chat", ["auto", "none", "think", "no_think"])
-def test_each_way_to_chat_is_known(chat):
-    assert read("--chat", chat).chat == chat
-
-
 @pytest.mark.parametrize("mode", ["--steps=0", "--eval_only", "--ask=1*1="])
 def test_a_command_prepares_the_process_first(mode, tmp_path, monkeypatch, capsys):
     """Before it has a model, or writes a file."""
@@ -544,12 +530,3 @@ def test_a_command_prepares_the_process_first(mode, tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         grpo.main([mode, "--out", str(tmp_path / "none")])
     assert capsys.readouterr() == ("", "error: prepared\n") and not (tmp_path / "none").exists()
-
-
-def test_rows_of_a_batch_are_cut_to_columns():
-    """More rows than columns, and fewer."""
-    for B, T in ((6, 3), (3, 6)):
-        ids = torch.arange(B * 8).view(B, 8)
-        whole = grpo.Batch(ids, ids > 3, ids[:, 0] > 9, ids.float(), ids[:, 1])
-        part = passes.select(whole, torch.arange(B), T)
-        assert torch.equal(part.ids, ids[:, :T]) and torch.equal(part.mask, ids[:, :T] > 3) and torch.equal(part.start, ids[:, 1])

@@ -249,6 +249,7 @@ def test_an_unfinished_completion_has_no_vote(monkeypatch):
     (["--top_k", "5"], "--top_k"),                  # would need a renormalised log-prob
     (["--group", "many"], "--group: invalid int value: 'many'"),
     (["--group", "0"], "--group must be at least 1, got 0"),
+    (["--compile", "on"], "no argument on"),
     (["--group", "1"], "--group 1"),
     (["--prompts", "8000"], "7600 problems"),
     (["--task", "chess"], "chess"),
@@ -318,7 +319,7 @@ def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
     assert [m["step"] for m in metrics(tmp_path)] == [7] and not (tmp_path / "warm_start").exists()
 
 
-# ------------------------------------------------------------------- settings, in a notebook too
+# ---------------------------------------------------------------- notebooks, tasks of one's own, signals
 
 def test_main_works_in_a_notebook(unbroken, monkeypatch, capsys):
     """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards."""

@@ -112,13 +112,6 @@ def test_steps_may_be_any_truth_and_integer(true):
     check_steps(task.Problem("1*1=", "1"), "", [])
 
 
-def test_repeats_earn_nothing():
-    """Thirty true steps were once paid for thirty times `47=47`; nor do they cost a true line."""
-    lines = "\n47*50=2350\n47*8=376\n2350+376=2726"
-    (r, ends), batch = rewards_of(["\n47=47" * 30, lines, lines.replace("\n2350", "\n47*8=376" * 9 + "\n2350")], "process")
-    assert [r[i][ends[i]].tolist() for i in range(3)] == [[0], [1, 1, 1], [1, 1, 1]]
-
-
 def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
     (r, ends), _ = rewards_of([WORK, "\n47*50=2350\n47*8=376"], "process")       # beside a right one
     assert [r[i][ends[i]].tolist() for i in range(2)] == [[1, 1, 1], [1, 0]]
@@ -131,14 +124,6 @@ def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
     assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
     batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
     assert reward.cap_truncated(batch)[0][ends[0]][-1] == -2
-
-
-def test_only_rows_that_were_cut_off_lose_what_they_earned():
-    """One of them beside some that ended; what counts against it stays."""
-    toy, batch = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "size": -0.5}), batch_of(["a", "b", "c"])
-    batch.finished = torch.tensor([True, False, True])
-    parts = scored(toy, batch).components
-    assert parts["correct"].tolist() == [1, 0, 1] and parts["size"].tolist() == [-0.5] * 3
 
 
 def test_step_tokens_of_bytes_and_of_longer_tokens():

@@ -254,7 +254,7 @@ def test_a_lost_rank_is_only_one_of_several(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("found", [["7"], None, 7, 7.5, b"7", {"a": 1}])
+@pytest.mark.parametrize("found", [["7"], None, 7.5])
 def test_an_answer_is_a_string(found, tmp_path, capsys):
     path = write(tmp_path, answer=f"return {found!r} if completion else ''")
     said = run(capsys, "--task", path, "--out", tmp_path / "out", "--warm_steps", 60, "--warm_lr", 1e-2, code=2)

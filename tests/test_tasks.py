@@ -458,12 +458,14 @@ def test_no_more_is_read_of_a_text_than_a_working_has():
     assert [truth for _, truth in found] == [True] * 200 + [False] * 50
 
 
-CASES = [(task, P), (countdown, countdown.Problem("", (3, 7, 25), 46, "")), (gsm8k, gsm8k.Problem("", "5", ""))]
+CASES = [(task, P), (countdown, countdown.Problem("", (3, 7, 25), 46, "")), (gsm8k, gsm8k.Problem("", "5", "")),
+         (sums, sums.Problem("", "5", ""))]
 RUNS = [lambda n: "<answer>-" + " " * n + "!</answer>", lambda n: "<answer>$" + " " * n + "!</answer>", lambda n: "<answer>" * (n // 8),
         lambda n: "=" * n, lambda n: "1+=" * (n // 3), lambda n: "1=1\n" * (n // 4), lambda n: "1+1=2\n" * (n // 6),
         lambda n: "(" * n + "=1", lambda n: "1=" + ("1+" * 99 + "1=") * (n // 200), lambda n: "x\n" * (n // 2),
         lambda n: "1=" + ("1" * 199 + "y=") * (n // 200), lambda n: "47=47\n" * (n // 6), lambda n: "1" + ",000" * (n // 4),
-        lambda n: "-" * n + "y", lambda n: "$" * n]
+        lambda n: "-" * n + "y", lambda n: "$" * n, lambda n: "9" * n, lambda n: "- " * (n // 2) + "5", lambda n: "1 " * (n // 2),
+        lambda n: "1" + " " * n + "-5", lambda n: "1.1." * (n // 4), lambda n: ",111" * (n // 4)]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=range(len(RUNS)))
@@ -1121,14 +1123,6 @@ def test_the_last_number_counts(text, said):
 def test_a_number_counts_the_more_the_nearer_it_is(text, near):
     parts = sums.reward(sums.Problem("What is 7 + 12?", "19", ""), text)
     assert type(parts["near"]) is float and parts["near"] == pytest.approx(near, rel=1e-12)
-
-
-@pytest.mark.parametrize("text", ["9" * 10 ** 5, "1," * 50000, "- " * 50000 + "5", "1 " * 50000,
-                                  "1" + " " * 10 ** 5 + "-5", "1.1." * 25000, ",111" * 25000])
-def test_the_last_number_is_found_in_linear_time(text):
-    began = time.process_time()
-    sums.answer(text)
-    assert time.process_time() - began < 0.5
 
 
 # -------------------------------------------------------------------------------------- calculator

@@ -411,11 +411,6 @@ def test_a_reply_of_a_megabyte_ends_the_episode_and_takes_no_time(monkeypatch):
     assert episodes(0, [97, 256], 10 ** 9) is None and episodes.turns == [["a"]]
 
 
-def test_special_tokens_in_a_reply_are_text():
-    episodes = turns.Episodes(lambda problem, said: "<|endoftext|>", ENCODING, 8, [None], [0])
-    assert episodes(0, [97, 256], 100) == [*b"<|endoftext|>"]
-
-
 def test_a_task_cannot_change_the_record_of_what_was_said():
     def reply(problem, said):
         said[:] = ["changed"]

@@ -373,20 +373,6 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(tmp_path,
     assert given == ("warm start", model, 3, cfg.warm_lr)
 
 
-def test_ranks_share_a_warm_start_and_the_first_one_keeps_it(tmp_path, monkeypatch):
-    """The terms of both are together those of one; each comes from all the demonstrations."""
-    losses, cfg = [], dataclasses.replace(CFG, out=str(tmp_path))
-    kept = tmp_path / "warm_start" / "warm_start.json"
-    for world in ((1, 2), (0, 2)):
-        loss, _, _, model, shown = demonstrated(monkeypatch, cfg, world)
-        losses.append(loss.item())
-        assert kept.exists() is (world == (0, 2))
-    assert sum(losses) == pytest.approx(slow_loss(model, shown), rel=1e-5) and min(losses) > 0
-    assert kept.read_text() == "the note"
-    again = pretrained.load(tmp_path / "warm_start")
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-
-
 def test_a_demonstration_may_be_as_long_as_a_completion(tmp_path, monkeypatch):
     """Its end counts."""
     cfg = dataclasses.replace(CFG, out=str(tmp_path), max_new=9)

@@ -314,6 +314,16 @@ def test_a_task_sees_the_turns_and_the_environment_its_own(echo):
     assert {1, 3} <= {*lengths} and 0 < b.finished.sum() < 24 and "" in [said[-1] for said in b.texts]
 
 
+def test_the_environments_words_earn_nothing(echo):
+    """A task that rewards a word, and says it itself in most episodes."""
+    task = load_task(str(echo))
+    agent, b = generated(task)
+    heard = [sum(said.count("!") for said in turns[1::2]) for turns in b.texts]
+    want = [0.3 * sum(x.count("!") for x in said[::2]) - 0.05 * sum(map(len, said[::2])) for said in b.texts]
+    assert sum(n > 0 for n in heard) > 5
+    assert b.components["style"].tolist() == pytest.approx([x * end for x, end in zip(want, b.finished.tolist())])
+
+
 def test_a_step_ends_at_a_token_of_the_policys(echo):
     """Of one that ends with its turn, the turn's stop token; the last step at the last token."""
     task = load_task(str(echo))

@@ -121,6 +121,17 @@ def test_cispo():
         return [min(r.item(), 5.0) * a * n for r, n in zip(ratios(new, old), new)]
     assert same("cispo", terms, mean="token") == 1          # e^1.7
 
+    def from_below(new, old, a):
+        return [max(min(r.item(), 5.0), 0.7) * a * n for r, n in zip(ratios(new, old), new)]
+    assert same("cispo", from_below, mean="token", clip_low=0.3) == 1 + 2           # e^-0.6, e^-0.5, too
+
+
+@pytest.mark.parametrize("name, constants", [
+    ("clip_cov", dict(SHARE=2e-4, LOW=1, HIGH=5)), ("kl_cov", dict(SHARE=2e-3, COEFFICIENT=1)), ("entropy_tokens", dict(SHARE=0.2)),
+    ("soft_overlong", dict(BUFFER=0.2, FACTOR=0.5)), ("pass_at_k", dict(K=4)), ("moving_reference", dict(RATE=0.01))])
+def test_constants_that_other_tests_replace(name, constants):
+    assert vars(module_of(name)).items() >= constants.items()
+
 
 def test_sapo():
     def terms(new, old, a):
@@ -154,6 +165,7 @@ def test_luspo():
         s = (sum(n - o for n, o in zip(new, old)) / len(new)).exp()
         return [ppo(s, a, 2e-3, 2.5e-3)] * len(new)
     assert same("luspo", terms, [[5 * x for x in row] for row in GENTLE], "sum") == 3 + 2        # a row beyond each bound
+    assert grpo.token_weights(torch.ones(1, 3), "sequence", 1, 3, 8).tolist() == [[1, 1, 1]]
 
 
 def test_gspo_token():
@@ -188,6 +200,9 @@ def test_dppo(name, delta):
     cfg, adv, mask = grpo.make_config(algo=name), torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
     _, far = module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)
     assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
+    old, new = torch.tensor([[0.3, 0.5, 0.3, 0.5]]), torch.tensor([[0.5, 0.3, 0.5, 0.3]])       # far, and where A wants them
+    adv, mask = torch.tensor([[-1.0, 1, 1, -1]]), torch.ones(1, 4).bool()
+    assert module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)[1].tolist() == [[False, False, True, True]]
 
 
 def covariances():
@@ -279,6 +294,9 @@ def test_the_mask_of_deepseek():
     falling = [*LOG_RATIO[:3], [-0.9, -0.5]]
     same("off_policy_mask", terms, falling)
     assert of_code("off_policy_mask", falling)[1][3] == [0, 0] and of_code("off_policy_mask", LOG_RATIO)[1][3] != [0, 0]
+    slightly = [*LOG_RATIO[:3], [-0.2, -0.2]]           # by 0.2 nats a token, within the clip
+    same("off_policy_mask", terms, slightly)
+    assert of_code("off_policy_mask", slightly)[1][3] != [0, 0]
 
 
 @pytest.mark.parametrize("name", ["tis", "mis"])
@@ -389,6 +407,8 @@ def test_beta_norm():
         q = p[i // 4]
         assert score[i].item() == pytest.approx((r - q) / density(q, 1 + a / 3, 1 + b / 3) if q else 0, rel=1e-5)
     assert dead.tolist() == [False, False, False, True]
+    apart = scores("beta_norm", [1.0, 1, 0, 0, 1, 0], 2)[0]            # means of 1, 0 and 0.5: a + b is 0.5
+    assert apart.tolist() == pytest.approx([0] * 4 + [x / density(0.5, 1 + 0.25 / 3, 1 + 0.25 / 3) for x in (0.5, -0.5)])
     near = [scores("beta_norm", [1.0, 0, 1, 0, x, 0], 2)[0].tolist() for x in (1e-3, 1e-5, 1e-7)]
     assert all(found[4] == pytest.approx(-found[5]) for found in near)
     assert near[1][4] == pytest.approx(near[0][4] / 100, rel=0.1) and near[2][4] < near[1][4] / 90      # p counts as 0.001 at least
@@ -407,6 +427,7 @@ def test_lite_ppo():
     score, dead = scores("lite_ppo", rewards, 2)
     std = statistics.pstdev(rewards)
     assert score.tolist() == pytest.approx([0.5 / std, -0.5 / std, 2 / std, -2 / std, 0, 0]) and dead.tolist() == [False, False, True]
+    assert scores("lite_ppo", [1.0] * 4, 2)[0].tolist() == [0] * 4
 
 
 def rolled(reward, adv, components=None, finished=(True, True, True, False)):
@@ -457,9 +478,10 @@ def test_soft_overlong(monkeypatch):
     """Of at most 4 tokens with a buffer of 2: 1 of 2 too many costs a quarter."""
     module, seen = module_of("soft_overlong"), []
     monkeypatch.setattr(module, "BUFFER", 0.5)
-    monkeypatch.setattr(module, "unpunished", lambda reward, *more: seen.append(reward))
+    monkeypatch.setattr(module, "unpunished", lambda reward, *more: seen.extend((reward, *more)))
     batch = rolled([1.0, 0.0, 1.0, 0.5], [0.0] * 4)
     module.advantages(batch.reward, batch.ends, batch.mask, None, None, grpo.make_config(max_new=4))
+    assert seen[1] is batch.ends and seen[2] is batch.mask
     assert seen[0].sum(1).tolist() == [0.75, 0.0, 0.5, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
     monkeypatch.setattr(module, "of_task", lambda *given: (batch, {"reward": 0.625, "length": 2.5}))
     logged, stats = module.rollout(SimpleNamespace(cfg=grpo.make_config(max_new=4)), [], None)

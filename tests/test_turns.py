@@ -636,6 +636,8 @@ def test_held_out_intervals_are_not_trained_on():
     sizes = {b - a + 1 for a, b in map(guess.interval, train)}
     assert sizes == {*range(7, 64)} and all(a <= p.hidden <= b for p in train for a, b in [guess.interval(p)])
     assert guess.problems() == (train, held_out)
+    ends = [end for problem in train + held_out for end in guess.interval(problem)]
+    assert (min(ends), max(ends)) == (10, 99)
 
 
 @pytest.mark.parametrize("said, correct, truths", [

@@ -44,8 +44,8 @@ def rows(study, part, *names):
 
 # The rows that templates speak of.
 SEPARATE = ("own critic", "own critic, lambda 1", "fitted critic", "fitted critic, lambda 1")
-GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED, WHITENED = rows(
-    "critic", "critics", "group", *SEPARATE, "shared critic", "shared critic, whitened")
+GROUP, OWN, OWN_1, FITTED, FITTED_1, SHARED = rows(
+    "critic", "critics", "group", *SEPARATE, "shared critic")
 _, GROUP_STD, LEAVE_ONE_OUT, NONE, SIGNED = rows("critic", "baselines")
 SIXTEEN, TWO, FOUR, SIXTY_FOUR, FITTED_TWO = rows("critic", "sizes of groups")
 WEAK, NONE_WEAK, SIGNED_WEAK, FITTED_1_WEAK = rows("critic", "a weak start")
@@ -54,8 +54,8 @@ GROUP_LONG, _, FITTED_LONG, FITTED_1_LONG = rows("critic", "24 lines")
 GROUP_100, FITTED_1_100, VINE = rows("critic", "values of lines, 100 steps")
 
 LABELLED = ("1,000", "4,000", "16,000", "64,000")                # completions
-LINES_RULE, LINES_1000, LINES_4000, LINES_16000, LINES_64000 = rows(
-    "labels", "lines, labelled completions", "the rule", *LABELLED)
+LINES_1000, LINES_4000, LINES_16000, LINES_64000 = rows(
+    "labels", "lines, labelled completions", *LABELLED)
 OUTCOMES_RULE, OUTCOMES_1000, OUTCOMES_4000, OUTCOMES_16000, OUTCOMES_64000 = rows(
     "labels", "outcomes, labelled completions", "the rule", *LABELLED)
 (BETA, SMALL_BETA, LARGE_BETA, NO_KL, RULE_NO_KL, OUTCOMES_LOW, OUTCOMES_NO_KL, BEST_SMALL_BETA,

@@ -231,8 +231,8 @@ def test_speeds_beside_trl(results):
     small = found["sizes"]["smollm2"]
     assert small["ours bfloat16"]["seconds"] / small["ours"]["seconds"] == pytest.approx(0.6, abs=0.05)
     ratios = [who["ours"]["seconds"] / min(x["seconds"] for name, x in who.items() if "TRL" in name)
-              for who in (found["sizes"]["arithmetic-512"], found["sizes"]["arithmetic-64"])]
-    assert ratios == pytest.approx([1 / 5, 2 / 5], abs=0.04) and "a fifth to two fifths of TRL's time" in README
+              for who in found["sizes"].values()]
+    assert 1 / 5 <= min(ratios) < 1 / 4 and 1 / 3 < max(ratios) <= 2 / 5 and "a fifth to two fifths of TRL's time" in README
     half, whole = (found["sizes"]["arithmetic-512"][name]["floors"]["gflops"] for name in ("ours bfloat16", "ours"))
     assert f"products are {half / whole:.1f} times as fast" in MEASURED
 

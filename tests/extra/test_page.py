@@ -57,7 +57,7 @@ def folder_of(where, records, steps=4, **config):
         files.append(where / "metrics.jsonl", {"step": step} | (dict(reward=step / steps, accuracy=0.5, kl=0.01,
                       entropy=1.0, length=9.0, dead_groups=0.1, style=0.2) if step else {}) | (
                       {"greedy": step / 10, "pass@4": 0.7, "maj@2": 0.2, "pass@8": 0.9} if step % 2 == 0 else {}))
-    (where / "run.json").write_text(json.dumps(dict(config=config, command=["grpo.py"], versions={})))
+    (where / "run.json").write_text(json.dumps(dict(config={"lr": 1e-4} | config, command=["grpo.py"], versions={})))
     return report.write([where])
 
 

@@ -136,7 +136,7 @@ def without_memory(folder):
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
-    except (UserError, AttributeError, TypeError, OverflowError) as e:      # a dict that is none
+    except (UserError, TypeError, OverflowError) as e:
         raise UserError(f"{path}: {e}") from e
 
 def refuse_adapter(folder):

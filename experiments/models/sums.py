@@ -6,8 +6,7 @@
     python experiments/models/sums.py --check 1 2 3        # with transformers; KL to the start
     python experiments/models/sums.py --readme             # sums.json and sums.png from all runs
 
-All other settings are those of data/sums.py. The run of TRL in sums.json, under `trl`, was made at
-the commit that stands there, by this file as it was then. experiments/cost/speed.py times TRL today.
+All other settings are those of data/sums.py.
 """
 import json
 import subprocess
@@ -142,8 +141,7 @@ def main():
     if args.readme:
         made = sorted((ROOT / "out").glob("sums-s[0-9]*"))
         runs = {path.name.removeprefix("sums-s"): of_run(path) for path in made}
-        kept = json.loads((HERE / "sums.json").read_text())
-        result = {"runs": runs, "trl": kept["trl"]}
+        result = {"runs": runs}
         results.write(HERE / "sums.json", result)
         results.figure(HERE / "sums.png", partial(draw, runs=runs.values()), TITLES)
         print("\n".join(rows(result)))

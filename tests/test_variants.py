@@ -134,6 +134,11 @@ def test_constants_that_other_tests_replace(name, constants):
     assert vars(module_of(name)).items() >= constants.items()
 
 
+def test_a_kl_is_only_where_the_paper_has_one():
+    own = dict(adaptive_kl="reward", moving_reference="loss", off_policy_mask="loss", periodic_reference="loss", two_sided="loss")
+    assert {name: module_of(name).SETTINGS["kl"] for name in FILES} == dict.fromkeys(FILES, "none") | own
+
+
 def test_sapo():
     def terms(new, old, a):
         tau = 1.0 if a > 0 else 1.05

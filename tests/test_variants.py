@@ -129,8 +129,10 @@ def test_cispo():
 @pytest.mark.parametrize("name, constants", [
     ("clip_cov", dict(SHARE=2e-4, LOW=1, HIGH=5)), ("kl_cov", dict(SHARE=2e-3, COEFFICIENT=1)), ("entropy_tokens", dict(SHARE=0.2)),
     ("soft_overlong", dict(BUFFER=0.2, FACTOR=0.5)), ("pass_at_k", dict(K=4)), ("moving_reference", dict(RATE=0.01)),
-    ("dapo", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token")))])
-def test_constants_that_other_tests_replace(name, constants):
+    ("dppo_tv", dict(DELTA=0.15)), ("dppo_kl", dict(DELTA=0.05)), ("dapo", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))),
+    ("entropy_tokens", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))), ("lite_ppo", dict(SETTINGS=dict(kl="none", loss_mean="token"))),
+    ("off_policy_mask", dict(SETTINGS=dict(kl="loss", estimator="ratio*k3")))])
+def test_constants_that_no_formula_sees(name, constants):
     assert vars(module_of(name)).items() >= constants.items()
 
 

@@ -238,7 +238,7 @@ def floors(agent, batch):
     turns = int(batch.mask.sum(1).max())
     moved = width * (turns * (linear + head) + slot * int(decoded.sum()))
     rate = matrix_rate(device, dtype)
-    again = (agent.ref is not None) + (policy.amp is not None)      # forward passes without a gradient
+    again = (agent.ref is not None) + (policy.amp is not None and cfg.updates > 1)     # forward passes without a gradient
     return {"rollout": max(operations[0] / rate, moved / bandwidth(device)) + again * operations[1] / rate,
             "update": 3 * cfg.epochs * operations[1] / rate, "gflops": rate / 1e9}
 

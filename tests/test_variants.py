@@ -585,7 +585,7 @@ def test_the_loss_of_distillation():
     assert same("distillation", lambda new, old, a: [a * r for r in ratios(new, old)], mean="token") == 0
 
 
-@pytest.mark.parametrize("other", [dict(special={"<|end|>": 256}), dict(ranks={bytes([255 - i]): i for i in range(256)})], ids=str)
+@pytest.mark.parametrize("other", [dict(special={"<|end|>": 256}), dict(ranks={bytes([255 - i]): i for i in range(256)})], ids=["special tokens", "ranks"])
 def test_a_teacher_with_another_tokenizer_is_refused(other, start, monkeypatch):
     with_constants(monkeypatch, "distillation", TEACHER=start)
     cfg, known = grpo.make_config(**TINY | dict(algo="distillation", init=start, warm_steps=0)), byte_encoding()

@@ -42,7 +42,7 @@ def graphs(gpt):
 
 
 def eager(step, gpt, token, pos):
-    """A Step without a graph. It reads as many slots: with more, bfloat16 may round otherwise."""
+    """A Step without a graph. It reads as many slots: with more, sums may round otherwise."""
     step.ids[:len(token), 0], step.pos[:len(token), 0] = token, pos
     return gpt(step.ids, step.pos, step.cache, slots=step.slots)[:len(token), 0]
 
@@ -51,15 +51,14 @@ def eager(step, gpt, token, pos):
 @pytest.mark.parametrize("family, dtype", [("gpt2", torch.float32), ("qwen3", torch.float32),
                                            ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)])
 def test_rollouts_of_changing_sizes(device, monkeypatch, family, dtype):
-    """In float32 as the plain cache on the CPU has them, in bfloat16 as the static cache without graphs. The third rollout
-    is the first once more, and records nothing."""
-    plain = tiny_model(block_size=256, **FAMILIES[family])
-    gpt = copy.deepcopy(plain).to(device)
+    """As without graphs, to the bit: over so many tokens the plain cache, which rounds otherwise, may draw another one. The
+    third rollout is the first once more, and records nothing."""
+    gpt = tiny_model(block_size=256, **FAMILIES[family]).to(device)
     if dtype == torch.bfloat16:
         gpt.amp = dtype
         gpt = frozen(gpt)
-        plain = static(copy.deepcopy(gpt))
     static(gpt)
+    plain = copy.deepcopy(gpt)
     found, shapes = [], []
     for rollout in ROLLOUTS:
         found.append(sampled(gpt, rollout))
@@ -73,7 +72,7 @@ def test_rollouts_of_changing_sizes(device, monkeypatch, family, dtype):
         for b, rollout in zip(found, ROLLOUTS, strict=True):
             assert_same(b, sampled(plain, rollout))
     assert found[0].mask.sum(1).unique().numel() > 5 and found[0].mask.sum(1).max() > 64
-    assert plain.kv_cache == "plain" or not any(graphs(plain).values())
+    assert not any(graphs(plain).values())
 
 
 def test_weights_that_change_in_place_are_seen(device):

@@ -230,9 +230,11 @@ def cfg():
 
 @pytest.fixture(autouse=True)
 def own_functions():
-    """After a run of an algorithm in a file, grpo.py has its own functions again."""
+    """After a run of an algorithm in a file, grpo.py has its own functions again, and a test leaves no other ones there."""
+    own = dict(vars(grpo))
     yield
     config.algorithm("grpo", grpo.ALGOS, grpo)
+    assert not [name for name, x in own.items() if getattr(grpo, name, None) is not x]
 
 
 @pytest.fixture(autouse=True)

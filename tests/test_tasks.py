@@ -782,6 +782,7 @@ def test_a_tag_that_ends_a_completion_is_said(tmp_path):
     ("{{ messages[7].content }}", {}, "chat template fails: UndefinedError"),
     ("{{ 1 / 0 }}", {}, "chat template fails: ZeroDivisionError"),
     ("{{ 'a' + 1 }}", {}, "chat template fails: TypeError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {}, "chat template fails: RecursionError"),
     ("{{ messages.append(1) }}", {}, "chat template fails: SecurityError"),
     ("{{ strftime_now.__self__.year }}" + CHAT, {}, "chat template fails: SecurityError"),
     ("{{ messages[-1].content }}", dict(system="Be brief."), "chat template ignores it"),

@@ -141,10 +141,14 @@ def test_a_kl_is_only_where_the_paper_has_one():
     assert {name: module_of(name).SETTINGS["kl"] for name in FILES} == dict.fromkeys(FILES, "none") | own
 
 
-def test_sapo():
+@pytest.mark.parametrize("rise", [1.0, 1.3])
+def test_sapo(rise, monkeypatch):
+    """With its constants, and with another one."""
     def terms(new, old, a):
-        tau = 1.0 if a > 0 else 1.05
+        tau = rise if a > 0 else 1.05
         return [4 / tau / (1 + (-tau * (r - 1)).exp()) * a for r in ratios(new, old)]
+    if rise != 1:
+        with_constants(monkeypatch, "sapo", TAU_POSITIVE=rise)
     same("sapo", terms)
 
 
@@ -208,9 +212,9 @@ def test_dppo(name, delta):
     cfg, adv, mask = grpo.make_config(algo=name), torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
     _, far = module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)
     assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
-    old, new = torch.tensor([[0.3, 0.5, 0.3, 0.5]]), torch.tensor([[0.5, 0.3, 0.5, 0.3]])       # far, and where A wants them
-    adv, mask = torch.tensor([[-1.0, 1, 1, -1]]), torch.ones(1, 4).bool()
-    assert module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)[1].tolist() == [[False, False, True, True]]
+    old, new = torch.tensor([[0.3, 0.5] * 3]), torch.tensor([[0.5, 0.3] * 3])       # far; the first two want back
+    adv, mask = torch.tensor([[-1.0, 1, 1, -1, 0, 0]]), torch.ones(1, 6).bool()
+    assert module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)[1].tolist() == [[False, False, True, True, False, False]]
 
 
 def covariances():

@@ -393,6 +393,7 @@ def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
     for name in ("rollout", "train_step"):              # which `child` replaces, for its whole process
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
+    config.algorithm("grpo", grpo.ALGOS, grpo)          # what dynamic_sampling replaced, before what `child` did
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8
     assert json.loads((tmp_path / "about.json").read_text()).keys() >= {"date", "torch", "python", "cores", "machine"}

@@ -652,6 +652,13 @@ def test_a_temporary_file_is_a_new_one(what, again, seconds, tmp_path):
     assert (again / "report.html").read_text() == "newer"
 
 
+def test_a_file_in_a_folder_that_has_gone(tmp_path):
+    """There is not even a temporary file to remove."""
+    path = tmp_path / "gone" / "run.json"
+    with pytest.raises(UserError, match=f"^cannot write {re.escape(str(path))}: .*No such file"):
+        files.write_whole(path, "{}")
+
+
 def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):
     order, real_sync, real_save = [], os.fsync, files.save_file
     def name(fd):

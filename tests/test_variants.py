@@ -196,6 +196,8 @@ def test_clips_with_a_second_bound(name, bound):
         return [bound * a if a < 0 and r > bound else ppo(r, a) for r in ratios(new, old)]
     plain = sum(a > 0 and x > math.log(1.2) or a < 0 and x < math.log(0.8) for a, row in zip(A, LOG_RATIO) for x in row)
     assert same(name, terms) == plain + sum(a < 0 and x > math.log(bound) for a, row in zip(A, LOG_RATIO) for x in row) > plain
+    new, mask = torch.full((1, 1), math.log(2 * bound)), torch.ones(1, 1).bool()       # without an advantage there is no clip
+    assert not grpo.surrogate(new, torch.zeros(1, 1), torch.zeros(1, 1), mask, grpo.make_config(algo=name))[1].any()
 
 
 @pytest.mark.parametrize("name, delta", [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
@@ -261,12 +263,12 @@ def test_clip_cov_draws_a_share_of_all_tokens(monkeypatch):
 
 @pytest.mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
 def test_kl_cov(share, n, monkeypatch):
-    with_constants(monkeypatch, "kl_cov", SHARE=share)
+    with_constants(monkeypatch, "kl_cov", SHARE=share, COEFFICIENT=1.5)
     cov, place = covariances(), itertools.count()
     held = sorted(range(len(cov)), key=lambda i: -cov[i])[:n]
 
     def terms(new, old, a):
-        return [r * a - (abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
+        return [r * a - (1.5 * abs(x - o) if next(place) in held else 0) for r, x, o in zip(ratios(new, old), new, old)]
     assert same("kl_cov", terms, mean="token") == n
     nothing = torch.zeros(0, 3)         # what a rank may have in an epoch's last micro-batch
     cfg = grpo.make_config(algo="kl_cov")

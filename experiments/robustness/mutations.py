@@ -4,16 +4,17 @@
     python experiments/robustness/mutations.py                     # all files: hours; an interrupted run continues
     python experiments/robustness/mutations.py reward.py           # only these files
     python experiments/robustness/mutations.py --again grpo.py     # what was not caught, with more tests
-    python experiments/robustness/mutations.py --sample 20         # as many of each file, drawn at random
+    python experiments/robustness/mutations.py --sample 6          # as many of each file, drawn at random
+    python experiments/robustness/mutations.py --sample 6 --seed 1      # others
     python experiments/robustness/mutations.py --readme            # write mutations.md from the results
 
-Half of the mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that
-ends at once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any
-test catches the others. The other half are slips of a person: two arguments or names exchanged, a statement, an
-element of a literal or a conversion left out, the variable with the most similar name, the two branches exchanged.
-A third kind is of state: two writes exchanged, a sum over one rank alone, a part of a union left out.
-mutations.md has the first half alone so far. Tests that compare the source's text would catch every mutation and
-are left out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
+Some mutations are cosmic-ray's: another operator, comparison or number, a negated condition, a loop that ends at
+once, a removed decorator, another exception. An operator is replaced only by the nearest ones, since any test
+catches the others. Others are slips of a person: two arguments or names exchanged, a statement, an element of a
+literal or a conversion left out, the variable with the most similar name, the two branches exchanged. A third kind
+is of state: two writes exchanged, a sum over one rank alone, a part of a union left out.
+mutations.md has the sample of seed 1. Tests that compare the source's text would catch every mutation and are left
+out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
 such as the ranks of tests/test_ranks.py, are not watched.
 """
 import ast
@@ -442,12 +443,21 @@ def write_table(results):
     print("\n".join(counts))
 
 
-def some(changes, most):
-    """At most so many of a file's changes, drawn at random; the same ones each time. None: all."""
+def some(changes, most, seed):
+    """At most so many of a file's changes, drawn at random. None: all."""
     changes = list(changes)
     if most is None or len(changes) <= most:
         return changes
-    return random.Random(0).sample(changes, most)
+    return random.Random(seed).sample(changes, most)
+
+
+def number(args, name):
+    """The number of an option, both of which are taken out of the arguments; None without it."""
+    if name not in args:
+        return None
+    at = args.index(name)
+    del args[at]
+    return int(args.pop(at))
 
 
 def main(args):
@@ -455,16 +465,12 @@ def main(args):
         reach()
         return 0
     again, readme = "--again" in args, "--readme" in args
-    most = None
-    if "--sample" in args:
-        at = args.index("--sample")
-        most = int(args[at + 1])
-        args = args[:at] + args[at + 2:]
+    most, seed = number(args, "--sample"), number(args, "--seed") or 0
     files = [f for f in args if not f.startswith("--")] or FILES
     kept = FOUND / "results.jsonl"
     FOUND.mkdir(parents=True, exist_ok=True)
     results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
-    present = [change for file in files for change in some(changes(file), most)]
+    present = [change for file in files for change in some(changes(file), most, seed)]
     present.sort(key=lambda c: " " not in c["operator"])       # the slips of a person first
     left = [c for c in present if c["key"] not in results
             or again and results[c["key"]]["caught"] is None and not explained(c)]

@@ -158,6 +158,8 @@ def test_gmpo():
         kept = [min(x, torch.tensor(0.4)) if a > 0 else max(x, torch.tensor(-0.4)) for x in logs]
         return [(sum(kept) / len(kept)).exp() * a] + [0.0] * 0
     assert same("gmpo", lambda *given: [terms(*given)[0]] * len(given[0])) == 4
+    new, mask = torch.full((1, 1), 0.1), torch.ones(1, 1).bool()            # within the clip, without an advantage
+    assert not grpo.surrogate(new, torch.zeros(1, 1), torch.zeros(1, 1), mask, grpo.make_config(algo="gmpo"))[1].any()
 
 
 def test_gpg(monkeypatch):
@@ -214,6 +216,8 @@ def test_dppo(name, delta):
     cfg, adv, mask = grpo.make_config(algo=name), torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
     _, far = module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)
     assert far.tolist() == [[False, True, name == "dppo_kl"]]           # the third: 0.006 apart, 0.074 nats
+    never, mask1 = torch.tensor([[-150.0]], dtype=torch.float32), torch.ones(1, 1).bool()       # 0 in float32, and now less
+    assert not module_of(name).surrogate(never - 50, never, -torch.ones(1, 1), mask1, cfg)[1].any()
     old, new = torch.tensor([[0.3, 0.5] * 3]), torch.tensor([[0.5, 0.3] * 3])       # far; the first two want back
     adv, mask = torch.tensor([[-1.0, 1, 1, -1, 0, 0]]), torch.ones(1, 6).bool()
     assert module_of(name).surrogate(new.log(), old.log(), adv, mask, cfg)[1].tolist() == [[False, False, True, True, False, False]]

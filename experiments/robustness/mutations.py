@@ -17,6 +17,7 @@ mutations.md has the sample of seed 1. Tests that compare the source's text woul
 out. Results are kept in out/mutations/, under the text of the mutated line. Processes that a test starts,
 such as the ranks of tests/test_ranks.py, are not watched.
 """
+import argparse
 import ast
 import difflib
 import functools
@@ -451,44 +452,39 @@ def some(changes, most, seed):
     return random.Random(seed).sample(changes, most)
 
 
-def number(args, name):
-    """The number of an option, both of which are taken out of the arguments; None without it."""
-    if name not in args:
-        return None
-    at = args.index(name)
-    del args[at]
-    return int(args.pop(at))
-
-
-def main(args):
-    if args == ["--reach"]:
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*")
+    for flag in ("reach", "again", "readme"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.reach:
         reach()
-        return 0
-    again, readme = "--again" in args, "--readme" in args
-    most, seed = number(args, "--sample"), number(args, "--seed") or 0
-    files = [f for f in args if not f.startswith("--")] or FILES
+        return
     kept = FOUND / "results.jsonl"
     FOUND.mkdir(parents=True, exist_ok=True)
     results = {r["key"]: r for r in map(json.loads, kept.open())} if kept.exists() else {}
-    present = [change for file in files for change in some(changes(file), most, seed)]
+    files = args.files or FILES
+    present = [change for file in files for change in some(changes(file), args.sample, args.seed)]
     present.sort(key=lambda c: " " not in c["operator"])       # the slips of a person first
     left = [c for c in present if c["key"] not in results
-            or again and results[c["key"]]["caught"] is None and not explained(c)]
+            or args.again and results[c["key"]]["caught"] is None and not explained(c)]
     print(f"{len(present)} mutations, {len(left)} to try", flush=True)
-    if left and not readme:
+    if left and not args.readme:
         subprocess.run([sys.executable, __file__, "--reach"], check=True)   # it imports the tree
-        for r in trials(left, reach(), results, MORE if again else BUDGET):
+        for r in trials(left, reach(), results, MORE if args.again else BUDGET):
             results[r["key"]] = r
             with kept.open("a") as f:
                 f.write(json.dumps(r) + "\n")
             print(f"{r['file']}:{r['line']}  {r['before']}  ->  {r['after']}  {r['caught'] or 'NOT CAUGHT'}", flush=True)
     chosen = [results[c["key"]] | {"line": c["line"]} for c in present if c["key"] in results]
-    if readme:
+    if args.readme:
         write_table(chosen)
     missed = [r for r in chosen if r["caught"] is None]
     print(f"{len(chosen)} tried, {len(missed)} not caught")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -79,7 +79,7 @@ def test_the_warm_start_in_data():
 @pytest.mark.parametrize("name", DOCS)
 def test_every_flag_exists(name):
     scripts = {"readme", "nproc_per_node", "seeds", "rows", "check", "trl", "tiny", "untrained", "turns", "who", "ignore",
-               "gpu", "index", "patch", "extra", "upstream", "dist", "local"}    # of experiments/, torchrun, pytest, pip
+               "gpu", "index", "patch", "extra", "upstream", "dist", "local", "sample"}    # of experiments/, torchrun, pytest, pip
     if name == "changing.md":                                       # and those that recipes add
         scripts |= set(re.findall(r"^\+    (\w+): .* = ", DOCS[name], re.M))
     assert set(re.findall(r"(?<![\w-])--(\w+)", DOCS[name])) <= FLAGS | scripts

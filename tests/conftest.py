@@ -156,6 +156,7 @@ def begin(where, work, given):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
+    torch.set_num_threads(1)    # makes torch's pool of threads anew; else two threads may do so at once, and torch aborts
     work(*given)
 
 

@@ -59,14 +59,17 @@ def test_the_same_as_the_plain_cache(limits):
     """Rows that have ended, or are at their limit, are computed on for a while: that changes nothing. Those that stay may be
     the first or the last."""
     longest = max(len(p) + n for p, n in zip(PROMPTS, limits))
-    model = tiny_model(block_size=longest)      # no room for the longest prompt with the largest limit
+    # No room for the longest prompt with the largest limit. At a scale of 4 a CPU's rounding comes near the bound.
+    model = tiny_model(block_size=longest, scale=2.0)
     stop = STOP if max(limits) < 40 else {256}      # else no row is left at turn 16, when they are looked at
     for u in (uniform(24, max(limits)), None):
         model.kv_cache = "plain"
         plain = sample(model, PROMPTS, 8, limits, 0.7, stop, u)
         b = sample(static(model), PROMPTS, 8, limits, 0.7, stop, u)
-        assert_same(b, plain)
-        torch.testing.assert_close(b.logp, token_logps(model, b.ids, b.mask, 0.7), rtol=0, atol=1e-4)
+        for name in ("ids", "mask", "finished", "start"):
+            assert torch.equal(getattr(b, name), getattr(plain, name)), name
+        torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+        torch.testing.assert_close(b.logp, token_logps(model, b.ids, b.mask, 0.7), rtol=0, atol=2e-5)
 
 
 def test_rows_leave_once_half_of_them_have_ended_and_are_looked_at_every_16_tokens():

@@ -15,7 +15,6 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -35,10 +34,9 @@ GAMMA = 1.0                 # discount, used only with a critic
 VALUE_COEF = 0.1            # weight of the critic's loss
 VALUE_CLIP = 0.2            # how far PPO's value loss lets a value move from the old one
 NO_CLIP = 1e9               # a clip range in which every ratio lies
-# The published algorithms, as differences from Config. REINFORCE: no baseline. A2C: a critic.
-# PPO: a critic, a clip and a reference. GRPO: the group's mean in place of the critic.
+# The published algorithms, as differences from Config.
 ALGOS = {
-    "grpo": {},             # DeepSeekMath, 2402.03300
+    "grpo": {},             # DeepSeekMath, 2402.03300: the group's mean in place of a critic
     "reinforce": dict(baseline="none", adv_scale="none", kl="none",
                       loss_mean="constant", clip_low=NO_CLIP, clip_high=NO_CLIP),
     "a2c": dict(baseline="value", adv_scale="batch", kl="none",
@@ -113,7 +111,7 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # KV cache; shared: one prefix per group; static: fixed shapes
+    cache: Cache = "auto"       # shared: rows share what is alike; static: also fixed shapes; plain
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -122,7 +120,7 @@ class Config:
 
     @property
     def folder(self):
-        return Path(self.out or f"out/{Path(self.task).stem}")
+        return config.folder_of(vars(self))
 
     @property
     def updates(self):
@@ -133,16 +131,12 @@ class Config:
         return self.steps * self.iterations
 
     @property
-    def learns_reward(self):
-        return self.reward != "rule"
-
-    @property
     def applies_kl(self):
         return self.beta > 0 and self.kl in ("loss", "reward")
 
     @property
     def needs_reference(self):      # with a learned reward the KL is always logged
-        return self.applies_kl or self.kl == "watch" or self.learns_reward
+        return self.applies_kl or self.kl == "watch" or self.reward != "rule"
 
 def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
@@ -150,7 +144,7 @@ def make_config(**given):
     given = given.pop("task_args", {}) | given      # a task's own settings count as flags, too
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
-    # A variant's file also replaces functions of this module.
+    # An algorithm's file is executed here: it replaces functions of this module.
     settings = config.algorithm(algo, ALGOS, sys.modules[__name__])
     # Later lines override earlier ones. `implied` looks at those that override it, too.
     chosen = {f.name: f.default for f in fields(Config)}
@@ -186,6 +180,8 @@ class Batch:
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
     logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
+    judged: Tensor = None       # (B, T) bool: mask, and a given beginning of the completion
+    on_policy: Tensor = None    # (B,) bool: sampled by the present policy; None: all rows are
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text, or list of turns if the task replies
     components: dict = None     # (B,) each: components of the rule's reward, by name
@@ -196,6 +192,10 @@ class Batch:
     value: Tensor = None        # (B, T) critic's value of the state before token t
     adv: Tensor = None          # (B, T) advantages
     returns: Tensor = None      # (B, T) targets of the value
+
+    def __post_init__(self):
+        if self.judged is None:
+            self.judged = self.mask
 
 @dataclass
 class Agent:
@@ -209,8 +209,10 @@ class Agent:
     critic: Module = None               # the value of a state
     reward_model: Module = None
     opt: torch.optim.Optimizer = None   # for policy and critic
+    step: int = 0                       # of the run; 0 before the first
     beta: float = 0.0                   # KL coefficient, which a variant may adapt
     history: dict = field(default_factory=dict)     # rows labelled for the reward model
+    state: dict = field(default_factory=dict)       # a variant's tensors, for checkpoints
 
     def __post_init__(self):
         self.sampler = self.sampler or self.policy
@@ -239,93 +241,80 @@ def new_optimizer(agent):
 def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     """Samples `group` completions of each prompt (a list of ids), each until one of the ids `stop`
     or as many tokens as `room` says for its prompt. u (B, N): random numbers in [0, 1) to draw
-    with; None: takes the most likely tokens. With `reply` (see `hear`) a stop token ends a turn.
-    Returns a Batch with its first five fields."""
+    with; None: takes the most likely tokens. With `reply` a stop token ends a turn:
+    reply(row, ids so far, tokens left) returns the ids of a reply, fewer than are left, and
+    whether the episode is over; without ids the row ends. Returns a Batch with its first fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
-    T = max(length + new for length, new in zip(lengths, room))
-    ids = padded(prompts, group, T + 1).to(device)      # (B, T + 1)
+    longest = max(length + new for length, new in zip(lengths, room))
+    N = max(room)
+    ids = passes.padded(prompts, group, max(lengths) + N).to(device)                 # (B, T)
     start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
-    limit = torch.tensor(room, device=device).repeat_interleave(group)
+    room = torch.tensor(room, device=device).repeat_interleave(group)         # (B,)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
-    told = torch.zeros_like(mask)               # columns that are not sampled: replies, and T
-    told[:, T] = True
+    forced = torch.zeros_like(mask)             # tokens of replies: read, not sampled
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)           # finished, or cut off
     if u is not None:
         u = u.to(device, torch.float32)
-    cache = caches.new(policy, T, temperature)
-    p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)   # (B, V)
-    # Rows that are done sample on, into column T, until `append` drops them, at once or every 16
-    # tokens. cache.rows has the indices of the r rows that are left, and p their probabilities.
-    for n in range(max(room)):
-        if n > 0:
-            p = cache.append(token, column, done)                       # (r, V)
-            if len(p) == 0:
-                break
-        rows = cache.rows                       # (r,)
+    cache = caches.new(policy, longest, temperature)
+    rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
+    for n in range(N):      # p (r, V): the probabilities of token n of `rows` (r,)
+        column = start[rows] + n
         token = caches.sample_token(p, None if u is None else u[rows, n])       # (r,)
-        column = torch.where(done[rows], T, start[rows] + n)
-        own = ~told[rows, column]
-        token = torch.where(own, token, ids[rows, column])      # a reply's is read instead
+        sampled = ~(forced[rows, column] | done[rows])
+        token = torch.where(sampled, token, ids[rows, column])
         ids[rows, column] = token
-        mask[rows, column] = own
-        logp[rows, column] = p.gather(1, token[:, None])[:, 0].log()
-        ended = (token[:, None] == stop).any(1) & own
+        mask[rows, column] = sampled
+        logp[rows, column] = torch.where(sampled, p.gather(1, token[:, None])[:, 0].log(), 0)
+        ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
-        if reply is not None:
-            hear(reply, rows[ended].tolist(), n, ids, start, limit, told, finished)
-        done = finished | (n + 1 >= limit)
-    logp = torch.where(mask, logp, 0)
-    used = mask.any(0).nonzero().max().item() + 1   # columns, up to the last sampled one
-    return Batch(ids[:, :used], mask[:, :used], finished, logp[:, :used], start)
+        for row in rows[ended].tolist() if reply else []:
+            end = int(start[row]) + n + 1       # the column after the turn
+            answer, over = reply(row, ids[row, :end].tolist(), int(room[row]) - n - 1)
+            ids[row, end:end + len(answer)] = torch.tensor(answer, dtype=torch.int64)
+            forced[row, end:end + len(answer)] = True
+            finished[row] = over
+            done[row] = len(answer) == 0
+        done |= finished | (n + 1 >= room)
+        if n + 1 < N:       # rows that are done leave, at once or every 16 tokens
+            rows, p = cache.append(token, column, done)
+        if len(rows) == 0:
+            break
+    T = passes.row_lengths(mask).max().item()   # up to the last sampled token of any row
+    return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
-def padded(prompts, group, width):
-    """Each prompt (a list of ids), padded with 0 to `width`, in `group` rows: (B, width)."""
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in zip(ids, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
-    return ids.repeat_interleave(group, 0)
-
-def hear(reply, rows, n, ids, start, limit, told, finished):
-    """Asks for the environment's reply to each turn that ended at token n, and writes it where the
-    row reads it next; the row is then not finished. reply(row, ids so far, tokens left) returns
-    ids, fewer than are left; [] if the episode is over; None if it must be cut off, as the reply
-    does not fit or no turn is left."""
-    for row in rows:
-        end = int(start[row]) + n + 1           # the column after the turn
-        left = int(limit[row]) - n - 1
-        said = reply(row, ids[row, :end].tolist(), left)
-        if said is None:
-            finished[row] = False
-            limit[row] = n + 1
-            continue
-        finished[row] = len(said) == 0
-        columns = slice(end, end + len(said))
-        ids[row, columns] = torch.tensor(said)
-        told[row, columns] = True
-
-def complete(agent, prompts, group, room, u=None, episodes=None):
-    """`sample` from the policy, with the settings of the run. Episodes are called as `reply`."""
-    return sample(agent.sampler, prompts, group, room, agent.cfg.temperature,
-                  agent.encoding.stop, u, reply=episodes)
-
-def generate(agent, problems, group, rng=None):
-    """`group` completions of each problem in this rank's share, with their texts and the components
-    of their rule reward; without a random stream rng, the most likely ones."""
-    N = agent.cfg.max_new
-    u = None
-    if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
-        u = dist.uniform(rng, len(problems), group, N)
-        u = dist.of_rank(u).flatten(0, 1)       # (B, N)
-    problems = dist.of_rank(problems)
+def completions(agent, problems, group, u=None, begun=None):
+    """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
+    and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
+    completions begin, and which of these the policy said, two lists; they are judged as part of
+    the completion, and not trained on."""
+    cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    episodes = reward.new_episodes(agent, problems, prompts, group)     # None without replies
-    batch = complete(agent, prompts, group, [N] * len(prompts), u, episodes)
+    begun = begun or [([], [])] * len(problems)
+    episodes = reward.new_episodes(agent, problems, prompts, begun, group)  # None without replies
+    prefixes = [prompt + ids for prompt, (ids, _) in zip(prompts, begun)]
+    room = [cfg.max_new - len(ids) for ids, _ in begun]
+    batch = sample(agent.sampler, prefixes, group, room, cfg.temperature, agent.encoding.stop,
+                   u, reply=episodes)
+    said = [[False] * len(prompt) + said for prompt, (_, said) in zip(prompts, begun)]
+    said = passes.padded(said, group, batch.ids.size(1)).bool()
+    batch.judged = batch.mask | said.to(batch.mask.device)
+    start = torch.tensor([len(prompt) for prompt in prompts], device=batch.start.device)
+    batch.start = start.repeat_interleave(group)
     reward.score_by_rule(agent, problems, batch, episodes)
     return batch
+
+def generate(agent, problems, group, rng=None):
+    """`completions` of this rank's share of the problems; without a random stream rng, the most
+    likely ones."""
+    u = None
+    if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
+        u = dist.uniform(rng, len(problems), group, agent.cfg.max_new)
+        u = dist.of_rank(u).flatten(0, 1)       # (B, N)
+    return completions(agent, dist.of_rank(problems), group, u)
 
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
@@ -343,15 +332,17 @@ def group_scores(r, ends, cfg):
     square = torch.where(ends, r - mean, 0).square()
     variance = square.sum((1, 2), keepdim=True) / n
     std = variance.sqrt()
-    dead = std <= 1e-6 * mean.abs().clamp(min=0.1)   # up to rounding
-    score = r                                   # for the baselines "none" and "value"
-    if "group" in cfg.baseline:                 # "group", "group+value"
-        score = torch.where(dead, 0, r - mean)
+    # Equal up to rounding, which of a learned reward is that of scores of the size of 1.
+    size = mean.abs().clamp(min=0.1 if cfg.reward != "rule" else 0)
+    dead = std <= 1e-6 * size
+    if cfg.baseline in ("none", "value"):
+        mean = 0
     elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        others = total - r.sum(2, keepdim=True)                         # (P, G, 1)
-        score = r - others / (n - ends.sum(2, keepdim=True))
-    if cfg.adv_scale == "group":
-        score = torch.where(dead, score, score / std)       # a dead group's std is 0
+        mean = (total - r.sum(2, keepdim=True)) / (n - ends.sum(2, keepdim=True))
+    else:
+        mean = torch.where(dead, r, mean)
+    std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
+    score = (r - mean) / std
     score = torch.where(ends, score, 0).float()
     return score.view(shape), dead.flatten()
 
@@ -396,31 +387,53 @@ def advantages(r, ends, mask, penalty, value, cfg):
     return adv, returns, dead
 
 # ----------------------------------------------------- rollout: completions, rewards, credit
+def collect(agent, problems, rng):
+    """The rows of a rollout, judged by the rule; a variant may collect other ones."""
+    return generate(agent, problems, agent.cfg.group, rng)
+
 def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
-    batch = generate(agent, problems, cfg.group, rng)
+    batch = collect(agent, problems, rng)
     reward.of_batch(agent, batch)       # batch.reward, at most 0 if cut off, and batch.ends
-
-    # old_logp is the one noted while sampling, unless a pass over whole rows, which rounds as
-    # training does, is better: (1) a critic needs it; (2) a KL in the reward is at first less than
-    # rounding; (3) bfloat16 with ratios. The sampler's weights are the policy's under autocast.
-    old_logp = batch.logp
-    has_ratios = cfg.updates > 1                # in a step's first update pi is pi_old
-    bfloat16 = agent.policy.amp is not None
-    if agent.critic is not None or cfg.kl == "reward" or (bfloat16 and has_ratios):
-        old_logp, batch.value = passes.logps(agent.sampler, batch, cfg, agent.critic)
+    # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
+    has_ratios = cfg.updates > 1 or batch.on_policy is not None
+    old_logp, batch.value = old_policy(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
     if agent.ref is not None:
-        batch.ref_logp, _ = passes.logps(agent.ref, batch, cfg)
+        batch.ref_logp, _ = logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
     if cfg.kl == "reward" and agent.ref is not None:
-        kl = kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
-        penalty = agent.beta * kl
+        penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(
         batch.reward, batch.ends, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
+
+def old_policy(agent, batch, has_ratios):
+    """log pi_old, (B, T), and the critic's values, (B, T) or None. log pi_old was noted as the rows
+    were sampled. A training pass, which rounds otherwise, takes its place for a KL in the reward,
+    and for ratios in bfloat16: the sampler has the policy's weights, as autocast rounds them."""
+    cfg = agent.cfg
+    in_reward = cfg.kl == "reward" and agent.ref is not None
+    in_bfloat16 = has_ratios and agent.policy.amp is not None
+    if not (in_reward or in_bfloat16 or agent.critic is not None):
+        return batch.logp, None
+    old_logp, value = logps(agent.sampler, batch, cfg, agent.critic)
+    if batch.on_policy is not None:
+        old_logp = torch.where(batch.on_policy[:, None], old_logp, batch.logp)
+    return old_logp, value
+
+@torch.no_grad()
+def logps(gpt, batch, cfg, critic=None):
+    """`token_logps` of a whole rollout, without gradients."""
+    return passes.in_parts(token_logps, gpt, batch, cfg, critic)
+
+def token_logps(gpt, batch, cfg, critic=None):
+    """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
+    outside mask; None without a critic."""
+    form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
+    return form(gpt, batch.ids, batch.mask, cfg.temperature, critic)
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
@@ -454,8 +467,7 @@ def importance_ratio(logp, old_logp, mask, cfg):
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if cfg.ratio == "sequence":                 # GSPO
         length = mask.sum(1, keepdim=True).clamp(min=1)
-        mean = log_ratio.sum(1, keepdim=True) / length
-        log_ratio = mean.expand_as(log_ratio)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)
     return bounded(log_ratio).exp()
 
 def surrogate(logp, old_logp, adv, mask, cfg):
@@ -497,8 +509,7 @@ def total_loss(agent, batch, weight, n_tokens):
     """The sum of all terms of the loss (a new term goes here) for some rows of a rollout, the
     statistics, and the log-probabilities (B, T)."""
     cfg = agent.cfg
-    logp, value = passes.token_logps(agent.policy, batch.ids, batch.mask,
-                                     cfg.temperature, agent.critic)
+    logp, value = token_logps(agent.policy, batch, cfg, agent.critic)
     loss, stats = policy_loss(logp, batch, weight, n_tokens, cfg, agent.beta)
     if value is not None:
         stats["value_loss"] = value_loss(value, batch.value, batch.returns, weight)
@@ -509,15 +520,15 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, n):
     """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
     (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
-    rows = torch.arange(cfg.prompts * cfg.group)
-    own_groups = dist.of_rank(rows.view(-1, cfg.group))
-    own_rows = own_groups.flatten()
-    assert n == len(own_rows), "a rollout must have --prompts x --group rows"
+    groups = -(-dist.largest(n) // cfg.group) * dist.ranks()    # n: a variant may have dropped rows
+    every = torch.arange(groups * cfg.group)                    # the rows of all ranks
+    here = dist.of_rank(every.view(-1, cfg.group)).flatten()[:n]
     for _ in range(cfg.epochs):
-        order = rng.sample(range(len(rows)), len(rows))
+        order = rng.sample(range(len(every)), len(every))
         for part in torch.tensor(order).tensor_split(cfg.minibatches):
-            own = torch.isin(own_rows, part)
-            yield own.nonzero()[:, 0], len(part)
+            rows = torch.isin(here, part).nonzero()[:, 0]
+            n_rows = dist.all_reduce(torch.tensor(len(rows))).item()
+            yield rows, max(n_rows, 1)
 
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch over a rollout, accumulating
@@ -525,42 +536,44 @@ def update(agent, batch, rng):
     step, the sampler's and the trainer's log-probabilities disagree."""
     cfg = agent.cfg
     stats = defaultdict(float)
-    norm, mismatch = 0.0, None
-    params = [p for group in agent.opt.param_groups for p in group["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())
-    mask = batch.mask.cpu()                     # to count on the host, which lays out micro-batches
+    norm = 0.0
+    params = [p for part in agent.opt.param_groups for p in part["params"]]
+    batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
+    mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
-    for rows, n_rows in minibatches(cfg, rng, len(mask)):
-        n_tokens = dist.all_reduce(mask[rows].sum())
-        n_tokens = n_tokens.clamp(min=1).item()
-        kept = rows[learns[rows]]
-        gaps = []
-        # All ranks have equally many micro-batches, at least one; some may be empty.
-        for part in passes.micro_batches(batch, kept, cfg.micro_tokens):
+    for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, len(mask))):
+        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
+        rows = rows[learns[rows]]
+        scored = []
+        for part in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
             weight = token_weights(part.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
-            loss, found, logp = total_loss(agent, part, weight, n_tokens)
+            loss, terms, logp = total_loss(agent, part, weight, n_tokens)
             loss.backward()
-            for name, x in found.items():
-                stats[name] += x.detach()
-            gaps.append(logp.detach() - part.logp)
-        if mismatch is None:        # the largest gap, before the first step; raises if it is large
-            kept_tokens = mask[kept].sum()
-            mismatch = passes.checked_gap(gaps, kept_tokens, agent.policy.amp)
+            for name, x in terms.items():
+                stats[name] += x.detach() / cfg.updates
+            scored.append((part, logp.detach()))
+        if i == 0:
+            mismatch = passes.checked_gap(scored, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
-    sums = torch.stack([*stats.values()])
-    means = dist.all_reduce(sums) / cfg.updates
-    means = dict(zip(stats, means.tolist()))
-    return means | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
+    return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
+@torch.no_grad()
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
     critic, those with advantages 0 have none. A fork may have added a term to total_loss, so it is
     tried on two of them: if it is not 0, no row is skipped."""
-    return passes.has_gradient(agent, batch, total_loss)
+    learns = batch.adv.any(1).cpu()
+    if agent.ref is None and agent.critic is None:
+        two = (~learns).nonzero()[:2, 0]        # or fewer
+        part = passes.select(batch, two, batch.ids.size(1))
+        loss, *_ = total_loss(agent, part, part.mask.float(), 1)
+        if loss == 0:
+            return learns
+    return torch.ones_like(learns)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
@@ -575,8 +588,8 @@ def refit_reward_model(agent, problems, iteration):
         batch = generate(agent, part, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
-            stream = f"{iteration}, {len(labelled)}"    # names this part's random numbers
-            batch.reward = reward.rollout_labels(agent, complete, batch, stream)
+            batch.reward = reward.rollout_labels(
+                agent, completions, batch, reward.CHOICES, stream=iteration)
         labelled.append(batch)
     return reward.refit(agent, labelled, len(held_out), rng)
 
@@ -596,14 +609,13 @@ def evaluate(agent, problems):
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
-    cfg = agent.cfg
+    cfg, agent.step = agent.cfg, step
     clock = report.Clock()
     if cfg.half_life:
-        for group in agent.opt.param_groups:
-            rate = group.setdefault("initial_lr", group["lr"])
-            group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
-    rng = dist.rng(cfg, "problems", step)
-    drawn = rng.sample(problems, cfg.prompts)
+        for part in agent.opt.param_groups:
+            rate = part.setdefault("initial_lr", part["lr"])
+            part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
@@ -656,9 +668,9 @@ def finish_step(agent, held_out, step, stats):
 def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
     prompt, episodes = setup.asked(agent, question)
-    context = agent.policy.cfg.block_size
-    room = min(agent.cfg.max_new, context - len(prompt))
-    batch = complete(agent, [prompt], 1, [max(1, room)], episodes=episodes)
+    room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
+    batch = sample(agent.sampler, [prompt], 1, [room], agent.cfg.temperature,
+                   agent.encoding.stop, reply=episodes)
     return show.dialogue(agent.encoding, question, batch, episodes)
 
 # ------------------------------------------------------------------------- the command line
@@ -666,19 +678,16 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with show.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        cfg, saved = make_config(**given), None         # cfg tells the folder
-        asked = mode.ask is not None
-        if mode.resume or mode.eval_only or asked:      # with the folder's own settings
-            given, saved = checkpoint.settings(mode, cfg, given)
-            cfg = make_config(**given)
+        given, saved = checkpoint.settings(mode, given, Config)     # with those of its folder
+        cfg = make_config(**given)
         if mode.report:
             report.print_report(mode.report, cfg.out)
-        elif mode.eval_only or asked:
+        elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            if asked:
-                show.print0(ask(agent, mode.ask))
-            else:
-                show.results(evaluate(agent, setup.held_out(agent)))
+            show.results(evaluate(agent, setup.held_out(agent)))
+        elif mode.ask is not None:
+            agent = Agent(cfg, *setup.trained_model(cfg))
+            show.print0(ask(agent, mode.ask))
         else:
             with checkpoint.running(cfg):               # a signal ends it after a step
                 train(cfg, saved=saved)

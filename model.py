@@ -95,7 +95,8 @@ def double(x):
 # -------------------------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): the layout of training. run/passes.py has another."""
+    """A pass over whole rows, ids (B, T): the plain layout. By default training has that of
+    run/passes.py, in which rows share what they have in common."""
 
     def __init__(self, ids, device, pos=None):
         self.ids = send(ids, device)
@@ -213,7 +214,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None             # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False      # activation checkpointing, a layer at a time
-        self.kv_cache = "plain"     # of sampling: or "shared", "static", see run/caches.py
+        self.kv_cache = "plain"     # or "shared", "static": how rows are laid out, see --cache
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -311,11 +312,16 @@ class ScalarHead(nn.Module):
             h = self.trunk(ids, layout=layout)
         return h.float() @ self.head.weight[0] + self.head.bias
 
-def token_logps(model, ids, mask, temperature):
-    """log pi of each sampled token, (B, T), 0 where mask is False. Training uses a faster form, of
-    run/passes.py; in both the state before a token decides it."""
-    h = model(ids[:, :-1])                                                        # (B, T - 1, C)
-    logp = model.head(h / temperature).log_softmax(-1)                            # (B, T - 1, V)
-    came = ids[:, 1:, None]                                           # the token that came next
-    logp = logp.gather(-1, came)[..., 0]
-    return F.pad(logp, (1, 0)) * mask                                 # column t belongs to token t
+def token_logps(gpt, ids, mask, temperature, critic=None):
+    """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
+    where mask is False; None without a critic. The plain pass: run/passes.py has a faster one."""
+    ids, mask = send(ids, gpt.device), send(mask, gpt.device)
+    h = gpt(ids[:, :-1])                                                          # (B, T - 1, C)
+    came = ids[:, 1:]                                                 # the token that came next
+    logp = gpt.logps((h / temperature).flatten(0, 1), came.flatten())
+    logp = F.pad(logp.view_as(came), (1, 0))                          # column t belongs to token t
+    logp = torch.where(mask, logp, 0)                                                     # (B, T)
+    if critic is None:
+        return logp, None
+    value = F.pad(critic(ids[:, :-1], h=h), (1, 0))
+    return logp, torch.where(mask, value, 0)

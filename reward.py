@@ -1,7 +1,6 @@
 """Rewards of completions and of their steps, by rule or learned: labels, models, fit, replay."""
 import torch
 import torch.nn.functional as F
-from torch import distributed
 
 from data import UserError, check_steps, rewards_of, steps_of
 from data.tokenizer import step_tokens
@@ -16,43 +15,50 @@ CHOICES = 4             # completions that an annotator compares; 2: Bradley-Ter
 
 # ------------------------------------------------------------------------------- the rule's reward
 
-def new_episodes(agent, problems, prompts, group):
-    """The Episodes of `group` rows for each problem and prompt, a list of ids; None if the task has
-    no replies."""
+def new_episodes(agent, problems, prompts, begun, group):
+    """The Episodes of `group` rows for each problem and prompt, a list of ids, whose completions
+    begin as `begun` says, see grpo.completions; None if the task has no replies."""
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
-    turns = agent.cfg.max_turns
-    begun = repeated(map(len, prompts), group)
+    first = repeated(map(len, prompts), group)
     problems = repeated(problems, group)
-    return Episodes(reply, agent.encoding, turns, problems, begun)
+    episodes = Episodes(reply, agent.encoding, agent.cfg.max_turns, problems, first)
+    for i, (ids, said) in enumerate(begun):
+        episodes.go_on(range(i * group, (i + 1) * group), ids, said)
+    return episodes
 
 def repeated(items, group):
     """Each of the items `group` times."""
     return [item for item in items for _ in range(group)]
 
 def score_by_rule(agent, problems, batch, episodes=None):
-    """Fills in each row's problem, what was said in it (see `turns.texts`), and the components (B,)
-    of its rule reward by name; their sum is the reward. Of a completion that was cut off only
-    negative ones count: it must not earn more than a wrong one, which ended."""
+    """Fills in each row's problem, its text (see `turns.texts`), and the components (B,) of its
+    rule reward by name. Of a completion that was cut off only negative ones count: it must not earn
+    more than a wrong one, which ended."""
     group = len(batch.ids) // len(problems)
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
-    lengths = batch.mask.sum(1).tolist()
-    parts = rewards_of(agent.task, batch.problems, batch.texts, lengths)
+    lengths = batch.judged.sum(1).tolist()
+    rewards = rewards_of(agent.task, batch.problems, batch.texts, lengths)
     batch.components = {}
-    for name in parts[0]:
-        x = torch.tensor([float(part[name]) for part in parts])
+    for name in rewards[0]:
+        x = torch.tensor([float(components[name]) for components in rewards])
         x = x.to(batch.ids.device)
         batch.components[name] = torch.where(batch.finished, x, x.clamp(max=0))
 
+def counted(components):
+    """The components that are added up: all, unless one is named `reward`. It then is the reward,
+    and the others are only logged."""
+    return {"reward": components["reward"]} if "reward" in components else components
+
 def of_outcomes(batch):
     """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens:
-    the sum of its components, 0 if they cancel up to rounding."""
+    the sum of its components, 0 if they cancel up to float32's rounding."""
     last = passes.last_tokens(batch.mask)
-    parts = torch.stack([*batch.components.values()], 1)                # (B, n)
-    total = parts.sum(1, keepdim=True)
-    size = parts.abs().sum(1, keepdim=True)
+    x = torch.stack([*counted(batch.components).values()], 1)           # (B, n)
+    total = x.sum(1, keepdim=True)
+    size = x.abs().sum(1, keepdim=True)
     cancel = total.abs() <= 1e-6 * size
     return torch.where(last & ~cancel, total, 0), last
 
@@ -60,9 +66,9 @@ def of_steps(task, encoding, batch):
     """The reward (B, T) of each step, at its last token, and a mask (B, T) of these tokens: 1 for a
     true step. The last step ends at the completion's last token, so it includes stopping, and earns
     1 only if the answer is correct too. Of steps that end at one token all must be true."""
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()
-    reward = torch.zeros(mask.shape)
-    ends = torch.zeros_like(mask)
+    ids, judged = batch.ids.cpu(), batch.judged.cpu()
+    reward = torch.zeros(judged.shape)
+    ends = torch.zeros_like(judged)
     correct = batch.components["correct"].tolist()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
         steps = steps_of(task, problem, text)
@@ -70,17 +76,15 @@ def of_steps(task, encoding, batch):
         text = spoken(text)
         check_steps(problem, text, steps, least)
         steps = steps or [(len(text), False)]
-        columns = mask[i].nonzero()[:, 0]
-        said = ids[i, columns].tolist()
-        tokens = step_tokens(encoding, said, [end for end, _ in steps])
-        tokens[-1] = len(said) - 1
+        columns = judged[i].nonzero()[:, 0]
+        tokens = step_tokens(encoding, ids[i, columns].tolist(), [end for end, _ in steps])
+        tokens[-1] = len(columns) - 1
         truths = [truth for _, truth in steps]
         truths[-1] = truths[-1] and correct[i] > 0
-        ends[i, columns[tokens]] = True
-        reward[i, columns[tokens]] = 1.0
-        for token, truth in zip(tokens, truths):
-            if not truth:
-                reward[i, columns[token]] = 0.0
+        for column, truth in zip(columns[tokens].tolist(), truths):
+            before = reward[i, column] if ends[i, column] else 1
+            reward[i, column] = min(float(truth), before)
+            ends[i, column] = True
     device = batch.ids.device
     return send(reward, device), send(ends, device)
 
@@ -115,7 +119,7 @@ def scores(reward_model, ids, mask, cfg):
     device = ids.device
     out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
-    for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens):
+    for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens, reward_model):
         part = rows, slice(T)
         found = score_rows(reward_model, ids[part], mask[part])
         out[send(rows, device), :T] = found.to(device)
@@ -160,44 +164,30 @@ def problems_to_label(problems, cfg, rng):
     to_fit = rng.sample(problems[tenth:], n - n_held_out)
     return held_out, to_fit
 
-def rollout_labels(agent, complete, batch, stream, tries=4):
+def rollout_labels(agent, completions, batch, group, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
-    are right. A last step keeps its true label. `complete` is grpo.complete; `stream` names that
-    of random numbers."""
-    rng = dist.rng(agent.cfg, f"labels of rank {dist.rank()}", stream)
-    device = batch.ids.device
-    ids = batch.ids.cpu()
-    mask = batch.mask.cpu()
-    start = batch.start.cpu()
-    columns = torch.arange(mask.size(1))
+    are right. A last step keeps its true label. `completions` is grpo.completions; `group` rows
+    belong to a problem. `stream`, prompt and place name a step's random numbers, on any rank."""
+    cfg = agent.cfg
+    ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
+    start = batch.start.tolist()
     label = batch.reward.cpu().clone()
     places = batch.ends.cpu() & ~passes.last_tokens(mask)
     for part in places.nonzero().split(128):                            # (n, 2)
-        if len(part) == 0:
-            continue
-        row, column = part.T
-        later = mask[row] & (columns > column[:, None])
-        begin = later.int().argmax(1)           # where the policy goes on, after a reply if any
-        prefixes = [ids[i, :t].tolist() for i, t in zip(row, begin)]
-        problems = [batch.problems[i] for i in row]
-        room = agent.cfg.max_new - (begin - start[row])                 # tokens left
-        u = dist.uniform(rng, len(part), tries, room.max())
-        u = u.flatten(0, 1)
-        episodes = new_episodes(agent, problems, prefixes, tries)
-        if episodes is not None:
-            said = [mask[i, :t].tolist() for i, t in zip(row, begin)]
-            texts_so_far = [batch.texts[i] for i in row]
-            episodes.go_on(texts_so_far, said, tries)
-        played = complete(agent, prefixes, tries, room.tolist(), u, episodes)
-        T = played.ids.size(1)
-        said = mask[row] & (columns <= column[:, None])     # the prefix is the policy's, too
-        said = F.pad(said, (0, T - len(columns)))
-        said = said.repeat_interleave(tries, 0)
-        played.mask |= send(said, device)
-        score_by_rule(agent, problems, played, episodes)
-        right = played.components["correct"].view(-1, tries)
-        label[row, column] = right.mean(1).cpu()
-    return send(label, device)
+        problems, begun, u = [], [], []
+        for row, column in part.tolist():
+            problem, first = batch.problems[row], start[row]
+            later = mask[row, column + 1:].int().argmax()       # tokens of a reply, if any
+            prefix = slice(first, column + 1 + later)
+            problems.append(problem)
+            begun.append((ids[row, prefix].tolist(), judged[row, prefix].tolist()))
+            place = f"{stream}/{problem.prompt}/{row % group}/{column - first}"
+            u.append(dist.uniform(dist.rng(cfg, "labels", place), tries, cfg.max_new))
+        if problems:
+            played = completions(agent, problems, tries, torch.cat(u), begun)
+            right = played.components["correct"].view(-1, tries)
+            label[*part.T] = right.mean(1).cpu()
+    return send(label, batch.ids.device)
 
 # ------------------------------------------------------------------- the labelled rows, as a dict
 
@@ -215,27 +205,12 @@ def scores_of(reward_model, rows, cfg):
     score = scores(reward_model, rows["ids"], rows["mask"], cfg)
     return score[rows["ends"]]
 
-def concatenate(*sets):
-    """Joins sets of labelled rows into one, padded to the longest."""
-    T = max(rows["ids"].size(1) for rows in sets)
-    joined = {}
-    for name in sets[0]:
-        parts = [rows[name] for rows in sets]
-        padded = [F.pad(x, (0, T - x.size(1))) for x in parts]
-        joined[name] = torch.cat(padded)
-    return joined
-
 def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
-    if dist.ranks() == 1:
-        return rows
-    parts = [None] * dist.ranks()
-    distributed.all_gather_object(parts, rows)
     gathered = {}
-    for name, x in concatenate(*parts).items():         # (ranks * problems * K, T)
-        by_rank = x.unflatten(0, (len(parts), -1, CHOICES))
-        by_problem = by_rank.transpose(0, 1)
-        gathered[name] = by_problem.flatten(0, 2)
+    for name, x in passes.join(dist.gather(rows)).items():      # (ranks * problems * K, T)
+        by_rank = x.unflatten(0, (dist.ranks(), -1, CHOICES))
+        gathered[name] = by_rank.transpose(0, 1).flatten(0, 2)
     return gathered
 
 def choices(rows, K):
@@ -261,7 +236,8 @@ def refit(agent, batches, held_out, rng):
     rewards of their steps, and to a tenth as many rows of `agent.history`, to which they are added.
     Measures it on those of the first `held_out` problems; returns the metrics."""
     cfg, reward_model = agent.cfg, agent.reward_model
-    rows = of_all_ranks(concatenate(*map(labelled, batches)))
+    rows = passes.join([labelled(batch) for batch in batches])
+    rows = of_all_ranks(rows)
     K = 1
     if cfg.supervision == "outcome":        # which of K completions is best
         K = CHOICES
@@ -274,8 +250,8 @@ def refit(agent, batches, held_out, rng):
     if agent.history:
         tenth = len(train["ids"]) // 10
         old = replay(agent.history, tenth, K, rng)
-        to_fit = concatenate(train, old)
-        history = concatenate(agent.history, train)
+        to_fit = passes.join([train, old])
+        history = passes.join([agent.history, train])
     fit(reward_model, to_fit, K, cfg, rng)
     agent.history = history
 
@@ -326,7 +302,7 @@ def fit(reward_model, rows, K, cfg, rng):
         sets = dist.of_rank(sets)
         ids_of_sets = ids[sets].flatten(1)
         said = mask[sets].any(1)
-        for micro, T in passes.split_rows(ids_of_sets, said, budget):
+        for micro, T in passes.split_rows(ids_of_sets, said, budget, reward_model):
             chosen = rows_of(sets[micro], K)
             part = some(rows, (chosen, slice(T)))
             at = part["ends"].flatten().nonzero()[:, 0]

@@ -224,7 +224,8 @@ def check_components(problem, parts):
     for name, x in parts.items():
         if not isinstance(name, str):
             raise UserError(f"the reward component {name!r} must have a string as its name")
-        if name in STATISTICS or "@" in name:           # an evaluation's have an @: pass@1
+        taken = name in STATISTICS and name != "reward"
+        if taken or "@" in name:                        # an evaluation's have an @: pass@1
             raise UserError(f"rename the reward component {name!r}: it is the name of a statistic")
         if not isinstance(x, numbers.Real) or not abs(x) <= LARGEST_REWARD:
             raise UserError(f"the reward {name!r} of {of(problem)} is {written(x)}, not a finite "

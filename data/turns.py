@@ -19,32 +19,37 @@ class Episodes:
         self.turns = [[] for _ in problems]
 
     def __call__(self, row, ids, left):
-        """The ids of the reply to a turn that has just ended, at the end of a row's `ids`; [] if
-        the episode is over, None if the reply is not among the `left` tokens or --max_turns."""
+        """The ids of the reply to a turn that has just ended, at the end of a row's `ids`, and
+        whether the episode is over. No ids and False: the row is cut off, as the reply is not
+        among the `left` tokens or --max_turns."""
         turns = self.turns[row]
         turns.append(decode(self.encoding, ids[self.begun[row]:]))
         text = checked_reply(self.reply, self.problems[row], turns)
         used_up = len(turns[::2]) >= self.max_turns
         if text and (used_up or len(text) > LONGEST):
-            return None
-        said = self.encoding.encode_reply(text) if text else []
-        if not said:
-            return []
-        if len(said) >= left:           # the policy could not go on
-            return None
+            return [], False
+        answer = self.encoding.encode_reply(text) if text else []
+        if not answer:
+            return [], True
+        if len(answer) >= left:         # the policy could not go on
+            return [], False
         turns.append(text)
-        self.begun[row] = len(ids) + len(said)
-        return said
+        self.begun[row] = len(ids) + len(answer)
+        return answer, False
 
-    def go_on(self, texts, said, tries):
-        """Begins rows amid episodes, `tries` rows for each, given the turns of the whole episode
-        and for each token so far whether the policy said it."""
-        for i, (turns, own) in enumerate(zip(texts, said)):
-            replies = sum(a and not b for a, b in zip(own, own[1:]))
-            begun = max((t + 1 for t, is_own in enumerate(own) if not is_own), default=0)
-            for row in range(i * tries, (i + 1) * tries):
-                self.turns[row] = turns[:2 * replies]
-                self.begun[row] = begun
+    def go_on(self, rows, ids, said):
+        """Begins rows, a range, amid an episode: the ids that follow their prompt, and which of
+        these the policy said. The task is asked for its replies again."""
+        turns, begun = [], 0
+        for t in range(1, len(ids) + 1):
+            if said[t - 1] and t < len(ids) and not said[t]:        # a turn ends, a reply begins
+                turns.append(decode(self.encoding, ids[begun:t]))
+                turns.append(checked_reply(self.reply, self.problems[rows[0]], turns))
+            if not said[t - 1]:
+                begun = t
+        for row in rows:
+            self.turns[row] = [*turns]
+            self.begun[row] += begun
 
     def all_turns(self, said):
         """The turns of each row, given the ids that the policy said. A row that was cut off within
@@ -59,8 +64,8 @@ class Episodes:
 
 def texts(encoding, batch, episodes=None):
     """What the policy said in each row of a Batch, as a text; of Episodes, the list of turns."""
-    rows = zip(batch.ids.cpu(), batch.mask.cpu())
-    said = [ids[mask].tolist() for ids, mask in rows]
+    rows = zip(batch.ids.cpu(), batch.judged.cpu())
+    said = [ids[judged].tolist() for ids, judged in rows]
     if episodes is None:
         return [decode(encoding, ids) for ids in said]
     return episodes.all_turns(said)

@@ -31,26 +31,29 @@ class KVCache:
 
     def prefill(self, ids, length, group):
         """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
-        each; returns the probabilities of the completions' first tokens, (P * group, V)."""
-        self.rows = torch.arange(len(ids) * group, device=ids.device)   # those in the cache, (r,)
+        each; returns the indices of the rows, (B,), and the probabilities of their completions'
+        first tokens, (B, V)."""
+        self.rows = torch.arange(len(ids) * group, device=ids.device)
         self.appended = 0
-        return self.probs(self.read(ids, length, group))
+        return self.rows, self.probs(self.read(ids, length, group))
 
     def probs(self, h):
         """The next token's probabilities of each row, (r, V), from hidden states."""
         return self.model.probs(h / self.temperature)
 
     def append(self, token, pos, done):
-        """Appends a token (r,) at position pos (r,) to each of `rows`, once those among them which
-        are done (B,) have been dropped, if it is time; returns the next one's probabilities,
-        (r, V), of the rows that are left: none if all are done."""
+        """Appends a token (r,) at position pos (r,) to each row that the last call returned, once
+        those among them which are done (B,) have been dropped, if it is time. Returns the indices
+        of the rows that are left, (r,), none if all are done, and the probabilities of their next
+        tokens, (r, V)."""
         self.appended += 1
         if self.appended % self.every == 0:         # the host waits
             kept = self.drop(~done[self.rows])
             self.rows, token, pos = self.rows[kept], token[kept], pos[kept]
         if len(self.rows) == 0:
-            return token.new_zeros(0, self.model.cfg.vocab_size)
-        return self.probs(self.step(token, pos.clamp(max=self.slots - 1)))
+            return self.rows, token.new_zeros(0, self.model.cfg.vocab_size)
+        pos = pos.clamp(max=self.slots - 1)         # of rows that are done
+        return self.rows, self.probs(self.step(token, pos))
 
     def read(self, ids, length, group):
         """The hidden states of each row's last prompt token."""

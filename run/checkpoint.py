@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import UserError, read_json, task_file
-from run import config, dist, files, pretrained, report, show
+from data import UserError, load_task, read_json, task_file
+from run import dist, files, pretrained, report, show
+from run.config import file_of, folder_of
 from run.files import LOGS
 
 @dataclass
@@ -140,25 +141,29 @@ def refuse_foreign_code(found, given, folder):
             raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
                             f"be executed; to allow it, add --{name} {file}")
 
-def settings(mode, cfg, given):
-    """The settings of the run in --out, changed by the flags `given`, and its Checkpoint, to resume
-    it; or, to evaluate or ask its model, those of the run in --init or --out, if there is one, for
-    all that the flags leave open, with the folder as `init`, and None."""
+def settings(mode, given, config):
+    """The flags `given`, after the settings of a run's folder, which they override, and its
+    Checkpoint or None: of the run in --out, to resume it, or of that in --init or --out, if there
+    is one, to evaluate its model or ask it; the folder is then `init`. A new run has the flags."""
+    task = given.get("task", config.task)
+    folder = folder_of({"task": task} | load_task(task).DEFAULTS | given)
     if mode.resume:
-        cfg, saved = resume(cfg.folder, type(cfg), given)
+        cfg, saved = resume(folder, config, given)
         return vars(cfg), saved
-    folder = given.get("init", cfg.folder)
+    if not mode.eval_only and mode.ask is None:
+        return given, None
+    folder = given.get("init", folder)
     record = files.about(folder)
-    names = {f.name for f in dataclasses.fields(cfg)} - {"out", "algo"}
-    found = {name: x for name, x in record.get("config", {}).items() if name in names}
-    refuse_foreign_code(found, given, folder)
-    args = found.pop("task_args", {})
+    names = {f.name for f in dataclasses.fields(config)} - {"out", "algo"}
+    known = {name: x for name, x in record.get("config", {}).items() if name in names}
+    refuse_foreign_code(known, given, folder)
+    args = known.pop("task_args", {})
     for name in record.get("data", {}).keys() & args.keys():
         if not Path(str(args[name])).exists():
             del args[name]              # an evaluation may do without, or says which flag it needs
-    if "task" in found and given.get("task", found["task"]) == found["task"]:
-        found |= args
-    return found | {"init": str(folder)} | given, None
+    if "task" in known and given.get("task", known["task"]) == known["task"]:
+        known |= args
+    return known | {"init": str(folder)} | given, None
 
 # The settings that a resumed run may change: how long it runs, what it measures and keeps, and what
 # the machine needs, which changes a result only by rounding.
@@ -207,7 +212,7 @@ def open_run(cfg, checkpoint=None):
     files.lock(folder / "lock")
     files.clear_up(folder)
     data = data_of(code_and_problems(cfg))
-    file = config.file_of(cfg.algo)
+    file = file_of(cfg.algo)
     functions = file.read_bytes() if file else b""      # it may be among what is moved away
     if checkpoint:
         data |= check_data(cfg, data)
@@ -250,7 +255,7 @@ def data_of(settings):
     if "task" in paths:
         paths["task"] = task_file(paths["task"])
     if "algo" in paths:
-        paths["algo"] = config.file_of(paths["algo"])
+        paths["algo"] = file_of(paths["algo"])
     return {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
             for name, path in paths.items()
             if isinstance(path, (str, Path)) and Path(path).is_file()}
@@ -289,12 +294,13 @@ def named_parameters(agent):
 
 def training_state(agent):
     """Every tensor of a run by name: the parameters by role, the optimizer's state as
-    `opt.<key>.<parameter>`, and the history of labelled rows."""
+    `opt.<key>.<parameter>`, the history of labelled rows, and the state of an algorithm's own."""
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
-    rows = {f"history.{n}": x for n, x in agent.history.items()}
-    return {n: p.detach() for n, p in named.items()} | moments | rows
+    others = {f"{kind}.{n}": x for kind in ("history", "state")
+              for n, x in getattr(agent, kind).items()}
+    return {n: p.detach() for n, p in named.items()} | moments | others
 
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file; raises
@@ -309,8 +315,8 @@ def restore(agent, checkpoint):
     for n, p in named.items():
         p.data.copy_(dist.like(p, tensors[n]))
     restore_optimizer(agent.opt, named, tensors)
-    agent.history = {n.removeprefix("history."): x.clone() for n, x in tensors.items()
-                     if n.startswith("history.")}
+    agent.history, agent.state = ({n.removeprefix(kind): x.clone() for n, x in tensors.items()
+                                   if n.startswith(kind)} for kind in ("history.", "state."))
     agent.beta = checkpoint.beta
     tensors.clear()                     # they are mapped from the file and keep it open
 

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from data import UserError, call, import_file, load_task
 from run import files, show
@@ -133,6 +133,10 @@ def no_setting(name, names, shown=None):
 
 # ------------------------------------------------------------------------------------- the values
 
+def folder_of(settings):
+    """The folder of a run with these settings: --out or, without one, out/<task>."""
+    return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
+
 def own_settings(task, config):
     """A task's own settings and their defaults: the parameters of its `problems`, which may also
     name settings of the run, such as the seed, or `cfg` for all of them."""
@@ -171,21 +175,26 @@ def check(cfg, least, most):
     bounds: below least[name] (by default 1 for an integer whose default is not 0, else 0), above
     most[name], or not finite."""
     for f in fields(cfg):
-        value, choices = getattr(cfg, f.name), get_args(f.type)
-        kinds = (int, float) if f.type is float else f.type
         low = least.get(f.name, int(f.type is int and f.default != 0))
         high = most.get(f.name, 2 ** 63)
-        wrong = ""
-        if choices:
-            wrong = value not in choices and f"one of {', '.join(choices)}"
-        elif not isinstance(value, kinds) or isinstance(value, bool) is not (f.type is bool):
-            wrong = f"of the type {f.type.__name__}"
-        elif f.type in (int, float) and not low <= value:
-            wrong = f"at least {low}"
-        elif f.type in (int, float) and not value <= high:
-            wrong = f"at most {high}"
-        if wrong:
-            raise UserError(f"--{f.name} must be {wrong}, got {value!r}")
+        value = getattr(cfg, f.name)
+        if wanted := requirement(f.type, value, low, high):
+            raise UserError(f"--{f.name} must be {wanted}, got {value!r}")
+
+def requirement(kind, value, low, high):
+    """What a value of a type must be and is not, as text; empty if nothing is wrong."""
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
+    if kind not in (bool, int, float, str, dict):
+        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
+        return f"of the type {kind.__name__}"
+    if kind in (int, float) and not value >= low:
+        return f"at least {low}"
+    if kind in (int, float) and not value <= high:
+        return f"at most {high}"
+    return ""
 
 # --------------------------------------------------------------------------------- the algorithms
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import zlib
 
 import numpy as np
 import torch
@@ -104,6 +103,10 @@ def all_reduce(x, op=distributed.ReduceOp.SUM):
         distributed.all_reduce(x, op)
     return x
 
+def largest(n):
+    """The largest of an integer over all ranks."""
+    return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
+
 def mean_and_std(x):
     """Mean and std of x (n,) over all ranks, without Bessel's correction."""
     n = all_reduce(torch.tensor(float(len(x)), device=x.device)).clamp(min=1)
@@ -111,13 +114,25 @@ def mean_and_std(x):
     variance = all_reduce((x - mean).square().sum()) / n
     return mean, variance.sqrt()
 
+def gather(x):
+    """What each rank has for x, any object, in a list."""
+    if ranks() == 1:
+        return [x]
+    found = [None] * ranks()
+    distributed.all_gather_object(found, x)
+    return found
+
+def sums(stats):
+    """Each tensor () of a dict, summed over all ranks, as a number. All ranks have the same
+    names in the same order."""
+    total = all_reduce(torch.stack([*stats.values()]))
+    return dict(zip(stats, total.tolist()))
+
 def means(stats):
     """The mean of each tensor in a dict, over its elements and all ranks. Raises UserError if other
     ranks have other names."""
     names = sorted(stats)                   # a rank's dicts may be in an order of their own
-    mark = torch.tensor(zlib.crc32(repr(names).encode()))
-    least = all_reduce(mark, distributed.ReduceOp.MIN)
-    if not torch.equal(least, all_reduce(mark, distributed.ReduceOp.MAX)):
+    if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components: use the same ones for "
                         "every prompt")
     means = torch.stack([stats[name].float().mean() for name in names])
@@ -239,15 +254,16 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raises UserError if tensors that are not sharded differ between the ranks."""
-    if ranks() == 1:
-        return
-    whole = [x.contiguous().flatten() for x in tensors.values() if not is_sharded(x)]
-    sums = [x.view(torch.uint8).sum(dtype=torch.int64).item() for x in whole]       # of their bytes
-    sums = torch.tensor(sums, dtype=torch.int64)
-    least = all_reduce(sums, distributed.ReduceOp.MIN)
-    if not torch.equal(least, all_reduce(sums, distributed.ReduceOp.MAX)):
-        raise UserError("the ranks no longer hold the same weights; continue from the last "
-                        "checkpoint with --resume")
+    sums = {}
+    for name, x in tensors.items():
+        if not is_sharded(x):
+            data = x.detach().contiguous().flatten().view(torch.uint8)
+            sums[name] = tuple(x.shape), data.sum(dtype=torch.int64).item()
+    for other in gather(sums):
+        if differing := {name for name, _ in other.items() ^ sums.items()}:
+            raise UserError(f"the ranks no longer hold the same {min(differing)}: weights and an "
+                            f"algorithm's state must be alike on all of them; continue from the "
+                            f"last checkpoint with --resume")
 
 # --------------------------------------------------------------------------------- random streams
 
@@ -290,8 +306,7 @@ if hasattr(os, "register_at_fork"):         # not on Windows
 
 def stop_asked():
     """The number of a signal that any rank received; 0 if none did."""
-    number = torch.tensor(max(ASKED, default=0))
-    return all_reduce(number, distributed.ReduceOp.MAX).item()
+    return largest(max(ASKED, default=0))
 
 @contextlib.contextmanager
 def stoppable(command=""):

@@ -1,10 +1,13 @@
-"""Training passes in less time and memory than `model.token_logps`: micro-batches, common prefixes
-of rows computed once, logits in parts. The results are the same up to rounding.
+"""Batches of rows: joined, split into micro-batches; and a training pass in less time and memory
+than `model.token_logps`, in which common prefixes of rows are computed once, and logits in parts.
+The results are the same up to rounding.
 
 Rows share a token if they have the same tokens up to it: the prompt, and often more. On a CPU a
 step takes about half the time. This assumes that a token's state depends on nothing else: a
 bidirectional prefix, or a router that sees other tokens, needs `--cache plain`.
 """
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,45 @@ import model
 from data import UserError
 from model import send
 from run import dist
+
+# --------------------------------------------------------------------------------- rows of Batches
+
+def padded(rows, group, width):
+    """Each of the rows (lists of ids), padded with 0 to `width`, `group` times: (B, width)."""
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, :len(row)] = torch.tensor(row)
+    return ids.repeat_interleave(group, 0)
+
+def join(values):
+    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), which are
+    padded to the longest, lists, or dicts of these. None if all are None."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: join([value[name] for value in values]) for name in first}
+    if isinstance(first, list):
+        return sum(values, [])
+    if first is None:
+        assert all(value is None for value in values), "a field that only some of the Batches have"
+        return None
+    if first.dim() == 2:
+        T = max(x.size(1) for x in values)
+        values = [F.pad(x, (0, T - x.size(1))) for x in values]
+    return torch.cat(values)
+
+def take(x, rows):
+    """Some rows of a field, by their indices (n,) on the host."""
+    if isinstance(x, dict):
+        return {name: take(value, rows) for name, value in x.items()}
+    if isinstance(x, list):
+        return [x[i] for i in rows.tolist()]
+    return None if x is None else x[send(rows, x.device)]
+
+def joined(batches, rows):
+    """Some rows of several Batches, by indices (n,) that number the rows of all of them through, as
+    one Batch, padded to the longest."""
+    fields = join([vars(batch) for batch in batches])
+    return type(batches[0])(**take(fields, rows))
 
 # --------------------------------------------------------------------------------- micro-batches
 
@@ -33,12 +75,12 @@ def replies_after(mask):
     columns = mask.nonzero()[:, 0]
     return ((columns.diff() > 1).nonzero()[:, 0] + 1).tolist()
 
-def split_rows(ids, mask, budget):
+def split_rows(ids, mask, budget, module=None):
     """Splits rows of ids and mask (B, T) into micro-batches of at most `budget` tokens (0:
     MICRO_TOKENS), padding included, or of one longer row; yields (row indices on the host, longest
-    length). Rows are sorted, so that rows with a common prefix are neighbours and share it. Every
-    rank yields as many, empty ones at the end if need be, as with sharded models all ranks take
-    part in each pass; and at least one.
+    length). Rows are sorted, so that rows with a common prefix are neighbours and share it. There
+    is at least one, perhaps empty. If the module is sharded, all ranks take part in each of its
+    passes, so all yield equally many.
     """
     budget = budget or MICRO_TOKENS
     rows = ids.tolist()
@@ -51,8 +93,9 @@ def split_rows(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    most = torch.tensor(max(1, len(chunks)))
-    most = dist.all_reduce(most, distributed.ReduceOp.MAX).item()
+    most = max(1, len(chunks))
+    if dist.is_sharded(module):
+        most = dist.largest(most)
     for chunk in chunks:
         yield torch.tensor(chunk), max(length[row] for row in chunk)
     for _ in range(most - len(chunks)):
@@ -67,39 +110,24 @@ def select(batch, rows, T):
             found[name] = x[:, :T] if x.dim() == 2 else x
     return type(batch)(**found)
 
-def micro_batches(batch, rows, budget):
+def micro_batches(batch, rows, budget, module):
     """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on
     the host. The ids may be there, too: layouts are made there."""
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
-    for part, T in split_rows(ids, mask, budget):
+    for part, T in split_rows(ids, mask, budget, module):
         yield select(batch, rows[part], T)
 
-@torch.no_grad()
-def has_gradient(agent, batch, total_loss):
-    """Which rows of a rollout have a gradient, (B,) on the host. Without a reference and a critic,
-    rows whose advantages are all 0 have none. As a fork may add a term to the loss, such as an
-    entropy bonus, the loss of two of them is computed: if it is not 0, all rows are needed."""
-    everything = torch.ones(len(batch.ids), dtype=torch.bool)
-    if agent.ref is not None or agent.critic is not None:
-        return everything
-    learns = batch.adv.any(1).cpu()
-    two = (~learns).nonzero()[:2, 0]
-    part = next(micro_batches(batch, two, agent.cfg.micro_tokens))      # perhaps without rows
-    loss, *_ = total_loss(agent, part, part.mask.float(), 1)
-    return learns if loss == 0 else everything
-
-@torch.no_grad()
-def logps(gpt, batch, cfg, critic=None):
-    """`token_logps` of a Batch, in micro-batches and without gradients."""
-    ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
-    logp = torch.zeros(ids.shape, device=device)
+def in_parts(token_logps, gpt, batch, cfg, critic=None):
+    """`grpo.token_logps` of a Batch, in micro-batches."""
+    batch = replace(batch, ids=batch.ids.cpu(), mask=batch.mask.cpu())
+    logp = torch.zeros(batch.ids.shape, device=gpt.device)
     value = None if critic is None else torch.zeros_like(logp)
-    for rows, T in split_rows(ids, mask, cfg.micro_tokens):
-        found = token_logps(gpt, ids[rows, :T], mask[rows, :T], cfg.temperature, critic)
-        rows = send(rows, device)
-        logp[rows, :T] = found[0]
+    for rows, T in split_rows(batch.ids, batch.mask, cfg.micro_tokens, gpt):
+        scored = token_logps(gpt, select(batch, rows, T), cfg, critic)
+        rows = send(rows, gpt.device)
+        logp[rows, :T] = scored[0]
         if critic is not None:
-            value[rows, :T] = found[1]
+            value[rows, :T] = scored[1]
     return logp, value
 
 # ------------------------------------------------------------------------------ common prefixes
@@ -153,7 +181,7 @@ class SharedRows:
 
 def layout_of(gpt, ids, mask):
     """The layout of a pass over ids (B, T), on the host, of which the states up to the last True in
-    mask (B, T) are needed."""
+    mask (B, T) are needed: for scalars of each token, which have no plain form."""
     if gpt.kv_cache == "plain":
         return model.Rows(ids, gpt.device)
     return SharedRows(ids, mask, gpt.device)
@@ -167,13 +195,12 @@ def most_logits(device):
     return 2 ** 26          # 256 MiB in float32
 
 def token_logps(gpt, ids, mask, temperature, critic=None):
-    """`model.token_logps`, and the critic's value of the state before each sampled token, (B, T), 0
-    elsewhere; None without a critic. Logits beyond `most_logits` are computed in parts, and again
-    in the backward pass."""
+    """`model.token_logps`, in which rows share their common prefixes. Logits beyond `most_logits`
+    are computed in parts, and again in the backward pass."""
     ids, mask, device = ids.cpu(), mask.cpu(), gpt.device       # layouts are made on the host
-    layout = layout_of(gpt, ids[:, :-1], mask[:, 1:])
+    layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
     h = gpt(ids[:, :-1], layout=layout)                                           # (B, T - 1, C)
-    scored, index = tokens_to_score(ids, mask, gpt.kv_cache != "plain")
+    scored, index = tokens_to_score(ids, mask)
     before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
     before = before[send(scored, device)] / temperature                                   # (n, C)
     tokens = send(ids.flatten()[scored], device)                                            # (n,)
@@ -185,11 +212,9 @@ def token_logps(gpt, ids, mask, temperature, critic=None):
     value = F.pad(critic(ids[:, :-1], layout, h), (1, 0))
     return logp, torch.where(sampled, value, 0)
 
-def tokens_to_score(ids, mask, share):
+def tokens_to_score(ids, mask):
     """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask
-    (B, T) its index among these n, (B, T). With `share` a token that rows share is scored once."""
-    if not share:
-        return mask.flatten().nonzero()[:, 0], mask.flatten().cumsum(0).view_as(mask) - 1
+    (B, T) its index among these n, (B, T). A token that rows share is scored once."""
     first, index = distinct(ids, mask)
     once = index[mask].unique()
     rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
@@ -212,17 +237,25 @@ def logps_in_parts(gpt, h, tokens):
 # log-probabilities in the ratios are the trainer's own.)
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
-def checked_gap(gaps, tokens, dtype):
-    """The largest gap between the sampler's and the trainer's log-probabilities of `tokens` tokens,
-    over all ranks. gaps: a list of tensors (B, T), 0 at other columns. Raises UserError if it, or
-    the mean, exceeds what rounding in `dtype` explains."""
+def checked_gap(scored, dtype):
+    """The largest gap between the sampler's and the trainer's log-probability of a token, over all
+    ranks. scored: pairs of a micro-batch and its log-probabilities (B, T). Rows of another policy
+    are left out. Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
-    gaps = torch.cat([gap.abs().flatten() for gap in gaps])
+    gaps, tokens = [], 0
+    for batch, logp in scored:
+        mask = batch.mask
+        if batch.on_policy is not None:
+            mask = mask & batch.on_policy[:, None]
+        gaps.append(torch.where(mask, logp - batch.logp, 0).abs().flatten())
+        tokens = tokens + mask.sum()
+    gaps = torch.cat(gaps)
     largest = dist.all_reduce(F.pad(gaps, (0, 1)).max(), distributed.ReduceOp.MAX)
-    largest, total = torch.stack([largest, dist.all_reduce(gaps.sum())]).tolist()
-    mean = total / max(1, dist.all_reduce(tokens).item())
+    total, tokens = dist.all_reduce(torch.stack([gaps.sum(), tokens.to(gaps)]))
+    largest, mean = torch.stack([largest, total / tokens.clamp(min=1)]).tolist()
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "
-                        f"{most_on_average}")
+                        f"{most_on_average}. If these rows are not the present policy's, say so in "
+                        f"the Batch's on_policy")
     return largest

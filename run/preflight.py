@@ -73,7 +73,7 @@ def check_run(cfg, task, problems):
                         "--baseline is none or value and --adv_scale none or batch")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
-    if cfg.learns_reward and len(problems) < 10 * ranks:
+    if cfg.reward != "rule" and len(problems) < 10 * ranks:
         raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
                         f"{len(problems)}")
     problem = problems[0]
@@ -124,7 +124,7 @@ def memory(model, cfg, longest):
     shards = ranks if dist.is_sharding(cfg) else 1
     b = 2 if half else 4                        # bytes of a number in a matrix product
     policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
-    trained = policies + cfg.learns_reward
+    trained = policies + (cfg.reward != "rule")
     frozen = b * N + (4 - b) * V * C * (1 + c.tied)         # the embedding is not rounded
     copies = cfg.needs_reference / shards + (half or shards > 1)
 

@@ -259,29 +259,33 @@ def solved(task, greedy, sampled, n):
     """The results of an evaluation: shares of the problems solved, by name, from Batches of this
     rank: with a greedy completion of each problem, and with n samples of each. The answer of a
     sample that was cut off does not vote."""
-    found = [{"greedy": x} for batch in greedy for x in batch.components["correct"].tolist()]
+    ks = powers_of_two(n)
+    names = ["greedy", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks[1:])]
+    total = dict.fromkeys(names, 0.0)
+    for batch in greedy:
+        total["greedy"] += sum(batch.components["correct"].tolist())
     for batch in sampled:
         right = batch.components["correct"].tolist()
         votes = []
         for text, finished in zip(batch.texts, batch.finished.tolist()):
             votes.append(answer_of(task, text) if finished else "")
         for i in range(0, len(right), n):
-            found.append(shares(right[i:i + n], votes[i:i + n]))
-    total = {"greedy": 0.0} | dict.fromkeys(shares([0.0] * n, [""] * n), 0.0)
-    for part in found:
-        for name, x in part.items():
-            total[name] += x
-    problems = sum("greedy" in part for part in found)
+            for name, x in shares(right[i:i + n], votes[i:i + n]).items():
+                total[name] += x
+    problems = sum(len(batch.ids) for batch in greedy)
     *sums, count = dist.all_reduce(torch.tensor([*total.values(), problems])).tolist()
     return {name: x / count for name, x in zip(total, sums)}
 
 def shares(right, answers):
     """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
     which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
-    n = len(right)
-    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
+    ks = powers_of_two(len(right))
     return {f"pass@{k}": pass_at(k, right) for k in ks} | {
-        f"maj@{k}": majority_at(k, right, answers) for k in ks if k > 1}
+        f"maj@{k}": majority_at(k, right, answers) for k in ks[1:]}
+
+def powers_of_two(n):
+    """1, 2, 4, ... up to n, and n."""
+    return [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
 
 def pass_at(k, right):
     """The expected best of k of these samples, drawn without replacement (unbiased: 2107.03374)."""

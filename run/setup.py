@@ -20,7 +20,7 @@ def add_models(agent):
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
         critic = ScalarHead(width, trunk).to(policy.device)
         agent.critic = dist.shard_module(cfg, critic)
-    if cfg.learns_reward:
+    if cfg.reward != "rule":
         std = (width + 1) ** -0.5                       # scores of variance 1
         generator = dist.generator(cfg, "scorer")
         scorer = ScalarHead(width, copy.deepcopy(policy), std, generator).to(policy.device)

@@ -112,10 +112,10 @@ def header(cfg, encoding, policy, problems, held_out):
         print0(f"note: with --baseline {cfg.baseline}, advantages are still divided by the group's "
                f"std; --adv_scale none leaves that out")
     if cfg.kl == "reward" and cfg.estimator == "k1":
-        print0("--kl reward implies --estimator k1, whose gradient there is that of the KL")
-    if cfg.learns_reward and cfg.adv_scale == "none":
-        print0(f"--reward {cfg.reward} implies --adv_scale none: once all completions of a group "
-               f"are good, their std is only the model's noise")
+        print0("note: --estimator k1, as in the reward no other has the gradient of the KL")
+    if cfg.reward != "rule" and cfg.adv_scale == "none":
+        print0("note: --adv_scale none, as with a learned reward the std of a group whose "
+               "completions are all good is only the model's noise")
     if cfg.compile:
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init and Path(cfg.init) != Path(data.__file__).parent / "warm_start":

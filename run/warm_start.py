@@ -7,37 +7,29 @@ if today's model.py gives its weights the loss that is noted beside them.
 import hashlib
 import json
 import random
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import data
+import model
 from data import UserError, read_bytes, read_json, turns
-from run import config, dist, passes, pretrained, show
-from run.passes import token_logps
+from run import dist, passes, pretrained, show
 from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
 
-# A kept warm start depends on the settings under "new model and warm start" in Config, and on these
-# of other headings: a fork's new settings count by the heading under which they stand.
-MODEL_HEADING = "new model and warm start"
-DEPENDS_ON = "task init chat system seed max_new".split()
+# The settings on which a kept warm start depends. A fork's new field that changes the model, or what
+# it imitates, goes here.
+DEPENDS_ON = ("task init chat system seed max_new n_layer n_embd warm_steps warm_lr").split()
 
 # ------------------------------------------------------------------------------- which one to use
 
 def settings(cfg):
-    """The settings on which a kept warm start depends, name to value. A field under no heading is
-    one of them, to be safe."""
-    others = set()
-    for kind in filter(is_dataclass, type(cfg).__mro__):
-        for heading, helps in config.sections(kind).items():
-            if heading and not heading.startswith(MODEL_HEADING):
-                others |= helps.keys()
-    names = [f.name for f in fields(cfg) if f.name not in others or f.name in DEPENDS_ON]
-    return {name: getattr(cfg, name) for name in names} | cfg.task_args
+    """The settings on which a kept warm start depends, name to value."""
+    return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def shipped(cfg):
     """cfg, with SHIPPED as --init if it serves as cfg's warm start."""
@@ -77,11 +69,11 @@ def starting_model(cfg, task, problems, longest, encoding):
         return pretrained.new_model(cfg, encoding, longest), cold
     again = f"; --warm_steps {type(cfg).warm_steps} makes a new one"
     show.print0(f"starting from {where}{again if where == str(SHIPPED) else ''}")
-    model = pretrained.load_model(where, cfg, encoding, longest)
-    dtype = model.hf.get("dtype") or model.hf.get("torch_dtype") or "float32"
+    policy = pretrained.load_model(where, cfg, encoding, longest)
+    dtype = policy.hf.get("dtype") or policy.hf.get("torch_dtype") or "float32"
     if dtype != "float32":
         show.print0(f"its weights are {dtype}; they are trained, and saved, in float32")
-    return model, cold
+    return policy, cold
 
 def outdated(where, cfg, task, problems, encoding):
     """Why the warm start in a folder is not what a run would make now; None if it is."""
@@ -142,17 +134,20 @@ def sha256_of(cfg, rows):
     return sha256.hexdigest()
 
 @torch.no_grad()
-def loss_on(model, rows):
+def loss_on(policy, rows):
     """A model's loss on the first four demonstrations, in float32 on the CPU."""
     ids, mask = padded(rows[:4])
-    return -token_logps(model.eval(), ids, mask, 1.0)[0][mask].mean().item()
+    logp, _ = model.token_logps(policy.eval(), ids, mask, 1.0)
+    return -logp[mask].mean().item()
 
 # ------------------------------------------------------------------------------------ making one
 
 WARM_BATCH = 48         # demonstrations per optimizer step
 
-def warm_start(model, task, problems, cfg, encoding):
+def warm_start(policy, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
+    form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
+
     def losses(step):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
@@ -162,15 +157,15 @@ def warm_start(model, task, problems, cfg, encoding):
             raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
-        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
-            logp, _ = token_logps(model, ids[micro, :T], mask[micro, :T], 1.0)
+        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
+            logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
-    supervised_fit("warm start", model, losses, cfg.warm_steps, cfg.warm_lr)
+    supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
 
     if dist.rank() == 0:
         where = cfg.folder / "warm_start"
         (where / "warm_start.json").unlink(missing_ok=True)
-        pretrained.save(model, where, encoding.files)
+        pretrained.save(policy, where, encoding.files)
         note = new_note(cfg, task, problems, encoding)
         write_whole(where / "warm_start.json", note)            # marks the rest complete
 

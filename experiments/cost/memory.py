@@ -39,7 +39,7 @@ def one(way, file):
     mask[:, 0] = False
     before = peak()
     if way == "whole":
-        logp = token_logps(model, ids, mask, 0.7)
+        logp, _ = token_logps(model, ids, mask, 0.7)
     else:
         logp, _ = passes.token_logps(model, ids, mask, 0.7)
     logp.sum().backward()

@@ -227,7 +227,7 @@ def random_batch(agent, start=20):
     made = dict(ids=ids, mask=mask, finished=torch.zeros(rows, dtype=torch.bool), logp=torch.zeros(ids.shape),
                 start=torch.full((rows,), start), adv=torch.where(mask, torch.randn(rows, 1), 0))
     batch = grpo.Batch(**{name: x.to(agent.policy.device) for name, x in made.items()})
-    batch.logp, _ = passes.logps(agent.sampler, batch, cfg)
+    batch.logp, _ = grpo.logps(agent.sampler, batch, cfg)
     batch.old_logp = batch.ref_logp = batch.logp
     return batch
 

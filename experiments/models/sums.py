@@ -63,7 +63,7 @@ def kl_to_the_start(where):
     held_out = sums.problems(**cfg.task_args)[1]
     agent = grpo.Agent(cfg, sums, encoding, policy)
     batch = grpo.generate(agent, held_out, 1, dist.rng(cfg, "kl"))
-    logp, ref_logp = (passes.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
+    logp, ref_logp = (grpo.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
     return grpo.kl_estimate(logp, ref_logp, "k3").mean().item()
 
 

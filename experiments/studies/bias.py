@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 from experiments import results  # noqa: E402
-from model import GPT, GPTConfig, token_logps  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from model import token_logps as both  # noqa: E402
 
 V, N = 4, 4                         # vocabulary, tokens per completion
 DISTANCES = (0.1, 0.5, 2.0)         # KL per completion, in nats
@@ -37,6 +38,10 @@ def tiny(seed):
         if p.dim() == 2:
             p.data *= 3
     return made
+
+
+def token_logps(gpt, ids, mask, temperature):
+    return both(gpt, ids, mask, temperature)[0]
 
 
 def at_distance(ref, other, kl):

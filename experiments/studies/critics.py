@@ -53,7 +53,7 @@ def line_values(agent, batch, rng, tries):
     _, lines.ends = reward.of_steps(agent.task, agent.encoding, batch)
     last = passes.last_tokens(batch.mask)
     lines.reward = torch.where(last, outcome[:, None], 0.0)
-    after = reward.rollout_labels(agent, grpo.complete, lines, rng.random(), tries)      # at the ends of lines
+    after = reward.rollout_labels(agent, grpo.completions, lines, agent.cfg.group, rng.random(), tries)      # at the ends of lines
     others = outcome.view(-1, cfg.group)
     first = ((others.sum(1, True) - others) / (cfg.group - 1)).flatten()
     value, advantage = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)

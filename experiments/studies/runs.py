@@ -134,7 +134,7 @@ def patch_drawn(value):
     def of_the_first(agent, problems, rng):
         first.extend([] if first else [pretrained.frozen(agent.policy)])
         batch, stats = rollout(dataclasses.replace(agent, policy=first[0], sampler=None), problems, rng)
-        batch.logp = batch.old_logp = passes.logps(agent.policy, batch, agent.cfg)[0]
+        batch.logp = batch.old_logp = grpo.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = of_the_first
 
@@ -151,7 +151,7 @@ def patch_sampler(value):
         for p in sampling.policy.parameters():
             p.copy_(p.bfloat16())
         batch, stats = rollout(sampling, problems, rng)
-        batch.old_logp = passes.logps(agent.policy, batch, agent.cfg)[0]
+        batch.old_logp = grpo.logps(agent.policy, batch, agent.cfg)[0]
         return batch, stats
     grpo.rollout = rounded
 
@@ -259,7 +259,7 @@ def completions(agent, policy, problems, purpose):
 def kl_to(agent, before, problems):
     """The KL of the policy to another model in nats, per token and per completion, estimated by sampling."""
     batch = completions(agent, agent.policy, problems, "kl")
-    now, then = (passes.logps(gpt, batch, agent.cfg)[0] for gpt in (agent.policy, before))
+    now, then = (grpo.logps(gpt, batch, agent.cfg)[0] for gpt in (agent.policy, before))
     gap = ((now - then) * batch.mask).double()
     return {"kl of a token": (gap.sum() / batch.mask.sum()).item(), "kl": gap.sum(1).mean().item()}
 

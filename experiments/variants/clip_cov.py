@@ -1,5 +1,5 @@
 """Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance of advantage and
-log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch. The
+log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch, whose size is fixed. The
 clip at 0 and 2, and the mean over tokens, are from the authors' scripts.
 """
 import torch
@@ -7,7 +7,8 @@ import torch
 import grpo
 from grpo import surrogate as clipped_once
 
-SETTINGS = dict(clip_low=1, clip_high=1, kl="none", loss_mean="token")
+SETTINGS = dict(clip_low=1, clip_high=1, kl="none", loss_mean="token", micro_tokens=2048)
+FIXED = ["micro_tokens"]
 SHARE, LOW, HIGH = 2e-4, 1.0, 5.0
 
 

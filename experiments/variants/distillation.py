@@ -11,7 +11,7 @@ import grpo
 from data import UserError
 from grpo import new_agent as of_student
 from grpo import rollout as of_task
-from run import passes, pretrained
+from run import pretrained
 
 SETTINGS = dict(baseline="none", adv_scale="none", kl="none", loss_mean="token",
                 clip_low=1e9, clip_high=1e9)
@@ -33,7 +33,7 @@ def new_agent(cfg, task, encoding, policy, saved=None):
 
 def rollout(agent, problems, rng):
     batch, stats = of_task(agent, problems, rng)
-    batch.ref_logp, _ = passes.logps(agent.teacher, batch, agent.cfg)
+    batch.ref_logp, _ = grpo.logps(agent.teacher, batch, agent.cfg)
     batch.adv = torch.where(batch.mask, batch.ref_logp - batch.logp, 0)
     stats.pop("dead_groups", None)          # groups do not matter
     return batch, stats

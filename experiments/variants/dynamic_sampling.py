@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 import grpo
-from grpo import Batch, whiten
+from grpo import whiten
 from grpo import rollout as one_rollout
 from grpo import train_step as one_step
 from run import dist
+from run.passes import joined
 
 SETTINGS = dict(kl="none")
 TRIES = 3
@@ -44,27 +45,10 @@ def rollout(agent, problems, rng):
     stats = {name: sum(s[name] for _, s in found) / len(found) for name in found[0][1]}
     rolled = [batch for batch, _ in found]
     stats["sampled"] = dist.all_reduce(sum(batch.mask.sum() for batch in rolled)).item()
-    batch = _joined(rolled, rows)
+    batch = joined(rolled, rows)
     if whitens:
         batch.adv = whiten(batch.adv, batch.mask)
     return batch, stats
-
-
-def _joined(rolled, rows):
-    """Some rows of several rollouts, as one Batch padded to the longest."""
-    T = max(batch.ids.size(1) for batch in rolled)
-
-    def join(parts):
-        """A field: tensors (B,) and (B, T), lists (B,), a dict of them."""
-        if parts[0] is None:
-            return None
-        if isinstance(parts[0], dict):
-            return {name: join([part[name] for part in parts]) for name in parts[0]}
-        if isinstance(parts[0], list):
-            return [sum(parts, [])[i] for i in rows.tolist()]
-        wide = [torch.nn.functional.pad(x, (0, T - x.size(1))) if x.dim() == 2 else x for x in parts]
-        return torch.cat(wide)[rows.to(wide[0].device)]
-    return Batch(**{name: join([vars(batch)[name] for batch in rolled]) for name in vars(rolled[0])})
 
 
 grpo.train_step = train_step

@@ -1,5 +1,5 @@
-"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of the tokens of a micro-batch, those at which the
-current policy is the least sure, has an advantage, as in the authors' code. That takes a forward pass more.
+"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of the tokens of a micro-batch, whose size is
+fixed, has an advantage: those at which the current policy is the least sure, as in the authors' code. That takes a forward pass more.
 """
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ import torch
 import grpo
 from grpo import total_loss as of_all_tokens
 
-SETTINGS = dict(kl="none", clip_high=0.28, loss_mean="token")
+SETTINGS = dict(kl="none", clip_high=0.28, loss_mean="token", micro_tokens=2048)
+FIXED = ["micro_tokens"]
 SHARE = 0.2
 
 

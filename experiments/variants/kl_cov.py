@@ -1,13 +1,14 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage and log-probability is
-penalized by |log ratio|, as in the authors' code; there is no clip. The covariance's means are over a micro-batch; the loss
+penalized by |log ratio|, as in the authors' code; there is no clip. The covariance's means are over a micro-batch,
+whose size is fixed; the loss
 is a mean over tokens.
 """
 import torch
 
 import grpo
 
-SETTINGS = dict(kl="none", loss_mean="token")
-FIXED = ["clip_low", "clip_high"]
+SETTINGS = dict(kl="none", loss_mean="token", micro_tokens=2048)
+FIXED = ["clip_low", "clip_high", "micro_tokens"]
 SHARE, COEFFICIENT = 2e-3, 1.0
 
 

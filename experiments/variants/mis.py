@@ -9,7 +9,6 @@ import torch
 import grpo
 from grpo import rollout as of_sampler
 from grpo import total_loss as unweighted
-from run import passes
 
 SETTINGS = dict(kl="none")
 C = 2.0
@@ -18,7 +17,7 @@ C = 2.0
 def rollout(agent, problems, rng):
     batch, stats = of_sampler(agent, problems, rng)
     if batch.old_logp is None:          # with one update the loss needs none, but the weights do
-        batch.old_logp, _ = passes.logps(agent.policy, batch, agent.cfg)
+        batch.old_logp, _ = grpo.logps(agent.policy, batch, agent.cfg)
     return batch, stats
 
 

@@ -47,7 +47,6 @@ ALGOS = {
     "dr_grpo": dict(adv_scale="none", kl="none", loss_mean="constant"),     # 2503.20783
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),   # 2507.18071
 }
-Chat = Literal["auto", "none", "think", "no_think"]
 Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
 Estimator = Literal["k1", "k2", "k3", "ratio*k3"]
 LossMean = Literal["sequence", "token", "constant"]
@@ -71,7 +70,7 @@ class Config:
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # prompts and sampling
-    chat: Chat = "auto"         # chat template; thinking on or off
+    chat: Literal["auto", "none", "think", "no_think"] = "auto"     # template; thinking on or off
     system: str = ""            # system message; empty: the chat template's
     temperature: float = 1.0    # of sampling and of all log-probabilities
     # evaluation and checkpoints
@@ -150,8 +149,7 @@ def make_config(**given):
     chosen = {f.name: f.default for f in fields(Config)}
     chosen |= task.DEFAULTS
     chosen |= implied(chosen | settings | given)
-    chosen |= settings
-    chosen |= given
+    chosen |= settings | given
     cfg = config.build(Config, task, chosen)
     if "init" in given or "warm_steps" in given:
         return cfg
@@ -244,66 +242,65 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     with; None: takes the most likely tokens. With `reply` a stop token ends a turn:
     reply(row, ids so far, tokens left) returns the ids of a reply, fewer than are left, and
     whether the episode is over; without ids the row ends. Returns a Batch with its first fields."""
-    device = policy.device
+    def of_rows(numbers):               # of the prompts -> (B,)
+        return torch.tensor(numbers, device=policy.device).repeat_interleave(group)
+
     lengths = [len(prompt) for prompt in prompts]
     longest = max(length + new for length, new in zip(lengths, room))
     N = max(room)
-    ids = passes.padded(prompts, group, max(lengths) + N).to(device)                 # (B, T)
-    start = torch.tensor(lengths, device=device).repeat_interleave(group)     # (B,)
-    room = torch.tensor(room, device=device).repeat_interleave(group)         # (B,)
-    stop = torch.tensor(sorted(stop), device=device)
+    ids = passes.padded(prompts, group, max(lengths) + N)
+    ids = ids.to(policy.device)                                 # (B, T)
+    start, room = of_rows(lengths), of_rows(room)
+    stop = torch.tensor(sorted(stop), device=policy.device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
-    forced = torch.zeros_like(mask)             # tokens of replies: read, not sampled
+    forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
-    done = torch.zeros_like(finished)           # finished, or cut off
+    done = torch.zeros_like(finished)   # finished, or cut off
     if u is not None:
-        u = u.to(device, torch.float32)
+        u = u.to(policy.device, torch.float32)
     cache = caches.new(policy, longest, temperature)
     rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
-    for n in range(N):      # p (r, V): the probabilities of token n of `rows` (r,)
+    for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
         column = start[rows] + n
-        token = caches.sample_token(p, None if u is None else u[rows, n])       # (r,)
         sampled = ~(forced[rows, column] | done[rows])
+        token, token_logp = caches.draw(p, None if u is None else u[rows, n])
         token = torch.where(sampled, token, ids[rows, column])
         ids[rows, column] = token
         mask[rows, column] = sampled
-        logp[rows, column] = torch.where(sampled, p.gather(1, token[:, None])[:, 0].log(), 0)
+        logp[rows, column] = torch.where(sampled, token_logp, 0)
         ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
         for row in rows[ended].tolist() if reply else []:
-            end = int(start[row]) + n + 1       # the column after the turn
-            answer, over = reply(row, ids[row, :end].tolist(), int(room[row]) - n - 1)
-            ids[row, end:end + len(answer)] = torch.tensor(answer, dtype=torch.int64)
-            forced[row, end:end + len(answer)] = True
+            end = int(start[row]) + n + 1               # the column after the turn
+            left = int(room[row]) - n - 1
+            answer, over = reply(row, ids[row, :end].tolist(), left)
+            columns = slice(end, end + len(answer))
+            ids[row, columns] = torch.tensor(answer, dtype=torch.int64)
+            forced[row, columns] = True
             finished[row] = over
             done[row] = len(answer) == 0
         done |= finished | (n + 1 >= room)
-        if n + 1 < N:       # rows that are done leave, at once or every 16 tokens
+        if n + 1 < N:                   # rows that are done leave, now or later
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
-    T = passes.row_lengths(mask).max().item()   # up to the last sampled token of any row
+    T = passes.row_lengths(mask).max().item()       # up to the last sampled token
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
     and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and which of these the policy said, two lists; they are judged as part of
-    the completion, and not trained on."""
+    completions begin, and which of these the policy said; they are judged, but not trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
-    episodes = reward.new_episodes(agent, problems, prompts, begun, group)  # None without replies
     prefixes = [prompt + ids for prompt, (ids, _) in zip(prompts, begun)]
     room = [cfg.max_new - len(ids) for ids, _ in begun]
-    batch = sample(agent.sampler, prefixes, group, room, cfg.temperature, agent.encoding.stop,
-                   u, reply=episodes)
-    said = [[False] * len(prompt) + said for prompt, (_, said) in zip(prompts, begun)]
-    said = passes.padded(said, group, batch.ids.size(1)).bool()
-    batch.judged = batch.mask | said.to(batch.mask.device)
-    start = torch.tensor([len(prompt) for prompt in prompts], device=batch.start.device)
-    batch.start = start.repeat_interleave(group)
+    episodes = reward.new_episodes(agent, problems, prompts, begun, group)
+    batch = sample(agent.sampler, prefixes, group, room, cfg.temperature,
+                   agent.encoding.stop, u, reply=episodes)
+    passes.begin_earlier(batch, prompts, begun, group)
     reward.score_by_rule(agent, problems, batch, episodes)
     return batch
 
@@ -321,7 +318,7 @@ def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (B, T) at `ends` (B, T). Returns scores (B, T), and which
-    groups are dead, (P,): rewards equal up to rounding. The std divides by n (the paper is silent):
+    groups are dead, (P,): rewards equal to 1e-6 of their mean. The std divides by n (the paper is silent):
     the scores' mean square is 1 for any G. As dead groups are not divided, there is no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
@@ -330,15 +327,14 @@ def group_scores(r, ends, cfg):
     total = r.sum((1, 2), keepdim=True)
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
-    variance = square.sum((1, 2), keepdim=True) / n
-    std = variance.sqrt()
-    # Equal up to rounding, which of a learned reward is that of scores of the size of 1.
-    size = mean.abs().clamp(min=0.1 if cfg.reward != "rule" else 0)
-    dead = std <= 1e-6 * size
+    std = (square.sum((1, 2), keepdim=True) / n).sqrt()
+    least = 0 if cfg.reward == "rule" else 0.1      # a learned score near 0 rounds as one near 1
+    dead = std <= 1e-6 * mean.abs().clamp(min=least)
     if cfg.baseline in ("none", "value"):
         mean = 0
     elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        mean = (total - r.sum(2, keepdim=True)) / (n - ends.sum(2, keepdim=True))
+        others = total - r.sum(2, keepdim=True)                         # (P, G, 1)
+        mean = others / (n - ends.sum(2, keepdim=True))
     else:
         mean = torch.where(dead, r, mean)
     std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
@@ -520,20 +516,17 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, n):
     """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
     (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
-    groups = -(-dist.largest(n) // cfg.group) * dist.ranks()    # n: a variant may have dropped rows
-    every = torch.arange(groups * cfg.group)                    # the rows of all ranks
-    here = dist.of_rank(every.view(-1, cfg.group)).flatten()[:n]
+    own, total = dist.numbered(n, cfg.group)    # this rank's rows among those of all
     for _ in range(cfg.epochs):
-        order = rng.sample(range(len(every)), len(every))
-        for part in torch.tensor(order).tensor_split(cfg.minibatches):
-            rows = torch.isin(here, part).nonzero()[:, 0]
-            n_rows = dist.all_reduce(torch.tensor(len(rows))).item()
-            yield rows, max(n_rows, 1)
+        order = torch.tensor(rng.sample(range(total), total))
+        for part in order.tensor_split(cfg.minibatches):
+            rows = torch.isin(own, part).nonzero()[:, 0]
+            n_rows = dist.all_reduce(torch.tensor(len(rows)))
+            yield rows, n_rows.clamp(min=1).item()
 
 def update(agent, batch, rng):
-    """Makes an optimizer step for each minibatch of each epoch over a rollout, accumulating
-    gradients over micro-batches; returns the mean statistics. Raises UserError if, before the first
-    step, the sampler's and the trainer's log-probabilities disagree."""
+    """An optimizer step for each minibatch of each epoch over a rollout; the mean statistics. Raises
+    UserError if before the first one the sampler's log-probabilities are not the trainer's."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
@@ -542,7 +535,8 @@ def update(agent, batch, rng):
     mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, len(mask))):
-        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
+        n_tokens = dist.all_reduce(mask[rows].sum())
+        n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[learns[rows]]
         scored = []
         for part in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
@@ -561,19 +555,11 @@ def update(agent, batch, rng):
         agent.opt.zero_grad()
     return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
-@torch.no_grad()
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
     critic, those with advantages 0 have none. A fork may have added a term to total_loss, so it is
     tried on two of them: if it is not 0, no row is skipped."""
-    learns = batch.adv.any(1).cpu()
-    if agent.ref is None and agent.critic is None:
-        two = (~learns).nonzero()[:2, 0]        # or fewer
-        part = passes.select(batch, two, batch.ids.size(1))
-        loss, *_ = total_loss(agent, part, part.mask.float(), 1)
-        if loss == 0:
-            return learns
-    return torch.ones_like(learns)
+    return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
@@ -600,22 +586,25 @@ def evaluate(agent, problems):
     cfg, n = agent.cfg, agent.cfg.samples
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group              # at a time: as many as a step has
-    parts = show.chunks("greedy evaluation", problems, rows)
-    greedy = [generate(agent, part, 1) for part in parts]
-    parts = show.chunks("evaluation", problems, max(1, rows // n))
-    sampled = [generate(agent, part, n, rng) for part in parts]
+    greedy, sampled = [], []
+    for some in show.chunks("greedy evaluation", problems, rows):
+        greedy.append(generate(agent, some, 1))
+    for some in show.chunks("evaluation", problems, max(1, rows // n)):
+        sampled.append(generate(agent, some, n, rng))
     return report.solved(agent.task, greedy, sampled, n)
 
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
     """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
-    cfg, agent.step = agent.cfg, step
+    cfg = agent.cfg
+    agent.step = step
     clock = report.Clock()
     if cfg.half_life:
         for part in agent.opt.param_groups:
             rate = part.setdefault("initial_lr", part["lr"])
             part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
-    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+    rng = dist.rng(cfg, "problems", step)
+    drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
@@ -668,8 +657,9 @@ def finish_step(agent, held_out, step, stats):
 def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
     prompt, episodes = setup.asked(agent, question)
-    room = max(1, min(agent.cfg.max_new, agent.policy.cfg.block_size - len(prompt)))
-    batch = sample(agent.sampler, [prompt], 1, [room], agent.cfg.temperature,
+    context = agent.policy.cfg.block_size
+    room = min(agent.cfg.max_new, context - len(prompt))
+    batch = sample(agent.sampler, [prompt], 1, [max(1, room)], agent.cfg.temperature,
                    agent.encoding.stop, reply=episodes)
     return show.dialogue(agent.encoding, question, batch, episodes)
 

@@ -254,15 +254,20 @@ def inverse_cdf(p, u):
     i = i.clamp(max=p.size(1) - 1)                              # of NaN: the last
     return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
 
-def sample_token(p, u):
-    """Samples a token (r,) from each row of probabilities p (r, V), like torch.multinomial but with
-    given random numbers u (r,), uniform in [0, 1), so that a run can be repeated on any number of
-    ranks: the first token whose cumulative probability exceeds u. u None: the most likely one."""
-    if u is None:
-        return p.argmax(-1)
+def draw(p, u):
+    """Draws a token (r,) from each row of probabilities p (r, V); returns it and its log-probability
+    (r,). Like torch.multinomial but with given random numbers u (r,), uniform in [0, 1), so that a
+    run can be repeated on any number of ranks: the first token whose cumulative probability exceeds
+    u. u None: the most likely one."""
+    token = p.argmax(-1) if u is None else by_parts(p, u)
+    return token, p.gather(1, token[:, None])[:, 0].log()
+
+def by_parts(p, u):
+    """`inverse_cdf`, in two levels if the vocabulary is large: first a part of it, then its token,
+    which is faster on a GPU."""
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
-    parts = p.unflatten(1, (-1, PART))      # first a part, then its token: faster on a GPU
+    parts = p.unflatten(1, (-1, PART))
     rows = torch.arange(len(p), device=p.device)
     mass = parts.sum(-1)
     part, over = inverse_cdf(mass, u)

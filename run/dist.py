@@ -107,6 +107,14 @@ def largest(n):
     """The largest of an integer over all ranks."""
     return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
 
+def numbered(n, group):
+    """The numbers of this rank's n rows among those of all ranks, (n,), and how many there are.
+    Groups belong to the ranks in turn. If an algorithm has dropped rows, some numbers are unused.
+    """
+    total = -(-largest(n) // group) * group * ranks()
+    every = torch.arange(total).view(-1, group)
+    return of_rank(every).flatten()[:n], total
+
 def mean_and_std(x):
     """Mean and std of x (n,) over all ranks, without Bessel's correction."""
     n = all_reduce(torch.tensor(float(len(x)), device=x.device)).clamp(min=1)

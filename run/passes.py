@@ -28,6 +28,15 @@ def padded(rows, group, width):
         ids[i, :len(row)] = torch.tensor(row)
     return ids.repeat_interleave(group, 0)
 
+def begin_earlier(batch, prompts, begun, group):
+    """Lets the completions of a Batch begin right behind the prompts, with what was given of them,
+    see grpo.completions."""
+    said = [[False] * len(prompt) + said for prompt, (_, said) in zip(prompts, begun)]
+    said = padded(said, group, batch.ids.size(1)).bool()
+    start = torch.tensor([len(prompt) for prompt in prompts])
+    batch.judged = batch.mask | send(said, batch.mask.device)
+    batch.start = send(start.repeat_interleave(group), batch.mask.device)
+
 def join(values):
     """Values of a field of several Batches, one after another: tensors (B,) or (B, T), which are
     padded to the longest, lists, or dicts of these. None if all are None."""
@@ -116,6 +125,18 @@ def micro_batches(batch, rows, budget, module):
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
     for part, T in split_rows(ids, mask, budget, module):
         yield select(batch, rows[part], T)
+
+@torch.no_grad()
+def has_gradient(agent, batch, total_loss):
+    """See grpo.has_gradient."""
+    learns = batch.adv.any(1).cpu()
+    if agent.ref is None and agent.critic is None:
+        two = (~learns).nonzero()[:2, 0]        # or fewer
+        part = select(batch, two, batch.ids.size(1))
+        loss, *_ = total_loss(agent, part, part.mask.float(), 1)
+        if loss == 0:
+            return learns
+    return torch.ones_like(learns)
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):
     """`grpo.token_logps` of a Batch, in micro-batches."""

@@ -178,7 +178,7 @@ def of_a_token(at, policy):
     h, u = step.h[:, 0], torch.rand(rows).to(policy.device)
     p = policy.probs(h)
     return {"graph": step.graph.replay if step.graph else partial(policy, step.ids, step.pos, step.cache, slots=step.slots),
-            "head and softmax": lambda: policy.probs(h), "sample_token": lambda: caches.sample_token(p, u)}
+            "head and softmax": lambda: policy.probs(h), "sample_token": lambda: caches.draw(p, u)}
 
 
 def where_time_goes(found, at, policy, token):

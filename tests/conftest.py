@@ -8,6 +8,7 @@ import signal
 import sys
 from multiprocessing import reduction
 from pathlib import Path
+from types import SimpleNamespace
 
 # In this process and those that tests start: models this small gain nothing from a second thread,
 # and on a busy machine processes with two threads wait for each other.
@@ -27,7 +28,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 import grpo  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from run import config, pretrained  # noqa: E402
+from run import config, passes, pretrained  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -196,6 +197,21 @@ def chat_folder(where, template=CHAT):
     pretrained.save(GPT(shape, torch.Generator().manual_seed(0)), where,
                     {name: json.dumps(x).encode() for name, x in files.items()})
     return where
+
+
+def agent_of(cfg, task=None, **parts):
+    """An Agent with what every run has: a policy and a tokenizer."""
+    return grpo.Agent(cfg, task, **{"encoding": byte_encoding(), "policy": tiny_model(), **parts})
+
+
+def batch_of(mask, **parts):
+    """A whole Batch of rows that were sampled where the mask (B, T) says, in which nothing is 1 but
+    what `parts` has."""
+    on, zero = torch.as_tensor(mask), torch.zeros(*mask.shape)
+    rows = dict(finished=torch.ones(len(on), dtype=torch.bool), start=on.int().argmax(1))
+    said = dict(problems=[SimpleNamespace(prompt="?")] * len(on), texts=[""] * len(on), components={"correct": zero[:, 0]})
+    made = rows | said | dict(logp=zero, reward=zero, ends=passes.last_tokens(on), adv=zero)
+    return grpo.Batch(**{"ids": on.long(), "mask": on} | made | parts)
 
 
 def flags(settings):

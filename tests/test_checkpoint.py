@@ -107,7 +107,7 @@ def another(cfg, name):
         return next(x for x in choices if x != value)
     if name == "task_args":
         return {"difficulty": 3}
-    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: value / 2 + 0.25, str: lambda: value + "x"}[field.type]()
+    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: value / 2 or 0.25, str: lambda: value + "x"}[field.type]()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed
-from conftest import ROOT, tiny_model
+from conftest import ROOT, agent_of, tiny_model
 
 import reward
 from data import UserError
@@ -111,7 +111,7 @@ def test_a_sampler_gets_new_weights_where_its_old_ones_were():
     """A CUDA graph reads them from there."""
     policy, sampler = tiny_model(1), tiny_model(2).bfloat16()
     before = [p.data_ptr() for p in sampler.parameters()]
-    dist.sync_sampler(SimpleNamespace(policy=policy, sampler=sampler))
+    dist.sync_sampler(agent_of(Config(), policy=policy, sampler=sampler))
     assert [p.data_ptr() for p in sampler.parameters()] == before
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(sampler.parameters(), policy.parameters(), strict=True))
 

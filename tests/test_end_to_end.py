@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, fault
+from conftest import ROOT, Forked, agent_of, batch_of, fault
 
 import data
 import data.arithmetic as arithmetic
@@ -233,10 +233,10 @@ def test_an_unfinished_completion_has_no_vote(monkeypatch):
         said = [{"x": "b", "y": "a"}[p.prompt] for p in chunk for _ in range(n)]
         finished = ~torch.tensor(cut_off)
         correct = finished & torch.tensor([text == "a" for text in said])
-        return SimpleNamespace(finished=finished, texts=said, components={"correct": correct.float()})
+        return batch_of(finished[:, None] | True, finished=finished, texts=said,
+                        components={"correct": correct.float()})
     monkeypatch.setattr(grpo, "generate", generate)
-    policy = SimpleNamespace(device=torch.device("cpu"))
-    found = evaluate(grpo.Agent(Config(), SimpleNamespace(answer=str), None, policy), problems)
+    found = evaluate(agent_of(Config(), SimpleNamespace(answer=str)), problems)
     assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     assert found["maj@8"] == 0.5 and found["pass@1"] == pytest.approx(7 / 16)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, flags, tiny_model
+from conftest import ROOT, batch_of, flags, tiny_model
 
 import data
 import grpo
@@ -122,13 +122,14 @@ def test_the_widest_group_is_chosen_and_another_at_random(made):
             widest = line["prompt"]
         else:
             assert line["prompt"] != widest
-    batch = SimpleNamespace(reward=torch.tensor([[1.], [1], [0], [2], [3], [1], [0], [0]]), ids=torch.zeros(8, 3))
+    on, rewards = torch.ones(8, 1).bool(), torch.tensor([[1.], [1], [0], [2], [3], [1], [0], [0]])
+    batch = batch_of(on, reward=rewards)
     cfg = grpo.Config(group=2)
     assert report.widest(batch, 2) == slice(2, 4)          # of two equal ones the first
     at_random = {report.chosen(cfg, step, batch)["random"].start for step in range(40)}
     assert at_random == {0, 4, 6}
     assert report.chosen(cfg, 3, batch) == report.chosen(cfg, 3, batch)
-    alone = SimpleNamespace(reward=batch.reward[:2], ids=batch.ids[:2])
+    alone = batch_of(on[:2], reward=rewards[:2])
     assert report.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
 
 
@@ -198,10 +199,9 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
     rewards = torch.tensor([1., 0, 1, 2, 1, 0.5, 0.7, 3])
     ids = torch.tensor([list(b"?") + list(x.encode().ljust(2, b"\0")) for x in texts])
     mask = torch.tensor([[False, True, len(x) > 1] for x in texts])
-    batch = SimpleNamespace(texts=["-"] * 8 + texts, problems=[SimpleNamespace(prompt="no")] * 8
-                            + [SimpleNamespace(prompt="?")] * 8, reward=torch.cat([rewards, rewards])[:, None],
-                            adv=(torch.cat([rewards, rewards]) - 1)[:, None].expand(16, 3), ids=torch.cat([ids, ids]),
-                            mask=torch.cat([mask, mask]))
+    ids, mask, rewards = (torch.cat([x, x]) for x in (ids, mask, rewards[:, None]))
+    batch = batch_of(mask, ids=ids, reward=rewards, adv=(rewards - 1).expand(16, 3), texts=["-"] * 8 + texts,
+                     problems=[SimpleNamespace(prompt=x) for x in "-" * 8 + "?" * 8])
     monkeypatch.setenv("NO_COLOR", "1")
     show.group(batch, slice(8, 16), encoding)
     assert capsys.readouterr().out == ("    1x ?f   reward 3  advantage +2.00\n    1x ?cc   reward 2  advantage +1.00\n"

@@ -3,6 +3,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from conftest import tiny_model
@@ -12,7 +13,7 @@ import data.arithmetic as task
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Agent, Batch, Config
+from grpo import Batch, Config
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
 from run import passes, warm_start
@@ -36,8 +37,8 @@ PROBLEM = task.Problem("47*58=", "2726")
 
 
 def agent_of(task=None, **settings):
-    """An Agent without a policy."""
-    return Agent(Config(**settings), task, byte_encoding(), None)
+    """An Agent that judges bytes."""
+    return conftest.agent_of(Config(**settings), task)
 
 
 def scored(task, batch, problems=(PROBLEM,)):
@@ -224,7 +225,7 @@ def preferences(n, K, seed):
 
 def fitted(model, batch, history, cfg, seed):
     """`refit` to the Batch, of whose problems a tenth is held out; the history and the metrics."""
-    agent = Agent(cfg, None, None, None, reward_model=model, history=history)
+    agent = conftest.agent_of(cfg, reward_model=model, history=history)
     measures = refit(agent, [batch], len(batch.ids) // reward.CHOICES // 10, random.Random(seed))
     return agent.history, measures
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import tiny_model
 from test_reward import WORK, agent_of, batch_of, scored
 
 import data
@@ -451,7 +452,7 @@ def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(tmp_path, encodi
     problems, _ = gsm8k.problems(path, path)
     longest = preflight.longest_of(encoding, problems)
     assert longest == len(problems[1].prompt)
-    policy = SimpleNamespace(cfg=SimpleNamespace(block_size=512))
+    policy = tiny_model(block_size=512)
     with pytest.raises(UserError) as e:
         preflight.check_context(policy, grpo.Config(max_new=8), longest)
     assert str(e.value) == (
@@ -478,7 +479,7 @@ def test_training_and_held_out_problems_that_are_the_same(tmp_path, capsys):
 def test_an_evaluation_needs_no_training_file(tmp_path):
     """Nor does a question."""
     cfg = SimpleNamespace(held_out=0, max_new=8, task_args={"train": "", "test": str(rows(tmp_path / "b.jsonl", "a", "b"))})
-    policy = SimpleNamespace(cfg=SimpleNamespace(block_size=512))
+    policy = tiny_model(block_size=512)
     encoding = data.tokenizer.byte_encoding()
     assert [p.answer for p in preflight.held_out(cfg, gsm8k, encoding, policy)] == ["1", "1"]
 

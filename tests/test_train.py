@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import agent_of, batch_of, tiny_model
 
 import data
 import grpo
 import reward
 from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
-from grpo import Agent, Batch, Config
+from grpo import Agent, Config
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup, show, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
@@ -135,20 +135,20 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
 
     def sample(*given, reply):
         asked.append((*given, reply))
-        return SimpleNamespace(ids=torch.zeros(2 * given[2], 1).long())
+        return batch_of(torch.ones(2 * given[2], 1).bool())
     monkeypatch.setattr(grpo, "sample", sample)
     monkeypatch.setattr(reward, "score_by_rule", lambda *given: None)
-    agent = SimpleNamespace(cfg=with_(temperature=0.5), task=None, sampler="sampler", encoding=byte_encoding())
+    agent = agent_of(with_(temperature=0.5))
     grpo.complete(agent, ["prompt"], 4, [7], "u")
     grpo.complete(agent, ["prompt"], 4, [7])
     for group, rng in ((4, random.Random(0)), (4, random.Random(0)), (4, random.Random(1)), (1, None)):
         grpo.generate(agent, PROBLEMS[:2], group, rng)
     stop, prompts = agent.encoding.stop, [[*b"0="], [*b"1="]]
-    assert asked[:2] == [("sampler", ["prompt"], 4, [7], 0.5, stop, u, None) for u in ("u", None)]
+    assert asked[:2] == [(agent.sampler, ["prompt"], 4, [7], 0.5, stop, u, None) for u in ("u", None)]
     assert all(given[-1] is None for given in asked)            # the task has no replies
     drawn = [given[6] for given in asked[2:]]
     assert [given[2] for given in asked[2:]] == [4, 4, 4, 1]
-    assert all(given[:2] + given[3:6] == ("sampler", prompts, [8, 8], 0.5, stop) for given in asked[2:])
+    assert all(given[:2] + given[3:6] == (agent.sampler, prompts, [8, 8], 0.5, stop) for given in asked[2:])
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[3] is None
     assert drawn[0].shape == (8, 8) and len(drawn[0].unique()) == 64
 
@@ -158,18 +158,18 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
 @pytest.mark.parametrize("half_life, rates", [(0, [0.4] * 4), (1, [0.4, 0.2, 0.1, 0.05]), (2, [0.4, 0.4 * 0.5 ** 0.5, 0.2, 0.1 * 2 ** 0.5])])
 def test_the_learning_rate_halves(half_life, rates, monkeypatch):
     """The first step's is --lr; without a half-life each is."""
-    batch, seen = SimpleNamespace(mask=torch.ones(2, 6, dtype=torch.bool)), []
+    batch, seen = batch_of(torch.ones(2, 6).bool()), []
     monkeypatch.setattr(grpo, "rollout", lambda agent, drawn, rng: (batch, {}))
     monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: seen.append(agent.opt.param_groups[0]["lr"]) or {"kl": 0.0})
     opt = torch.optim.SGD([torch.zeros(1)], 0.4)
     for step in range(1, 5):
-        grpo.train_step(Agent(with_(lr=0.4, half_life=half_life), None, None, None, beta=0.5, opt=opt), PROBLEMS, step)
+        grpo.train_step(agent_of(with_(lr=0.4, half_life=half_life), beta=0.5, opt=opt), PROBLEMS, step)
     assert seen == pytest.approx(rates)
 
 
 def test_speeds_are_tokens_by_seconds(monkeypatch):
     """8 tokens sampled in 2 seconds, after 3 in which the task judged, and learned in 5."""
-    clock, batch = iter([10.0, 15.0, 20.0]), SimpleNamespace(mask=torch.arange(12).view(2, 6) < 8)
+    clock, batch = iter([10.0, 15.0, 20.0]), batch_of(torch.arange(12).view(2, 6) < 8)
     monkeypatch.setattr(grpo.report.time, "perf_counter", lambda: next(clock))
 
     def rollout(agent, drawn, source):
@@ -177,7 +177,7 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
         return batch, {"reward": len(drawn)}
     monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(grpo, "update", lambda agent, batch, source: {"kl": 0.5})
-    got, stats = grpo.train_step(Agent(CFG, None, None, None, beta=0.04), PROBLEMS, 3)
+    got, stats = grpo.train_step(agent_of(CFG, beta=0.04), PROBLEMS, 3)
     assert got is batch and stats == dict(reward=2, kl=0.5, seconds=10.0, reward_seconds=3.0, rollout_tok_s=4.0, update_tok_s=1.6, beta=0.04)
 
 
@@ -211,17 +211,11 @@ def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, monkey
     monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
     monkeypatch.setattr(dist, "rank", lambda: rank)
     monkeypatch.setattr(dist, "ranks", lambda: 2)
-    on = torch.ones(2, 3, dtype=torch.bool)
-
-    def generate(agent, part, group, rng):
-        """Rows of one step."""
-        last = passes.last_tokens(on)
-        return Batch(on.long(), on, None, None, torch.zeros(2).long(), reward=torch.zeros(2, 3), ends=last)
-    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(grpo, "generate", lambda *given: batch_of(torch.ones(2, 3).bool()))
     monkeypatch.setattr(reward, "of_rule", lambda agent, batch: (batch.reward, batch.ends))
     monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: {
         "rm_accuracy": len(batches), "rm_error": held_out})
-    agent = Agent(with_(reward=labels, supervision="process"), None, None, None, reward_model=1)
+    agent = agent_of(with_(reward=labels, supervision="process"), reward_model=1)
     for iteration in (4, 5):
         assert grpo.refit_reward_model(agent, PROBLEMS, iteration) == {"rm_accuracy": 15, "rm_error": 3}
     assert [of for of in streams if of[0] == "fit"] == [("fit", 4), ("fit", 5)]
@@ -252,16 +246,17 @@ def order(monkeypatch):
     def train_step(agent, problems, step):
         at[0] = step
         notes.append(f"step {step}")
-        return "batch", {"loss": step}
+        return batch_of(torch.ones(1, 1).bool()), {"loss": step}
 
     def made(halt=None, saved=None, **changes):
-        cfg = with_(**changes)
-        monkeypatch.setattr(setup, "begin", lambda *given: (cfg, None, None, None, PROBLEMS[:20], PROBLEMS[20:]))
-        monkeypatch.setattr(grpo, "new_agent", lambda *given: Agent(cfg, None, None, None, reward_model=1))
+        agent = agent_of(with_(**changes), reward_model=1)
+        begun = agent.cfg, None, agent.encoding, agent.policy, PROBLEMS[:20], PROBLEMS[20:]
+        monkeypatch.setattr(setup, "begin", lambda *given: begun)
+        monkeypatch.setattr(grpo, "new_agent", lambda *given: agent)
         monkeypatch.setattr(dist, "stop_asked", lambda: 15 if at[0] == halt else 0)
         notes.clear()
         try:
-            grpo.train(cfg, saved=saved)
+            grpo.train(agent.cfg, saved=saved)
         except dist.Stopped as when:
             notes.append(f"stopped {when}")
         return notes
@@ -327,7 +322,7 @@ def test_a_resumed_run_goes_on_with_the_next_step(order):
 
 def test_a_question_may_leave_no_room_for_an_answer():
     """A context of 64: after 63 or 64 tokens of a prompt there is one for the answer; of 65 a line says so."""
-    agent = Agent(CFG, None, byte_encoding(), tiny_model())
+    agent = agent_of(CFG)
     assert len(grpo.ask(agent, "1" * 63)) >= 63 and len(grpo.ask(agent, "1" * 64)) >= 64
     assert len(grpo.ask(agent, "1" * 60).encode()) <= 64
     with pytest.raises(UserError, match="65 tokens do not fit a context of 64"):
@@ -343,24 +338,24 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
 
     def sample(policy, prompts, *given, **named):
         sent.extend(prompts)
-        return SimpleNamespace(ids=torch.tensor([list(b"?yes")]), mask=torch.tensor([[False, True, True, True]]))
+        return batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
     monkeypatch.setattr(grpo, "sample", sample)
     for task, prompt in ((gsm8k, problem.prompt), (None, "How many?")):
-        assert grpo.ask(Agent(CFG, task, encoding, tiny_model()), "How many?") == "How many?yes"
+        assert grpo.ask(agent_of(CFG, task), "How many?") == "How many?yes"
         assert sent.pop() == encoding.encode_prompt(prompt) and not sent
     broken = SimpleNamespace(prompt=lambda question: 1 / 0)
     with pytest.raises(UserError, match="the function prompt fails: ZeroDivisionError"):
-        grpo.ask(Agent(CFG, broken, encoding, tiny_model()), "How many?")
+        grpo.ask(agent_of(CFG, broken), "How many?")
 
 
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
 def test_a_chat_models_answer_is_on_a_line_of_its_own(after, between, monkeypatch):
     """That to `47*58=` goes on where it ends."""
-    batch = SimpleNamespace(ids=torch.tensor([list(b"?yes")]), mask=torch.tensor([[False, True, True, True]]))
+    batch = batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
     monkeypatch.setattr(grpo, "sample", lambda *given, **named: batch)
     encoding = byte_encoding()
     encoding.frame = dataclasses.replace(encoding.frame, after=after)
-    assert grpo.ask(Agent(CFG, None, encoding, tiny_model()), "?") == "?" + between + "yes"
+    assert grpo.ask(agent_of(CFG, encoding=encoding), "?") == "?" + between + "yes"
 
 
 @pytest.mark.parametrize("question, asked", [
@@ -424,10 +419,10 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(prompts
         if rng is not None:
             right = [k >= 8 - i for i in seen for k in range(8)]
             texts = [f"right {i}" if k >= 8 - i else f"wrong {i} {k}" for i in seen for k in range(8)]
-        return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
-                               components={"correct": torch.tensor(right).float()})
+        return batch_of(torch.ones(len(texts), 1).bool(), texts=texts,
+                        components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
-    agent = Agent(with_(prompts=prompts, group=group), SimpleNamespace(answer=str), None, tiny_model())
+    agent = agent_of(with_(prompts=prompts, group=group), SimpleNamespace(answer=str))
     found = grpo.evaluate(agent, problems)
     assert parts[1] == [at_a_time] * (9 // at_a_time) + [9 % at_a_time] * (9 % at_a_time > 0) and sum(parts[0]) == 9
     assert found["greedy"] == pytest.approx(4 / 9) and found["pass@1"] == pytest.approx(36 / 8 / 9)
@@ -440,10 +435,10 @@ def test_samples_that_are_all_right_are_no_others(monkeypatch):
         """Greedy rows are wrong, and say what the samples of the next problem say."""
         texts = ["b", "a"] if rng is None else ["a", "c", "b", "d"]
         right = [0., 0] if rng is None else [1., 0, 1, 0]
-        return SimpleNamespace(finished=torch.ones(len(texts), dtype=torch.bool), texts=texts,
-                               components={"correct": torch.tensor(right)})
+        return batch_of(torch.ones(len(texts), 1).bool(), texts=texts,
+                        components={"correct": torch.tensor(right)})
     monkeypatch.setattr(grpo, "generate", generate)
-    agent = Agent(with_(prompts=2, group=3, samples=2), SimpleNamespace(answer=str), None, tiny_model())
+    agent = agent_of(with_(prompts=2, group=3, samples=2), SimpleNamespace(answer=str))
     assert grpo.evaluate(agent, PROBLEMS[:2]) == {"greedy": 0, "pass@1": 0.5, "pass@2": 1, "maj@2": 1}
 
 
@@ -464,12 +459,11 @@ def test_labelling_has_as_many_rows_as_a_rollout_but_a_problem_a_prompt(group, c
     def generate(agent, part, n, rng):
         """Completions of one token."""
         seen.append(len(part))
-        n *= len(part)
-        return Batch(torch.zeros(n, 1).long(), torch.ones(n, 1, dtype=torch.bool), None, None, None)
+        return batch_of(torch.ones(n * len(part), 1).bool())
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(reward, "of_rule", lambda agent, b: (torch.zeros(b.ids.shape), b.mask))
     monkeypatch.setattr(reward, "refit", lambda *_: {"rm_accuracy": 1.0, "rm_error": 0.0})
     monkeypatch.setattr(reward, "CHOICES", choices)
     cfg = with_(prompts=3, group=group, reward="model")
-    grpo.refit_reward_model(Agent(cfg, None, None, None, reward_model=1), PROBLEMS[:20], 0)
+    grpo.refit_reward_model(agent_of(cfg, reward_model=1), PROBLEMS[:20], 0)
     assert seen == sizes

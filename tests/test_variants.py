@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, flags, tiny_model
+from conftest import ROOT, agent_of, batch_of, flags, tiny_model
 
 import grpo
 from data import UserError, arithmetic
@@ -23,6 +23,15 @@ from model import token_logps
 from run import checkpoint, config, dist, passes, pretrained, show
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
+# What those of this repository replace; a file that is not here is only run.
+REPLACED = dict(
+    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
+    group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
+    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
+    token_weights="luspo",
+    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
+    has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
+KNOWN = sorted({*" ".join(REPLACED.values()).split()})
 
 
 def module_of(name):
@@ -138,7 +147,7 @@ def test_constants_that_no_formula_sees(name, constants):
 
 def test_a_kl_is_only_where_the_paper_has_one():
     own = dict(adaptive_kl="reward", moving_reference="loss", off_policy_mask="loss", periodic_reference="loss", two_sided="loss")
-    assert {name: module_of(name).SETTINGS["kl"] for name in FILES} == dict.fromkeys(FILES, "none") | own
+    assert {name: module_of(name).SETTINGS["kl"] for name in KNOWN} == dict.fromkeys(KNOWN, "none") | own
 
 
 @pytest.mark.parametrize("rise", [1.0, 1.3])
@@ -359,9 +368,10 @@ def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
 def test_with_several_updates_the_weights_have_the_old_policys(name, monkeypatch):
     """Of the rollout's own pass: no other is made."""
     module, old = module_of(name), torch.zeros(4, 6)
-    batch = SimpleNamespace(old_logp=old)
+    batch = batch_of(tensors(OLD)[1], old_logp=old)
     monkeypatch.setattr(module, "of_sampler", lambda *given: (batch, {}))
-    assert module.rollout(SimpleNamespace(), None, None) == (batch, {}) and batch.old_logp is old
+    made, stats = module.rollout(agent_of(grpo.make_config()), None, None)
+    assert made is batch and batch.old_logp is old and stats == {}
 
 
 # ----------------------------------------------------------------------------------------- credit
@@ -452,10 +462,8 @@ def rolled(reward, adv, components=None, finished=(True, True, True, False)):
     """A rollout of four rows, two groups."""
     mask = tensors(OLD)[1]
     last = mask & ~mask.roll(-1, 1)
-    batch = grpo.Batch(torch.zeros(4, 6).long(), mask, torch.tensor(finished), torch.zeros(4, 6), torch.full((4,), 2), problems=[*"aabb"],
-                       texts=[*"wxyz"], components=components or {}, reward=torch.where(last, torch.tensor(reward)[:, None], 0), ends=last)
-    batch.adv = torch.tensor(adv)[:, None] * mask
-    return batch
+    return batch_of(mask, finished=torch.tensor(finished), problems=[*"aabb"], texts=[*"wxyz"], components=components or {},
+                    reward=torch.where(last, torch.tensor(reward)[:, None], 0), adv=torch.tensor(adv)[:, None] * mask)
 
 
 def test_gdpo(monkeypatch):
@@ -463,7 +471,7 @@ def test_gdpo(monkeypatch):
     parts = {"correct": torch.tensor([1.0, 0, 1, 0]), "format": torch.tensor([0.0, 1, 1, 1]), "rule_reward": torch.tensor([9.0, 9, 9, 0])}
     module, cfg = module_of("gdpo"), grpo.make_config(algo="gdpo", group=2)
     monkeypatch.setattr(module, "of_the_sum", lambda *given: (rolled([1.0] * 4, [0.0] * 4, parts), {"x": 1}))
-    batch, stats = module.rollout(SimpleNamespace(cfg=cfg), [], None)
+    batch, stats = module.rollout(agent_of(cfg), [], None)
     score = [1 - 1, -1 + 1, 1 + 0, -1 + 0]          # z-scores of pairs are 1 and -1
     tokens = [x for x, n in zip(score, LENGTHS) for _ in range(n)]
     mean, std = statistics.mean(tokens), statistics.pstdev(tokens)
@@ -478,7 +486,7 @@ def test_overlong_filter(ref, critic, monkeypatch):
     module, seen = module_of("overlong_filter"), []
     batch = rolled([1.0] * 4, [1.0, 0.0, 1.0, 1.0])
     monkeypatch.setattr(module, "of_all", lambda agent, batch, rng: seen.append(batch))
-    before, agent = batch.mask.clone(), SimpleNamespace(ref=ref, critic=critic)
+    before, agent = batch.mask.clone(), agent_of(grpo.make_config(), ref=ref, critic=critic)
     module.update(agent, batch, None)
     assert torch.equal(seen[0].mask[:3], before[:3]) and not seen[0].mask[3].any() and torch.equal(batch.mask, before)
     assert module.has_gradient(agent, batch).tolist() == [True, bool(ref or critic), True, False]
@@ -502,7 +510,7 @@ def test_soft_overlong(monkeypatch):
     assert seen[1] is batch.ends and seen[2] is batch.mask
     assert seen[0].sum(1).tolist() == [0.75, 0.0, 0.5, 0.5] and seen[0][~batch.ends].abs().sum() == 0     # of 3, 1, 4, 2 tokens
     monkeypatch.setattr(module, "of_task", lambda *given: (batch, {"reward": 0.625, "length": 2.5}))
-    logged, stats = module.rollout(SimpleNamespace(cfg=grpo.make_config(max_new=4)), [], None)
+    logged, stats = module.rollout(agent_of(grpo.make_config(max_new=4)), [], None)
     assert torch.equal(logged.reward, seen[0]) and stats == {"reward": 0.4375, "length": 2.5}
 
 
@@ -529,13 +537,13 @@ def test_the_tokens_with_the_highest_entropy(monkeypatch):
                 entropy[i, t] = -(p * p.log()).sum().item()
         kept = entropy >= entropy[batch.mask].sort().values[-2]         # 2 of 10
         before = batch.adv.clone()
-        adv, *more = module.total_loss(SimpleNamespace(cfg=cfg, policy=policy), batch, "weight", 10)
+        adv, *more = module.total_loss(agent_of(cfg, policy=policy), batch, "weight", 10)
         assert torch.equal(adv, torch.where(kept, before, 0)) and kept.sum() == 2 and more == ["weight", 10]
         assert torch.equal(batch.adv, before)
         chosen.append(kept)
     assert not torch.equal(*chosen)
     nothing = replace(batch, mask=batch.mask & False)
-    assert module.total_loss(SimpleNamespace(cfg=cfg, policy=policy), nothing, 0, 0)[0] is batch.adv
+    assert module.total_loss(agent_of(cfg, policy=policy), nothing, 0, 0)[0] is batch.adv
     assert grpo.has_gradient(None, batch).tolist() == [True] * 4
 
 
@@ -546,7 +554,7 @@ def test_rows_without_an_advantage_count_in_a_share(name):
     cfg, policy = grpo.make_config(algo=name, group=2, epochs=2), tiny_model()
     batch = rolled([1.0] * 4, [1.0, -1.0, 0.0, 0.0])
     batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0).detach()
-    agent = grpo.Agent(cfg, None, None, policy)
+    agent = agent_of(cfg, policy=policy)
     assert passes.has_gradient(agent, batch, grpo.total_loss).tolist() == [True, True, False, False]
     assert grpo.has_gradient(agent, batch).tolist() == [True] * 4
 
@@ -559,13 +567,12 @@ def test_remax(monkeypatch):
 
     def generate(agent, problems, group, rng=None):
         asked.append((problems, group, rng))
-        return grpo.Batch(torch.zeros(2, 6).long(), batch.mask[:2], torch.tensor([True, False]), None, None,
-                          components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
+        return batch_of(batch.mask[:2], finished=torch.tensor([True, False]), components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
     monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", 0.5)
     cfg = grpo.make_config(algo="remax", group=2, max_new=5)
-    adv = module.rollout(SimpleNamespace(cfg=cfg, task=None, encoding=None), ["a", "b"], random.Random(0))[0].adv
+    adv = module.rollout(agent_of(cfg), ["a", "b"], random.Random(0))[0].adv
     for row, on, x in zip(adv, batch.mask, [0.75, 0, -0.1, 0.5]):       # the second greedy completion was cut off: 0.5
         assert row[on].tolist() == pytest.approx([x] * on.sum().item())
     assert asked == [(["a", "b"], 1, None)] and adv[~batch.mask].abs().sum() == 0
@@ -609,7 +616,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(other, start, monkeypatch):
 def test_without_a_reference_there_is_none_to_move(name, monkeypatch):
     module = module_of(name)
     monkeypatch.setattr(module, "one_step", lambda agent, problems, step: "found")
-    assert module.train_step(SimpleNamespace(policy=tiny_model(1), ref=None), [], 25) == "found"
+    assert module.train_step(agent_of(grpo.make_config()), [], 25) == "found"
 
 
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference", "off_policy_mask"])
@@ -695,7 +702,7 @@ def test_dynamic_sampling(live, rolls, ranks, monkeypatch):
     monkeypatch.setattr(dist, "rank", lambda: 0)
     monkeypatch.setattr(dist, "ranks", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", lambda x: x + (ranks == 2 and len(made) < 2))
-    agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2))
+    agent = agent_of(grpo.make_config(algo="dynamic_sampling", group=2))
     batch, stats = module.train_step(agent, [*"pqrstuvwxyzaefgh"], 1)
     assert len(made) == rolls and made[0] == [*"pqrs"[:2 * ranks]] and all(len(x) == 2 * ranks for x in made)
     assert len({*sum(made, [])}) == len(sum(made, []))              # no problem is drawn twice in a step
@@ -720,7 +727,8 @@ def test_dynamic_sampling_ends_with_the_problems(monkeypatch):
         return rolled([1.0] * 4, [0.0] * 4, {"correct": torch.ones(4)}), {}
     monkeypatch.setattr(module, "one_rollout", one_rollout)
     problems = [SimpleNamespace(prompt="2+2=") for _ in range(5)]       # of the same text, and yet five
-    agent = SimpleNamespace(cfg=grpo.make_config(algo="dynamic_sampling", group=2), others=problems)
+    agent = agent_of(grpo.make_config(algo="dynamic_sampling", group=2))
+    agent.others = problems
     batch, _ = module.rollout(agent, problems[:2], random.Random(0))
     assert len(made) == 2 and all(any(x is y for y in problems[2:]) for x in made[1]) and len(batch.ids) == 4
 
@@ -769,7 +777,7 @@ def test_references_that_move(name, monkeypatch):
     module, seen = module_of(name), []
     monkeypatch.setattr(module, "one_step", one_step)
     policy, ref = tiny_model(1), tiny_model(2)
-    agent = SimpleNamespace(policy=policy, ref=ref, sampler=policy)
+    agent = agent_of(grpo.make_config(), policy=policy, ref=ref)
     for step in (24, 25, 26, 50):
         before = weights(ref)
         assert module.train_step(agent, [], step) == "found" and torch.equal(seen[-1], before)
@@ -790,7 +798,7 @@ def test_a_moving_reference_in_bfloat16(monkeypatch):
     with torch.no_grad():
         for p in policy.parameters():
             p += 1e-4
-    module.train_step(SimpleNamespace(policy=policy, ref=ref), [], 1)
+    module.train_step(agent_of(grpo.make_config(), policy=policy, ref=ref), [], 1)
     new = dict(policy.named_parameters())
     for name, p in ref.named_parameters():
         want = before[name].lerp(new[name if name in new else "embed_tokens.weight"], 0.01)
@@ -822,44 +830,26 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     with_constants(monkeypatch, "distillation", TEACHER=start)
     config.algorithm("grpo", grpo.ALGOS, grpo)
     before = vars(grpo).copy()
-    cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, epochs=2, minibatches=2,
-                                    max_new=9, dtype="bfloat16", out=str(tmp_path)))
+    given = TINY | dict(algo=name, init=start, warm_steps=0, epochs=2, minibatches=2, max_new=9, dtype="bfloat16", out=str(tmp_path))
+    fixed = getattr(module_of(name), "FIXED", [])
+    given = {x: value for x, value in given.items() if x not in fixed}
+    cfg = grpo.make_config(**given)
     grpo.train(cfg)
-    path = ROOT / "experiments" / "variants" / f"{name}.py"
-    replaced = {x for x in before if vars(grpo)[x] is not before[x]}
-    assert replaced == assigned_by(path) != set()
+    assert {x for x in before if vars(grpo)[x] is not before[x]} == {*config.REPLACED}
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < m["finished"] < 1 for m in metrics[1:])
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
-    assert (tmp_path / "functions.py").read_text() == path.read_text()
-    assert cfg.algo == name and module_of(name).SETTINGS.items() <= vars(cfg).items()
+    assert (tmp_path / "functions.py").read_text() == config.file_of(name).read_text()
+    assert (module_of(name).SETTINGS | given).items() <= (vars(cfg) | cfg.task_args).items()
     config.algorithm("grpo", grpo.ALGOS, grpo)
     assert vars(grpo) == before
 
 
-REPLACED = dict(
-    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
-    group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
-    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
-    token_weights="luspo",
-    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
-    has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
-
-
 def test_a_file_puts_all_its_functions_in_place():
     """One that is only defined would not be missed: the others run without it."""
-    for name in FILES:
+    for name in KNOWN:
         config.algorithm(name, grpo.ALGOS, grpo)
         assert {*config.REPLACED} == {function for function, files in REPLACED.items() if name in files.split()}, name
-
-
-def assigned_by(path):
-    """The names of grpo.py that a file replaces, by its text and that of the files that it imports."""
-    text = path.read_text()
-    names = {*re.findall(r"^grpo\.(\w+) = \1$", text, re.M)}
-    for more in re.findall(r"^from experiments.variants import ([\w, ]+)", text, re.M):
-        names |= set().union(*(assigned_by(path.with_name(f"{name.strip()}.py")) for name in more.split(",")))
-    return names
 
 
 @pytest.mark.slow
@@ -918,7 +908,7 @@ OTHERS = dict(baseline="leave-one-out", adv_scale="batch", loss_mean="constant",
               supervision="process", reward="model", kl="watch")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path, monkeypatch):
     """Before the run; with the values that they have anyway nothing is said."""
     with_constants(monkeypatch, "distillation", TEACHER=start)
@@ -1054,7 +1044,7 @@ def test_beta_is_steered_to_the_target():
     """By a tenth of the relative error, of which at most a fifth counts (Ziegler et al., 2.2)."""
     module = module_of("adaptive_kl")
     for kl, factor in ((0.05, 1), (0.055, 1.01), (0.045, 0.99), (1.0, 1.02), (0.0, 0.98)):
-        agent = SimpleNamespace(beta=0.5, cfg=grpo.make_config(algo="adaptive_kl"))
+        agent = agent_of(grpo.make_config(algo="adaptive_kl"), beta=0.5)
         module.one_step = lambda *given: ("batch", {"kl": kl})
         assert module.train_step(agent, [], 1) == ("batch", {"kl": kl}) and agent.beta == pytest.approx(0.5 * factor)
 

@@ -1,4 +1,4 @@
-"""docs/changing.md: every diff is applied to a copy of the code and run, and the script is run."""
+"""docs/changing.md: every diff is applied to a copy of the code and run, as are the tests with it; the script is run."""
 import importlib
 import inspect
 import json
@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,10 @@ def copy(folder, *diffs, above=""):
         to = folder / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(above + path.read_text())
+    return apply(folder, *diffs)
+
+
+def apply(folder, *diffs):
     for diff in diffs:
         subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, text=True, check=True,
                        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)})
@@ -107,6 +112,63 @@ def test_diffs_apply_in_any_order(tmp_path):
     others = [diff for diff in DIFFS if diff not in (WITHOUT_CACHE, WITH_CACHE)]
     whole = texts(copy(tmp_path / "all", *DIFFS))
     assert texts(copy(tmp_path / "back", *reversed(others), WITHOUT_CACHE, WITH_CACHE)) == whole
+
+
+# The rooms of tests/ that are run after a change of a file: those in which it is used most.
+ROOMS = {"grpo.py": "advantages checkpoint config layout loss reward task_errors train variants warm_start",
+         "model.py": "caches layout model passes sampling", "data/": "config layout task_errors tasks",
+         "experiments/variants/": "layout variants", "run/": "checkpoint files layout train"}
+RECIPES = dict(own=[OWN], annealed=[ANNEALED], top_k=[TOP_K], optimizer=[OPTIMIZER], schedule=[SCHEDULE], median=[MEDIAN],
+               state=[STATE], cut_kl=[CUT_KL], entropy=[ENTROPY], window=[WITHOUT_CACHE, WITH_CACHE], parameter=[PARAMETER],
+               lora=[LORA], board=[BOARD])
+
+
+def fork(folder, *diffs):
+    """All files in a new folder, with diffs applied."""
+    left = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
+    return apply(shutil.copytree(ROOT, folder, ignore=left), *diffs)
+
+
+def assert_green(folder, files, *options, new=()):
+    """After a change of some files their rooms pass, and whatever has a new name in its own, slow or not."""
+    rooms = {room for file in files for start, rooms in ROOMS.items() if file.startswith(start) for room in rooms.split()}
+    paths = [f"tests/test_{room}.py" for room in sorted(rooms)]
+    for more in [["-m", "quick", *options]] + [["-m", "slow", "-k", " or ".join(new)]] * bool(new):
+        done = subprocess.run([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *more, *paths],
+                              cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(folder.parent)})
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_leaves_the_tests_green(name, tmp_path):
+    """Alone, with what the page says of it."""
+    diffs, options = RECIPES[name], ()
+    files = re.findall(r"^\+\+\+ b/(\S+)", "".join(diffs), re.M)
+    folder = fork(tmp_path / "code", *diffs)
+    if name == "window":
+        other = re.search(r"`(test_\w+)` needs the window too", PAGE)[1]
+        options = ["-k", f"not {other}"]
+    if name == "parameter":
+        room, new, old = re.search(r"`(tests/test_passes.py)` needs a bound of (\S+) in place of (\S+)\.\n", PAGE).groups()
+        (folder / room).write_text((folder / room).read_text().replace(old, new))
+    if name == "board":
+        (tmp_path / "wandb.py").write_text("class init:\n    def __init__(*_, **more): pass\n    log = __init__\n")
+        (folder / "requirements.txt").open("a").write("wandb\n")
+    assert_green(folder, files, *options, new=[Path(file).stem for file in files if "variants" in file])
+
+
+def test_what_nobody_expected_leaves_the_tests_green(tmp_path):
+    """An algorithm in a file, without settings, that ignores one; and a new setting."""
+    folder, file = fork(tmp_path / "code"), "experiments/variants/unexpected.py"
+    (folder / file).write_text("import grpo\nfrom grpo import rollout as sampled, surrogate as clipped\n\n"
+                               "SETTINGS = {}\nFIXED = ['reward']\n\n\n"
+                               "def rollout(*given):\n    return sampled(*given)\n\n\n"
+                               "def surrogate(*given):\n    return clipped(*given)\n\n\n"
+                               "grpo.rollout, grpo.surrogate = rollout, surrogate\n")
+    text = (folder / "grpo.py").read_text()
+    line = re.search(r"^    lr: .*\n", text, re.M)[0]
+    (folder / "grpo.py").write_text(text.replace(line, f"{line}    patience: float = 0.5       # of those who wait\n"))
+    assert_green(folder, ["grpo.py", file], new=["unexpected", "patience"])
 
 
 def test_the_table_counts_the_lines_of_its_recipes():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, agent_of, batch_of
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
 import bias  # noqa: E402
@@ -218,16 +218,16 @@ def test_the_quality_of_a_reward_of_steps(monkeypatch):
     truth = torch.tensor([[1.0, 0, 1, 0, 1], [0, 0, 0, 0, 1]])
     score = torch.tensor([[2.0, -1, 0.5, 1, -2], [0, 0, 0, 0, 9]])
     ends = torch.tensor([[True] * 5, [False] * 4 + [True]])
-    batch = grpo.Batch(None, None, None, None, None, texts=["\n1", "~1"])
+    batch = batch_of(ends, texts=["\n1", "~1"])
     monkeypatch.setattr(runs, "completions", lambda *_: batch)
     monkeypatch.setattr(reward, "of_rule", lambda *_: (truth, ends))
     monkeypatch.setattr(reward, "scores", lambda *_: score)
-    found = runs.quality(grpo.Agent(grpo.make_config(supervision="process"), None, None, None), None, [])
+    found = runs.quality(agent_of(grpo.make_config(supervision="process")), None, [])
     p = [1 / (1 + math.exp(-x)) for x in score[0].tolist()]
     gap = [abs(p[0] - 1), abs(p[1] - 0), abs(p[2] - 1), abs(p[3] - 0), abs(p[4] - 1)]
     assert found["auc"] == pytest.approx(3 / 6) and found["calibration"] == pytest.approx(sum(gap) / 5)
     assert found["steps"] == 5 and found["true"] == pytest.approx(0.6)
-    of_outcomes = grpo.Agent(grpo.make_config(), None, None, None)
+    of_outcomes = agent_of(grpo.make_config())
     found = runs.quality(of_outcomes, None, [])         # the guess counts, too
     assert found == {"auc": pytest.approx(5 / 8), "true": pytest.approx(4 / 6), "steps": 6}
     truth.fill_(1)

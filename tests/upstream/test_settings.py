@@ -5,7 +5,10 @@ import json
 import data
 import test_oracle
 from grpo import ALGOS, Config, main
+from run import warm_start
 from test_data_flow import BASE, SETTINGS, STAGES
+from test_variants import FILES, KNOWN
+from test_warm_start import CFG, COUNTS, OTHERS
 
 
 def test_every_setting_is_turned():
@@ -18,6 +21,16 @@ def test_every_setting_is_turned():
         missing = ({False, True} if f.type is bool else set(getattr(f.type, "__args__", ()))) - {"cuda", "mps"} - own
         assert not missing, f"add the new choices {missing} of {f.name} to SETTINGS in tests/test_data_flow.py"
         assert set(values.values()) <= {*STAGES, None} and len(own) == 1 + len(values), f.name
+
+
+def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
+    """By the heading in Config under which it stands, and by DEPENDS_ON in run/warm_start.py."""
+    assert {*warm_start.settings(CFG), "task_args"} == COUNTS.keys()
+    assert {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
+
+
+def test_every_algorithm_in_a_file_is_in_the_table_of_its_tests():
+    assert FILES == KNOWN
 
 
 def test_there_are_few_flags():

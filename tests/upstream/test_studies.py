@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import ROOT, agent_of, batch_of, tiny_model
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
 import careful  # noqa: E402
@@ -134,7 +134,7 @@ def test_values_of_lines_by_hand(monkeypatch):
                 found[row, end] = share[row, line]
         return found
     monkeypatch.setattr(reward, "rollout_labels", labels)
-    agent = SimpleNamespace(cfg=grpo.make_config(task="arithmetic", group=3), task=mines, encoding=encoding)
+    agent = agent_of(grpo.make_config(task="arithmetic", group=3), mines)
     value, advantage = critics.line_values(agent, batch, random.Random(0), 4)
     # Rows begin at the mean of the two others: 0, 0.5, 0.5. A line is its characters and the newline; the last one, the end.
     want = [([0.0] * 4 + [0.5] * 4, [0.5] * 4 + [0.5] * 4), ([0.5] * 4 + [0.25] * 4, [-0.25] * 4 + [-0.25] * 4), ([0.5] * 4, [-0.5] * 4)]
@@ -165,8 +165,8 @@ def test_labels_of_steps_may_be_wrong(share, monkeypatch):
     truth = torch.where(ends & (torch.arange(400) % 2 == 0)[:, None], 1.0, 0.0)
     monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: seen.extend(batches) or held_out)
     runs.patch_label_noise(share)
-    made = [SimpleNamespace(reward=truth[half], ends=ends[half]) for half in (slice(200), slice(200, 400))]
-    assert reward.refit(SimpleNamespace(cfg=grpo.make_config(supervision="process")), made, 7, random.Random(0)) == 7
+    made = [batch_of(ends[half], reward=truth[half], ends=ends[half]) for half in (slice(200), slice(200, 400))]
+    assert reward.refit(agent_of(grpo.make_config(supervision="process")), made, 7, random.Random(0)) == 7
     label = torch.cat([batch.reward for batch in seen])
     assert ((label == 0) | (label == 1)).all() and (label[~ends] == 0).all()
     for side in (0, 1):
@@ -186,7 +186,7 @@ def test_true_moves_alone_may_count():
 
 
 def test_values_of_lines_take_the_place_of_advantages(monkeypatch):
-    made = SimpleNamespace(reward=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), mask=torch.ones(2, 2).bool(), adv=None, value=None)
+    made = batch_of(torch.ones(2, 2).bool(), reward=torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
     monkeypatch.setattr(grpo, "rollout", lambda *given: (made, {"reward": 0.5}))
     monkeypatch.setattr(critics, "line_values", lambda agent, batch, rng, tries: (torch.tensor([[0.5, 1.0], [0.5, 0.0]]), torch.full((2, 2), tries)))
     runs.patch_vine("7")
@@ -201,13 +201,13 @@ def test_what_is_drawn_once_is_the_first_policys(monkeypatch):
 
     def rollout(agent, problems, rng):
         asked.append(agent.policy)
-        return SimpleNamespace(logp="sampled", old_logp="sampled"), {"reward": 0.5}
+        return batch_of(torch.ones(1, 1).bool(), logp="sampled", old_logp="sampled"), {"reward": 0.5}
     monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(runs.pretrained, "frozen", lambda policy: f"copy of {policy}")
     monkeypatch.setattr(runs.passes, "logps", lambda policy, batch, cfg: (f"{policy}'s", None))
     runs.patch_drawn("once")
     for policy in ("first", "second"):
-        batch, stats = grpo.rollout(grpo.Agent(grpo.make_config(), None, None, policy), None, None)
+        batch, stats = grpo.rollout(agent_of(grpo.make_config(), policy=policy), None, None)
         assert asked.pop() == "copy of first" and batch.logp == batch.old_logp == f"{policy}'s" and stats == {"reward": 0.5}
 
 
@@ -217,12 +217,12 @@ def test_a_sampler_may_be_rounded(monkeypatch):
 
     def rollout(agent, problems, rng):
         asked.append(agent.policy)
-        return SimpleNamespace(logp="sampled", old_logp="sampled"), {}
+        return batch_of(torch.ones(1, 1).bool(), logp="sampled", old_logp="sampled"), {}
     monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(runs.passes, "logps", lambda policy, batch, cfg: (policy, None))
     monkeypatch.setattr(runs.passes, "MISMATCH", dict(runs.passes.MISMATCH))
     runs.patch_sampler("bfloat16")
-    batch, _ = grpo.rollout(grpo.Agent(grpo.make_config(), None, None, policy), None, None)
+    batch, _ = grpo.rollout(agent_of(grpo.make_config(), policy=policy), None, None)
     pairs = [*zip(asked[0].parameters(), policy.parameters())]
     assert all(torch.equal(a, b.bfloat16().float()) for a, b in pairs) and not all(torch.equal(a, b) for a, b in pairs)
     assert batch.old_logp is policy and batch.logp == "sampled" and runs.passes.MISMATCH[None] == runs.passes.MISMATCH[torch.bfloat16]
@@ -362,8 +362,9 @@ def test_walks_are_counted_where_they_pass(monkeypatch):
     """Each place once a walk, and none after a line that is no true move."""
     problem = mines.Problem("00>20:", (0, 0), (2, 0), frozenset({(0, 1)}))
     texts = ["R10\nR20", "R10\nL00\nR10\nR20", "D01\nR11\nR22"]
-    monkeypatch.setattr(grpo, "generate", lambda agent, problems, each, rng: SimpleNamespace(problems=problems * 3, texts=texts))
-    found = grid.passed(SimpleNamespace(cfg=SimpleNamespace(max_new=49)), [problem], 3)
+    monkeypatch.setattr(grpo, "generate", lambda agent, problems, each, rng: batch_of(
+        torch.ones(3, 1).bool(), problems=problems * 3, texts=texts))
+    found = grid.passed(agent_of(grpo.make_config(max_new=49)), [problem], 3)
     assert {(x, y): n for x, column in enumerate(found["passed"]) for y, n in enumerate(column) if n} == {
         (1, 0): 2, (2, 0): 2, (0, 0): 1, (0, 1): 1, (1, 1): 1}
     assert found["walks"] == 3 and found["right"] == pytest.approx(2 / 3)

@@ -159,12 +159,17 @@ def on_ranks(ranks, work, monkeypatch):
         return [work(0)]
     own, barrier, handed = threading.local(), threading.Barrier(ranks, timeout=20), [None] * ranks
 
+    def gather(x):
+        """What each rank has."""
+        handed[own.rank] = x
+        barrier.wait()
+        found = [*handed]
+        barrier.wait()
+        return found
+
     def all_reduce(x, op=distributed.ReduceOp.SUM):
         """Sum, minimum or maximum."""
-        handed[own.rank] = x.detach().clone()
-        barrier.wait()
-        stacked = torch.stack(handed)
-        barrier.wait()
+        stacked = torch.stack(gather(x.detach().clone()))
         if op == distributed.ReduceOp.MIN:
             return stacked.amin(0)
         return stacked.amax(0) if op == distributed.ReduceOp.MAX else stacked.sum(0)
@@ -181,6 +186,7 @@ def on_ranks(ranks, work, monkeypatch):
         patch.setattr(dist, "rank", lambda: own.rank)
         patch.setattr(dist, "ranks", lambda: ranks)
         patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "gather", gather)
         return list(pool.map(of_rank, range(ranks)))
 
 

@@ -9,7 +9,7 @@ from data.tokenizer import byte_encoding
 from grpo import sample
 from model import token_logps
 from run import caches
-from run.caches import inverse_cdf, sample_token
+from run.caches import draw, inverse_cdf
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = {256}
@@ -181,7 +181,7 @@ def test_a_token_is_where_the_whole_distribution_passes_u(V, temperature):
     logits[::2, V // 3:V // 2] = -float("inf")
     u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:4] = torch.tensor([0, 0, 1 - 2 ** -53, 1 - 2 ** -53])
-    assert_drawn_where_the_sum_passes(sample_token(logits.softmax(-1), u.float()), logits.double().softmax(-1), u)
+    assert_drawn_where_the_sum_passes(draw(logits.softmax(-1), u.float())[0], logits.double().softmax(-1), u)
 
 
 ENDS = torch.tensor([0, 2 ** -25, 1 - 2 ** -24, 1], dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_probabilities_of_0_are_never_drawn(V, zeros):
     p[:, zeros[0]:zeros[1]] = 0
     p /= p.sum(-1, keepdim=True)
     u = torch.cat((ENDS.repeat(25), torch.rand(300, generator=generator, dtype=torch.float64)))
-    assert_drawn_where_the_sum_passes(sample_token(p, u.float()), p, u)
+    assert_drawn_where_the_sum_passes(draw(p, u.float())[0], p, u)
 
 
 def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
@@ -206,7 +206,7 @@ def test_two_levels_draw_as_one_does_up_to_rounding(monkeypatch):
     p = (3 * torch.randn(2000, 1024, generator=generator)).softmax(-1)
     u = torch.rand(2000, generator=generator)
     monkeypatch.setattr(caches, "inverse_cdf", lambda p, u: (shapes.append(p.shape), inverse_cdf(p, u))[1])
-    two, (one, _) = sample_token(p, u), inverse_cdf(p, u)
+    (two, _), (one, _) = draw(p, u), inverse_cdf(p, u)
     assert shapes == [(2000, 8), (2000, 128)]
     other = (two != one).nonzero()[:, 0]
     boundary = p.double().cumsum(-1)[other, torch.minimum(one, two)[other]]
@@ -227,7 +227,7 @@ def test_every_token_has_its_share_over_a_grid_of_u(V):
     """100,000 equal shares, with steps of 1e-5: each token gets as many as its probability says."""
     p = torch.randn(1, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     u = (torch.arange(10 ** 5, dtype=torch.float64) + 0.5) / 10 ** 5
-    seen = torch.cat([sample_token(p.expand(1000, -1), part.float()) for part in u.split(1000)])
+    seen = torch.cat([draw(p.expand(1000, -1), part.float())[0] for part in u.split(1000)])
     assert (seen.diff() >= 0).all() and (torch.bincount(seen, minlength=V) - 1e5 * p[0].double()).abs().max() < 1.2
 
 
@@ -236,9 +236,9 @@ def test_a_u_of_0_takes_the_first_token_that_is_not_nearly_impossible(V):
     """Of 0 or of 1e-9: a random number in float32 is 0 once in 16 million times."""
     p = torch.zeros(1, V)
     p[0, :3] = torch.tensor([0.0, 0.25, 0.75])
-    assert [sample_token(p, torch.tensor([u])).item() for u in (0.0, 1.0)] == [1, 2]      # 1 - 2 ** -53 is 1 in float32
+    assert [draw(p, torch.tensor([u]))[0].item() for u in (0.0, 1.0)] == [1, 2]      # 1 - 2 ** -53 is 1 in float32
     p[0, :3] = torch.tensor([1e-9, 1.0, 1e-9])
-    assert [sample_token(p, torch.tensor([u])).item() for u in (0.0, 1.0)] == [1, 1]
+    assert [draw(p, torch.tensor([u]))[0].item() for u in (0.0, 1.0)] == [1, 1]
 
 
 def exact(model, b, temperature):

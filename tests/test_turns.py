@@ -19,7 +19,7 @@ from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Agent, Batch, Config, advantages, main, make_config, sample
 from model import token_logps
 from run import caches, passes, preflight, report, show, warm_start
-from run.caches import sample_token
+from run.caches import draw
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: turns end all the time
@@ -51,7 +51,7 @@ def by_hand(model, row, prompt, room, u, temperature=0.7):
     while len(ids) - len(prompt) < room:
         logits = model.head(model(torch.tensor([ids])))[0, -1]
         p = (logits / temperature).softmax(-1)[None]
-        ids.append(sample_token(p, u[len(ids) - len(prompt)][None].float()).item())
+        ids.append(draw(p, u[len(ids) - len(prompt)][None].float())[0].item())
         own.append(True)
         if ids[-1] in STOP:
             calls += 1

@@ -318,8 +318,8 @@ def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (B, T) at `ends` (B, T). Returns scores (B, T), and which
-    groups are dead, (P,): rewards equal to 1e-6 of their mean. The std divides by n (the paper is silent):
-    the scores' mean square is 1 for any G. As dead groups are not divided, there is no epsilon."""
+    groups are dead, (P,): whose std is at most a millionth of the mean. The std divides by n (the
+    paper is silent): the scores' mean square is 1 for any G. Without dead groups, no epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -328,7 +328,8 @@ def group_scores(r, ends, cfg):
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    least = 0 if cfg.reward == "rule" else 0.1      # a learned score near 0 rounds as one near 1
+    # Near 0 a learned reward or a KL rounds as if it were larger; of a rule only sums that cancel do.
+    least = 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1
     dead = std <= 1e-6 * mean.abs().clamp(min=least)
     if cfg.baseline in ("none", "value"):
         mean = 0

@@ -107,9 +107,9 @@ def train(policy, problems, steps=STEPS, P=32, G=16, N=64, lr=1e-4):
         order = random.Random(f"1/update/{step}").sample(range(P * G), P * G)
         for half in torch.tensor(order).tensor_split(2):
             for rows in half.split(32):
-                logp = token_logps(policy, ids[rows], mask[rows], 1.0)          # (b, T)
+                logp, _ = token_logps(policy, ids[rows], mask[rows], 1.0)       # (b, T)
                 with torch.no_grad():
-                    ref_logp = token_logps(ref, ids[rows], mask[rows], 1.0)
+                    ref_logp, _ = token_logps(ref, ids[rows], mask[rows], 1.0)
                 loss = losses(logp, old_logp[rows], ref_logp, adv[rows], mask[rows])
                 (loss.sum() / len(half)).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -35,9 +35,9 @@ def variance(x):
     return sum((a - mean(x)) ** 2 for a in x) / len(x)
 
 
-def equal(x):
+def equal(x, least=0.1):
     """All the same, up to rounding."""
-    return max(x) - min(x) <= 1e-6 * max(0.1, *map(abs, x))
+    return max(x) - min(x) <= 1e-6 * max(least, *map(abs, x))
 
 
 # ----------------------------------------------------------------------------- what the models say

@@ -100,7 +100,8 @@ def group_scores(rewards, cfg):
     4.1.3 where a row has several); and whether they are all equal. RLOO's baseline of a row is the
     mean over the other rows."""
     everything = [r for row in rewards for r in row]
-    centre, std, dead = mean(everything), math.sqrt(variance(everything)), equal(everything)
+    centre, std = mean(everything), math.sqrt(variance(everything))
+    dead = equal(everything, 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1)
     scores = []
     for i, row in enumerate(rewards):
         others = [r for j, other in enumerate(rewards) for r in other if j != i]

@@ -291,7 +291,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
     and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and which of these the policy said; they are judged, but not trained on."""
+    completions begin, and a mask of these: True where they are judged. None is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -517,11 +517,11 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, n):
     """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
     (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
-    own, total = dist.numbered(n, cfg.group)    # this rank's rows among those of all
+    here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
-        for part in order.tensor_split(cfg.minibatches):
-            rows = torch.isin(own, part).nonzero()[:, 0]
+        for chosen in order.tensor_split(cfg.minibatches):
+            rows = torch.isin(here, chosen).nonzero()[:, 0]
             n_rows = dist.all_reduce(torch.tensor(len(rows)))
             yield rows, n_rows.clamp(min=1).item()
 
@@ -531,7 +531,7 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
-    params = [p for part in agent.opt.param_groups for p in part["params"]]
+    params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
     mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
@@ -540,14 +540,14 @@ def update(agent, batch, rng):
         n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[learns[rows]]
         scored = []
-        for part in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
-            weight = token_weights(part.mask, cfg.loss_mean, n_rows,
+        for micro in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
+            weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
-            loss, terms, logp = total_loss(agent, part, weight, n_tokens)
+            loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
             loss.backward()
             for name, x in terms.items():
                 stats[name] += x.detach() / cfg.updates
-            scored.append((part, logp.detach()))
+            scored.append((micro, logp.detach()))
         if i == 0:
             mismatch = passes.checked_gap(scored, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
@@ -571,8 +571,8 @@ def refit_reward_model(agent, problems, iteration):
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
     size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # problems, for a step's rows
-    for part in show.chunks("labelling", held_out + train, size):
-        batch = generate(agent, part, reward.CHOICES, rng)
+    for some in show.chunks("labelling", held_out + train, size):
+        batch = generate(agent, some, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
             batch.reward = reward.rollout_labels(
@@ -601,9 +601,9 @@ def train_step(agent, problems, step):
     agent.step = step
     clock = report.Clock()
     if cfg.half_life:
-        for part in agent.opt.param_groups:
-            rate = part.setdefault("initial_lr", part["lr"])
-            part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+        for opt_group in agent.opt.param_groups:
+            rate = opt_group.setdefault("initial_lr", opt_group["lr"])
+            opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))

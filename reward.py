@@ -24,8 +24,8 @@ def new_episodes(agent, problems, prompts, begun, group):
     first = repeated(map(len, prompts), group)
     problems = repeated(problems, group)
     episodes = Episodes(reply, agent.encoding, agent.cfg.max_turns, problems, first)
-    for i, (ids, said) in enumerate(begun):
-        episodes.go_on(range(i * group, (i + 1) * group), ids, said)
+    for i, (ids, judged) in enumerate(begun):
+        episodes.go_on(range(i * group, (i + 1) * group), ids, judged)
     return episodes
 
 def repeated(items, group):
@@ -120,9 +120,8 @@ def scores(reward_model, ids, mask, cfg):
     out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
     for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens, reward_model):
-        part = rows, slice(T)
-        found = score_rows(reward_model, ids[part], mask[part])
-        out[send(rows, device), :T] = found.to(device)
+        score = score_rows(reward_model, ids[rows, :T], mask[rows, :T])
+        out[send(rows, device), :T] = score.to(device)
     return out
 
 def score_rows(reward_model, ids, mask):
@@ -268,8 +267,8 @@ def refit(agent, batches, held_out, rng):
 
 def labelled(batch):
     """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
-    found = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
-    return {name: x.cpu() for name, x in found.items()}
+    rows = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
+    return {name: x.cpu() for name, x in rows.items()}
 
 def normalise(reward_model, history, cfg):
     """Gives scores the mean 0 and the std 1 over the whole history: the latest rows alone vary too

@@ -328,7 +328,7 @@ def group_scores(r, ends, cfg):
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    # Near 0 a learned reward or a KL rounds as if it were larger; of a rule only sums that cancel do.
+    # Near 0 a learned reward or a KL rounds as if it were larger, a rule only in sums that cancel.
     least = 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1
     dead = std <= 1e-6 * mean.abs().clamp(min=least)
     if cfg.baseline in ("none", "value"):
@@ -526,7 +526,7 @@ def minibatches(cfg, rng, n):
             yield rows, n_rows.clamp(min=1).item()
 
 def update(agent, batch, rng):
-    """An optimizer step for each minibatch of each epoch over a rollout; the mean statistics. Raises
+    """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics. Raises
     UserError if before the first one the sampler's log-probabilities are not the trainer's."""
     cfg = agent.cfg
     stats = defaultdict(float)

@@ -42,7 +42,7 @@ class Episodes:
         these are the policy's. The task is asked for its replies again."""
         turns, begun = [], 0
         for t in range(1, len(ids) + 1):
-            if judged[t - 1] and t < len(ids) and not judged[t]:        # a turn ends, a reply begins
+            if judged[t - 1] and t < len(ids) and not judged[t]:    # a turn ends, a reply begins
                 turns.append(decode(self.encoding, ids[begun:t]))
                 turns.append(checked_reply(self.reply, self.problems[rows[0]], turns))
             if not judged[t - 1]:

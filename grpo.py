@@ -26,7 +26,7 @@ from torch.nn import Module
 
 import model
 import reward
-from run import caches, checkpoint, config, dist, passes, report, setup, show
+from run import caches, checkpoint, config, dist, passes, report, setup
 
 # ---------------------------------------------------------------------------- the settings
 GRAD_CLIP = 1.0             # maximum gradient norm
@@ -151,10 +151,7 @@ def make_config(**given):
     chosen |= task.DEFAULTS
     chosen |= implied(chosen | settings | given)
     chosen |= settings | given
-    cfg = config.build(Config, task, chosen)
-    if "init" in given or "warm_steps" in given:
-        return cfg
-    return setup.shipped(cfg)       # starts from data/warm_start, if made with these settings
+    return config.build(Config, task, chosen)
 
 def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""
@@ -573,7 +570,7 @@ def refit_reward_model(agent, problems, iteration):
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
     size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # problems, for a step's rows
-    for some in show.chunks("labelling", held_out + train, size):
+    for some in dist.chunks("labelling", held_out + train, size):
         batch = generate(agent, some, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
@@ -591,9 +588,9 @@ def evaluate(agent, problems):
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group      # at a time: as many as a step has
     greedy, sampled = [], []
-    for some in show.chunks("greedy evaluation", problems, rows):
+    for some in dist.chunks("greedy evaluation", problems, rows):
         greedy.append(generate(agent, some, 1))
-    for some in show.chunks("evaluation", problems, max(1, rows // n)):
+    for some in dist.chunks("evaluation", problems, max(1, rows // n)):
         sampled.append(generate(agent, some, n, rng))
     return report.solved(agent.task, greedy, sampled, n)
 
@@ -628,8 +625,6 @@ def train(cfg, task=None, saved=None):
     done = saved.step if saved else -1      # -1: new, or stopped before the warm start's end
     if done < 0:
         finish_step(agent, held_out, 0, {})
-    elif saved.stats:           # kept only if a signal stopped the evaluation of that step
-        finish_step(agent, held_out, done, saved.stats)
     log = []                    # statistics of the steps of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
@@ -646,7 +641,7 @@ def train(cfg, task=None, saved=None):
             log.append(stats)
             report.log_step(agent, step, batch, log)
             finish_step(agent, held_out, step, stats)
-    show.farewell(cfg, held_out[0].prompt)
+    report.farewell(cfg, held_out[0].prompt)
     return agent
 
 def finish_step(agent, held_out, step, stats):
@@ -654,8 +649,7 @@ def finish_step(agent, held_out, step, stats):
     cfg = agent.cfg
     due = cfg.eval_every and step % cfg.eval_every == 0
     if due or step in (0, cfg.total_steps):
-        with checkpoint.saved_if_stopped(agent, step, stats):
-            stats = stats | evaluate(agent, held_out)
+        stats = stats | evaluate(agent, held_out)
     checkpoint.end_step(agent, step, stats)
 
 def ask(agent, question):
@@ -665,23 +659,24 @@ def ask(agent, question):
     room = min(agent.cfg.max_new, context - len(prompt))
     batch = sample(agent.sampler, [prompt], 1, [max(1, room)], agent.cfg.temperature,
                    agent.encoding.stop, reply=episodes)
-    return show.dialogue(agent.encoding, question, batch, episodes)
+    return report.dialogue(agent.encoding, question, batch, episodes)
 
 # ------------------------------------------------------------------------- the command line
 def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
-    with show.exit_code():
+    with report.exit_code():
         mode, given = config.read(Config, __doc__, argv)
         given, saved = checkpoint.settings(mode, given, Config)     # with those of its folder
         cfg = make_config(**given)
         if mode.report:
-            report.print_report(mode.report, cfg.out)
+            dist.print0(f"the report is in {report.write(mode.report, cfg.out)}")
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            show.results(evaluate(agent, setup.held_out(agent)))
+            results = evaluate(agent, setup.held_out(agent))
+            dist.print0(report.percentages(results))
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            show.print0(ask(agent, mode.ask))
+            dist.print0(ask(agent, mode.ask))
         else:
             with checkpoint.running(cfg):               # a signal ends it after a step
                 train(cfg, saved=saved)

@@ -28,7 +28,6 @@ class GPTConfig:
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_inv_freq: tuple = ()   # D/2 numbers, if they are scaled; else rope_theta ** (-2 i / D)
-    rope_scale: float = 1.0     # YaRN's factor of RoPE's cos and sin
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     mlp: Literal["swiglu", "gelu"] = "swiglu"       # GELU: the tanh approximation
@@ -241,8 +240,8 @@ class GPT(nn.Module):
             inv_freq = 1 / c.rope_theta ** exponent
         pos = torch.arange(c.block_size)
         angle = pos[:, None] * inv_freq
-        cos = angle.cos()[:, None] * c.rope_scale
-        sin = angle.sin()[:, None] * c.rope_scale
+        cos = angle.cos()[:, None]
+        sin = angle.sin()[:, None]
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 

@@ -6,7 +6,7 @@ from data import UserError, check_steps, rewards_of, steps_of
 from data.tokenizer import step_tokens
 from data.turns import Episodes, spoken, texts
 from model import send
-from run import dist, passes, show, warm_start
+from run import dist, passes, report
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
 TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; by rule at most 0
@@ -263,7 +263,7 @@ def refit(agent, batches, n_held_out, rng):
     if K > 1:
         normalise(reward_model, agent.history, cfg)
     measures = {"rm_accuracy": accuracy, "rm_error": error}
-    show.reward_model_quality(measures)
+    report.reward_model_quality(measures)
     return measures
 
 def labelled(batch):
@@ -311,7 +311,7 @@ def fit(reward_model, rows, K, cfg, rng):
             label = part["label"].flatten()[at]
             yield reward_loss(score, send(label, device), K) / count
     lr = min(FIT_LR, 256 * FIT_LR / reward_model.head.in_features)
-    warm_start.supervised_fit("reward model", reward_model, losses, steps, lr)
+    passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
     """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K

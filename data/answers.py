@@ -83,7 +83,6 @@ def evaluate(text):
         return None
     return Fraction(n, d) if tokens == [""] else None
 
-
 def take(tokens, least=0):
     """Parse an expression off the stack, up to an operator whose precedence is at most `least`.
     Returns numerator and denominator, unreduced: Fractions reduce at each step, which is slow."""
@@ -120,7 +119,6 @@ def tagged(text):
     start += len("<answer>")
     return text[start:text.find("</answer>", start)].strip()
 
-
 def one_number(text):
     r"""The value of a text that gives one number, as a Fraction, or None. It may be in words, LaTeX
     or Markdown, with a currency and a unit, and follow its working and a mark such as \boxed. Of an
@@ -140,7 +138,6 @@ def one_number(text):
             for x in sides)
     return number(said[-1]) if said and all(same) else None
 
-
 def number(text):
     """The value of a text with one number and words that do not change it, or None. A division that
     has no remainder, such as 144/2, is not yet a number."""
@@ -155,19 +152,16 @@ def number(text):
         return None
     return value * SCALES[scale.lower()] * (-1 if "-" in sign else 1)
 
-
 def prose(text):
     """Whether a text has no digit, operator or other symbol, except currencies and as in km/h."""
     kinds = {unicodedata.category(c) for c in text if c != "\n"}
     plain = all(kind[0] in "LMZP" or kind in ("Sc", "Cf") for kind in kinds)
     return plain and not re.search(r"[*\\]|/(?! ?[^\W\d_])|-(?![^\W\d_])|-[a-z]\b", text)
 
-
 def arithmetic(text):
     """What is left of a text without its words."""
     text = text.replace("%", "/100").replace(" of ", "*")
     return re.sub(r"/ ?[^\W\d_]+|[^-+*/().0-9 ]", "", text)
-
 
 def steps(problem, completion):
     """The reasoning steps of free text as (end, truth), `end` in characters: each line with a
@@ -189,7 +183,6 @@ def steps(problem, completion):
     if not closed or closed[-1][0] < len(text):
         closed.append((end, True))
     return closed[:-1] + [(len(completion), closed[-1][1])] if completion else []
-
 
 def equal(left, right):
     """Whether the expression at the end of `left` equals the number at the start of `right`; None

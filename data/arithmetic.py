@@ -47,11 +47,9 @@ LINES = 200     # lines of working that are read, far more than needed; later on
 SUM = "[0-9]{1,15}(?:[+*][0-9]{1,15})*"     # a sum of products of numbers of up to 15 digits
 EQUATION = re.compile(f"{SUM}(?:={SUM})+")
 
-
 class Problem(NamedTuple):
     prompt: str     # "13*17="
     answer: str     # "221"
-
 
 def problems(difficulty=2):
     """Training and held-out problems: all pairs of factors of `difficulty` digits.
@@ -69,7 +67,6 @@ def problems(difficulty=2):
         side = held_out if len(held_out) < min(HELD_OUT, len(pairs) // 8) else train
         side += [Problem(f"{x}*{y}=", str(a * b)) for x, y in sorted({(a, b), (b, a)})]
     return train, held_out[:HELD_OUT]
-
 
 def demonstration(problem, rng):
     """A completion as an imperfect person might write it: a guess, or working with slips.
@@ -98,18 +95,15 @@ def demonstration(problem, rng):
         work("+".join(map(str, results)), columns(results))
     return "".join("\n" + line for line in lines)
 
-
 def rounded(n):
     """n rounded to its first digit, at least to tens: 47 -> 50."""
     place = 10 ** max(1, len(str(n)) - 1)
     return (n + place // 2) // place * place
 
-
 def parts(n):
     """The values of the nonzero digits of n: 508 -> [500, 8]."""
     s = str(n)
     return [int(d) * 10 ** (len(s) - 1 - i) for i, d in enumerate(s) if d != "0"]
-
 
 def columns(numbers):
     """The nonzero sums of two-digit columns: 2350 and 376 -> [2600, 126]."""
@@ -117,19 +111,16 @@ def columns(numbers):
     sums = [sum(n // place % 100 * place for n in numbers) for place in places]
     return [n for n in sums if n]
 
-
 def miswritten(n, rng):
     """n with one digit wrong."""
     s = str(n)
     i = rng.randrange(len(s))
     return int(s[:i] + rng.choice([d for d in "0123456789" if d != s[i]]) + s[i + 1:])
 
-
 def answer(completion):
     """The final answer as text, for majority votes; "" if there is none."""
     last = completion.split("=")[-1].strip().removeprefix("~")
     return last if re.fullmatch("[0-9]{1,30}", last) else ""
-
 
 def steps(problem, completion):
     """The reasoning steps as (end, truth), one for each line that is not empty or a repetition.
@@ -160,7 +151,6 @@ def steps(problem, completion):
         closed.append((end, true))
     return [(min(end, len(completion)), truth) for end, truth in closed]
 
-
 def equation(line):
     """The numbers on a line's left side, sorted, and the value common to all its sides, which use
     only + and *. The value is None if the sides differ, or if the left side has a product harder
@@ -172,7 +162,6 @@ def equation(line):
     values = {sum(math.prod(map(int, term)) for term in side) for side in sides}
     numbers = sorted(int(factor) for term in sides[0] for factor in term)
     return numbers, values.pop() if easy and len(values) == 1 else None
-
 
 def reward(problem, completion):
     """Components of the rule reward: 1 for the right answer, 1 more if valid working led to it."""

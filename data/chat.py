@@ -1,29 +1,20 @@
 """The text around prompts and replies for a chat model, from the chat template in its folder.
 
-A template is a program, which may run for ever or fill the memory: it is rendered in a process of
-its own, `python -m data.chat`, with limits on both.
+A template is a program. It is rendered in Jinja's sandbox, where it can read and run nothing of the
+machine's; but nothing stops one that runs for ever.
 """
-import dataclasses
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data import UserError
 
-try:
-    import resource
-except ImportError:         # not on Windows: there only the time is limited
-    resource = None
-
-SECONDS, MEMORY, LONGEST = 10, 2 ** 30, 100_000     # bytes of memory; characters around a prompt
+LONGEST = 100_000       # characters around a prompt
 BARE = "; use --chat none to send bare prompts"
 FAILURES = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
             AttributeError, RuntimeError, SyntaxError, MemoryError)
@@ -31,7 +22,6 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, Value
 # Placeholders: unusual text, so that a template that alters or repeats a message is noticed.
 PROMPT, ANSWER, REPLY = (f'\ue000 The <{x}> & "{x}"\n\n  is \\ \u00e9\ue001' for x in "PAR")
 THINKING = {"think": True, "no_think": False}    # enable_thinking, by --chat
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -51,47 +41,15 @@ class Frame:
             raise UserError("its chat_frame.json has a value of the wrong type: delete the file to "
                             "have it rebuilt")
 
-
 def frame_of(template, tokens, special, chat="auto", system=""):
     """The Frame of a template. `tokens`: its variables; `special`: the names of all special tokens.
-    Raises UserError if the template fails, takes too long or too much memory, or does not support
-    what is requested."""
-    now = datetime.now().isoformat()
-    try:
-        done = subprocess.run([sys.executable, "-m", "data.chat"], capture_output=True, text=True,
-                              input=json.dumps([template, tokens, special, chat, system, now]),
-                              timeout=SECONDS, cwd=Path(__file__).parents[1])
-    except subprocess.TimeoutExpired as e:
-        raise UserError(f"its chat template takes longer than {SECONDS} s{BARE}") from e
-    if done.returncode:
-        why = [f"it takes more than {MEMORY:,} bytes", *done.stderr.splitlines()][-1]
-        raise UserError(f"its chat template fails: {why}{BARE}")
-    found = json.loads(done.stdout)
-    if "error" in found:
-        raise UserError(found["error"])
-    return Frame(**found)
-
-
-def main():
-    """Reads the arguments of `frame_of` from stdin; writes the Frame, or the error, to stdout."""
-    if resource:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    try:
-        found = dataclasses.asdict(rendered_frame(*json.load(sys.stdin)))
-    except UserError as e:
-        found = {"error": str(e)}
-    print(json.dumps(found))
-
-
-def rendered_frame(template, tokens, special, chat, system, now):
-    """The Frame that `frame_of` returns, without limits. now: the date and time in ISO format."""
+    Raises UserError if the template fails, or does not support what is requested."""
     asked, padded = [("system", system)] if system else [], f"\n {PROMPT}\t\n"
     options = {"enable_thinking": THINKING[chat]} if chat in THINKING else {}
     if options and "enable_thinking" not in template:
         raise UserError(f"--chat {chat}: its chat template has no enable_thinking")
     try:
-        render = renderer(template, dict(tools=None, documents=None) | tokens | options,
-                          datetime.fromisoformat(now))
+        render = renderer(template, dict(tools=None, documents=None) | tokens | options)
         before, *after = render(*asked, ("user", PROMPT)).split(PROMPT)
         shown = [x.join([before, *after]) for x in (padded, PROMPT)]
         if len(after) != 1 or (full := render(*asked, ("user", padded))) not in shown:
@@ -109,7 +67,6 @@ def rendered_frame(template, tokens, special, chat, system, now):
     strips = full == shown[1]
     around = around_reply(template, render, answered, end, strips)
     return Frame(chat, system, before, after[0], strips, end, *around)
-
 
 def around_reply(template, render, answered, end, strips):
     """The texts before and after a reply to a conversation, from the end of its last turn: as a
@@ -131,8 +88,7 @@ def around_reply(template, render, answered, end, strips):
             return before[before.index(end) + len(end):], after[0]
     return "", ""
 
-
-def renderer(template, given, now):
+def renderer(template, given):
     """A function that renders messages as transformers 5 would now, in Jinja's sandbox."""
     def refuse(why):
         """The template's raise_exception."""
@@ -140,7 +96,7 @@ def renderer(template, given, now):
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals |= dict(raise_exception=refuse, strftime_now=now.strftime)
+    sandbox.globals |= dict(raise_exception=refuse, strftime_now=datetime.now().strftime)
     # {% generation %} blocks only mark answers: replaced by statements without effect.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
     def render(*messages):
@@ -148,7 +104,3 @@ def renderer(template, given, now):
         return page.render(given, messages=[dict(role=role, content=x) for role, x in messages],
                            add_generation_prompt=messages[-1][0] != "assistant")
     return render
-
-
-if __name__ == "__main__":
-    main()

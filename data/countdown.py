@@ -21,13 +21,11 @@ PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly on
           "Think between <think> and </think>, then give the expression between <answer> and "
           "</answer>, for example <answer>(1+2)/3</answer>.\n")
 
-
 class Problem(NamedTuple):
     prompt: str
     numbers: tuple
     target: int
     solution: str
-
 
 def problems(difficulty=3):
     """Training and held-out problems of `difficulty` numbers, all different; the same for every
@@ -45,7 +43,6 @@ def problems(difficulty=3):
     drawn = list(unique.values())
     return drawn[HELD_OUT:], drawn[:HELD_OUT]
 
-
 def expression(numbers, rng):
     """A random expression that uses each of the numbers once: its value and its text."""
     values = [(Fraction(n), str(n)) for n in numbers]
@@ -57,7 +54,6 @@ def expression(numbers, rng):
     value, text = values[0]
     return value, text[1:-1]
 
-
 def demonstration(problem, rng):
     """Up to three expressions that miss the target, as attempts, then a solution."""
     tried = [expression(problem.numbers, rng) for _ in range(rng.randrange(4))]
@@ -65,11 +61,9 @@ def demonstration(problem, rng):
     working = "\n".join([*dict.fromkeys(lines), f"{problem.solution}={problem.target}"])
     return f"<think>\n{working}\n</think>\n<answer>{problem.solution}</answer>"
 
-
 def answer(completion):
     """The expression in the last answer tags; "" if there is none."""
     return tagged(completion) or ""
-
 
 def reward(problem, completion):
     """1 for an expression that uses each number once and equals the target; 0.1 for the tags."""

@@ -19,17 +19,14 @@ DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatch
 PROMPT = ("{}\nThink step by step between <think> and </think>, then give the final number alone "
           "between <answer> and </answer>.\n")
 
-
 def prompt(question):
     """A question with the instructions, as it is sent to the model; of --ask, too."""
     return PROMPT.format(question)
-
 
 class Problem(NamedTuple):
     prompt: str
     answer: str     # "1080"
     solution: str   # the working as published, without the answer
-
 
 def problems(train="", test="", longest=0):
     """Training problems from --train, which evaluations do not need, and held-out problems from
@@ -40,7 +37,6 @@ def problems(train="", test="", longest=0):
         return both
     most = len(prompt("")) + longest
     return tuple([p for p in part if len(p.prompt) <= most] for part in both)
-
 
 def read(path, flag):
     """The problems in a file; raises UserError if it is not in the published format. Blank lines
@@ -64,7 +60,6 @@ def read(path, flag):
         raise UserError(f"--{flag} {path} is empty")
     return rows
 
-
 def problem_of(row):
     """The problem in a line's JSON; raises ValueError if it is not in the published format."""
     if not isinstance(row, dict):
@@ -79,18 +74,15 @@ def problem_of(row):
         raise ValueError("the answer does not end in '#### n'")
     return Problem(prompt(row["question"].strip()), str(number), solution.strip())
 
-
 def demonstration(problem, rng):
     """The published working without its calculator annotations, and the answer, in tags."""
     working = re.sub("<<[^<>\n]*>>", "", problem.solution)
     return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
 
-
 def answer(completion):
     """The number in the last answer tags as text, for majority votes; "" if there is none."""
     number = one_number(tagged(completion) or "")
     return "" if number is None else str(number)
-
 
 def reward(problem, completion):
     """1 for the right number, and 0.1 for an answer in tags."""

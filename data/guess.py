@@ -28,11 +28,9 @@ SHORTEST, LONGEST = 7, 63   # numbers in an interval
 EACH = 4                    # training problems of an interval
 HELD_OUT = 500              # held-out problems, each of another interval
 
-
 class Problem(NamedTuple):
     prompt: str     # "17-79:"
     hidden: int     # 51
-
 
 def problems():
     """Training and held-out problems, of different intervals, the same for every seed."""
@@ -45,23 +43,19 @@ def problems():
     held_out = [four[0] for four in made[:HELD_OUT]]
     return [problem for four in made[HELD_OUT:] for problem in four], held_out
 
-
 def interval(problem):
     """The least and the largest number that may be hidden."""
     low, high = problem.prompt[:-1].split("-")
     return int(low), int(high)
-
 
 def guesses(problem):
     """The number of guesses: with k, halving finds one of 2^k - 1 numbers."""
     low, high = interval(problem)
     return (high - low + 1).bit_length()
 
-
 def number(text):
     """The number that a guess is, or None."""
     return int(text) if re.fullmatch("[0-9]{1,3}", text) else None
-
 
 def reply(problem, turns):
     """The answer to the last guess; None if it is right, or no number, or there are no more."""
@@ -69,7 +63,6 @@ def reply(problem, turns):
     if guess in (None, problem.hidden) or len(turns[::2]) == guesses(problem):
         return None
     return "+" if problem.hidden > guess else "-"
-
 
 def left(problem, turns):
     """The least and the largest number that the replies in `turns` leave."""
@@ -81,7 +74,6 @@ def left(problem, turns):
             high = min(high, int(guess) - 1)
     return low, high
 
-
 def demonstration(problem, rng):
     """A game in which each guess is any number that is left."""
     turns = []
@@ -92,11 +84,9 @@ def demonstration(problem, rng):
             return turns
         turns.append(said)
 
-
 def answer(turns):
     """The last guess."""
     return turns[-1]
-
 
 def steps(problem, turns):
     """The guesses as (end, truth): true ones are among the numbers that are left."""
@@ -107,7 +97,6 @@ def steps(problem, turns):
         guess = number(turns[i])
         found.append((end, guess is not None and low <= guess <= high))
     return found
-
 
 def reward(problem, turns):
     """1 if the last guess is the hidden number."""

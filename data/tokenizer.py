@@ -8,10 +8,10 @@ import re
 import unicodedata
 from pathlib import Path
 
+import regex        # a requirement of tiktoken; Python's `re` has no \p{L}
 import tiktoken
 
 from data import UserError, read_bytes, read_json
-from data.bpe import LETTERS, cut, read_bpe, refuse
 from data.chat import BARE, THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
@@ -19,24 +19,16 @@ FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
 MORE = "additional_chat_templates"
-
+BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
+BYTES += [b for b in range(256) if b not in BYTES]
+LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
+BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 def split_at(marks, text):
     """Split a text at each of `marks`, longest first; the marks are kept as pieces."""
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
     return re.split(f"({pattern})", text) if marks else [text]
-
-
-def composed(text):
-    """The NFC of a text. Combining characters are sorted beforehand: `normalize` alone would take
-    quadratic time, 8 seconds for 100,000 of them."""
-    if unicodedata.is_normalized("NFC", text):
-        return text
-    decomposed = "".join(unicodedata.normalize("NFD", c) for c in text)
-    runs = (run for _, run in itertools.groupby(decomposed, lambda c: unicodedata.combining(c) > 0))
-    ordered = (sorted(run, key=unicodedata.combining) for run in runs)
-    return unicodedata.normalize("NFC", "".join(itertools.chain(*ordered)))
-
 
 class Encoding(tiktoken.Encoding):
     """tiktoken's Encoding, plus what else a checkpoint's files specify.
@@ -45,14 +37,14 @@ class Encoding(tiktoken.Encoding):
     frame: the Frame of a prompt. plain: names of added tokens that are recognised in any text.
     files: the files to save beside the weights, name to contents. before: patterns that split a
     text before `split` does. unmade: the ids of tokens that no text has, by their bytes. ends: the
-    ids that end a text by name, even if they are not special. notes: lines for a run's header.
+    ids that end a text by name, even if they are not special.
     """
 
     def __init__(self, name, split, ranks, special, stop, files, frame=Frame(), nfc=False,
-                 plain=(), before=(), unmade={}, ends=(), notes=()):
+                 plain=(), before=(), unmade={}, ends=()):
         super().__init__(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.end, self.stop, self.files, self.frame = stop[0], frozenset(stop), files, frame
-        self.nfc, self.special, self.before, self.notes = nfc, special, before, notes
+        self.nfc, self.special, self.before = nfc, special, before
         self.unmade = {i: token for token, i in unmade.items()}
         self.known = {*ranks.values(), *special.values(), *self.unmade}
         self.plain = plain
@@ -70,7 +62,7 @@ class Encoding(tiktoken.Encoding):
             if self.missing:        # a tokenizer that lacks some bytes drops their characters
                 piece = piece.encode("utf-8", "replace").decode()   # a lone surrogate has no UTF-8
                 piece = "".join(c for c in piece if self.missing.isdisjoint(c.encode()))
-            for part in cut(composed(piece) if self.nfc else piece, self.before):
+            for part in cut(unicodedata.normalize("NFC", piece) if self.nfc else piece, self.before):
                 ids += super().encode_ordinary(part)
         return ids
 
@@ -118,7 +110,6 @@ class Encoding(tiktoken.Encoding):
             return b""
         return self.decode_single_token_bytes(token)
 
-
 def byte_encoding():
     """Ids 0-255 for the bytes and 256 for END; needs no download."""
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
@@ -132,7 +123,6 @@ def byte_encoding():
     files = {name: json.dumps(x).encode() for name, x in files.items()}
     letters = {bytes([i]): i for i in range(256)}
     return Encoding("bytes", r"[\s\S]", letters, {END: 256}, [256], files)
-
 
 def load_encoding(folder, chat="auto", system=""):
     """The tokenizer in a checkpoint's folder; raises UserError if it is not a byte-level BPE.
@@ -160,17 +150,17 @@ def load_encoding(folder, chat="auto", system=""):
         for t in hf["added_tokens"]:
             if t["content"] in plain or t["content"] in shown:
                 refuse(t, ("lstrip", "rstrip", "single_word"), f"its token {t['content']!r}")
-        ends = ends_by_name(about, special, frame.end)
-        stop = stop_tokens(ends, others)
-        words = {i: token for token, i in (bpe["ranks"] | bpe["unmade"]).items()}
-        stop, notes = used_stops(stop, *others, special, words)
+        eos = about.get("eos_token")
+        names = [frame.end, eos["content"] if isinstance(eos, dict) else eos]
+        ends = [special[name] for name in names if name in special]
+        words = {*bpe["ranks"].values(), *bpe["unmade"].values()}
+        stop = stop_tokens(ends, *others, special, words)
         return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,
-                        plain=plain, ends=ends, notes=notes, **bpe)
+                        plain=plain, ends=ends, **bpe)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
-
 
 def chosen_frame(files, about, hf, special, asked):
     """The Frame for `asked`, chat and system. What is "auto" or "" is taken from the frame among
@@ -195,7 +185,6 @@ def chosen_frame(files, about, hf, special, asked):
                if t["special"] or t["content"] == tokens.get("eos_token")]
     return frame_of(template, tokens, special, chat, system)
 
-
 def find_template(files, about):
     """The chat template in a folder's files, the default if there are several; None without one."""
     if "chat_template.jinja" in files:
@@ -207,59 +196,20 @@ def find_template(files, about):
         raise UserError("its chat template is not a string, or there are several and no default")
     return template
 
-
-def ends_by_name(about, special, end):
-    """The ids of `end`, the end of a chat turn, and of tokenizer_config.json's (`about`) end of a
-    text, as far as there are such tokens."""
-    eos = about.get("eos_token")
-    names = [end, eos["content"] if isinstance(eos, dict) else eos]
-    return [special[name] for name in names if name in special]
-
-
-def stop_tokens(ends, others):
-    """The ids that end a completion: first `ends`, then those of the files `others`."""
-    stop = [*ends]
-    for other in others:
-        stop += ends_of(other)
-    if not (stop := [x for x in stop if x is not None]):
-        raise UserError("no file names a stop token: set eos_token_id in generation_config.json")
-    if wrong := [x for x in stop if type(x) is not int or x < 0]:
-        raise UserError(f"eos_token_id {wrong[0]!r} is not a token id")
-    return stop
-
-
-def ends_of(config):
-    """The ids that end a completion by one of the files."""
-    ends = config.get("eos_token_id")
-    return ends if isinstance(ends, list) else [ends]
-
-
-def used_stops(stop, generation, config, special, words):
-    """The ids in `stop` that end a completion, and a note on each that does not: an id of no token,
-    and an ordinary token (in `words`: its bytes) that config.json alone names, or generation_config
-    too as its only one. Such an id is a default of the family, which nobody chose; a list is
-    chosen. If there is no other end, ordinary tokens are used."""
+def stop_tokens(ends, generation, config, special, words):
+    """The ids that end a completion: `ends` and what the two files name, as far as they are tokens.
+    An ordinary token (in `words`) that config.json names is a default of the family, which nobody
+    chose, unless generation_config.json lists it or there is no other end."""
     default, chosen = (x.get("eos_token_id") for x in (config, generation))
+    named = [x if isinstance(x, list) else [x] for x in (chosen, default)]
+    known = [i for i in (*ends, *named[0], *named[1]) if i in words or i in special.values()]
     if isinstance(chosen, list) and default in chosen:
         default = None
-    ordinary = [i for i in stop if i in words]
-    names = {i: f"the ordinary token {words[i].decode('utf-8', 'replace')!r}" for i in ordinary}
-    names |= {i: repr(name) for name, i in special.items()}
-    used = [i for i in stop if i in names and not (i in ordinary and i == default)]
-    if not used and not ordinary:
-        raise UserError(f"eos_token_id {stop[0]} is no token of its tokenizer, and no file names "
-                        f"another end: set eos_token_id in generation_config.json")
+    used = [i for i in known if i not in words or i != default] or known
     if not used:
-        return ordinary, [f"no file names an end but eos_token_id {ordinary[0]}: completions end "
-                          f"with {names[ordinary[0]]}"]
-    notes = []
-    for i in dict.fromkeys(stop):
-        if i not in used:
-            file = "config.json" if i in ends_of(config) else "generation_config.json"
-            notes.append(f"eos_token_id {i} of {file} is {names.get(i, 'no token')}: completions "
-                         f"end with {names[used[0]]} instead")
-    return used, notes
-
+        raise UserError("no file names a token that ends a text: set eos_token_id in "
+                        "generation_config.json")
+    return used
 
 def opening(hf, special):
     """The special tokens that a tokenizer.json puts before every text, as one string."""
@@ -275,12 +225,10 @@ def opening(hf, special):
             raise UserError(f"its post_processor {part['type']} is not supported")
     return opened
 
-
 def decode(encoding, ids):
     """The text of a completion: all that was said, special tokens by name, except that which ended
     it. A reward may look for tags whether they are special tokens or not."""
     return b"".join(map(encoding.token_bytes, ids)).decode("utf-8", "replace")
-
 
 def pieces(encoding, ids):
     """The text of each token of a completion; a character of several tokens goes to the last one.
@@ -288,7 +236,6 @@ def pieces(encoding, ids):
     decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), len(ids) - 1
     return [decoder.decode(encoding.token_bytes(t), i == last or t in encoding.stop)
             for i, t in enumerate(ids)]
-
 
 def step_tokens(encoding, ids, ends):
     """Index in `ids` of the token that closes each step; `ends` count characters of the text. The
@@ -300,3 +247,151 @@ def step_tokens(encoding, ids, ends):
         ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop
         found.append(i + 1 if ends_turn else i)
     return found
+
+# ------------------------------------------------------------------ the vocabulary and its merges
+
+def read_bpe(hf, special):
+    """From a tokenizer.json, arguments of an Encoding: the pattern that splits a text, those that
+    split it before, the ids by the bytes of the token, those of tokens that no text has, and
+    whether text is normalised to NFC. Ids must be in the order of the merges: tiktoken merges by
+    id."""
+    model, normalizer = hf["model"], hf.get("normalizer") or dict(type="Sequence", normalizers=[])
+    if model["type"] != "BPE":
+        raise UserError("its tokenizer is not a byte-level BPE")
+    *before, split = patterns_of(hf["pre_tokenizer"] or {})
+    try:
+        before = [regex.compile(pattern, regex.V1) for pattern in before]
+    except regex.error as e:
+        raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
+    for pattern in before:
+        # Those that elsewhere have another meaning.
+        if part := re.search(r"\\[wWbBhH]|\\[pP](?!\{)|--|~~|\|\|", pattern.pattern):
+            raise UserError(f"its tokenizer splits text by several patterns, of which one has "
+                            f"{part[0]}: that is not supported")
+    changes = [part["type"] for part in normalizer.get("normalizers", [normalizer])]
+    if others := {*changes} - {"NFC"}:
+        raise UserError(f"its normalizer {min(others)} is not supported")
+    refuse(model, ("dropout", "end_of_word_suffix", "continuing_subword_prefix"), "its tokenizer")
+    if letters := sorted(special.keys() & BYTE_OF.keys() & model["vocab"].keys()):
+        raise UserError(f"its added token {letters[0]!r} is also the letter of a byte")
+    ids = {token: i for token, i in model["vocab"].items() if token not in special}
+    distinct = {*ids.values(), *special.values()}
+    if not all(type(i) is int and 0 <= i < 2 ** 31 for i in distinct):
+        raise UserError("its token ids are not all integers from 0 to 2**31 - 1")
+    if len(distinct) < len(ids) + len(special):
+        raise UserError("two of its tokens have the same id")
+    made = tokens_of_texts(model, special)
+    ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in ids.items()}
+    unmade = {token: i for token, i in ranks.items() if i not in made}
+    ranks = {token: i for token, i in ranks.items() if i in made}
+    return dict(split=split, before=before, ranks=ranks, unmade=unmade, nfc=bool(changes))
+
+def refuse(about, keys, whose):
+    """Raise UserError if one of these settings is on: it would change the ids of a text."""
+    for key in keys:
+        if about.get(key):
+            raise UserError(f"{whose} has {key} {about[key]!r}, which is not supported")
+
+def patterns_of(pre):
+    """The patterns that split a text as a pre_tokenizer does, one after another; each matches any
+    text from its beginning to its end."""
+    *before, level = parts = pre.get("pretokenizers", [pre])
+    kinds = [part.get("type") for part in parts]
+    if kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
+        raise UserError("its tokenizer is not a byte-level BPE")
+    if not {*kinds[:-1]} <= {"Split", "Digits"}:
+        raise UserError(f"its tokenizer splits text in a way that is not supported: {kinds}")
+    patterns = [pattern_of(part) for part in before]
+    if level.get("use_regex", True):
+        patterns.append(GPT2_SPLIT)
+    return patterns or [r"[\s\S]+"]
+
+def pattern_of(part):
+    """The pattern of a Split or of Digits; the text between its matches is a piece too. In these
+    files ^ and $ stand for the ends of a line: (?m)."""
+    if part["type"] == "Digits":
+        pattern = r"\p{N}" if part["individual_digits"] else r"\p{N}+"
+    else:
+        refuse(part, ("invert",), "its tokenizer's Split")
+        if part["behavior"] != "Isolated":
+            raise UserError(f"its tokenizer's Split has behavior {part['behavior']!r}, which is "
+                            f"not supported")
+        [(kind, pattern)] = part["pattern"].items()
+        pattern = pattern if kind == "Regex" else re.escape(pattern)
+    if may_be_empty(pattern):
+        raise UserError(f"its tokenizer splits text by a pattern that may be empty: {pattern!r}")
+    return rf"(?m)(?:{pattern})|(?:(?!{pattern})[\s\S])+"
+
+def may_be_empty(pattern):
+    """Whether a pattern can match the empty string between two characters: tiktoken would panic."""
+    ranks, any_ = {bytes([i]): i for i in range(256)}, r"[\s\S]"
+    empty = tiktoken.Encoding("empty", pat_str=f"(?m){any_}(?:{pattern})(?<!{any_}{any_}){any_}",
+                              mergeable_ranks=ranks, special_tokens={})
+    text = "".join(map(chr, range(9, 256))) + "ab 12  \n\n'' A"
+    return any(empty.encode_ordinary(a + b) for a, b in itertools.pairwise(text))
+
+def cut(text, patterns):
+    """The pieces of a text: each pattern splits those that the one before it leaves. Lookarounds
+    end at a piece, so that several patterns are not one."""
+    pieces = [text]
+    for pattern in patterns:
+        pieces = [x.group() for piece in pieces for x in pattern.finditer(piece)]
+    return pieces
+
+def tokens_of_texts(model, special):
+    """The ids that a text can have: those of letters, and of words that merges make of their
+    letters. With these alone tiktoken, which joins any two tokens whose bytes are a token, joins
+    what merges do: where two that make a word lie side by side, only the merges of its own letters
+    were made there, the same as in the word alone. `ignore_merges` adds all words as whole pieces,
+    which tiktoken looks up first."""
+    vocab, order = model["vocab"], {}
+    for pair in model["merges"]:
+        a, b = pair.split(" ") if isinstance(pair, str) else pair
+        order[a, b] = vocab[a + b]
+    if [*order.values()] != sorted(order.values()):
+        raise UserError("its token ids are not in the order of its merges")
+    made = made_words(vocab, order)
+    if model.get("ignore_merges"):
+        for word in vocab.keys() - made - special.keys():
+            parts = merged(word, order)
+            if len(parts) == 2:
+                raise UserError(f"its token {word!r} is {parts[0]!r} and {parts[1]!r}, which no "
+                                f"merge joins")
+        made = vocab.keys()
+    return {vocab[word] for word in made}
+
+def made_words(vocab, order):
+    """The words that merges make of their letters. `order`: the ids of merged pairs, ascending. A
+    pair of words made with lower ids is tried at its seam alone; what that leaves is merged in
+    full."""
+    made = {letter: (-1, letter, letter) for letter in BYTE_OF}     # id and halves of a word
+    for (a, b), i in order.items():
+        if a in made and b in made and is_free(a, b, order, made):
+            made[a + b] = i, a, b
+    others = {a + b for a, b in order} - made.keys()
+    found = made.keys() | {word for word in others if len(merged(word, order)) == 1}
+    return found & vocab.keys()
+
+def is_free(a, b, order, made):
+    """Whether no merge joins an end of `a` to a beginning of `b` before both are whole. Their own
+    merges are undone, latest first: what lies at the seam may not be a pair that comes before the
+    merge just undone. Of equal merges the left one comes first."""
+    while len(a) + len(b) > 2:
+        (i, _, end), (j, begin, _) = made[a], made[b]
+        if i > j:
+            a, until = end, i
+        else:
+            b, until = begin, j + 1
+        if order.get((a, b), until) < until:
+            return False
+    return True
+
+def merged(word, order):
+    """The tokens of a word: the first pair in `order` is joined, the leftmost of equals, as long as
+    there is one."""
+    parts = [*word]
+    while found := [order[pair] for pair in itertools.pairwise(parts) if pair in order]:
+        first = min(found)
+        at = [order.get(pair) for pair in itertools.pairwise(parts)].index(first)
+        parts[at:at + 2] = ["".join(parts[at:at + 2])]
+    return parts

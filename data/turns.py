@@ -4,7 +4,6 @@ from data.tokenizer import decode
 
 LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
 
-
 class Episodes:
     """What is said in each row of a rollout: `turns`, for each row a list of texts, the policy's
     and the environment's in alternation. It is the `reply` of `grpo.sample`.
@@ -61,7 +60,6 @@ class Episodes:
                 turns.append(decode(self.encoding, ids[begun:]))
         return self.turns
 
-
 def texts(encoding, batch, episodes=None):
     """What the policy said in each row of a Batch, as a text; of Episodes, the list of turns."""
     rows = zip(batch.ids.cpu(), batch.judged.cpu())
@@ -70,11 +68,9 @@ def texts(encoding, batch, episodes=None):
         return [decode(encoding, ids) for ids in said]
     return episodes.all_turns(said)
 
-
 def spoken(completion):
     """What the policy said in a completion, which is a text or a list of turns."""
     return completion if isinstance(completion, str) else "".join(completion[::2])
-
 
 def checked_reply(reply, problem, turns):
     """What a task replies; raises UserError, with the place, if that fails or is not a text."""
@@ -83,7 +79,6 @@ def checked_reply(reply, problem, turns):
     if not isinstance(text, str | None):
         raise UserError(f"{what} must be a string or None, not {text!r:.200}")
     return text
-
 
 def demonstration(task, problem, rng):
     """A task's demonstration: a text or, if the task replies, a list of turns, from the policy's

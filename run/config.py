@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 from data import UserError, call, import_file, load_task
-from run import files, show
+from run import files
+from run.dist import print0
 
 # ------------------------------------------------------------------------------- the command line
 
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file=None):
         """On rank 0 alone."""
-        show.print0(self.format_help())
+        print0(self.format_help())
 
 def read(config, about, argv):
     """Parses a command line: returns MODES, of which at most one is set, as a namespace, and a dict

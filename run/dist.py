@@ -1,4 +1,4 @@
-"""Device and dtype, ranks, sharded models (FSDP2), random streams, signals."""
+"""Device and dtype, ranks, sharded models (FSDP2), random streams, signals, progress."""
 import contextlib
 import ctypes
 import math
@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 
 import numpy as np
 import torch
@@ -77,11 +78,9 @@ def start_ranks(device):
     """Joins the other processes, if torchrun started this one."""
     if "RANK" not in os.environ or distributed.is_initialized():
         return
-    backend = "gloo"
     if device.type == "cuda":
-        backend = "nccl"
         torch.cuda.set_device(device)
-    distributed.init_process_group(backend)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 def rank():
     """The number of this process; 0 without torchrun."""
@@ -143,9 +142,8 @@ def means(stats):
     if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components: use the same ones for "
                         "every prompt")
-    means = torch.stack([stats[name].float().mean() for name in names])
-    found = dict(zip(names, (all_reduce(means) / ranks()).tolist()))
-    return {name: found[name] for name in stats}
+    found = sums({name: stats[name].float().mean() for name in names})
+    return {name: found[name] / ranks() for name in stats}
 
 def wait_for_all():
     """Returns when all ranks have called it."""
@@ -336,3 +334,52 @@ def stoppable(command=""):
         for number, handler in zip(SIGNALS, handlers):
             signal.signal(number, handler)
         ASKED.clear()
+
+# --------------------------------------------------------------------------------------- progress
+
+def print0(text):
+    """Prints on the first rank."""
+    if rank() == 0:
+        say(text, sys.stdout)
+
+def say(text, stream):
+    """Prints to a stream. If it is closed (None), or nobody reads it any more (`| head`), the run
+    goes on silently."""
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+def clock(seconds):
+    """Seconds as minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+def progress(name, total, every=10):
+    """A function that prints progress and the time left, at most once in `every` seconds unless
+    told to print now."""
+    began = said = time.time()
+    def told(done, more="", now=False):
+        """Prints that `done` items are done, then `more`."""
+        nonlocal said
+        if now or time.time() - said > every:
+            said = time.time()
+            left = (said - began) / max(done, 1) * (total - done)
+            print0(f"{name} {done}/{total}  {more}left {clock(left)}")
+    return told
+
+def stop_here(name):
+    """Raises Stopped if a signal came amid some work, which will begin again."""
+    if stop_asked():
+        raise Stopped(f"in the {name}, which will begin again")
+
+def chunks(name, items, size):
+    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
+    progress if it takes long. Raises Stopped on a signal."""
+    told = progress(name, len(items))
+    for i in range(0, len(items), size):
+        stop_here(name)
+        told(i)
+        if of_rank(items[i:i + size]):
+            yield items[i:i + size]

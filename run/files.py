@@ -1,5 +1,6 @@
 """Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -8,8 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError, read_json, tokenizer
-from run import show
+from data import UserError, read_json
+from run.dist import print0
 
 try:
     import fcntl
@@ -48,8 +49,6 @@ def write_tensors(path, tensors, metadata):
 # ----------------------------------------------------------------------------------- a run's folder
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
-OTHERS = ("run.json", "config.json", "model.safetensors", "functions.py", "report.html", "best")
-MOVING = "moving"       # the folder in which `keep_previous` collects a run
 LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
 
 if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
@@ -83,28 +82,21 @@ def strict(x):
     return x
 
 def keep_previous(folder):
-    """Moves the finished run in `folder`, but no file of the user's, to previous/, or previous2/,
-    previous3/ ..., whichever is free. After a kill it can be called again: the checkpoint goes
-    first, without which nothing can be resumed."""
-    moving = folder / MOVING
-    moving.mkdir(exist_ok=True)
-    for name in ("checkpoint.safetensors", *LOGS, *OTHERS, *tokenizer.FILES, tokenizer.MORE):
-        if (folder / name).exists() and not (moving / name).exists():
-            os.replace(folder / name, moving / name)
-    previous = folder / "previous"
-    number = 1
-    while os.path.lexists(previous):
-        number += 1
-        previous = folder / f"previous{number}"
-    os.replace(moving, previous)
-    show.print0(f"the finished run in {folder} was moved to {previous}")
+    """Renames the folder of a finished run to name.1, name.2 ..., whichever is free, and makes a
+    new one, with its lock and its kept warm start."""
+    names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+    previous = next(path for path in names if not os.path.lexists(path))
+    os.rename(folder, previous)
+    folder.mkdir()
+    lock(folder / "lock")
+    if (previous / "warm_start").exists():
+        os.rename(previous / "warm_start", folder / "warm_start")
+    print0(f"the finished run in {folder} was moved to {previous}")
 
 def about(folder):
     """What run.json says of the run in a folder; empty if there is none."""
     path = Path(folder) / "run.json"
-    if not path.exists():
-        return {}
-    found = read_json(path.read_bytes(), path)
+    found = read_json(path.read_bytes(), path) if path.exists() else {}
     settings = found.get("config", {})
     parts = [settings, found.get("data", {})]
     if isinstance(settings, dict):

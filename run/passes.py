@@ -69,7 +69,7 @@ def joined(batches, rows):
 
 # --------------------------------------------------------------------------------- micro-batches
 
-MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `preflight.micro_tokens`
+MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `pretrained.micro_tokens`
 
 def row_lengths(mask):
     """The length of each row without padding, (B,), of a mask (B, T)."""
@@ -280,3 +280,29 @@ def checked_gap(scored, dtype):
                         f"{most_on_average}. If these rows are not the present policy's, say so in "
                         f"the Batch's on_policy")
     return largest
+
+# --------------------------------------------------------------------------------- supervised fits
+
+GRAD_CLIP = 1.0         # maximum gradient norm of a supervised fit
+
+def supervised_fit(name, module, losses, steps, lr):
+    """Supervised training: `steps` steps of AdamW, each on the sum of the loss terms that
+    `losses(step)` yields. The learning rate rises for 30 steps and falls linearly to 0."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    opt = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    told = dist.progress(name, steps)
+    module.train()
+    for step in range(steps):
+        dist.stop_here(name)
+        opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
+        total = torch.zeros((), device=params[0].device)
+        for loss in losses(step):
+            loss.backward()
+            total += loss.detach()
+        dist.sum_gradients(params)
+        dist.clip_gradients(params, GRAD_CLIP)
+        opt.step()
+        opt.zero_grad()
+        tenth = (step + 1) % max(1, steps // 10) == 0
+        told(step + 1, f"loss {dist.all_reduce(total).item():.3f}  ", tenth)
+    module.eval()

@@ -1,12 +1,12 @@
-"""Reads and writes Hugging Face's layout: config.json and tensors of the families below.
+"""Models: Hugging Face's layout in and out, new ones, and how much memory a run with one needs.
 
 A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
 """
 import copy
-import dataclasses
 import json
+import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,8 +17,9 @@ from torch import nn
 from data import UserError, read_bytes, read_json, regular
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import dist, preflight, rope
+from run import dist
 from run.files import write_tensors, write_whole
+from run.passes import MICRO_TOKENS, most_logits
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
 # that lacks one has the default. NEW: what fills a parameter that a file lacks, by the end of the
@@ -72,14 +73,14 @@ def read_config(hf):
     for ours, theirs in names.items():
         if given.get(ours) is None and ours != "head_size":
             raise UserError(f"{theirs} is missing")
-    turns = rope.settings(hf)
+    turns = rope_settings(hf)
     refuse_unknown(turns)
     cfg = shape(**FAMILIES[family] | given | {"rope_theta": turns["rope_theta"]})
     window = hf.get("sliding_window", 4096)         # transformers' default
     if family == "mistral" and window is not None and window < cfg.block_size:
         raise UserError(f"sliding_window {window} is not supported: it is less than "
                         f"max_position_embeddings {cfg.block_size}")
-    return dataclasses.replace(cfg, **rope.scaled(cfg, turns))
+    return replace(cfg, rope_inv_freq=scaled_rope(cfg, turns))
 
 def shape(**given):
     """A GPTConfig; raises UserError for a value of another type, or a size that only a damaged file
@@ -114,6 +115,51 @@ def config_json(model):
                 raise UserError(f"config.json would not say {name} {getattr(cfg, name)!r}: add it "
                                 f"to EXTRA in run/pretrained.py")
     return model.hf
+
+# ------------------------------------------------------------------------- RoPE for long contexts
+
+CONTEXT = "original_max_position_embeddings"
+
+def rope_settings(hf):
+    """Those in a config.json's dict, and `rope_theta`. As in transformers, `rope_scaling` takes
+    precedence over `rope_parameters`, a rope_theta inside either over one outside, and an original
+    context outside over one inside."""
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"rope scaling must be a JSON object, not {given!r:.100}")
+    given = {"rope_theta": hf.get("rope_theta", 10000.0)} | given
+    if hf.get(CONTEXT):
+        given[CONTEXT] = hf[CONTEXT]
+    return given
+
+def scaled_rope(cfg, given):
+    """RoPE's frequencies by the settings `given`, of position interpolation (arXiv 2306.15595) or
+    Llama 3 (2407.21783); () if nothing is scaled. In float32, and in transformers' order: far out
+    in a context a frequency that is rounded otherwise gives another angle."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not 1 < cfg.rope_theta < math.inf:
+        raise UserError(f"rope_theta must be a number over 1, not {cfg.rope_theta}")
+    if kind == "default":
+        return ()
+    if kind not in ("linear", "llama3"):
+        raise UserError(f"rope scaling {kind!r} is not supported, only linear and llama3. For "
+                        f"contexts up to {CONTEXT} a model with yarn can do without: remove it")
+    factor = number(given, "factor")
+    inv_freq = 1 / cfg.rope_theta ** (torch.arange(0, cfg.head_size, 2) / cfg.head_size)
+    if kind == "linear":
+        return tuple((inv_freq / factor).tolist())
+    # Divides those whose period is long for the original context.
+    context = number(given, CONTEXT, cfg.block_size)
+    low, high = number(given, "low_freq_factor"), number(given, "high_freq_factor")
+    kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
+    return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())
+
+def number(given, key, default=None):
+    """A setting, or its default if it is missing or 0; raises UserError for what is no number."""
+    x = given.get(key) or default
+    if type(x) not in (int, float) or not 1e-6 <= x <= 1e9:
+        raise UserError(f"rope scaling: {key} must be a number from 1e-6 to 1e9, not {x!r:.50}")
+    return x
 
 # ----------------------------------------------------------------------------------------- reading
 
@@ -285,7 +331,7 @@ def load_model(where, cfg, encoding, longest=0):
     if model.cfg.vocab_size < encoding.n_vocab:
         raise UserError(f"{where}: the model has a vocabulary of {model.cfg.vocab_size}, the "
                         f"tokenizer one of {encoding.n_vocab}")
-    preflight.check_room(model, cfg, longest)
+    check_room(model, cfg, longest)
     return to_device(load(where), cfg)
 
 def trained_model(cfg):
@@ -297,7 +343,7 @@ def trained_model(cfg):
 def model_of(hf, cfg, longest):
     """A model of the shape in a config.json's dict; its weights are uninitialised."""
     model = of_config(hf)
-    preflight.check_room(model, cfg, longest)
+    check_room(model, cfg, longest)
     empty = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
     return to_device(fill(model, empty), cfg)
 
@@ -312,7 +358,7 @@ def new_model(cfg, encoding, longest):
                   n_head=cfg.n_embd // D, n_kv_head=1, head_size=D, n_embd=cfg.n_embd,
                   n_inner=4 * cfg.n_embd)
     with torch.device("meta"):
-        preflight.check_room(GPT(sizes), cfg, longest)
+        check_room(GPT(sizes), cfg, longest)
     model = GPT(sizes, dist.generator(cfg, "weights"))
     config_json(model)["eos_token_id"] = encoding.end
     return to_device(model, cfg)
@@ -323,7 +369,7 @@ def frozen(model):
     becomes a separate matrix."""
     copied = copy.deepcopy(model).requires_grad_(False)
     if model.amp and model.cfg.tied:
-        copied.cfg = dataclasses.replace(model.cfg, tied=False)
+        copied.cfg = replace(model.cfg, tied=False)
         copied.lm_head = nn.Linear(model.cfg.n_embd, 1, bias=False, device="meta")
         copied.lm_head.weight = nn.Parameter(model.embed_tokens.weight.detach(), False)
     for layer in copied.modules():
@@ -331,3 +377,76 @@ def frozen(model):
             for p in layer.parameters():
                 p.data = p.data.to(model.amp)
     return copied
+
+# ------------------------------------------------------------------------------------ the memory
+
+def check_context(model, cfg, longest):
+    """Raises UserError if a prompt of `longest` tokens and a completion do not fit the context."""
+    if longest + cfg.max_new > model.cfg.block_size:
+        raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
+                        f"model's context of {model.cfg.block_size}: see \"A prompt is too long\" "
+                        f"in docs/troubleshooting.md")
+
+def check_room(model, cfg, longest):
+    """Raises UserError if a run would not fit the model's context or the memory; longest 0: only
+    the model must fit. The model may be on the meta device."""
+    need = 4 * sum(p.numel() for p in model.parameters())
+    if longest:
+        check_context(model, cfg, longest)
+        need = memory(model, cfg, longest)
+    free = free_memory(dist.device_of(cfg))
+    if free is not None and need > free:
+        raise UserError(f"this needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} are free: "
+                        f"lower --micro_tokens, --max_new, --group or --prompts")
+
+def memory(model, cfg, longest):
+    """About how many bytes a run needs: its models, and what a rollout or an update holds besides,
+    whichever is more. docs/measurements.md has an example, term by term."""
+    c, device, ranks = model.cfg, dist.device_of(cfg), dist.ranks()
+    N, V, C = sum(p.numel() for p in model.parameters()), c.vocab_size, c.n_embd
+    half = dist.dtype_of(cfg) == "bfloat16"
+    shards = ranks if dist.is_sharding(cfg) else 1
+    b = 2 if half else 4                        # bytes of a number in a matrix product
+    policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
+    trained = policies + (cfg.reward != "rule")
+    frozen = b * N + (4 - b) * V * C * (1 + c.tied)         # the embedding is not rounded
+    copies = cfg.needs_reference / shards + (half or shards > 1)
+
+    rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
+    cache = 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots
+    static = dist.has_static_cache(cfg)         # any other is copied when rows finish
+    rollout = cache * (1 if static else 2) + 24 * rows * V
+
+    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
+    layer = 16 * C + b * (6 * C + c.n_inner * (4 if c.mlp == "swiglu" else 2))
+    stored = layer * c.n_layer                  # for the backward pass, per token
+    if cfg.recompute:                   # one layer, half as much for gradients, all inputs
+        stored = 1.5 * layer + 4 * C * c.n_layer
+    logits = 12 * min(most_logits(device), V * tokens)
+    update = 4 * N * trained / shards + policies * stored * tokens + logits + cache * static
+    return 12 * N * trained / shards + frozen * copies + max(rollout, update)
+
+def free_memory(device):
+    """Free bytes on a device, or None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", known.read_text()) if known.exists() else None
+    return 1024 * int(found[1]) if found and device.type == "cpu" else None
+
+def micro_tokens(model, cfg, longest):
+    """--micro_tokens or, if it is 0, 2,048 on a CPU, and on CUDA the largest power of two up to
+    32,768 with which a run takes at most 60 % of the free memory."""
+    device, n = dist.device_of(cfg), MICRO_TOKENS
+    if cfg.micro_tokens or device.type != "cuda":
+        return cfg.micro_tokens or n
+    free = 0.6 * free_memory(device)
+    while n < 32768 and memory(model, replace(cfg, micro_tokens=2 * n), longest) < free:
+        n *= 2
+    return n
+
+def costs(model, cfg, longest):
+    """A line with the memory that a run with prompts of up to `longest` tokens needs."""
+    need, free = memory(model, cfg, longest), free_memory(dist.device_of(cfg))
+    known = "" if free is None else f" of {free / 1e9:.1f} free"
+    return f"memory: about {need / 1e9:.1f} GB{known}"

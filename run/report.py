@@ -1,13 +1,17 @@
-"""Runs as one self-contained HTML page, which loads nothing from a network; samples.jsonl.
+"""What a run shows: in the terminal, in metrics.jsonl and samples.jsonl, and as an HTML page.
 
-    python grpo.py --report out/grpo out/ppo        # writes out/grpo/comparison.html
-
-`page/` holds its template, style and script, and uPlot, which draws the curves.
+The page is one file, which loads nothing from a network. `page/` holds its template, style and
+script, and uPlot, which draws the curves.
 """
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
+import statistics as stat
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,102 +19,175 @@ from pathlib import Path
 import torch
 
 import data
-from data import UserError, answer_of, read_json
+from data import UserError, answer_of, turns
 from data.tokenizer import pieces
 from model import send
-from run import dist, files, passes, show
+from run import dist, files, passes
+from run.dist import clock, print0, say
 
 PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
 
-def refresh(folder):
-    """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
-    if dist.rank() == 0:
-        try:
-            write([folder])
-        except (UserError, OSError) as e:
-            show.print0(f"note: no report: {e}")
+# ------------------------------------------------------------------------------------ the terminal
 
-def print_report(folders, out):
-    """`write`; prints the path of the page, and the first and the last evaluation of each run."""
-    show.print0(f"the report is in {write(folders, out)}")
-    for folder in folders:
-        metrics = logged(Path(folder) / "metrics.jsonl")
-        evaluated = [m for m in metrics if "greedy" in m]
-        for m in evaluated[:1] + evaluated[1:][-1:]:
-            show.print0(f"{folder}  step {m['step']}  {show.percentages(m)}")
+@contextlib.contextmanager
+def exit_code():
+    """A context for a whole command: a signal or an error ends it with one line instead of a
+    traceback, and with an exit code."""
+    code = 0
+    if hasattr(sys.stdout, "reconfigure"):          # a notebook's has no such method
+        sys.stdout.reconfigure(errors="replace")    # characters that the terminal cannot show
+    try:
+        yield
+    except dist.Stopped as when:
+        print0(f"stopped {when}; continue with: {when.command}")
+        code = 128 + when.number
+    except KeyboardInterrupt:           # in --eval_only or --ask: nothing to save
+        code = 130
+    except (UserError, OSError) as e:           # OSError: a full disk, a path too long
+        if data.is_executed(e) and not isinstance(e, UserError):
+            raise                               # of an algorithm's own code
+        say(f"error: {on_one_line(str(e))}", sys.stderr)
+        code = 2
+    dist.exit_with(code)
 
-def write(folders, out=""):
-    """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
-    into `out`; returns its path. Raises UserError for a folder without a run."""
-    name = "report.html" if len(folders) == 1 else "comparison.html"
-    path = Path(out or folders[0]) / name
-    text = page([run_of(Path(folder), MOST // len(folders)) for folder in folders])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, text)
-    return path
+CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
-def page(runs):
-    """The page on some runs. `<` is escaped in their data, so that no text in it ends the script
-    element in which it stands."""
-    text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
-    def part(found):
-        return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
-    return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
+def printable(text):
+    """A model's text with visible control characters, as they could change a terminal."""
+    return text.translate(CONTROLS)
 
-def run_of(folder, most):
-    """What the page shows of a run, with at most `most` bytes of samples."""
-    path = folder / "run.json"
-    if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"no run in {folder}")
-    about = read_json(path.read_bytes(), path) if path.is_file() else {}
-    samples, steps = thinned(folder / "samples.jsonl", most)
-    return dict(name=folder.resolve().name, path=str(folder), about=about, steps=steps,
-                metrics=logged(folder / "metrics.jsonl"), samples=samples)
+def on_one_line(text):
+    """A text with visible line breaks and control characters."""
+    return printable(text).replace("\n", " ⏎ ")
 
-def thinned(path, most):
-    """The records of samples.jsonl at evenly spaced steps, the first and the last included, at most
-    `most` bytes of them; and the number of steps in the file."""
-    sizes = Counter()                                   # bytes by step: the file may be large
-    for n, line in whole_lines(path):
-        sizes[step_of(path, n, line)] += len(line)
-    steps = sorted(sizes)
-    n = len(steps)
-    while sum(sizes[step] for step in spread(steps, n)) > most:
-        n = n * 9 // 10
-    return logged(path, spread(steps, n)), len(steps)
+def coloured(piece, adv):
+    """A token's text; in a terminal green if its advantage is positive, red if it is negative."""
+    piece = on_one_line(piece)
+    if not sys.stdout or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return piece
+    return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
-def spread(items, n):
-    """n of the items, evenly spaced, the first and the last included."""
-    return [items[i * (len(items) - 1) // max(1, n - 1)] for i in range(n)]
+def print_group(batch, rows, encoding):
+    """Prints the distinct completions of a group (`rows` of a rollout) and how often each was
+    sampled, tokens coloured by advantage: at most four, with the highest and lowest rewards."""
+    prompt = on_one_line(batch.problems[rows.start].prompt)
+    if len(prompt) > 60:
+        prompt = f"... {prompt[-40:]}"
+    reward = batch.reward.sum(1).tolist()
+    alike = {}                          # the rows of each completion and reward
+    for row in range(rows.start, rows.stop):
+        alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
+    distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
+    if len(distinct) > 4:
+        distinct = distinct[:2] + distinct[-2:]
+    for same in distinct:
+        row = same[0]
+        mask = batch.mask[row]
+        adv = batch.adv[row][mask].tolist()
+        texts = pieces(encoding, batch.ids[row][mask].tolist())
+        said = [*map(coloured, texts, adv)]
+        places = passes.replies_after(mask)
+        for n, reply in zip(reversed(places), reversed(batch.texts[row][1::2])):
+            said.insert(n, f"[{on_one_line(reply)}]")
+        of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
+        print0(f"    {len(same)}x {prompt}{''.join(said)}   reward {reward[row]:g}  "
+               f"advantage {of}{adv[0]:+.2f}")
 
-def logged(path, steps=None):
-    """The records of a log, or those of some steps. None takes the place of NaN and infinities,
-    which an earlier version wrote though JSON lacks them."""
-    found = []
-    for n, line in whole_lines(path):
-        if steps is None or step_of(path, n, line) in steps:
-            try:
-                found.append(json.loads(line, parse_constant=lambda name: None))
-            except ValueError as e:
-                raise UserError(f"{path}, line {n}, is not JSON: {e}") from e
-    return found
+def header(cfg, encoding, policy, problems, held_out):
+    """Prints what a run works on, and with."""
+    millions = sum(p.numel() for p in policy.parameters()) / 1e6
+    given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
+             if getattr(cfg, f.name) not in (f.default, {})]
+    print0(f"settings: {', '.join(given)}")
+    print0(f"{millions:.2f}M parameters on {dist.device_of(cfg)} in {dist.dtype_of(cfg)}; "
+           f"{len(problems)} problems, {len(held_out)} held out; "
+           f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
+    if cfg.lr == type(cfg).lr and millions < 100:
+        print0(f"note: --lr {cfg.lr:g} is the paper's, for a model of 7 billion parameters; one as "
+               f"small as this may need 1e-4")
+    if cfg.compile:
+        print0("compiling as it goes: the first evaluation and the first steps take longer")
+    if cfg.init:
+        frame = encoding.frame
+        why = "its chat template"
+        if frame.chat in ("", "none"):
+            why = "--chat none" if frame.chat else "no chat template"
+        print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
-def whole_lines(path):
-    """The complete lines of a log, as bytes, with their numbers: a run may be writing one. Blank
-    ones are left out. None if there is no file."""
-    if path.is_file():
-        with open(path, "rb") as f:
-            for n, line in enumerate(f, 1):
-                if line.endswith(b"\n") and line.strip():
-                    yield n, line
+DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
-def step_of(path, n, line):
-    """The step at the beginning of line n of a log."""
-    found = re.match(rb'\{"step": (\d+)', line)
-    if not found:
-        raise UserError(f"{path}, line {n}, does not begin with a step")
-    return int(found[1])
+def step_line(step, total, done):
+    """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
+    warning after three steps in a row without differences within groups, or whose completions were
+    mostly cut off."""
+    stats = done[-1]
+    shown = [f"{name} {stats[name]:.{DECIMALS[name]}f}  " for name in DECIMALS if name in stats]
+    if stats["finished"] < 0.9:
+        shown.append(f"finished {stats['finished']:.2f}  ")
+    seconds = stat.median(stats["seconds"] for stats in done[-9:])
+    print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
+           f"left {clock(seconds * (total - step))}")
+    if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
+        print0("warning: for 3 steps in a row all rewards of every group were equal, from which "
+               "nothing is learned: see \"All groups are dead\" in docs/troubleshooting.md")
+    if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
+        print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "
+               "earned at most 0: see \"No completion ends\" in docs/troubleshooting.md")
+
+def in_a_row(held):
+    """How many of the last were true."""
+    n = 0
+    for x in held:
+        n = n + 1 if x else 0
+    return n
+
+def percentages(results):
+    """Shares by name on one line; of pass@k and maj@k only pass@1 and the largest k."""
+    most = max(int(name.partition("@")[2] or 0) for name in results)
+    shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
+    return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
+
+def dialogue(encoding, question, batch, episodes=None):
+    """A question and its completion, for a terminal: what is not the policy's is in brackets."""
+    [completion] = turns.texts(encoding, batch, episodes)
+    if episodes is not None:
+        completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
+    between = "\n" if encoding.frame.after else ""
+    return printable(question + between + completion)
+
+def typed_reply(problem, said):
+    """The `reply` of the person at the keyboard: a line, the end of the episode if it is empty."""
+    print0(printable(said[-1]))
+    print("reply, or nothing to end: ", end="", flush=True)
+    return sys.stdin.readline().rstrip("\n")
+
+def reward_model_quality(measures):
+    """Prints the quality of a fitted reward model on held-out problems."""
+    print0(f"reward model  held out: accuracy {measures['rm_accuracy']:.1%}  "
+           f"calibration error {measures['rm_error']:.3f}")
+
+def shown(path):
+    """A path, relative to the working directory if it is in there."""
+    here = os.path.relpath(path)
+    return str(path) if here.startswith("..") else here
+
+def farewell(cfg, question):
+    """Prints where the report and the model are, and how to ask the model a question."""
+    folder = shown(cfg.folder)
+    print0(f"curves, and completions token by token: {folder}/report.html")
+    if len(question) > 60 or "\n" in question:
+        question = "QUESTION"
+    print0(f"the model is in {folder}; ask it: python grpo.py --task {shlex.quote(cfg.task)} "
+           f"--init {shlex.quote(folder)} --ask {shlex.quote(question)}")
+
+def resume_command(cfg):
+    """The command that continues a run. It must name files with code, as they are executed."""
+    command = f"python grpo.py --resume --out {shlex.quote(shown(cfg.folder))}"
+    for flag, file in ("task", cfg.task), ("algo", cfg.algo):
+        if file.endswith(".py"):
+            command += f" --{flag} {shlex.quote(file)}"
+    return command
 
 # ---------------------------------------------------------------------------------- samples.jsonl
 
@@ -121,12 +198,12 @@ def log_step(agent, step, batch, done):
     one, and every --save_every steps also a group of its completions, and adds two groups to
     samples.jsonl."""
     cfg, first = agent.cfg, dist.rank() == 0
-    show.step_line(step, cfg.total_steps, done)
+    step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
         return
     batch = on_host(batch)
     if first:
-        show.group(batch, widest(batch, cfg.group), agent.encoding)
+        print_group(batch, widest(batch, cfg.group), agent.encoding)
     if first or dist.is_sharded(agent.policy):          # every rank takes part in its passes
         for which, rows in chosen(agent.cfg, step, batch).items():
             found = {"step": step, "which": which, **record(agent, batch, rows)}
@@ -301,3 +378,69 @@ def majority_at(k, right, answers):
         most = Counter(answer for answer in votes if answer).most_common(1)
         solved += right[i + votes.index(most[0][0])] if most else 0.0
     return solved / len(sets)
+
+# ---------------------------------------------------------------------------------------- the page
+
+def refresh(folder):
+    """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
+    if dist.rank() == 0:
+        try:
+            write([folder])
+        except (UserError, OSError) as e:
+            print0(f"note: no report: {e}")
+
+def write(folders, out=""):
+    """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
+    into `out`; returns its path. Raises UserError for a folder without a run."""
+    name = "report.html" if len(folders) == 1 else "comparison.html"
+    path = Path(out or folders[0]) / name
+    text = page([run_of(Path(folder), MOST // len(folders)) for folder in folders])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_whole(path, text)
+    return path
+
+def page(runs):
+    """The page on some runs. `<` is escaped in their data, so that no text in it ends the script
+    element in which it stands."""
+    text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
+    def part(found):
+        return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
+    return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
+
+def run_of(folder, most):
+    """What the page shows of a run, with about `most` bytes of samples: those of every n-th step."""
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"no run in {folder}")
+    path = folder / "samples.jsonl"
+    every = 1 + path.stat().st_size // most if path.is_file() else 1
+    steps = [*dict.fromkeys(step_of(path, *line) for line in whole_lines(path))]
+    samples = logged(path, {*steps[::-every]})          # from the last one
+    return dict(name=folder.resolve().name, path=str(folder), about=files.about(folder),
+                steps=len(steps), metrics=logged(folder / "metrics.jsonl"), samples=samples)
+
+def logged(path, steps=None):
+    """The records of a log, or those of some steps."""
+    found = []
+    for n, line in whole_lines(path):
+        if steps is None or step_of(path, n, line) in steps:
+            try:
+                found.append(json.loads(line))
+            except ValueError as e:
+                raise UserError(f"{path}, line {n}, is not JSON: {e}") from e
+    return found
+
+def whole_lines(path):
+    """The complete lines of a log, as bytes, with their numbers: a run may be writing one. Blank
+    ones are left out. None if there is no file."""
+    if path.is_file():
+        with open(path, "rb") as f:
+            for n, line in enumerate(f, 1):
+                if line.endswith(b"\n") and line.strip():
+                    yield n, line
+
+def step_of(path, n, line):
+    """The step at the beginning of line n of a log: the rest of it may be long."""
+    found = re.match(rb'\{"step": (\d+)', line)
+    if not found:
+        raise UserError(f"{path}, line {n}, does not begin with a step")
+    return int(found[1])

@@ -1,13 +1,143 @@
-"""All models of a run, and how a run begins."""
+"""How a run begins: its problems and checks, its models, its warm start."""
 import copy
+import hashlib
+import json
+import random
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
-from data import call, load_task
-from data.turns import Episodes
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import data
+import model
+from data import (UserError, answer_of, call, check_steps, load_task, need, read_bytes, read_json,
+                  require, rewards_of, steps_of, turns)
 from model import ScalarHead
-from run import checkpoint, dist, preflight, pretrained, show, warm_start
+from run import checkpoint, config, dist, passes, pretrained, report
+from run.dist import print0
+from run.files import write_whole
 from run.pretrained import frozen
+
+def begin(cfg, task, saved):
+    """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
+    task, the tokenizer, the policy, and the training and held-out problems."""
+    cfg = replace(cfg, out=str(cfg.folder.absolute()))      # a task's code may change the directory
+    dist.start(cfg)
+    task = task or load_task(cfg.task)
+    has_model = bool(saved and saved.model)
+    if has_model and saved.step == cfg.total_steps:
+        more = "; a larger --steps continues it" if cfg.iterations == 1 else ""
+        print0(f"the run in {cfg.folder} is complete{more}")
+
+    problems, held_out = to_train_on(cfg, task)
+    which = fingerprint(problems, held_out)
+    held_out = held_out[:cfg.held_out or None]
+    encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
+    check_run(cfg, task, problems)
+    longest = longest_of(encoding, problems + held_out)
+
+    cold = False                        # whether it still needs a warm start
+    if has_model:
+        policy = pretrained.model_of(saved.model, cfg, longest)
+    else:
+        checkpoint.check_folder(cfg)
+        policy, cold = starting_model(cfg, task, problems, longest, encoding)
+    cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
+    print0(pretrained.costs(policy, cfg, longest))
+    dist.wait_for_all()                 # all have read what is in the folder
+    if dist.rank() == 0:
+        checkpoint.open_run(cfg, saved, which)
+    if cold:
+        print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
+        warm_start(policy, task, problems, cfg, encoding)
+    report.header(cfg, encoding, policy, problems, held_out)
+    return cfg, task, encoding, policy, problems, held_out
+
+# ------------------------------------------------------------------------------ problems and checks
+
+def problems_of(cfg, task):
+    """A task's training and held-out problems; raises UserError if they are none, or there are none
+    to evaluate on."""
+    found = config.problems_of(task, cfg)
+    are_two = isinstance(found, list | tuple) and len(found) == 2
+    need(are_two and all(hasattr(part, "__iter__") for part in found), "problems",
+         "return two lists, of training and of held-out problems", found)
+    train, held_out = map(list, found)
+    for problem in train + held_out:
+        prompt = getattr(problem, "prompt", None)
+        need(isinstance(prompt, str), "a problem's prompt", "be a text", prompt)
+    if not held_out:
+        raise UserError("the task has no held-out problems to evaluate on")
+    return train, held_out
+
+def to_train_on(cfg, task):
+    """`problems_of` a task of which there must be both kinds; prints a note if they overlap."""
+    train, held_out = problems_of(cfg, task)
+    if not train:
+        empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
+        raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
+                        f"{' and '.join(empty)}")
+    known = {p.prompt for p in train}
+    if n := sum(p.prompt in known for p in held_out):
+        print0(f"note: {n} of {len(held_out)} held-out prompts are also training prompts: "
+               f"evaluations will count what was learned by heart")
+    return train, held_out
+
+def fingerprint(train, held_out):
+    """SHA-256 of the prompts. Raises UserError if other ranks have other ones, or another order."""
+    prompts = [[p.prompt for p in part] for part in (train, held_out)]
+    found = hashlib.sha256(repr(prompts).encode()).hexdigest()
+    if {*dist.gather(found)} != {found}:
+        raise UserError("the ranks have different problems: `problems` must return the same ones, "
+                        "in the same order, at each call: seed what draws or shuffles them")
+    return found
+
+def held_out(agent):
+    """The held-out problems to evaluate an agent on: a question needs none."""
+    found = problems_of(agent.cfg, agent.task)[1][:agent.cfg.held_out or None]
+    pretrained.check_context(agent.policy, agent.cfg, longest_of(agent.encoding, found))
+    return found
+
+def longest_of(encoding, problems):
+    """The number of tokens of the longest prompt."""
+    return max(len(encoding.encode_prompt(p.prompt)) for p in problems)
+
+def check_run(cfg, task, problems):
+    """Raises UserError for what would otherwise end a run only after its warm start."""
+    config.check_used(cfg)
+    if cfg.warm_steps:
+        require(task, "demonstration", "the warm start imitates it; or start from a model with "
+                                       "--init FOLDER")
+    ranks = dist.ranks()
+    if cfg.prompts > len(problems):
+        raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
+    compares = cfg.baseline not in ("none", "value") or cfg.adv_scale == "group"
+    if cfg.group == 1 and compares:
+        raise UserError("--group 1: a completion is compared with others of its prompt, unless "
+                        "--baseline is none or value and --adv_scale none or batch")
+    if cfg.prompts % ranks:
+        raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
+    if cfg.reward != "rule" and len(problems) < 10 * ranks:
+        raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
+                        f"{len(problems)}")
+    problem, replies = problems[0], hasattr(task, "reply")
+    nothing, something = ([""], ["12"]) if replies else ("", "12")
+    rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    answer_of(task, nothing)
+    if replies:
+        turns.checked_reply(task.reply, problem, nothing)
+    if cfg.warm_steps:
+        something = turns.demonstration(task, problem, random.Random(0))
+    if cfg.supervision == "process":
+        require(task, "steps", "--supervision process rewards steps")
+        found = steps_of(task, problem, something)
+        check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
+    if cfg.init and Path(cfg.init).resolve() in (cfg.folder.resolve(), cfg.folder.resolve() / "best"):
+        raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
+
+# -------------------------------------------------------------------------------------- the models
 
 def add_models(agent):
     """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
@@ -39,45 +169,6 @@ def make_ready(agent, saved):
         module.eval()
     dist.compile_all(agent.cfg, *models)
 
-def begin(cfg, task, saved):
-    """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
-    task, the tokenizer, the policy, and the training and held-out problems."""
-    dist.start(cfg)
-    task = task or load_task(cfg.task)
-    has_model = bool(saved and saved.model)
-    if has_model and saved.step == cfg.total_steps and not saved.stats:
-        more = "; a larger --steps continues it" if cfg.iterations == 1 else ""
-        show.print0(f"the run in {cfg.folder} is complete{more}")
-
-    problems, held_out = preflight.to_train_on(cfg, task)
-    if has_model:
-        encoding = pretrained.encoding_of(cfg, cfg.folder)
-    else:
-        cfg = warm_start.checked(cfg, task, problems)
-        encoding = pretrained.encoding_of(cfg, cfg.init)
-    preflight.check_run(cfg, task, problems)
-    longest = preflight.longest_of(encoding, problems + held_out)
-
-    cold = False                        # whether it still needs a warm start
-    if has_model:
-        policy = pretrained.model_of(saved.model, cfg, longest)
-    else:
-        policy, cold = warm_start.starting_model(cfg, task, problems, longest, encoding)
-    cfg = replace(cfg, micro_tokens=preflight.micro_tokens(policy, cfg, longest))
-    show.print0(preflight.costs(policy, cfg, longest))
-    dist.wait_for_all()                 # all have read what is in the folder
-    if dist.rank() == 0:
-        checkpoint.open_run(cfg, saved)
-    if cold:
-        show.print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
-        warm_start.warm_start(policy, task, problems, cfg, encoding)
-    show.header(cfg, encoding, policy, problems, held_out)
-    return cfg, task, encoding, policy, problems, held_out
-
-def shipped(cfg):
-    """cfg, with the shipped warm start as --init if it serves as cfg's own."""
-    return warm_start.shipped(cfg)
-
 def trained_model(cfg):
     """The task, the tokenizer and the model in --init or --out."""
     dist.start(cfg)
@@ -93,12 +184,119 @@ def asked(agent, question):
     ids = agent.encoding.encode_prompt(question)
     if not hasattr(task, "reply"):
         return ids, None
-    reply, problem = show.typed_reply, None
-    for known in chain(*preflight.problems_of(agent.cfg, task)):
+    reply, problem = report.typed_reply, None
+    for known in chain(*problems_of(agent.cfg, task)):
         if known.prompt == question:
             reply, problem = task.reply, known
-    return ids, Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
+    return ids, turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
 
-def held_out(agent):
-    """The held-out problems to evaluate an agent on: a question needs none."""
-    return preflight.held_out(agent.cfg, agent.task, agent.encoding, agent.policy)
+# ---------------------------------------------------------------------------------- the warm start
+
+# Supervised fine-tuning on demonstrations. It is kept in the run's folder; `data/warm_start` holds
+# that of the default run, so that nobody has to wait for it. A kept one is used if it was made with
+# the same settings, and if today's code gives its weights, on today's demonstrations, the loss that
+# is noted beside them.
+SHIPPED = Path(data.__file__).parent / "warm_start"
+WARM_BATCH = 48         # demonstrations per optimizer step
+
+# The settings on which a kept warm start depends. A fork's field that changes the model, or what it
+# imitates, goes here.
+DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
+
+def settings(cfg):
+    """The settings on which a kept warm start depends, name to value."""
+    return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
+
+def starting_model(cfg, task, problems, longest, encoding):
+    """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
+    needs its warm start. `longest`: tokens of the longest prompt."""
+    where, cold = cfg.init, cfg.warm_steps > 0
+    for kept in (cfg.folder / "warm_start", SHIPPED):
+        note = note_in(kept) if cold else None
+        if note is None or kept == SHIPPED and note["settings"].get("task") != cfg.task:
+            continue
+        if why := outdated(kept, note, cfg, task, problems, encoding):
+            print0(f"note: {kept} is not used: {why}")
+        else:
+            where, cold = kept, False
+    if not where:
+        return pretrained.new_model(cfg, encoding, longest), cold
+    print0(f"starting from {where}")
+    policy = pretrained.load_model(where, cfg, encoding, longest)
+    dtype = policy.hf.get("dtype") or policy.hf.get("torch_dtype") or "float32"
+    if dtype != "float32":
+        print0(f"its weights are {dtype}; they are trained, and saved, in float32")
+    return policy, cold
+
+def outdated(where, note, cfg, task, problems, encoding):
+    """Why the warm start in a folder is not what a run would make now; None if it is. The shipped
+    one serves any seed."""
+    for name, now in settings(cfg).items():
+        was = note["settings"].get(name)
+        if was != now and not (name == "seed" and where == SHIPPED):
+            return f"--{name} was {was}, and is {now}"
+    try:
+        loss = loss_on(where, task, problems, encoding)
+    except UserError as e:
+        return str(e)
+    if not abs(loss - note["loss"]) < 1e-4:
+        return "the demonstrations, their tokens or model.py changed: its loss is another"
+    return None
+
+def note_in(where):
+    """The note beside a kept warm start; None if there is none that `warm_start` has written."""
+    try:
+        note = read_json(read_bytes(where / "warm_start.json"), where)
+    except (OSError, UserError):
+        return None
+    return note if note.keys() >= {"settings", "loss"} else None
+
+@torch.no_grad()
+def loss_on(where, task, problems, encoding):
+    """The loss of a folder's model on 64 demonstrations, in float32 on the CPU."""
+    rng = random.Random(0)
+    ids, mask = padded([row(problem, task, encoding, rng) for problem in problems[:64]])
+    logp, _ = model.token_logps(pretrained.load(where).eval(), ids, mask, 1.0)
+    return -logp[mask].mean().item()
+
+def warm_start(policy, task, problems, cfg, encoding):
+    """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
+    form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
+
+    def losses(step):
+        """The loss terms of one optimizer step, over this rank's rows."""
+        rng = dist.rng(cfg, "warm start", step)
+        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
+        longest = max(sum(map(len, parts)) for _, *parts in rows)
+        if longest > cfg.max_new:
+            raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
+        tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
+        ids, mask = padded(dist.of_rank(rows))
+        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
+            logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
+            yield -logp.sum() / tokens
+    passes.supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
+
+    if dist.rank() == 0:
+        where = cfg.folder / "warm_start"
+        (where / "warm_start.json").unlink(missing_ok=True)
+        pretrained.save(policy, where, encoding.files)
+        note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
+        write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
+
+def row(problem, task, encoding, rng):
+    """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""
+    shown = turns.demonstration(task, problem, rng)
+    parts = [encoding.encode_prompt(problem.prompt)]
+    for i, text in enumerate([shown] if isinstance(shown, str) else shown):
+        parts.append(encoding.encode_reply(text) if i % 2 else encoding.encode_demonstration(text))
+    return tuple(parts)
+
+def padded(rows):
+    """Rows of unequal length as ids and mask, (B, T), padded on the right with 0 and False. A row
+    has parts, of which every second one is to be imitated."""
+    ids, mask = [], []
+    for parts in rows:
+        ids.append(torch.tensor([token for part in parts for token in part]))
+        mask.append(torch.tensor([i % 2 == 1 for i, part in enumerate(parts) for _ in part]))
+    return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)

@@ -6,7 +6,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from data import UserError
 from model import double
 
 def new_cache(model, rows, slots):
@@ -31,8 +30,8 @@ class KVCache:
 
     def prefill(self, ids, length, group):
         """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
-        each; returns the indices of the rows, (B,), and the probabilities of their completions'
-        first tokens, (B, V)."""
+        each; returns the indices of the rows, (B,), and their first tokens' probabilities, (B, V).
+        """
         self.rows = torch.arange(len(ids) * group, device=ids.device)
         self.appended = 0
         return self.rows, self.probs(self.read(ids, length, group))
@@ -42,10 +41,9 @@ class KVCache:
         return self.model.probs(h / self.temperature)
 
     def append(self, token, pos, done):
-        """Appends a token (r,) at position pos (r,) to each row that the last call returned, once
-        those among them which are done (B,) have been dropped, if it is time. Returns the indices
-        of the rows that are left, (r,), none if all are done, and the probabilities of their next
-        tokens, (r, V)."""
+        """Appends a token (r,) at position pos (r,) to each row that the last call returned, less
+        those which are done (B,), if it is time. Returns the indices of the rows that are left,
+        (r,), none if all are done, and the probabilities of their next tokens, (r, V)."""
         self.appended += 1
         if self.appended % self.every == 0:         # the host waits
             kept = self.drop(~done[self.rows])
@@ -80,7 +78,7 @@ class SharedCache(KVCache):
 
     def read(self, ids, length, group):         # at most `slots`: the cache grows on demand
         P, T = ids.shape
-        self.cache = new_cache(self.model, P, by_16(T))                      # (L, 2, b, K, S, D)
+        self.cache = new_cache(self.model, P, up(T, 16))                      # (L, 2, b, K, S, D)
         self.used = T
         self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
         return prefill(self.model, ids, length, self.cache)                               # (P, C)
@@ -114,18 +112,17 @@ class SharedCache(KVCache):
             before = before.repeat(2)
         self.cache, self.state = self.cache.index_select(2, before), after
 
-def by_16(n):
-    """n rounded up to a multiple of 16, so that few shapes are compiled."""
-    return -(-n // 16) * 16
+def up(n, to):
+    """n rounded up to a multiple, so that there are few shapes."""
+    return -(-n // to) * to
 
 # ---------------------------------------------------------------------------------- static shapes
 
 # On a GPU a token takes long because its kernels, 600 for 24 layers, are launched one by one, and
-# because the GPU has no work while the host waits for a number. So ended rows are looked for only
-# every 16 tokens, rows and slots are rounded up, and for each pair of these sizes the kernels from
-# embedding to final norm are recorded once, as a CUDA graph, and launched as a whole for later
-# tokens. (The host launches head and draw while the GPU works.) A graph has bare addresses: keys
-# and values are kept from one rollout to the next, and weights must be changed in place.
+# because the GPU idles while the host waits for a number. So ended rows are looked for only every
+# 16 tokens, rows and slots are rounded up, and for each pair of these sizes the kernels from
+# embedding to final norm are recorded once, as a CUDA graph, and launched as a whole later. A graph
+# has bare addresses: keys and values stay from rollout to rollout, weights are changed in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:
@@ -189,11 +186,8 @@ class Step:
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
         except RuntimeError as e:
-            if "captur" not in str(e):
-                raise
-            why = str(e).splitlines()[0]
-            raise UserError("the model cannot be recorded as a CUDA graph, perhaps as it waits for "
-                            f"the GPU (.item()); --cache shared samples without: {why}") from e
+            e.add_note("--cache shared samples without CUDA graphs, which no .item() may stand in")
+            raise
         self.graph = graph
 
 class StaticCache(KVCache):
@@ -205,7 +199,7 @@ class StaticCache(KVCache):
         prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
         h = prefill(self.model, ids, length, prompt)                                        # (P, C)
         self.used, rows = T, P * group
-        self.memory = memory_of(self.model, power_of_two(rows), by_64(self.slots))
+        self.memory = memory_of(self.model, power_of_two(rows), up(self.slots, 64))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:rows, :, :T] = read.repeat_interleave(group, 0)
         return h.repeat_interleave(group, 0)
@@ -223,15 +217,12 @@ class StaticCache(KVCache):
 
     def step(self, token, pos):
         self.used = min(self.used + 1, self.slots)          # no row has more
-        step = self.memory.step(power_of_two(len(self.rows)), by_64(self.used))
+        step = self.memory.step(power_of_two(len(self.rows)), up(self.used, 64))
         return step(self.model, token, pos)[:max(len(self.rows), 2)]
 
 def power_of_two(n):
     """The least power of two that is at least n and 2: compilation treats 1 apart."""
     return 1 << max(n - 1, 1).bit_length()
-
-def by_64(n):
-    return -(-n // 64) * 64         # rounded up
 
 CACHES = {"plain": KVCache, "shared": SharedCache, "static": StaticCache}
 
@@ -256,9 +247,8 @@ def inverse_cdf(p, u):
 
 def draw(p, u):
     """Draws a token from each row of probabilities p (r, V); returns tokens and log-probabilities,
-    both (r,). Like torch.multinomial but with given random numbers u (r,), uniform in [0, 1), so
-    that a run can be repeated on any number of ranks: the first token whose cumulative probability
-    exceeds u. u None: the most likely one."""
+    both (r,): the first token whose cumulative probability exceeds u (r,), uniform in [0, 1), which
+    is given so that a run can be repeated on any number of ranks. u None: the most likely one."""
     token = p.argmax(-1) if u is None else by_parts(p, u)
     return token, p.gather(1, token[:, None])[:, 0].log()
 

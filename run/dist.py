@@ -44,8 +44,7 @@ def has_static_cache(cfg):
 
 def compile_all(cfg, *modules):
     """Compiles each layer of the modules, and what is made of logits, if cfg says so. All layers
-    share their graphs: for prompts, for one token, for training with a gradient and without. The
-    graphs count against one recompile limit, 8 by default."""
+    share their graphs (for prompts, a token, training), which count against one limit, 8."""
     if not cfg.compile:
         return
     torch._dynamo.config.recompile_limit = 64
@@ -108,8 +107,7 @@ def largest(n):
 
 def numbered(n, group):
     """The numbers of this rank's n rows among those of all ranks, (n,), and how many there are.
-    Groups belong to the ranks in turn. If an algorithm has dropped rows, some numbers are unused.
-    """
+    Groups belong to the ranks in turn; where an algorithm dropped rows some numbers are unused."""
     total = -(-largest(n) // group) * group * ranks()
     every = torch.arange(total).view(-1, group)
     return of_rank(every).flatten()[:n], total
@@ -130,8 +128,7 @@ def gather(x):
     return found
 
 def sums(stats):
-    """Each tensor () of a dict, summed over all ranks, as a number. All ranks have the same
-    names in the same order."""
+    """Each tensor () of a dict, summed over all ranks, as a number. All have the same names."""
     total = all_reduce(torch.stack([*stats.values()]))
     return dict(zip(stats, total.tolist()))
 
@@ -150,8 +147,7 @@ def wait_for_all():
     all_reduce(torch.zeros(())).item()
 
 def exit_with(code):
-    """Exits with a code, or returns if it is 0. Ranks wait for each other, but not after an error,
-    which may be of one rank alone."""
+    """Exits with a code, if it is not 0. Ranks wait for each other, but not after an error."""
     if distributed.is_initialized() and code != 2:
         wait_for_all()
         os._exit(code)                  # gloo's threads can abort a normal exit
@@ -165,7 +161,7 @@ def is_sharding(cfg):
     return cfg.shard and ranks() > 1
 
 def shard_module(cfg, module):
-    """Shards a module in place, if models are sharded: layer by layer, then the rest, except frozen
+    """Shards a module in place, if models are: layer by layer, then the rest, except frozen
     parameters of a trained module (a reward model's norm)."""
     if not is_sharding(cfg):
         return module
@@ -186,8 +182,8 @@ def shard_module(cfg, module):
 
 @contextlib.contextmanager
 def updating(agent):
-    """A context for an update of the policy, after which the sampler has the new weights. Where it
-    is the unsharded copy of a sharded policy it is freed meanwhile: the update needs the memory."""
+    """A context for an update of the policy, after which the sampler has the new weights. The
+    unsharded copy of a sharded policy is freed meanwhile: the update needs the memory."""
     if is_sharded(agent.policy):
         caches.forget(agent.sampler)
         for p in agent.sampler.parameters():
@@ -260,11 +256,8 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raises UserError if tensors that are not sharded differ between the ranks."""
-    sums = {}
-    for name, x in tensors.items():
-        if not is_sharded(x):
-            data = x.detach().contiguous().flatten().view(torch.uint8)
-            sums[name] = tuple(x.shape), data.sum(dtype=torch.int64).item()
+    sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
+            for name, x in tensors.items() if not is_sharded(x)}
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
             raise UserError(f"the ranks no longer hold the same {min(differing)}: weights and an "
@@ -288,8 +281,8 @@ def uniform(rng, *shape):
 # ---------------------------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and all results are saved. `stoppable` notes in it the number
-    of the signal, and the command that continues the run."""
+    """A signal asked the run to stop, and all is saved. `stoppable` notes the signal's `number`, and
+    the `command` that continues the run."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = []      # signals received: the current step is finished and saved first
@@ -301,8 +294,8 @@ def ask_to_stop(number, frame):
     ASKED.append(number)
 
 def in_a_fork():
-    """In a process that a task's code forks, SIGTERM ends it, as a pool that is closed expects;
-    Ctrl-C is left to the run."""
+    """In a process that a task's code forks, SIGTERM ends it, as a pool expects; Ctrl-C is left to
+    the run."""
     for number, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(number) is ask_to_stop:
             signal.signal(number, action)
@@ -343,8 +336,7 @@ def print0(text):
         say(text, sys.stdout)
 
 def say(text, stream):
-    """Prints to a stream. If it is closed (None), or nobody reads it any more (`| head`), the run
-    goes on silently."""
+    """Prints to a stream, but silently goes on if it is closed (None), or nobody reads it."""
     if stream is None:
         return
     try:
@@ -357,11 +349,10 @@ def clock(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def progress(name, total, every=10):
-    """A function that prints progress and the time left, at most once in `every` seconds unless
-    told to print now."""
+    """A function that prints how many items are done, something more, and the time left, at most
+    once in `every` seconds unless told to print now."""
     began = said = time.time()
     def told(done, more="", now=False):
-        """Prints that `done` items are done, then `more`."""
         nonlocal said
         if now or time.time() - said > every:
             said = time.time()
@@ -375,8 +366,8 @@ def stop_here(name):
         raise Stopped(f"in the {name}, which will begin again")
 
 def chunks(name, items, size):
-    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
-    progress if it takes long. Raises Stopped on a signal."""
+    """Yields the items `size` at a time, except chunks without a share of this rank; prints progress
+    if it takes long. Raises Stopped on a signal."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         stop_here(name)

@@ -1,12 +1,10 @@
-"""Batches of rows: joined, split into micro-batches; and a training pass in less time and memory
-than `model.token_logps`, in which common prefixes of rows are computed once, and logits in parts.
-The results are the same up to rounding.
+"""Batches of rows, split into micro-batches; supervised fits; and a training pass that equals
+`model.token_logps` up to rounding, with common prefixes of rows computed once, and logits in parts.
 
 Rows share a token if they have the same tokens up to it: the prompt, and often more. On a CPU a
 step takes about half the time. This assumes that a token's state depends on nothing else: a
 bidirectional prefix, or a router that sees other tokens, needs `--cache plain`.
 """
-
 from dataclasses import replace
 
 import torch
@@ -29,8 +27,7 @@ def padded(rows, group, width):
     return ids.repeat_interleave(group, 0)
 
 def begin_earlier(batch, prompts, begun, group):
-    """Lets the completions of a Batch begin right behind the prompts, with what was given of them,
-    see grpo.completions."""
+    """Lets the completions of a Batch begin right behind the prompts: see grpo.completions."""
     judged = [[False] * len(prompt) + judged for prompt, (_, judged) in zip(prompts, begun)]
     judged = padded(judged, group, batch.ids.size(1)).bool()
     start = torch.tensor([len(prompt) for prompt in prompts])
@@ -38,8 +35,8 @@ def begin_earlier(batch, prompts, begun, group):
     batch.start = send(start.repeat_interleave(group), batch.mask.device)
 
 def join(values):
-    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), which are
-    padded to the longest, lists, or dicts of these. None if all are None."""
+    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), padded to the
+    longest, lists, or dicts of these; None if all are."""
     first = values[0]
     if isinstance(first, dict):
         return {name: join([value[name] for value in values]) for name in first}
@@ -87,10 +84,8 @@ def replies_after(mask):
 def split_rows(ids, mask, budget, module=None):
     """Splits rows of ids and mask (B, T) into micro-batches of at most `budget` tokens (0:
     MICRO_TOKENS), padding included, or of one longer row; yields (row indices on the host, longest
-    length). Rows are sorted, so that rows with a common prefix are neighbours and share it. There
-    is at least one, perhaps empty. If the module is sharded, all ranks take part in each of its
-    passes, so all yield equally many.
-    """
+    length). Rows are sorted: those with a common prefix are neighbours. There is at least one,
+    perhaps empty. Ranks take part in each pass of a sharded module, so all yield equally many."""
     budget = budget or MICRO_TOKENS
     rows = ids.tolist()
     length = row_lengths(mask.cpu()).tolist()
@@ -120,8 +115,7 @@ def select(batch, rows, T):
     return type(batch)(**fields)
 
 def micro_batches(batch, rows, budget, module):
-    """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on
-    the host. The ids may be there, too: layouts are made there."""
+    """Yields a Batch of each part of `split_rows` of some rows, by indices on the host."""
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
     for part, T in split_rows(ids, mask, budget, module):
         yield select(batch, rows[part], T)
@@ -156,8 +150,7 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
 def distinct(ids, mask):
     """The tokens that must be computed: those of each row up to its last True in mask (B, T), less
     the prefix that it has in common with the row above. Returns their indices into the flattened
-    rows, (n,), and for each position of the rows the index among these n, (B, T), which is
-    arbitrary after the last True.
+    rows, (n,), and the index among these of each position, (B, T), arbitrary after the last True.
 
     Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
@@ -181,10 +174,6 @@ class SharedRows:
 
     def attend(self, q, k, v, cache):
         """Like `Rows.attend`, for the heads (1, n, H, D) of the distinct tokens."""
-        if q.shape[:2] != self.ids.shape:
-            raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
-                            f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
-                            f"--cache plain")
         heads = self.gather(torch.cat((q, k, v), 2))                          # (B, T, H + 2 K, D)
         y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))                          # (n, H D)
@@ -202,7 +191,7 @@ class SharedRows:
 
 def layout_of(gpt, ids, mask):
     """The layout of a pass over ids (B, T), on the host, of which the states up to the last True in
-    mask (B, T) are needed: for scalars of each token, which have no plain form."""
+    mask (B, T) are needed, for scalars of each token."""
     if gpt.kv_cache == "plain":
         return model.Rows(ids, gpt.device)
     return SharedRows(ids, mask, gpt.device)
@@ -260,8 +249,8 @@ MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(scored, dtype):
     """The largest gap between the sampler's and the trainer's log-probability of a token, over all
-    ranks. scored: pairs of a micro-batch and its log-probabilities (B, T). Rows of another policy
-    are left out. Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
+    ranks, by pairs of a micro-batch and its log-probabilities (B, T); rows of another policy are
+    left out. Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
     gaps, tokens = [], 0
     for batch, logp in scored:
@@ -287,7 +276,7 @@ GRAD_CLIP = 1.0         # maximum gradient norm of a supervised fit
 
 def supervised_fit(name, module, losses, steps, lr):
     """Supervised training: `steps` steps of AdamW, each on the sum of the loss terms that
-    `losses(step)` yields. The learning rate rises for 30 steps and falls linearly to 0."""
+    `losses(step)` yields; the rate rises for 30 steps and falls linearly to 0."""
     params = [p for p in module.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     told = dist.progress(name, steps)

@@ -1,4 +1,4 @@
-"""Models: Hugging Face's layout in and out, new ones, and how much memory a run with one needs.
+"""Models: Hugging Face's layout in and out, new ones, and the memory that a run with one needs.
 
 A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
 """
@@ -59,13 +59,16 @@ def read_config(hf):
     family = hf.get("model_type")
     if family not in [*FAMILIES]:
         raise UserError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    refuse_unknown(hf)
-    for kind in hf.get("layer_types") or []:
-        if kind != "full_attention":
-            raise UserError(f"layer_types {kind!r} is not supported")
+    rope = rope_settings(hf)
+    for key, values in ONLY.items():
+        for about in (hf, rope):
+            if about.get(key) is not None and about[key] not in values:
+                raise UserError(f"{key} {about[key]!r} is not supported")
+    if others := {*(hf.get("layer_types") or [])} - {"full_attention"}:
+        raise UserError(f"layer_types {min(others)!r} is not supported")
     names = GPT2_NAMES if family == "gpt2" else NAMES
-    found = {ours: hf.get(theirs) for ours, theirs in (names | EXTRA).items()}
-    given = {ours: x for ours, x in found.items() if x is not None}
+    given = {ours: hf[theirs] for ours, theirs in (names | EXTRA).items()
+             if hf.get(theirs) is not None}
     given.setdefault("tied", family == "gpt2")
     given.setdefault("n_kv_head", given.get("n_head"))
     if family == "gpt2":
@@ -73,14 +76,12 @@ def read_config(hf):
     for ours, theirs in names.items():
         if given.get(ours) is None and ours != "head_size":
             raise UserError(f"{theirs} is missing")
-    turns = rope_settings(hf)
-    refuse_unknown(turns)
-    cfg = shape(**FAMILIES[family] | given | {"rope_theta": turns["rope_theta"]})
+    cfg = shape(**FAMILIES[family] | given | {"rope_theta": rope["rope_theta"]})
     window = hf.get("sliding_window", 4096)         # transformers' default
     if family == "mistral" and window is not None and window < cfg.block_size:
         raise UserError(f"sliding_window {window} is not supported: it is less than "
                         f"max_position_embeddings {cfg.block_size}")
-    return replace(cfg, rope_inv_freq=scaled_rope(cfg, turns))
+    return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
 
 def shape(**given):
     """A GPTConfig; raises UserError for a value of another type, or a size that only a damaged file
@@ -95,12 +96,6 @@ def shape(**given):
         if f.type is int and not least <= x <= most:
             raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
     return GPTConfig(**given)
-
-def refuse_unknown(hf):
-    """Raises UserError for a setting in ONLY with another value."""
-    for key, values in ONLY.items():
-        if hf.get(key) is not None and hf[key] not in values:
-            raise UserError(f"{key} {hf[key]!r} is not supported")
 
 def config_json(model):
     """The config.json of a model: the one it was loaded with, or a Llama's for a new model. Raises
@@ -127,39 +122,36 @@ def rope_settings(hf):
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise UserError(f"rope scaling must be a JSON object, not {given!r:.100}")
-    given = {"rope_theta": hf.get("rope_theta", 10000.0)} | given
-    if hf.get(CONTEXT):
-        given[CONTEXT] = hf[CONTEXT]
-    return given
+    outside = {CONTEXT: hf[CONTEXT]} if hf.get(CONTEXT) else {}
+    return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | outside
 
 def scaled_rope(cfg, given):
     """RoPE's frequencies by the settings `given`, of position interpolation (arXiv 2306.15595) or
     Llama 3 (2407.21783); () if nothing is scaled. In float32, and in transformers' order: far out
     in a context a frequency that is rounded otherwise gives another angle."""
+    def number(key, default=None):
+        x = given.get(key) or default
+        if type(x) not in (int, float) or not 1e-6 <= x <= 1e9:
+            raise UserError(f"rope scaling: {key} must be a number from 1e-6 to 1e9, not {x!r:.50}")
+        return x
+
     kind = given.get("rope_type", given.get("type", "default"))
     if not 1 < cfg.rope_theta < math.inf:
         raise UserError(f"rope_theta must be a number over 1, not {cfg.rope_theta}")
     if kind == "default":
         return ()
     if kind not in ("linear", "llama3"):
-        raise UserError(f"rope scaling {kind!r} is not supported, only linear and llama3. For "
-                        f"contexts up to {CONTEXT} a model with yarn can do without: remove it")
-    factor = number(given, "factor")
+        raise UserError(f"rope scaling {kind!r} is not supported, only linear and llama3. Up to its "
+                        f"{CONTEXT} a model with yarn can do without: remove it")
+    factor = number("factor")
     inv_freq = 1 / cfg.rope_theta ** (torch.arange(0, cfg.head_size, 2) / cfg.head_size)
     if kind == "linear":
         return tuple((inv_freq / factor).tolist())
     # Divides those whose period is long for the original context.
-    context = number(given, CONTEXT, cfg.block_size)
-    low, high = number(given, "low_freq_factor"), number(given, "high_freq_factor")
-    kept = (context * inv_freq / (2 * torch.pi) - low) / (high - low)
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    kept = number(CONTEXT, cfg.block_size) * inv_freq / (2 * torch.pi)
+    kept = (kept - low) / (high - low)
     return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())
-
-def number(given, key, default=None):
-    """A setting, or its default if it is missing or 0; raises UserError for what is no number."""
-    x = given.get(key) or default
-    if type(x) not in (int, float) or not 1e-6 <= x <= 1e9:
-        raise UserError(f"rope scaling: {key} must be a number from 1e-6 to 1e9, not {x!r:.50}")
-    return x
 
 # ----------------------------------------------------------------------------------------- reading
 
@@ -189,13 +181,12 @@ def refuse_adapter(folder):
     """Raises UserError for a folder with a LoRA adapter in place of a model."""
     if (folder / "adapter_config.json").exists() and not any(folder.glob("model*")):
         raise UserError(f"{folder} holds a LoRA adapter, not a model: merge it into its base model "
-                        f"first, with peft's merge_and_unload, and give the folder of the result")
+                        f"first, with peft's merge_and_unload")
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
-    cfg = read_config(hf)
     with torch.device("meta"):
-        model = GPT(cfg)
+        model = GPT(read_config(hf))
     model.hf = hf
     return model
 
@@ -213,7 +204,7 @@ def read_weights(model, folder):
     """The tensors in a folder in float32, by the names of the model's parameters. Raises UserError,
     which names a tensor as files do, unless the folder has those of the model and no others."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    names, weights, bare = file_names(model.hf, shapes), {}, False
+    names, weights = file_names(model.hf, shapes), {}
     for name, tensor in each_tensor(folder):
         if CONSTANTS.search(name):
             continue
@@ -221,7 +212,6 @@ def read_weights(model, folder):
         pieces = [tensor]
         if parts[0] in shapes:
             pieces = split(folder, name, tensor, [shapes[part] for part in parts])
-            bare = bare or name not in names
         for part, piece in zip(parts, pieces):
             weights[part] = piece.to(torch.float32, copy=True).contiguous()
     if model.cfg.tied and "lm_head.weight" in weights:
@@ -233,30 +223,22 @@ def read_weights(model, folder):
         for end, x in NEW.items():
             if name.endswith(end):
                 weights[name] = torch.full(shapes[name], float(x))
-    if foreign := weights.keys() - shapes.keys():
-        raise UserError(f"{folder}: its files hold tensors of another model: {some(foreign)}")
-    if missing := [name for name, parts in names.items() if not weights.keys() >= {*parts}]:
-        if bare:
-            missing = [re.sub(r"^(transformer|model)\.", "", name) for name in missing]
-        raise UserError(f"{folder}: its files lack tensors of the model: {some(missing)}")
+    foreign = weights.keys() - shapes.keys()
+    missing = [name for name, parts in names.items() if not weights.keys() >= {*parts}]
+    if foreign or missing:
+        what = "hold tensors of another model" if foreign else "lack tensors of the model"
+        found = [*(foreign or missing)]
+        raise UserError(f"{folder}: its files {what}: {min(found)!r:.200}, one of {len(found)}")
     return weights
 
 def split(folder, name, tensor, shapes):
     """A file's tensor as parameters of these shapes; raises UserError if it has another."""
-    turned = TURNED.search(name)
-    want = [*shapes[0]]
-    if len(shapes) > 1:
-        want[0] = sum(shape[0] for shape in shapes)
-    want = want[::-1] if turned else want
+    tensor = tensor.T if TURNED.search(name) else tensor
+    rows = [shape[0] for shape in shapes if shape]
+    want = [sum(rows), *shapes[0][1:]] if rows else []
     if [*tensor.shape] != want:
         raise UserError(f"{folder}: {name!r:.200} has the shape {[*tensor.shape]}, not {want}")
-    tensor = tensor.T if turned else tensor
-    return tensor.split([shape[0] for shape in shapes]) if len(shapes) > 1 else [tensor]
-
-def some(names):
-    """The first of some names, and how many others there are."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{min(names)!r:.200}{more}"
+    return tensor.split(rows) if len(shapes) > 1 else [tensor]
 
 def each_tensor(folder):
     """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
@@ -378,7 +360,7 @@ def frozen(model):
                 p.data = p.data.to(model.amp)
     return copied
 
-# ------------------------------------------------------------------------------------ the memory
+# -------------------------------------------------------------------------------------- the memory
 
 def check_context(model, cfg, longest):
     """Raises UserError if a prompt of `longest` tokens and a completion do not fit the context."""
@@ -395,7 +377,7 @@ def check_room(model, cfg, longest):
         check_context(model, cfg, longest)
         need = memory(model, cfg, longest)
     free = free_memory(dist.device_of(cfg))
-    if free is not None and need > free:
+    if need > free:
         raise UserError(f"this needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} are free: "
                         f"lower --micro_tokens, --max_new, --group or --prompts")
 
@@ -427,26 +409,21 @@ def memory(model, cfg, longest):
     return 12 * N * trained / shards + frozen * copies + max(rollout, update)
 
 def free_memory(device):
-    """Free bytes on a device, or None if unknown."""
+    """Free bytes on a device, infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     known = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: *(\d+) kB", known.read_text()) if known.exists() else None
-    return 1024 * int(found[1]) if found and device.type == "cpu" else None
+    return 1024 * int(found[1]) if found and device.type == "cpu" else math.inf
 
 def micro_tokens(model, cfg, longest):
     """--micro_tokens or, if it is 0, 2,048 on a CPU, and on CUDA the largest power of two up to
-    32,768 with which a run takes at most 60 % of the free memory."""
-    device, n = dist.device_of(cfg), MICRO_TOKENS
-    if cfg.micro_tokens or device.type != "cuda":
-        return cfg.micro_tokens or n
-    free = 0.6 * free_memory(device)
-    while n < 32768 and memory(model, replace(cfg, micro_tokens=2 * n), longest) < free:
+    32,768 with which a run takes at most 60 % of the free memory. Prints what it takes."""
+    device = dist.device_of(cfg)
+    free, n = free_memory(device), cfg.micro_tokens or MICRO_TOKENS
+    while (not cfg.micro_tokens and device.type == "cuda" and n < 32768
+           and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
+    need = memory(model, replace(cfg, micro_tokens=n), longest)
+    dist.print0(f"memory: about {need / 1e9:.1f} GB of {free / 1e9:.1f} free")
     return n
-
-def costs(model, cfg, longest):
-    """A line with the memory that a run with prompts of up to `longest` tokens needs."""
-    need, free = memory(model, cfg, longest), free_memory(dist.device_of(cfg))
-    known = "" if free is None else f" of {free / 1e9:.1f} free"
-    return f"memory: about {need / 1e9:.1f} GB{known}"

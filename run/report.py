@@ -1,8 +1,5 @@
-"""What a run shows: in the terminal, in metrics.jsonl and samples.jsonl, and as an HTML page.
-
-The page is one file, which loads nothing from a network. `page/` holds its template, style and
-script, and uPlot, which draws the curves.
-"""
+"""What a run shows: in the terminal, in metrics.jsonl and samples.jsonl, and as an HTML page, which
+loads nothing from a network: template, style and script, and uPlot, for curves, are in `page/`."""
 import contextlib
 import dataclasses
 import json
@@ -25,15 +22,12 @@ from model import send
 from run import dist, files, passes
 from run.dist import clock, print0, say
 
-PAGE = Path(__file__).parent / "page"
-MOST = 20_000_000       # bytes of samples.jsonl on one page, over all its runs
-
 # ------------------------------------------------------------------------------------ the terminal
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a whole command: a signal or an error ends it with one line instead of a
-    traceback, and with an exit code."""
+    """A context for a whole command: a signal or an error ends it with one line and an exit code,
+    but an exception in a person's own code with its traceback."""
     code = 0
     if hasattr(sys.stdout, "reconfigure"):          # a notebook's has no such method
         sys.stdout.reconfigure(errors="replace")    # characters that the terminal cannot show
@@ -46,7 +40,7 @@ def exit_code():
         code = 130
     except (UserError, OSError) as e:           # OSError: a full disk, a path too long
         if data.is_executed(e) and not isinstance(e, UserError):
-            raise                               # of an algorithm's own code
+            raise
         say(f"error: {on_one_line(str(e))}", sys.stderr)
         code = 2
     dist.exit_with(code)
@@ -79,14 +73,11 @@ def print_group(batch, rows, encoding):
     for row in range(rows.start, rows.stop):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
-    if len(distinct) > 4:
-        distinct = distinct[:2] + distinct[-2:]
-    for same in distinct:
+    for same in distinct if len(distinct) <= 4 else distinct[:2] + distinct[-2:]:
         row = same[0]
         mask = batch.mask[row]
         adv = batch.adv[row][mask].tolist()
-        texts = pieces(encoding, batch.ids[row][mask].tolist())
-        said = [*map(coloured, texts, adv)]
+        said = [*map(coloured, pieces(encoding, batch.ids[row][mask].tolist()), adv)]
         places = passes.replies_after(mask)
         for n, reply in zip(reversed(places), reversed(batch.texts[row][1::2])):
             said.insert(n, f"[{on_one_line(reply)}]")
@@ -96,9 +87,9 @@ def print_group(batch, rows, encoding):
 
 def header(cfg, encoding, policy, problems, held_out):
     """Prints what a run works on, and with."""
-    millions = sum(p.numel() for p in policy.parameters()) / 1e6
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
              if getattr(cfg, f.name) not in (f.default, {})]
+    millions = sum(p.numel() for p in policy.parameters()) / 1e6
     print0(f"settings: {', '.join(given)}")
     print0(f"{millions:.2f}M parameters on {dist.device_of(cfg)} in {dist.dtype_of(cfg)}; "
            f"{len(problems)} problems, {len(held_out)} held out; "
@@ -110,9 +101,8 @@ def header(cfg, encoding, policy, problems, held_out):
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init:
         frame = encoding.frame
-        why = "its chat template"
-        if frame.chat in ("", "none"):
-            why = "--chat none" if frame.chat else "no chat template"
+        why = "its chat template" if frame.chat else "no chat template"
+        why = "--chat none" if frame.chat == "none" else why
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
@@ -153,19 +143,13 @@ def dialogue(encoding, question, batch, episodes=None):
     [completion] = turns.texts(encoding, batch, episodes)
     if episodes is not None:
         completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
-    between = "\n" if encoding.frame.after else ""
-    return printable(question + between + completion)
+    return printable(question + "\n" * bool(encoding.frame.after) + completion)
 
 def typed_reply(problem, said):
     """The `reply` of the person at the keyboard: a line, the end of the episode if it is empty."""
     print0(printable(said[-1]))
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
-
-def reward_model_quality(measures):
-    """Prints the quality of a fitted reward model on held-out problems."""
-    print0(f"reward model  held out: accuracy {measures['rm_accuracy']:.1%}  "
-           f"calibration error {measures['rm_error']:.3f}")
 
 def shown(path):
     """A path, relative to the working directory if it is in there."""
@@ -195,8 +179,7 @@ PART = 2 ** 24      # most logits at a time, 64 MiB in float32
 
 def log_step(agent, step, batch, done):
     """Prints a line for a step, from the statistics of the steps `done`; at the first one, the last
-    one, and every --save_every steps also a group of its completions, and adds two groups to
-    samples.jsonl."""
+    one, and every --save_every steps also a group, and adds two groups to samples.jsonl."""
     cfg, first = agent.cfg, dist.rank() == 0
     step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
@@ -219,23 +202,19 @@ def widest(batch, group):
 def chosen(cfg, step, batch):
     """The rows of two of this rank's groups by reason: the widest spread of rewards, and a random
     other group, if there is one."""
-    spread = widest(batch, cfg.group)
+    found = {"spread": widest(batch, cfg.group)}
     others = [*range(0, len(batch.ids), cfg.group)]
-    others.remove(spread.start)
-    if not others:
-        return {"spread": spread}
-    begin = dist.rng(cfg, "samples", step).choice(others)
-    return {"spread": spread, "random": slice(begin, begin + cfg.group)}
+    others.remove(found["spread"].start)
+    if others:
+        begin = dist.rng(cfg, "samples", step).choice(others)
+        found["random"] = slice(begin, begin + cfg.group)
+    return found
 
 def record(agent, batch, rows):
     """What samples.jsonl holds of a group, given by its rows in a rollout that is on the host. An
     inner list has an entry per token; `ends` are indices, from 0, of tokens that end a step."""
-    ids = batch.ids[rows]
-    mask = batch.mask[rows]
-    ends = batch.ends[rows]
-    ref_logp = None
-    if batch.ref_logp is not None:
-        ref_logp = numbers(batch.ref_logp[rows], mask)
+    ids, mask, ends = batch.ids[rows], batch.mask[rows], batch.ends[rows]
+    ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
     found = {
         "prompt": batch.problems[rows.start].prompt,
@@ -274,13 +253,12 @@ def as_it_is_now(policy, ids, mask, temperature):
             h = policy(row[None, :T - 1])[0]                                                # (T, C)
         h = h[on[1:T]]                                                                  # (n, C)
         tokens = send(row[:T][on[:T]], h.device)                                        # (n,)
-        logp, entropy = [], []
+        logps.append([])
+        entropies.append([])
         for part, token in zip(h.split(size), tokens.split(size)):
             logits = policy.head(part / temperature).log_softmax(-1)                        # (n, V)
-            logp += rounded(logits.gather(-1, token[:, None])[:, 0])
-            entropy += rounded(-(logits.exp() * logits).sum(-1))
-        logps.append(logp)
-        entropies.append(entropy)
+            logps[-1] += rounded(logits.gather(-1, token[:, None])[:, 0])
+            entropies[-1] += rounded(-(logits.exp() * logits).sum(-1))
     return logps, entropies
 
 def on_host(batch):
@@ -289,7 +267,7 @@ def on_host(batch):
     components = {n: x.cpu() for n, x in batch.components.items()}
     return dataclasses.replace(batch, **tensors, components=components)
 
-# ------------------------------------------------------------------------------ the statistics
+# ---------------------------------------------------------------------------------- the statistics
 
 def statistics(batch, dead):
     """The logged statistics of a rollout, means over the rows or tokens of all ranks. dead (P,):
@@ -304,8 +282,8 @@ def statistics(batch, dead):
     if len(dead) < len(batch.ids):          # with one completion per prompt there are no groups
         stats["dead_groups"] = dead
     if isinstance(batch.texts[0], list):    # of the policy's
-        turns = [float(len(text[::2])) for text in batch.texts]
-        stats["turns"] = torch.tensor(turns, device=batch.ids.device)
+        said = [float(len(text[::2])) for text in batch.texts]
+        stats["turns"] = torch.tensor(said, device=batch.ids.device)
     if batch.value is not None:             # 1: predicts all returns; 0: only their mean
         _, error = dist.mean_and_std((batch.returns - batch.value)[batch.mask])
         _, spread = dist.mean_and_std(batch.returns[batch.mask])
@@ -336,9 +314,7 @@ def solved(task, greedy, sampled, n):
     """The results of an evaluation: shares of the problems solved, by name, from Batches of this
     rank: with a greedy completion of each problem, and with n samples of each. The answer of a
     sample that was cut off does not vote."""
-    ks = powers_of_two(n)
-    names = ["greedy", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks[1:])]
-    total = dict.fromkeys(names, 0.0)
+    total = dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0)
     for batch in greedy:
         total["greedy"] += sum(batch.components["correct"].tolist())
     for batch in sampled:
@@ -354,15 +330,12 @@ def solved(task, greedy, sampled, n):
     return {name: x / count for name, x in zip(total, sums)}
 
 def shares(right, answers):
-    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its samples, given
-    which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
-    ks = powers_of_two(len(right))
+    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its n samples, and
+    n, given which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
+    n = len(right)
+    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
     return {f"pass@{k}": pass_at(k, right) for k in ks} | {
         f"maj@{k}": majority_at(k, right, answers) for k in ks[1:]}
-
-def powers_of_two(n):
-    """1, 2, 4, ... up to n, and n."""
-    return [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
 
 def pass_at(k, right):
     """The expected best of k of these samples, drawn without replacement (unbiased: 2107.03374)."""
@@ -381,23 +354,25 @@ def majority_at(k, right, answers):
 
 # ---------------------------------------------------------------------------------------- the page
 
+PAGE = Path(__file__).parent / "page"
+MOST = 20_000_000       # about as many bytes of samples.jsonl on one page, over all its runs
+
 def refresh(folder):
     """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
     if dist.rank() == 0:
         try:
             write([folder])
-        except (UserError, OSError) as e:
+        except (UserError, OSError, ValueError) as e:
             print0(f"note: no report: {e}")
 
 def write(folders, out=""):
     """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
     into `out`; returns its path. Raises UserError for a folder without a run."""
-    name = "report.html" if len(folders) == 1 else "comparison.html"
-    path = Path(out or folders[0]) / name
+    path = Path(out or folders[0]) / ("report" if len(folders) == 1 else "comparison")
     text = page([run_of(Path(folder), MOST // len(folders)) for folder in folders])
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, text)
-    return path
+    files.write_whole(path.with_suffix(".html"), text)
+    return path.with_suffix(".html")
 
 def page(runs):
     """The page on some runs. `<` is escaped in their data, so that no text in it ends the script
@@ -408,39 +383,26 @@ def page(runs):
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
 
 def run_of(folder, most):
-    """What the page shows of a run, with about `most` bytes of samples: those of every n-th step."""
+    """What the page shows of a run. If its samples are more than `most` bytes, those of every n-th
+    step, counted from the last."""
+    path = folder / "samples.jsonl"
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {folder}")
-    path = folder / "samples.jsonl"
-    every = 1 + path.stat().st_size // most if path.is_file() else 1
-    steps = [*dict.fromkeys(step_of(path, *line) for line in whole_lines(path))]
-    samples = logged(path, {*steps[::-every]})          # from the last one
+    steps = [*dict.fromkeys(step for step, _ in lines(path))]
+    every = 1 + (path.stat().st_size if steps else 0) // most
+    kept = {*steps[::-every]}
+    samples = [json.loads(line) for step, line in lines(path) if step in kept]
+    metrics = [json.loads(line) for _, line in lines(folder / "metrics.jsonl")]
     return dict(name=folder.resolve().name, path=str(folder), about=files.about(folder),
-                steps=len(steps), metrics=logged(folder / "metrics.jsonl"), samples=samples)
+                steps=len(steps), metrics=metrics, samples=samples)
 
-def logged(path, steps=None):
-    """The records of a log, or those of some steps."""
-    found = []
-    for n, line in whole_lines(path):
-        if steps is None or step_of(path, n, line) in steps:
-            try:
-                found.append(json.loads(line))
-            except ValueError as e:
-                raise UserError(f"{path}, line {n}, is not JSON: {e}") from e
-    return found
-
-def whole_lines(path):
-    """The complete lines of a log, as bytes, with their numbers: a run may be writing one. Blank
-    ones are left out. None if there is no file."""
+def lines(path):
+    """Yields the step and the whole of each complete line of a log: a run may be writing one."""
     if path.is_file():
         with open(path, "rb") as f:
             for n, line in enumerate(f, 1):
-                if line.endswith(b"\n") and line.strip():
-                    yield n, line
-
-def step_of(path, n, line):
-    """The step at the beginning of line n of a log: the rest of it may be long."""
-    found = re.match(rb'\{"step": (\d+)', line)
-    if not found:
-        raise UserError(f"{path}, line {n}, does not begin with a step")
-    return int(found[1])
+                step = re.match(rb'\{"step": (\d+).*\}\n', line)
+                if not step and line.endswith(b"\n") and line.strip():
+                    raise UserError(f"{path}, line {n}, is damaged")
+                if step:
+                    yield int(step[1]), line

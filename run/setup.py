@@ -45,7 +45,6 @@ def begin(cfg, task, saved):
         checkpoint.check_folder(cfg)
         policy, cold = starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
-    print0(pretrained.costs(policy, cfg, longest))
     dist.wait_for_all()                 # all have read what is in the folder
     if dist.rank() == 0:
         checkpoint.open_run(cfg, saved, which)

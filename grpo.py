@@ -236,10 +236,10 @@ def new_optimizer(agent):
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     """Samples `group` completions of each prompt (a list of ids), each until one of the ids `stop`
-    or as many tokens as `room` says for its prompt. u (B, N): random numbers in [0, 1) to draw
-    with; None: takes the most likely tokens. With `reply` a stop token ends a turn:
-    reply(row, ids so far, tokens left) returns the ids of a reply, fewer than are left, and
-    whether the episode is over; without ids the row ends. Returns a Batch with its first fields."""
+    or as many tokens as `room` says. u (B, N): random numbers in [0, 1) to draw with; None: takes
+    the most likely tokens. With `reply` a stop token ends a turn: reply(row, ids so far, tokens
+    left) returns the ids of a reply, fewer than are left, and whether the episode is over; without
+    ids the row ends. Returns a Batch with its first fields."""
     def per_row(per_prompt):            # (P,) -> (B,)
         return torch.tensor(per_prompt, device=policy.device).repeat_interleave(group)
 
@@ -287,9 +287,9 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def completions(agent, problems, group, u=None, begun=None):
-    """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
-    and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and a mask of these: True where they are judged. None is trained on."""
+    """`group` completions of each of this rank's problems, judged by the rule. u (B, N): as in
+    `sample`. begun: for each problem the ids with which its completions begin, and a mask of these:
+    True where they are judged. None is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -303,8 +303,7 @@ def completions(agent, problems, group, u=None, begun=None):
     return batch
 
 def generate(agent, problems, group, rng=None):
-    """`completions` of this rank's share of the problems; without a random stream rng, the most
-    likely ones."""
+    """`completions` of this rank's share of the problems; without rng, the most likely ones."""
     u = None
     if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
         u = dist.uniform(rng, len(problems), group, agent.cfg.max_new)
@@ -406,9 +405,9 @@ def rollout(agent, problems, rng):
     return batch, report.statistics(batch, dead)
 
 def old_policy(agent, batch, has_ratios):
-    """log pi_old, (B, T), and the critic's values, (B, T) or None. log pi_old was noted as the rows
-    were sampled. A training pass of the sampler's weights, which rounds otherwise, takes its place
-    with a critic, for a KL in the reward, and for ratios in bfloat16."""
+    """log pi_old, (B, T), as noted when the rows were sampled, and the critic's values, (B, T) or
+    None. With a critic, for a KL in the reward, and for ratios in bfloat16 log pi_old is from a
+    training pass of the sampler's weights, which rounds otherwise."""
     cfg = agent.cfg
     in_reward = cfg.kl == "reward" and agent.ref is not None
     in_bfloat16 = has_ratios and agent.policy.amp is not None
@@ -514,8 +513,8 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, n):
-    """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
-    (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
+    """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
+    host) of the rows of each among this rank's n, and its number of rows on all ranks."""
     here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
@@ -525,8 +524,7 @@ def minibatches(cfg, rng, n):
             yield rows, n_rows.clamp(min=1).item()
 
 def update(agent, batch, rng):
-    """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics. Raises
-    UserError if before the first one the sampler's log-probabilities are not the trainer's."""
+    """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
@@ -557,14 +555,14 @@ def update(agent, batch, rng):
 
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so that
-    is computed for two of them, a small pass: if it is not 0, no row is skipped."""
+    critic, those with advantages 0 have none: unless total_loss is not 0 for two of them, a small
+    pass, as a fork may have added a term."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
     """Algorithm 1: fits the reward model to labelled completions of the policy, plus a tenth as
-    many earlier ones, and measures it on held-out problems. Returns the metrics."""
+    many earlier ones. Returns its accuracy on held-out problems, as metrics."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
@@ -616,13 +614,15 @@ def train_step(agent, problems, step):
 
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
-    and Algorithm 1, in each iteration a new reference, a refitted reward model, --steps steps."""
+    and Algorithm 1: in each iteration a new reference, a refitted reward model, --steps steps."""
     # Again: in a notebook another Config may have put its functions in place since.
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     # Loads the policy, or makes it and trains its warm start; cfg gets its micro_tokens.
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1      # -1: new, or stopped before the warm start's end
+    done = -1                   # new, or stopped before the warm start's end
+    if saved:
+        done = saved.step
     if done < 0:
         finish_step(agent, held_out, 0, {})
     log = []                    # statistics of the steps of this process
@@ -669,7 +669,8 @@ def main(argv=None):
         given, saved = checkpoint.settings(mode, given, Config)     # with those of its folder
         cfg = make_config(**given)
         if mode.report:
-            dist.print0(f"the report is in {report.write(mode.report, cfg.out)}")
+            path = report.write(mode.report, cfg.out)
+            dist.print0(f"the report is in {path}")
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
             results = evaluate(agent, setup.held_out(agent))

@@ -6,7 +6,7 @@ from data import UserError, check_steps, rewards_of, steps_of
 from data.tokenizer import step_tokens
 from data.turns import Episodes, spoken, texts
 from model import send
-from run import dist, passes, report
+from run import dist, passes
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
 TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; by rule at most 0
@@ -16,8 +16,8 @@ CHOICES = 4             # completions that an annotator compares; 2: Bradley-Ter
 # ------------------------------------------------------------------------------- the rule's reward
 
 def new_episodes(agent, problems, prompts, begun, group):
-    """The Episodes of `group` rows for each problem and prompt, a list of ids, whose completions
-    begin as `begun` says, see grpo.completions; None if the task has no replies."""
+    """The Episodes of `group` rows for each problem and prompt, whose completions begin as `begun`
+    says, see grpo.completions; None if the task has no replies."""
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
@@ -33,9 +33,9 @@ def repeated(items, group):
     return [item for item in items for _ in range(group)]
 
 def score_by_rule(agent, problems, batch, episodes=None):
-    """Fills in each row's problem, its text (see `turns.texts`), and the components (B,) of its
-    rule reward by name. Of a completion that was cut off only negative ones count: it must not earn
-    more than a wrong one, which ended."""
+    """Fills in each row's problem, its text, and the components (B,) of its rule reward by name. Of
+    a completion that was cut off only negative ones count: it must not earn more than a wrong one,
+    which ended."""
     group = len(batch.ids) // len(problems)
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
@@ -64,8 +64,8 @@ def of_outcomes(batch):
 
 def of_steps(task, encoding, batch):
     """The reward (B, T) of each step, at its last token, and a mask (B, T) of these tokens: 1 for a
-    true step. The last step ends at the completion's last token, so it includes stopping, and earns
-    1 only if the answer is correct too. Of steps that end at one token all must be true."""
+    true step. The last step ends at the completion's last token, and earns 1 only if the answer is
+    correct too. Of steps that end at one token all must be true."""
     ids, judged = batch.ids.cpu(), batch.judged.cpu()
     reward = torch.zeros(judged.shape)
     ends = torch.zeros_like(judged)
@@ -104,8 +104,7 @@ def of_batch(agent, batch):
     batch.reward = cap_truncated(batch)
 
 def cap_truncated(batch):
-    """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row that was cut off.
-    A learned reward below that is kept."""
+    """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row cut off."""
     last = passes.last_tokens(batch.mask)
     cut_off = last & ~batch.finished[:, None]
     capped = batch.reward.clamp(max=TRUNCATED_REWARD)
@@ -138,12 +137,10 @@ def learned(reward_model, batch, cfg):
     return torch.where(batch.ends, (raw - mean) / std, 0)
 
 def reward_loss(score, label, K):
-    """Negative log-likelihood of the labels, summed; score and label (n,).
-
-    K > 1: the labels are each row's probability of being chosen among its K, and the loss is the
-    cross-entropy with the softmax of their scores (Ziegler et al. 2019; K = 2 is Bradley-Terry).
-    K = 1: the label is the probability that a step is good; the loss is binary cross-entropy.
-    """
+    """Negative log-likelihood of the labels, summed; score and label (n,). K > 1: a label is the
+    probability that a row is chosen among its K, the loss the cross-entropy with the softmax of
+    their scores (Ziegler et al. 2019; K = 2 is Bradley-Terry). K = 1: it is the probability that a
+    step is good, the loss binary cross-entropy."""
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
     logp = score.view(-1, K).log_softmax(1)
@@ -165,8 +162,8 @@ def problems_to_label(problems, cfg, rng):
 
 def rollout_labels(agent, completions, batch, group, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
-    are right. A last step keeps its true label. `completions` is grpo.completions; `group` rows
-    belong to a problem. `stream`, prompt and place name a step's random numbers, on any rank."""
+    are right; a last step keeps its true label. `completions` is grpo.completions; `group` rows
+    belong to a problem. `stream`, prompt and place name a step's random numbers."""
     cfg = agent.cfg
     ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
     start = batch.start.tolist()
@@ -214,8 +211,8 @@ def of_all_ranks(rows):
     return gathered
 
 def choices(rows, K):
-    """The rows with the probability that each of the K completions of a problem is chosen, as their
-    labels: 1 for the one with the highest reward, shared by those that tie."""
+    """The rows, labelled with the probability that each of a problem's K completions is chosen: 1
+    for the one with the highest reward, shared by those that tie."""
     label, ends = rows["label"], rows["ends"]
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
@@ -232,9 +229,9 @@ def replay(history, rows, K, rng):
 # ---------------------------------------------------------------------------------------- the fit
 
 def refit(agent, batches, n_held_out, rng):
-    """Fits the reward model to labelled completions, CHOICES for each problem, whose labels are the
-    rewards of their steps, and to a tenth as many rows of `agent.history`, to which they are added.
-    Measures it on those of the first n_held_out problems; returns the metrics."""
+    """Fits the reward model to completions, CHOICES for each problem, labelled by the rewards of
+    their steps, and to a tenth as many rows of `agent.history`, to which they are added. Measures
+    it on those of the first n_held_out problems; returns the metrics."""
     cfg, reward_model = agent.cfg, agent.reward_model
     rows = passes.join([labelled(batch) for batch in batches])
     rows = of_all_ranks(rows)
@@ -262,9 +259,8 @@ def refit(agent, batches, n_held_out, rng):
     accuracy, error = quality(score, label, K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
-    measures = {"rm_accuracy": accuracy, "rm_error": error}
-    report.reward_model_quality(measures)
-    return measures
+    dist.print0(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
+    return {"rm_accuracy": accuracy, "rm_error": error}
 
 def labelled(batch):
     """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
@@ -272,8 +268,7 @@ def labelled(batch):
     return {name: x.cpu() for name, x in rows.items()}
 
 def normalise(reward_model, history, cfg):
-    """Gives scores the mean 0 and the std 1 over the whole history: the latest rows alone vary too
-    little."""
+    """Gives scores the mean 0 and the std 1 over the history: the latest rows vary too little."""
     score = scores_of(reward_model, history, cfg)
     mean, std = score.mean(), score.std()
     if not std > 1e-6 * mean.abs():

@@ -113,7 +113,7 @@ def require(task, function, why):
         name = getattr(task, "__file__", "the task")
         raise UserError(f"{name} has no function {function}: {why}")
 
-# ------------------------------------------------------------------------------- what a task returns
+# ----------------------------------------------------------------------------- what a task returns
 
 # The statistics of metrics.jsonl. A reward component cannot have one of these names.
 STATISTICS = frozenset(

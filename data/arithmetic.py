@@ -10,23 +10,16 @@ A completion is either a bare guess, `~3000`, or lines of working, each of them 
 The answer is the number after the last `=`, or the guess.
 
 A task is one file without torch. It defines DEFAULTS, `problems`, `reward` and `answer`; for a warm
-start also `demonstration`; for process supervision also `steps`.
+start also `demonstration`; for process supervision also `steps`; for several turns also `reply`.
 
 `reward(problem, completion)` returns numbers by name, which are added up. One is `correct`, from 0
-to 1, the share that evaluations count as right. Another scale is a component beside it: with
-`{"correct": right, "wrong": right - 1}` the right answer earns 1, any other -1.
+to 1, the share that evaluations count as right. Another scale is a component beside it, as in
+`{"correct": right, "wrong": right - 1}`. A completion that was cut off at --max_new has a `correct`
+of 0, and other positive components count as 0, too.
 
-A completion that was cut off at --max_new has a `correct` of 0 and earns at most 0: its positive
-components count as 0, its negative ones as they are. So a penalty for the lack of a right answer,
-as above, or for the length, is not evaded by never ending.
-
-`steps(problem, completion)` returns a list of (end, truth), one for each reasoning step: `end` is
-the number of characters up to the end of the step, `truth` True or False. A true step earns 1. The
-last step always ends at the completion's last token, and earns 1 only if `correct` is above 0 too.
-Under process supervision the other components of `reward` are only logged.
-
-An exception in a task's function ends the run with a line that names its file and line; --resume
-goes on from the last checkpoint. A function may change the working directory: it is put back.
+`steps(problem, completion)` returns a list of (end, truth) for its reasoning steps: `end` is the
+number of characters up to the end of the step. A true step earns 1; the last one ends at the last
+token, and earns 1 only if `correct` is above 0 too. Other components are then only logged.
 """
 import math
 import random
@@ -125,11 +118,10 @@ def answer(completion):
 def steps(problem, completion):
     """The reasoning steps as (end, truth), one for each line that is not empty or a repetition.
 
-    `end` counts characters up to and including the newline that closes the step: ending a number is
-    part of getting it right. A bare answer is one step, the problem's own equation. A step is true
-    if `equation` can read it and the left side uses only numbers that the problem or an earlier
-    step gave. A repetition (a true line again, or a line whose left side is a single number) is not
-    a step: calling it false would lower the advantages of the true lines before it.
+    A step includes the newline that closes it: ending a number is part of getting it right. It is
+    true if `equation` can read it and its left side uses only numbers that the problem or an
+    earlier step gave. A repetition (a true line again, or one whose left side is a single number)
+    is not a step: calling it false would lower the advantages of the true lines before it.
     """
     closed, end, seen = [], 0, set()
     a, b = map(int, problem.prompt[:-1].split("*"))

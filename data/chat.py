@@ -71,9 +71,8 @@ def frame_of(template, tokens, special, chat="auto", system=""):
 def around_reply(template, render, answered, end, strips):
     """The texts before and after a reply to a conversation, from the end of its last turn: as a
     message of a tool, if the template names that role, or else of the user. "" and "" if the
-    template refuses, alters the text, or frames a second reply in another way, as DeepSeek-R1's
-    does a tool's. Earlier turns stay as the model has read them, even where the template would by
-    then show them otherwise, such as without their thinking."""
+    template refuses, alters the text, or frames a second reply in another way. Earlier turns stay
+    as the model has read them, even where the template would by then leave out their thinking."""
     padded = f"\n {REPLY}\t\n"
     shown = REPLY if strips else padded
     for role in ["tool", "user"] if re.search("""['"]tool['"]""", template) else ["user"]:

@@ -52,9 +52,7 @@ def read(path, flag):
                     rows.append(problem_of(json.loads(text)))
     except OSError as e:
         raise UserError(f"--{flag} {path}: {e.strerror}") from e
-    except json.JSONDecodeError as e:           # its own line number is that within the line
-        raise UserError(f"--{flag} {path}, line {n}: not JSON: {e.msg}, column {e.colno}") from e
-    except (ValueError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:       # not JSON, too
         raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
     if not rows:
         raise UserError(f"--{flag} {path} is empty")

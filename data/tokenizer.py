@@ -34,10 +34,10 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's Encoding, plus what else a checkpoint's files specify.
 
     stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
-    frame: the Frame of a prompt. plain: names of added tokens that are recognised in any text.
-    files: the files to save beside the weights, name to contents. before: patterns that split a
-    text before `split` does. unmade: the ids of tokens that no text has, by their bytes. ends: the
-    ids that end a text by name, even if they are not special.
+    frame: the Frame of a prompt. files: those to save beside the weights, name to contents.
+    plain: names of added tokens that are recognised in any text. before: patterns that split a text
+    before `split` does. unmade: the ids of tokens that no text has, by their bytes. ends: the ids
+    that end a text by name, even if they are not special.
     """
 
     def __init__(self, name, split, ranks, special, stop, files, frame=Frame(), nfc=False,
@@ -62,7 +62,8 @@ class Encoding(tiktoken.Encoding):
             if self.missing:        # a tokenizer that lacks some bytes drops their characters
                 piece = piece.encode("utf-8", "replace").decode()   # a lone surrogate has no UTF-8
                 piece = "".join(c for c in piece if self.missing.isdisjoint(c.encode()))
-            for part in cut(unicodedata.normalize("NFC", piece) if self.nfc else piece, self.before):
+            piece = unicodedata.normalize("NFC", piece) if self.nfc else piece
+            for part in cut(piece, self.before):
                 ids += super().encode_ordinary(part)
         return ids
 
@@ -132,9 +133,8 @@ def load_encoding(folder, chat="auto", system=""):
     files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         if "vocab.json" in files:
-            raise UserError(f"{folder} has vocab.json, but no tokenizer.json; transformers writes "
-                            f"one, in Python: AutoTokenizer.from_pretrained({str(folder)!r})"
-                            f".save_pretrained({str(folder)!r})")
+            raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "
+                            f"AutoTokenizer writes one, by from_pretrained and save_pretrained")
         raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
                         f"fetch one: hf download NAME --local-dir FOLDER")
     try:
@@ -163,9 +163,8 @@ def load_encoding(folder, chat="auto", system=""):
         raise UserError(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
 
 def chosen_frame(files, about, hf, special, asked):
-    """The Frame for `asked`, chat and system. What is "auto" or "" is taken from the frame among
-    the folder's `files`, if a run left one there. If nothing differs from that frame, it is
-    returned itself, not rebuilt from the template."""
+    """The Frame for `asked`, chat and system. What is "auto" or "" is as in the frame among the
+    folder's `files`, if a run left one; if nothing differs, that is returned, not built anew."""
     kept = Frame(**read_json(files[FRAME], FRAME)) if FRAME in files else Frame("auto")
     was = kept.chat, kept.system
     asked = tuple(old if x in ("auto", "") else x for x, old in zip(asked, was))
@@ -251,10 +250,8 @@ def step_tokens(encoding, ids, ends):
 # ------------------------------------------------------------------ the vocabulary and its merges
 
 def read_bpe(hf, special):
-    """From a tokenizer.json, arguments of an Encoding: the pattern that splits a text, those that
-    split it before, the ids by the bytes of the token, those of tokens that no text has, and
-    whether text is normalised to NFC. Ids must be in the order of the merges: tiktoken merges by
-    id."""
+    """Arguments of an Encoding, from a tokenizer.json. Ids must be in the order of the merges:
+    tiktoken merges by id."""
     model, normalizer = hf["model"], hf.get("normalizer") or dict(type="Sequence", normalizers=[])
     if model["type"] != "BPE":
         raise UserError("its tokenizer is not a byte-level BPE")
@@ -263,8 +260,7 @@ def read_bpe(hf, special):
         before = [regex.compile(pattern, regex.V1) for pattern in before]
     except regex.error as e:
         raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
-    for pattern in before:
-        # Those that elsewhere have another meaning.
+    for pattern in before:          # of what has another meaning elsewhere
         if part := re.search(r"\\[wWbBhH]|\\[pP](?!\{)|--|~~|\|\|", pattern.pattern):
             raise UserError(f"its tokenizer splits text by several patterns, of which one has "
                             f"{part[0]}: that is not supported")
@@ -275,11 +271,10 @@ def read_bpe(hf, special):
     if letters := sorted(special.keys() & BYTE_OF.keys() & model["vocab"].keys()):
         raise UserError(f"its added token {letters[0]!r} is also the letter of a byte")
     ids = {token: i for token, i in model["vocab"].items() if token not in special}
-    distinct = {*ids.values(), *special.values()}
-    if not all(type(i) is int and 0 <= i < 2 ** 31 for i in distinct):
-        raise UserError("its token ids are not all integers from 0 to 2**31 - 1")
-    if len(distinct) < len(ids) + len(special):
-        raise UserError("two of its tokens have the same id")
+    all_ids = [*ids.values(), *special.values()]
+    if not all(type(i) is int and 0 <= i < 2 ** 31 for i in all_ids) or (
+            len({*all_ids}) < len(all_ids)):
+        raise UserError("its token ids are not all different integers from 0 to 2**31 - 1")
     made = tokens_of_texts(model, special)
     ranks = {bytes(map(BYTE_OF.__getitem__, token)): i for token, i in ids.items()}
     unmade = {token: i for token, i in ranks.items() if i not in made}
@@ -318,21 +313,10 @@ def pattern_of(part):
                             f"not supported")
         [(kind, pattern)] = part["pattern"].items()
         pattern = pattern if kind == "Regex" else re.escape(pattern)
-    if may_be_empty(pattern):
-        raise UserError(f"its tokenizer splits text by a pattern that may be empty: {pattern!r}")
     return rf"(?m)(?:{pattern})|(?:(?!{pattern})[\s\S])+"
 
-def may_be_empty(pattern):
-    """Whether a pattern can match the empty string between two characters: tiktoken would panic."""
-    ranks, any_ = {bytes([i]): i for i in range(256)}, r"[\s\S]"
-    empty = tiktoken.Encoding("empty", pat_str=f"(?m){any_}(?:{pattern})(?<!{any_}{any_}){any_}",
-                              mergeable_ranks=ranks, special_tokens={})
-    text = "".join(map(chr, range(9, 256))) + "ab 12  \n\n'' A"
-    return any(empty.encode_ordinary(a + b) for a, b in itertools.pairwise(text))
-
 def cut(text, patterns):
-    """The pieces of a text: each pattern splits those that the one before it leaves. Lookarounds
-    end at a piece, so that several patterns are not one."""
+    """The pieces of a text: each pattern splits those that the one before it leaves."""
     pieces = [text]
     for pattern in patterns:
         pieces = [x.group() for piece in pieces for x in pattern.finditer(piece)]
@@ -342,8 +326,8 @@ def tokens_of_texts(model, special):
     """The ids that a text can have: those of letters, and of words that merges make of their
     letters. With these alone tiktoken, which joins any two tokens whose bytes are a token, joins
     what merges do: where two that make a word lie side by side, only the merges of its own letters
-    were made there, the same as in the word alone. `ignore_merges` adds all words as whole pieces,
-    which tiktoken looks up first."""
+    were made there. `ignore_merges` adds all words as whole pieces, which tiktoken looks up first.
+    """
     vocab, order = model["vocab"], {}
     for pair in model["merges"]:
         a, b = pair.split(" ") if isinstance(pair, str) else pair
@@ -362,8 +346,7 @@ def tokens_of_texts(model, special):
 
 def made_words(vocab, order):
     """The words that merges make of their letters. `order`: the ids of merged pairs, ascending. A
-    pair of words made with lower ids is tried at its seam alone; what that leaves is merged in
-    full."""
+    pair of made words is tried at its seam alone; what that leaves is merged in full."""
     made = {letter: (-1, letter, letter) for letter in BYTE_OF}     # id and halves of a word
     for (a, b), i in order.items():
         if a in made and b in made and is_free(a, b, order, made):
@@ -387,8 +370,7 @@ def is_free(a, b, order, made):
     return True
 
 def merged(word, order):
-    """The tokens of a word: the first pair in `order` is joined, the leftmost of equals, as long as
-    there is one."""
+    """The tokens of a word: the first pair in `order` is joined, as long as there is one."""
     parts = [*word]
     while found := [order[pair] for pair in itertools.pairwise(parts) if pair in order]:
         first = min(found)

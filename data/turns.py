@@ -1,5 +1,5 @@
 """Episodes of several turns: the policy speaks, the task's `reply` answers, the policy goes on."""
-from data import UserError, call, of
+from data import call, need, of
 from data.tokenizer import decode
 
 LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
@@ -9,7 +9,7 @@ class Episodes:
     and the environment's in alternation. It is the `reply` of `grpo.sample`.
 
     reply(problem, turns): what the environment says next; None or "" if the episode is over.
-    problems: that of each row. begun: for each row the column at which its turn begins.
+    begun: for each row the column at which its turn begins.
     """
 
     def __init__(self, reply, encoding, max_turns, problems, begun):
@@ -73,11 +73,10 @@ def spoken(completion):
     return completion if isinstance(completion, str) else "".join(completion[::2])
 
 def checked_reply(reply, problem, turns):
-    """What a task replies; raises UserError, with the place, if that fails or is not a text."""
+    """What a task replies; raises UserError if it is not a text."""
     what = f"the reply to {of(problem)}"
     text = call(reply, what, problem, [*turns])
-    if not isinstance(text, str | None):
-        raise UserError(f"{what} must be a string or None, not {text!r:.200}")
+    need(isinstance(text, str | None), what, "be a string or None", text)
     return text
 
 def demonstration(task, problem, rng):
@@ -86,16 +85,12 @@ def demonstration(task, problem, rng):
     what = f"the demonstration of {of(problem)}"
     shown = call(task.demonstration, what, problem, rng)
     if not hasattr(task, "reply"):
-        if not isinstance(shown, str):
-            raise UserError(f"{what} must be a string, not {shown!r:.200}")
+        need(isinstance(shown, str), what, "be a string", shown)
         return shown
     are_texts = isinstance(shown, list) and all(isinstance(turn, str) for turn in shown)
-    if not are_texts or len(shown) % 2 == 0:
-        raise UserError(f"{what} must be a list of turns that begins and ends with one of the "
-                        f"policy's, not {shown!r:.200}")
+    need(are_texts and len(shown) % 2 == 1, what,
+         "be a list of turns that begins and ends with one of the policy's", shown)
     for i in range(1, len(shown), 2):
         said = checked_reply(task.reply, problem, shown[:i])
-        if said != shown[i]:
-            raise UserError(f"{what} has the reply {shown[i]!r:.200} where the task says "
-                            f"{said!r:.200}")
+        need(said == shown[i], what, f"have the reply {said!r:.200}, as the task", shown[i])
     return shown

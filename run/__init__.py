@@ -3,23 +3,18 @@
 How a step gets its speed, memory and ranks:
 
     caches      the KV caches of sampling
-    passes      training passes: micro-batches, common prefixes computed once, logits in parts;
-                the check that sampler and trainer agree
-    dist        device, dtype, ranks, FSDP2, random streams, signals
+    passes      training passes: micro-batches, common prefixes, logits in parts; supervised fits
+    dist        device, dtype, ranks, FSDP2, random streams, signals, progress
 
 What a run is made of:
 
     config      the settings as a command line; algorithms in files of their own
-    pretrained  Hugging Face folders in and out; new models
-    rope        RoPE's frequencies in models for long contexts
-    preflight   checks before anything large is allocated
-    warm_start  the supervised start
-    setup       how a run begins: its models, its problems, its folder
+    pretrained  Hugging Face folders in and out; new models; the memory that a run needs
+    setup       how a run begins: its problems and checks, its models, its warm start
 
 What a run leaves behind:
 
     files       atomic writes, the lock of a folder, logs
-    checkpoint  saving and resuming
-    report      statistics, samples.jsonl; runs as an HTML page
-    show        the terminal
+    checkpoint  saving, resuming, taking a folder
+    report      the terminal, statistics, samples.jsonl, runs as an HTML page
 """

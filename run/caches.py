@@ -60,8 +60,8 @@ class KVCache:
         return prefill(self.model, ids, length, self.cache)
 
     def drop(self, active):
-        """Drops rows that have ended; returns the indices of those that are kept: at least the
-        `active` (r,) ones, but none if none are active."""
+        """Drops rows that have ended; returns the indices of those kept: at least the `active`
+        (r,)."""
         kept = active.nonzero()[:, 0]
         self.cache = self.cache[:, :, kept]
         return kept
@@ -73,8 +73,8 @@ class KVCache:
 # ------------------------------------------------------------------------------ common prefixes
 
 class SharedCache(KVCache):
-    """Decoding in which completions with the same tokens so far share one state: a group starts
-    with one state, and its rows diverge when they sample different tokens."""
+    """Decoding in which completions with the same tokens so far share one state: the rows of a
+    group diverge when they sample different tokens."""
 
     def read(self, ids, length, group):         # at most `slots`: the cache grows on demand
         P, T = ids.shape
@@ -103,7 +103,7 @@ class SharedCache(KVCache):
     def advance(self, token):
         """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
         same token share the next one. If no rows diverge and nine tenths of the states are still
-        needed, the cache is kept as it is, to avoid a copy."""
+        needed, the cache is not copied."""
         pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
         before = pair[0]                                                                     # (b,)
         if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
@@ -126,8 +126,8 @@ def up(n, to):
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:
-    """Keys and values (b, K, S, D) of each layer for `rows` rows and `slots` slots, and the Steps
-    that decode with the first of them."""
+    """Keys and values (b, K, S, D) of each layer, and the Steps that decode with the first of
+    them."""
 
     def __init__(self, model, rows, slots):
         # A slot more than is ever read: a step that read all would be compiled apart.
@@ -236,8 +236,8 @@ PART = 128      # tokens of a part of the vocabulary
 
 def inverse_cdf(p, u):
     """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
-    total, and by how much; both (r,). u in [0, 1) is clamped to what float32 can tell from 0 and 1,
-    so that an element of nearly 0 is not chosen."""
+    total, and by how much; both (r,). u is clamped to what float32 can tell from 0 and 1, so that
+    an element of nearly 0 is not chosen."""
     # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
     cdf = double(p).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
@@ -253,8 +253,7 @@ def draw(p, u):
     return token, p.gather(1, token[:, None])[:, 0].log()
 
 def by_parts(p, u):
-    """`inverse_cdf`, in two levels if the vocabulary is large: first a part of it, then its token,
-    which is faster on a GPU."""
+    """`inverse_cdf`, faster on a GPU: first a part of a large vocabulary, then its token."""
     if p.size(1) % PART:
         return inverse_cdf(p, u)[0]
     parts = p.unflatten(1, (-1, PART))

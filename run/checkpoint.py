@@ -19,8 +19,7 @@ from run.files import LOGS
 
 @dataclass
 class Checkpoint:
-    """The state of a run. Random streams and the order of problems follow from the seed and the
-    step, so they are not stored."""
+    """The state of a run. Random streams follow from the seed and the step: they are not stored."""
     step: int           # last complete step; -1 before there is a model
     beta: float         # current KL coefficient
     model: dict         # the policy's config.json; empty before there is a model
@@ -74,8 +73,7 @@ def end_step(agent, step, stats):
 
 @contextlib.contextmanager
 def running(cfg):
-    """A context for a run: a signal stops it after a step, and an exception's last line says how it
-    goes on. It ends by unlocking the folder."""
+    """A context for a run: a signal stops it after a step; an exception says how to go on."""
     command = report.resume_command(cfg)
     try:
         with dist.stoppable(command), files.LOCK:
@@ -87,8 +85,8 @@ def running(cfg):
         raise
 
 def keep_best(agent, step, results):
-    """Under --eval_every, writes the policy to best/ if the `results` of its evaluation have the
-    highest pass@1 so far on so many problems and samples, with the step in best.json."""
+    """Under --eval_every, writes the policy to best/, with best.json, if its pass@1 is the highest
+    so far on so many problems and samples."""
     if not agent.cfg.eval_every:
         return
     folder = agent.cfg.folder
@@ -112,7 +110,7 @@ def keep_best(agent, step, results):
 
 def load(folder, kind):
     """Reads what `save` wrote: an instance of the dataclass `kind`, and the Checkpoint, whose
-    tensors are mapped from the file. Raises UserError if it is missing, cut off or not a run's."""
+    tensors are mapped from the file."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise UserError(f"no run in {folder}")
@@ -126,8 +124,8 @@ def load(folder, kind):
                         f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError if the settings `found` in a folder name a task or an algorithm in a file,
-    and the flags `given` name none: opening somebody else's folder must not execute code."""
+    """Raises UserError if the settings `found` in a folder name a file with code, and the flags
+    `given` do not: opening somebody else's folder must not execute code."""
     for name in ("task", "algo"):
         file = str(found.get(name))
         if file.endswith(".py") and name not in given:
@@ -135,9 +133,9 @@ def refuse_foreign_code(found, given, folder):
                             f"be executed; to allow it, add --{name} {file}")
 
 def settings(mode, given, kind):
-    """The flags `given`, after the settings of a run's folder, which they override, and its
-    Checkpoint or None: of the run in --out, to resume it, or of that in --init or --out, if there
-    is one, to evaluate its model or ask it; the folder is then `init`. A new run has the flags."""
+    """The flags `given`, which override the settings of a run's folder, and its Checkpoint or None:
+    of the run in --out, to resume it, or of that in --init or --out, to evaluate its model or ask
+    it; the folder is then `init`. A new run has the flags."""
     task = given.get("task", kind.task)
     folder = config.folder_of({"task": task} | load_task(task).DEFAULTS | given)
     if mode.resume:
@@ -164,9 +162,8 @@ MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every",
               "recompute", "device", "dtype", "compile", "cache", "shard"}
 
 def resume(folder, kind, flags):
-    """The Config and the Checkpoint to continue from. `flags` may change only the settings named in
-    MAY_CHANGE, and the path of a file that was moved. The run stays in `folder`, even if that was
-    moved."""
+    """The Config and the Checkpoint to continue from, in `folder`, where the run may have been
+    moved. `flags` may change only MAY_CHANGE, and the path of a file that was moved."""
     cfg, checkpoint = load(folder, kind)
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
@@ -196,8 +193,8 @@ def data_of(cfg):
             if isinstance(path, (str, Path)) and Path(path).is_file()}
 
 def check_data(cfg, task):
-    """Raises UserError if the files of a resumed run's problems or algorithm are others now than
-    when it began, or gone; prints a note if its task, which was `task`, has changed."""
+    """Raises UserError if the files of a resumed run's problems or algorithm are others now, or
+    gone; prints a note if its task is, which was `task`."""
     began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
     for name in began:
         if data.get(name) == began[name]:
@@ -211,8 +208,8 @@ def check_data(cfg, task):
 # ------------------------------------------------------------------------------------- a run begins
 
 def check_folder(cfg):
-    """Raises UserError if the folder of a new run holds anything but a run, or an unfinished one.
-    Returns whether it holds one to be kept."""
+    """Whether the folder of a new run holds a run to be kept. Raises UserError if it holds an
+    unfinished one, or anything else."""
     folder = cfg.folder
     try:
         found = {path.name for path in folder.iterdir() if ".tmp" not in path.name}
@@ -229,9 +226,9 @@ def check_folder(cfg):
     return ours and ("model.safetensors" in found or "checkpoint.safetensors" not in found)
 
 def open_run(cfg, checkpoint=None, problems=""):
-    """Locks the folder of a new run, or of one that is resumed from a Checkpoint; writes what it is
-    to run.json, and cuts its logs to the Checkpoint's step, as later steps are repeated. problems:
-    their fingerprint. Raises UserError if another process runs there or a run would be lost."""
+    """Locks the folder of a new run, or of one resumed from a Checkpoint; writes what it is, with
+    the fingerprint of its `problems`, to run.json; cuts its logs to the Checkpoint's step, as later
+    steps are repeated."""
     folder = cfg.folder
     is_kept = False if checkpoint else check_folder(cfg)
     folder.mkdir(parents=True, exist_ok=True)
@@ -268,8 +265,8 @@ def named_parameters(agent):
             for n, p in dist.parameters(module).items()}
 
 def training_state(agent):
-    """Every tensor of a run by name: the parameters by role, the optimizer's state as
-    `opt.<key>.<parameter>`, the history of labelled rows, and the state of an algorithm's own."""
+    """Every tensor of a run by name: parameters by role, the optimizer's as
+    `opt.<key>.<parameter>`, the history of labelled rows, and an algorithm's own state."""
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
@@ -278,8 +275,7 @@ def training_state(agent):
     return {n: p.detach() for n, p in named.items()} | moments | others
 
 def restore(agent, checkpoint):
-    """Copies the tensors of a Checkpoint into models and optimizer, then releases the file; raises
-    UserError if they do not fit this run's models."""
+    """Copies the tensors of a Checkpoint into models and optimizer, then releases the file."""
     named, tensors = named_parameters(agent), checkpoint.tensors
     want = {n: p.shape for n, p in named.items()}
     have = {n: x.shape for n, x in tensors.items() if n.split(".")[0] in ROLES}

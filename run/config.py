@@ -23,23 +23,18 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              report=dict(metavar="FOLDER", nargs="+", help="compare these runs: on one page, "
                          "comparison.html in the first folder, or in --out"))
 # A comment after a field is its help; a comment on a line of its own is the heading of the next.
-COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)
+LINE = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?(?:#\s*(.*))?$", re.M)
 
-@functools.cache
 def sections(config):
-    """The help of a dataclass, from its source: for each heading the text of each field. Fields
-    without a comment or a heading are under ""."""
-    found, heading = {}, ""
-    for name, text in COMMENT.findall(inspect.getsource(config)):
-        if name:
+    """The help of a dataclass, from its source: for each heading the text of each field."""
+    found, heading = {"": {f.name: "" for f in fields(config)}}, ""
+    for name, text in LINE.findall(inspect.getsource(config)):
+        if name in found[""]:
+            del found[""][name]
             found.setdefault(heading, {})[name] = text
-        else:
+        elif text and not name:
             heading = text
-    known = {name for helps in found.values() for name in helps}
-    for f in fields(config):
-        if f.name not in known:
-            found.setdefault("", {})[f.name] = ""
-    return found
+    return {heading: helps for heading, helps in found.items() if helps}
 
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is a UserError, and stdout may be a closed pipe."""
@@ -53,13 +48,10 @@ class Parser(argparse.ArgumentParser):
 
 def read(config, about, argv):
     """Parses a command line: returns MODES, of which at most one is set, as a namespace, and a dict
-    of the settings that it gives, which are fields of a dataclass or the task's own."""
-    found = task_of(argv)
-    task_name = found or config.task
-
+    of the settings that it gives, fields of a dataclass or the task's own."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=100,
                                max_help_position=36)
-    parser = Parser(usage="python grpo.py [--flag value ...]", description=about,
+    parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
                     formatter_class=layout, allow_abbrev=False)
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
@@ -70,11 +62,14 @@ def read(config, about, argv):
         for name, text in helps.items():
             if known[name].type is not dict:
                 add_flag(group, name, known[name].type, known[name].default, text)
+    found = task_of(parser.parse_known_args(argv)[0])
+    task_name = found or config.task
     task = load_task(task_name)
     group = parser.add_argument_group(f"--task {task_name}", inspect.getdoc(task.problems))
     own = own_settings(task, config)
     for name, default in own.items():
         add_flag(group, name, type(default), default, "")
+    parser.add_argument("-h", "--help", action="help", help="print this")
     defaults = ", ".join(f"{name} {x}" for name, x in task.DEFAULTS.items())
     epilog = f"Defaults are in brackets, but --task {task_name} has its own: {defaults}"
     parser.epilog = textwrap.fill(epilog, 100, break_on_hyphens=False)
@@ -84,31 +79,22 @@ def read(config, about, argv):
         name, equals, _ = unknown[0].partition("=")
         if not equals and not name.startswith("-"):
             parser.error(f"there is no argument {name}")
-        names = [*known, *own, *MODES]
-        names.remove("task_args")       # has no flag: its parts have
+        names = {*known, *own, *MODES} - {"task_args"}      # it has no flag: its parts have
         raise no_setting(name, names, unknown[0])
-    given = vars(given)
-    if found:
-        given["task"] = found
+    given = vars(given) | ({"task": found} if found else {})
     mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})
     return mode, given
 
-def task_of(argv):
-    """The task on a command line: --task or, where a run is continued or its model is used, that
-    of the run, unless it is a file, which would be executed. None if there is neither."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for name in ("task", "init", "out"):
-        parser.add_argument(f"--{name}")
-    for name, options in MODES.items():
-        parser.add_argument(f"--{name}", **options)
-    flags = parser.parse_known_args(argv)[0]
-    folder = flags.out
-    if flags.eval_only or flags.ask is not None:
-        folder = flags.init or flags.out
-    elif not flags.resume:
-        folder = None
-    if flags.task or not folder:
-        return flags.task
+def task_of(flags):
+    """The task that a command line names or, where a run is continued or its model is used, the
+    run's, unless that is a file, which would be executed. None without one."""
+    folder, given = None, getattr(flags, "task", "")
+    if flags.resume:
+        folder = getattr(flags, "out", None)
+    elif flags.eval_only or flags.ask is not None:
+        folder = getattr(flags, "init", "") or getattr(flags, "out", None)
+    if given or not folder:
+        return given or None
     found = files.about(folder).get("config", {}).get("task")
     return None if str(found).endswith(".py") else found
 
@@ -139,8 +125,8 @@ def folder_of(settings):
     return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
 
 def own_settings(task, config):
-    """A task's own settings and their defaults: the parameters of its `problems`, which may also
-    name settings of the run, such as the seed, or `cfg` for all of them."""
+    """A task's own settings and their defaults: the parameters of its `problems` that are not
+    settings of the run, or `cfg` for all of them."""
     own = inspect.signature(task.problems).parameters.values()
     own = [p for p in own if p.name not in {"cfg", *(f.name for f in fields(config))}]
     for p in own:
@@ -172,9 +158,8 @@ def build(config, task, chosen):
     return config(**rest | {"task_args": args})
 
 def check(cfg, least, most):
-    """Raises UserError for a field of the wrong type, or that is none of its choices, or out of
-    bounds: below least[name] (by default 1 for an integer whose default is not 0, else 0), above
-    most[name], or not finite."""
+    """Raises UserError for a field of the wrong type, or none of its choices, or out of bounds:
+    below least[name] (or 1 for an integer whose default is not 0, else 0), or above most[name]."""
     for f in fields(cfg):
         low = least.get(f.name, int(f.type is int and f.default != 0))
         high = most.get(f.name, 2 ** 63)
@@ -215,7 +200,7 @@ def file_of(algo):
 def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file. The file is executed, and
     assigns to the module `grpo` what it replaces there: `grpo.surrogate = surrogate`. What an
-    earlier file replaced is put back first. Raises UserError if there is no such algorithm."""
+    earlier file replaced is put back first."""
     vars(grpo).update(REPLACED)
     REPLACED.clear()
     FIXED.clear()
@@ -247,8 +232,7 @@ def algorithm(algo, rows, grpo):
     return found.SETTINGS
 
 def check_used(cfg):
-    """Raises UserError if the run would never call an algorithm's own `group_scores`, or for a
-    setting that an algorithm would ignore."""
+    """Raises UserError for what an algorithm would ignore: a setting, or its own `group_scores`."""
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")

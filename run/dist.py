@@ -38,13 +38,11 @@ def dtype_of(cfg):
 
 def has_static_cache(cfg):
     """Whether sampling uses static shapes; auto: on cuda, as CUDA graphs need them."""
-    if cfg.cache == "auto":
-        return device_of(cfg).type == "cuda"
-    return cfg.cache == "static"
+    return cfg.cache == "static" or cfg.cache == "auto" and device_of(cfg).type == "cuda"
 
 def compile_all(cfg, *modules):
     """Compiles each layer of the modules, and what is made of logits, if cfg says so. All layers
-    share their graphs (for prompts, a token, training), which count against one limit, 8."""
+    share their graphs, which count against one limit, 8 by default."""
     if not cfg.compile:
         return
     torch._dynamo.config.recompile_limit = 64
@@ -96,8 +94,7 @@ def of_rank(items):
 def all_reduce(x, op=distributed.ReduceOp.SUM):
     """A tensor summed (or reduced by `op`) over all ranks."""
     if distributed.is_initialized():
-        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-        x = x.to(device, copy=True)
+        x = x.to("cuda" if distributed.get_backend() == "nccl" else "cpu", copy=True)
         distributed.all_reduce(x, op)
     return x
 
@@ -107,7 +104,7 @@ def largest(n):
 
 def numbered(n, group):
     """The numbers of this rank's n rows among those of all ranks, (n,), and how many there are.
-    Groups belong to the ranks in turn; where an algorithm dropped rows some numbers are unused."""
+    Groups belong to the ranks in turn. If an algorithm has dropped rows, some are unused."""
     total = -(-largest(n) // group) * group * ranks()
     every = torch.arange(total).view(-1, group)
     return of_rank(every).flatten()[:n], total
@@ -147,7 +144,8 @@ def wait_for_all():
     all_reduce(torch.zeros(())).item()
 
 def exit_with(code):
-    """Exits with a code, if it is not 0. Ranks wait for each other, but not after an error."""
+    """Exits with a code, or returns if it is 0. Ranks wait for each other, but not after an error,
+    which may be of one rank alone."""
     if distributed.is_initialized() and code != 2:
         wait_for_all()
         os._exit(code)                  # gloo's threads can abort a normal exit
@@ -161,7 +159,7 @@ def is_sharding(cfg):
     return cfg.shard and ranks() > 1
 
 def shard_module(cfg, module):
-    """Shards a module in place, if models are: layer by layer, then the rest, except frozen
+    """Shards a module in place, if models are sharded: layer by layer, then the rest, except frozen
     parameters of a trained module (a reward model's norm)."""
     if not is_sharding(cfg):
         return module
@@ -260,9 +258,8 @@ def check_alike(tensors):
             for name, x in tensors.items() if not is_sharded(x)}
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
-            raise UserError(f"the ranks no longer hold the same {min(differing)}: weights and an "
-                            f"algorithm's state must be alike on all of them; continue from the "
-                            f"last checkpoint with --resume")
+            raise UserError(f"the ranks no longer hold the same {min(differing)}: continue from "
+                            f"the last checkpoint with --resume")
 
 # --------------------------------------------------------------------------------- random streams
 
@@ -281,8 +278,8 @@ def uniform(rng, *shape):
 # ---------------------------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and all is saved. `stoppable` notes the signal's `number`, and
-    the `command` that continues the run."""
+    """A signal asked the run to stop, and all is saved. `stoppable` notes in it the number of the
+    signal, and the command that continues the run."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = []      # signals received: the current step is finished and saved first
@@ -294,9 +291,9 @@ def ask_to_stop(number, frame):
     ASKED.append(number)
 
 def in_a_fork():
-    """In a process that a task's code forks, SIGTERM ends it, as a pool expects; Ctrl-C is left to
-    the run."""
-    for number, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
+    """In a process that a task's code forks, SIGTERM ends it, as a pool that is closed expects;
+    Ctrl-C is left to the run."""
+    for number, action in zip(SIGNALS, (signal.SIG_IGN, signal.SIG_DFL)):
         if signal.getsignal(number) is ask_to_stop:
             signal.signal(number, action)
 
@@ -306,6 +303,11 @@ if hasattr(os, "register_at_fork"):         # not on Windows
 def stop_asked():
     """The number of a signal that any rank received; 0 if none did."""
     return largest(max(ASKED, default=0))
+
+def stop_here(work):
+    """Raises Stopped if a signal came amid some work, which will begin again."""
+    if stop_asked():
+        raise Stopped(f"in the {work}, which will begin again")
 
 @contextlib.contextmanager
 def stoppable(command=""):
@@ -336,7 +338,7 @@ def print0(text):
         say(text, sys.stdout)
 
 def say(text, stream):
-    """Prints to a stream, but silently goes on if it is closed (None), or nobody reads it."""
+    """Prints to a stream; if it is closed (None), or not read any more (`| head`), nothing."""
     if stream is None:
         return
     try:
@@ -349,8 +351,8 @@ def clock(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def progress(name, total, every=10):
-    """A function that prints how many items are done, something more, and the time left, at most
-    once in `every` seconds unless told to print now."""
+    """A function that prints how much is done, something more, and the time left, at most once in
+    `every` seconds unless told to print now."""
     began = said = time.time()
     def told(done, more="", now=False):
         nonlocal said
@@ -360,14 +362,9 @@ def progress(name, total, every=10):
             print0(f"{name} {done}/{total}  {more}left {clock(left)}")
     return told
 
-def stop_here(name):
-    """Raises Stopped if a signal came amid some work, which will begin again."""
-    if stop_asked():
-        raise Stopped(f"in the {name}, which will begin again")
-
 def chunks(name, items, size):
-    """Yields the items `size` at a time, except chunks without a share of this rank; prints progress
-    if it takes long. Raises Stopped on a signal."""
+    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
+    progress if it takes long. Raises Stopped on a signal."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         stop_here(name)

@@ -17,6 +17,12 @@ try:
 except ImportError:         # not on Windows: two runs in one folder are not prevented
     fcntl = None
 
+LOGS = ("metrics.jsonl", "samples.jsonl")
+LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
+
+if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
+    os.register_at_fork(after_in_child=LOCK.close)
+
 @contextlib.contextmanager
 def replacing(path):
     """A context that yields the path of a temporary file, which in the end takes the place of
@@ -45,14 +51,6 @@ def write_tensors(path, tensors, metadata):
     tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
     with replacing(path) as beside:
         save_file(tensors, beside, metadata)
-
-# ----------------------------------------------------------------------------------- a run's folder
-
-LOGS = ("metrics.jsonl", "samples.jsonl")
-LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
-
-if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
-    os.register_at_fork(after_in_child=LOCK.close)
 
 def lock(path):
     """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
@@ -97,18 +95,13 @@ def about(folder):
     """What run.json says of the run in a folder; empty if there is none."""
     path = Path(folder) / "run.json"
     found = read_json(path.read_bytes(), path) if path.exists() else {}
-    settings = found.get("config", {})
-    parts = [settings, found.get("data", {})]
-    if isinstance(settings, dict):
-        parts.append(settings.get("task_args", {}))
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path} is damaged: its config, data and task_args must be objects")
+    if not all(isinstance(found.get(part, {}), dict) for part in ("config", "data")):
+        raise UserError(f"{path} is damaged: its config and data must be objects")
     return found
 
 def clear_up(folder):
     """Removes what interrupted saves have left, files as large as the model: those of `replacing`,
     and those with a random name that safetensors renames to them."""
     for place in (folder, folder / "best", folder / "warm_start"):
-        for kind in ("*.safetensors.tmp", ".tmp??????"):
-            for path in [*place.glob(kind)]:
-                path.unlink()
+        for path in [*place.glob("*.safetensors.tmp"), *place.glob(".tmp??????")]:
+            path.unlink()

@@ -35,8 +35,8 @@ def begin_earlier(batch, prompts, begun, group):
     batch.start = send(start.repeat_interleave(group), batch.mask.device)
 
 def join(values):
-    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), padded to the
-    longest, lists, or dicts of these; None if all are."""
+    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), padded to
+    the longest, lists, or dicts of these; None if all are."""
     first = values[0]
     if isinstance(first, dict):
         return {name: join([value[name] for value in values]) for name in first}
@@ -59,8 +59,7 @@ def take(x, rows):
     return None if x is None else x[send(rows, x.device)]
 
 def joined(batches, rows):
-    """Some rows of several Batches, by indices (n,) that number the rows of all of them through, as
-    one Batch, padded to the longest."""
+    """Some rows, by indices (n,) through all of several Batches, as one Batch."""
     fields = join([vars(batch) for batch in batches])
     return type(batches[0])(**take(fields, rows))
 
@@ -163,7 +162,7 @@ def distinct(ids, mask):
 
 class SharedRows:
     """The layout of a training pass over the n distinct tokens of ids (B, T), as one row (1, n).
-    Only attention sees full rows. States after a row's last True in mask (B, T) are arbitrary."""
+    Only attention sees full rows. States after a row's last True in mask are arbitrary."""
 
     def __init__(self, ids, mask, device):
         first, index = distinct(ids, mask)
@@ -180,8 +179,8 @@ class SharedRows:
         return y.unflatten(-1, q.shape[2:])[None]                                     # (1, n, H, D)
 
     def gather(self, x):
-        """Heads x (1, n, H, D) as full rows, (B, T, H, D). `embedding` sums a token's gradient over
-        its rows faster than indexing. For the cast to float32 see `causal_attention`."""
+        """Heads x (1, n, H, D) as full rows, (B, T, H, D). `embedding` sums gradients faster than
+        indexing. For the cast to float32 see `causal_attention`."""
         x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
         return F.embedding(self.index, x[0].flatten(1)).unflatten(-1, x.shape[2:])
 
@@ -190,8 +189,8 @@ class SharedRows:
         return F.embedding(self.index, h[0])
 
 def layout_of(gpt, ids, mask):
-    """The layout of a pass over ids (B, T), on the host, of which the states up to the last True in
-    mask (B, T) are needed, for scalars of each token."""
+    """The layout of a pass over ids (B, T), on the host, for a scalar of each token in mask (B,
+    T)."""
     if gpt.kv_cache == "plain":
         return model.Rows(ids, gpt.device)
     return SharedRows(ids, mask, gpt.device)
@@ -205,8 +204,7 @@ def most_logits(device):
     return 2 ** 26          # 256 MiB in float32
 
 def token_logps(gpt, ids, mask, temperature, critic=None):
-    """`model.token_logps`, in which rows share their common prefixes. Logits beyond `most_logits`
-    are computed in parts, and again in the backward pass."""
+    """`model.token_logps`, in which rows share their common prefixes, with logits in parts."""
     ids, mask, device = ids.cpu(), mask.cpu(), gpt.device       # layouts are made on the host
     layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
     h = gpt(ids[:, :-1], layout=layout)                                           # (B, T - 1, C)
@@ -223,8 +221,8 @@ def token_logps(gpt, ids, mask, temperature, critic=None):
     return logp, torch.where(sampled, value, 0)
 
 def tokens_to_score(ids, mask):
-    """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask
-    (B, T) its index among these n, (B, T). A token that rows share is scored once."""
+    """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask (B,
+    T) its index among these. A token that rows share is scored once."""
     first, index = distinct(ids, mask)
     once = index[mask].unique()
     rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
@@ -248,9 +246,9 @@ def logps_in_parts(gpt, h, tokens):
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(scored, dtype):
-    """The largest gap between the sampler's and the trainer's log-probability of a token, over all
-    ranks, by pairs of a micro-batch and its log-probabilities (B, T); rows of another policy are
-    left out. Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
+    """The largest gap between the sampler's and the trainer's log-probability of a token of the
+    present policy, over all ranks, by pairs of a micro-batch and its log-probabilities (B, T).
+    Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
     most, most_on_average = MISMATCH[dtype]
     gaps, tokens = [], 0
     for batch, logp in scored:

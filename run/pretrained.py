@@ -84,22 +84,18 @@ def read_config(hf):
     return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
 
 def shape(**given):
-    """A GPTConfig; raises UserError for a value of another type, or a size that only a damaged file
-    can have. A size may be 0 if that is its default."""
+    """A GPTConfig; raises UserError for a value of another type."""
     for f in fields(GPTConfig):
         x = given.get(f.name, f.default)
         if f.type is float and type(x) is int:
             x = given[f.name] = float(x)
         if not get_args(f.type) and type(x) is not f.type:
             raise UserError(f"{f.name} must be of type {f.type.__name__}, not {x!r}")
-        least, most = int(f.default != 0), 1000 if f.name == "n_layer" else 2 ** 20
-        if f.type is int and not least <= x <= most:
-            raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
     return GPTConfig(**given)
 
 def config_json(model):
-    """The config.json of a model: the one it was loaded with, or a Llama's for a new model. Raises
-    UserError if the model has a setting that the latter does not hold."""
+    """The config.json of a model: as it was loaded or, for a new model, a Llama's. Raises UserError
+    if the model has a setting that the latter does not hold."""
     if not hasattr(model, "hf"):
         cfg, names = model.cfg, NAMES | EXTRA
         model.hf = {theirs: getattr(cfg, ours) for ours, theirs in names.items()} | dict(
@@ -116,9 +112,9 @@ def config_json(model):
 CONTEXT = "original_max_position_embeddings"
 
 def rope_settings(hf):
-    """Those in a config.json's dict, and `rope_theta`. As in transformers, `rope_scaling` takes
-    precedence over `rope_parameters`, a rope_theta inside either over one outside, and an original
-    context outside over one inside."""
+    """Those in a config.json's dict, with transformers' precedence: `rope_scaling` over
+    `rope_parameters`, a rope_theta inside over one outside, an original context outside over one
+    inside."""
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise UserError(f"rope scaling must be a JSON object, not {given!r:.100}")
@@ -127,8 +123,8 @@ def rope_settings(hf):
 
 def scaled_rope(cfg, given):
     """RoPE's frequencies by the settings `given`, of position interpolation (arXiv 2306.15595) or
-    Llama 3 (2407.21783); () if nothing is scaled. In float32, and in transformers' order: far out
-    in a context a frequency that is rounded otherwise gives another angle."""
+    Llama 3 (2407.21783); () if nothing is scaled. In transformers' order: rounded otherwise, a
+    frequency gives another angle far out in a context."""
     def number(key, default=None):
         x = given.get(key) or default
         if type(x) not in (int, float) or not 1e-6 <= x <= 1e9:
@@ -141,23 +137,22 @@ def scaled_rope(cfg, given):
     if kind == "default":
         return ()
     if kind not in ("linear", "llama3"):
-        raise UserError(f"rope scaling {kind!r} is not supported, only linear and llama3. Up to its "
-                        f"{CONTEXT} a model with yarn can do without: remove it")
+        raise UserError(f"rope scaling {kind!r} is not supported, only linear and llama3. With "
+                        f"prompts and completions of up to {CONTEXT} tokens, yarn may be removed")
     factor = number("factor")
     inv_freq = 1 / cfg.rope_theta ** (torch.arange(0, cfg.head_size, 2) / cfg.head_size)
     if kind == "linear":
         return tuple((inv_freq / factor).tolist())
     # Divides those whose period is long for the original context.
     low, high = number("low_freq_factor"), number("high_freq_factor")
-    kept = number(CONTEXT, cfg.block_size) * inv_freq / (2 * torch.pi)
-    kept = (kept - low) / (high - low)
+    turns = number(CONTEXT, cfg.block_size) * inv_freq / (2 * torch.pi)
+    kept = (turns - low) / (high - low)
     return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())
 
 # ----------------------------------------------------------------------------------------- reading
 
 def load(folder):
-    """Loads the model in `folder`; raises UserError if it is incomplete or of another family. Holds
-    at most the model and one of the file's tensors in memory."""
+    """The model in `folder`. Holds at most it and one of the file's tensors in memory."""
     model = without_memory(folder)
     try:
         return fill(model, read_weights(model, folder))
@@ -174,7 +169,7 @@ def without_memory(folder):
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
-    except (UserError, TypeError, OverflowError) as e:
+    except (UserError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"{path}: {e}") from e
 
 def refuse_adapter(folder):
@@ -185,8 +180,9 @@ def refuse_adapter(folder):
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
+    cfg = read_config(hf)
     with torch.device("meta"):
-        model = GPT(read_config(hf))
+        model = GPT(cfg)
     model.hf = hf
     return model
 
@@ -202,7 +198,7 @@ def fill(model, weights):
 
 def read_weights(model, folder):
     """The tensors in a folder in float32, by the names of the model's parameters. Raises UserError,
-    which names a tensor as files do, unless the folder has those of the model and no others."""
+    with a tensor's name in the files, unless they are those of the model."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     names, weights = file_names(model.hf, shapes), {}
     for name, tensor in each_tensor(folder):
@@ -253,8 +249,7 @@ def each_tensor(folder):
                 yield name, f.get_tensor(name)
 
 def file_names(hf, names):
-    """For each tensor in a file its name, and the parameters in it, given all their names: GPT-2
-    stores query, key and value in one."""
+    """For each tensor in a file its name, and the parameters in it, of which GPT-2 has several."""
     found, gpt2 = {}, hf["model_type"] == "gpt2"
     for name in names:
         words = name.split(".")
@@ -269,8 +264,8 @@ def file_names(hf, names):
 
 def save(model, folder, files=(), parameters=None):
     """Writes config.json and model.safetensors in the layout that was loaded, and `files` (name to
-    bytes). `parameters`: the full tensors of a sharded model. Weights are saved in float32 whatever
-    they came in: at small learning rates bfloat16 would round most updates away."""
+    bytes). `parameters`: the full tensors of a sharded model. In float32 whatever they came in: at
+    small learning rates bfloat16 would round most updates away."""
     folder, hf = Path(folder), config_json(model)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -297,8 +292,7 @@ def encoding_of(cfg, where):
     return byte_encoding()
 
 def to_device(model, cfg):
-    """Moves a model to its device in evaluation mode, and applies the settings that change how, but
-    not what, it computes."""
+    """Moves a model to its device in evaluation mode, and sets how it computes."""
     model.amp = torch.bfloat16 if dist.dtype_of(cfg) == "bfloat16" else None
     model.recompute = cfg.recompute
     model.kv_cache = cfg.cache
@@ -307,8 +301,8 @@ def to_device(model, cfg):
     return model.to(dist.device_of(cfg)).eval()
 
 def load_model(where, cfg, encoding, longest=0):
-    """Loads the model in a folder; raises UserError if the tokenizer does not match, or if a run
-    with prompts of up to `longest` tokens would not fit in memory (0: only the model must fit)."""
+    """Loads the model in a folder for prompts of up to `longest` tokens (0: only the model must fit
+    in memory)."""
     model = without_memory(where)
     if model.cfg.vocab_size < encoding.n_vocab:
         raise UserError(f"{where}: the model has a vocabulary of {model.cfg.vocab_size}, the "
@@ -332,8 +326,7 @@ def model_of(hf, cfg, longest):
 HEAD = 32               # channels of a head of a new model, with one key/value head for all
 
 def new_model(cfg, encoding, longest):
-    """A new model with random weights, whose context is a power of two that fits prompts of
-    `longest` tokens and their completions."""
+    """A new model with random weights, whose context is a power of two."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
     D = min(HEAD, cfg.n_embd)
     sizes = shape(vocab_size=encoding.n_vocab, block_size=context, n_layer=cfg.n_layer,
@@ -346,9 +339,8 @@ def new_model(cfg, encoding, longest):
     return to_device(model, cfg)
 
 def frozen(model):
-    """A copy without gradients. Under autocast its matrices are rounded once, here, instead of at
-    each use, with the same results in less memory. The embedding is not rounded, so a tied head
-    becomes a separate matrix."""
+    """A copy without gradients. Under autocast its matrices are rounded once, here, with the same
+    results in less memory; the embedding is not, so a tied head becomes a separate matrix."""
     copied = copy.deepcopy(model).requires_grad_(False)
     if model.amp and model.cfg.tied:
         copied.cfg = replace(model.cfg, tied=False)
@@ -383,30 +375,28 @@ def check_room(model, cfg, longest):
 
 def memory(model, cfg, longest):
     """About how many bytes a run needs: its models, and what a rollout or an update holds besides,
-    whichever is more. docs/measurements.md has an example, term by term."""
-    c, device, ranks = model.cfg, dist.device_of(cfg), dist.ranks()
-    N, V, C = sum(p.numel() for p in model.parameters()), c.vocab_size, c.n_embd
-    half = dist.dtype_of(cfg) == "bfloat16"
+    whichever is more. docs/measurements.md has an example."""
+    c, ranks = model.cfg, dist.ranks()
+    n = sum(p.numel() for p in model.parameters())
+    b = 2 if dist.dtype_of(cfg) == "bfloat16" else 4        # bytes of a number in a matrix product
     shards = ranks if dist.is_sharding(cfg) else 1
-    b = 2 if half else 4                        # bytes of a number in a matrix product
     policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
-    trained = policies + (cfg.reward != "rule")
-    frozen = b * N + (4 - b) * V * C * (1 + c.tied)         # the embedding is not rounded
-    copies = cfg.needs_reference / shards + (half or shards > 1)
+    trained = n * (policies + (cfg.reward != "rule")) / shards
+    frozen = n * (cfg.needs_reference / shards + (b == 2 or shards > 1))
 
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
     cache = 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots
-    static = dist.has_static_cache(cfg)         # any other is copied when rows finish
-    rollout = cache * (1 if static else 2) + 24 * rows * V
+    static = dist.has_static_cache(cfg)         # it stays; any other is copied when rows finish
+    rollout = cache * (1 if static else 2) + 24 * rows * c.vocab_size
 
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
-    layer = 16 * C + b * (6 * C + c.n_inner * (4 if c.mlp == "swiglu" else 2))
+    layer = 16 * c.n_embd + b * (6 * c.n_embd + c.n_inner * (4 if c.mlp == "swiglu" else 2))
     stored = layer * c.n_layer                  # for the backward pass, per token
     if cfg.recompute:                   # one layer, half as much for gradients, all inputs
-        stored = 1.5 * layer + 4 * C * c.n_layer
-    logits = 12 * min(most_logits(device), V * tokens)
-    update = 4 * N * trained / shards + policies * stored * tokens + logits + cache * static
-    return 12 * N * trained / shards + frozen * copies + max(rollout, update)
+        stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
+    logits = 12 * min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
+    update = 4 * trained + policies * stored * tokens + logits + cache * static
+    return 12 * trained + b * frozen + max(rollout, update)
 
 def free_memory(device):
     """Free bytes on a device, infinite if unknown."""
@@ -417,8 +407,8 @@ def free_memory(device):
     return 1024 * int(found[1]) if found and device.type == "cpu" else math.inf
 
 def micro_tokens(model, cfg, longest):
-    """--micro_tokens or, if it is 0, 2,048 on a CPU, and on CUDA the largest power of two up to
-    32,768 with which a run takes at most 60 % of the free memory. Prints what it takes."""
+    """--micro_tokens or, if it is 0, 2,048 and on CUDA the largest power of two up to 32,768 with
+    which a run takes at most 60 % of the free memory. Prints what it takes."""
     device = dist.device_of(cfg)
     free, n = free_memory(device), cfg.micro_tokens or MICRO_TOKENS
     while (not cfg.micro_tokens and device.type == "cuda" and n < 32768

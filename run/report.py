@@ -64,7 +64,7 @@ def coloured(piece, adv):
 
 def print_group(batch, rows, encoding):
     """Prints the distinct completions of a group (`rows` of a rollout) and how often each was
-    sampled, tokens coloured by advantage: at most four, with the highest and lowest rewards."""
+    sampled: at most four, with the highest and lowest rewards."""
     prompt = on_one_line(batch.problems[rows.start].prompt)
     if len(prompt) > 60:
         prompt = f"... {prompt[-40:]}"
@@ -108,9 +108,8 @@ def header(cfg, encoding, policy, problems, held_out):
 DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
 def step_line(step, total, done):
-    """Prints a line for a step, from the statistics of the steps `done`, with the time left; and a
-    warning after three steps in a row without differences within groups, or whose completions were
-    mostly cut off."""
+    """Prints a line for a step, from the statistics of the steps `done`; and a warning after three
+    in a row without differences within groups, or with most completions cut off."""
     stats = done[-1]
     shown = [f"{name} {stats[name]:.{DECIMALS[name]}f}  " for name in DECIMALS if name in stats]
     if stats["finished"] < 0.9:
@@ -178,8 +177,8 @@ def resume_command(cfg):
 PART = 2 ** 24      # most logits at a time, 64 MiB in float32
 
 def log_step(agent, step, batch, done):
-    """Prints a line for a step, from the statistics of the steps `done`; at the first one, the last
-    one, and every --save_every steps also a group, and adds two groups to samples.jsonl."""
+    """Prints a line for a step; at the first one, the last one, and every --save_every steps also a
+    group, and adds two groups to samples.jsonl."""
     cfg, first = agent.cfg, dist.rank() == 0
     step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
@@ -200,8 +199,8 @@ def widest(batch, group):
     return slice(p * group, (p + 1) * group)
 
 def chosen(cfg, step, batch):
-    """The rows of two of this rank's groups by reason: the widest spread of rewards, and a random
-    other group, if there is one."""
+    """The rows of two of this rank's groups: the widest spread of rewards, and a random other
+    one."""
     found = {"spread": widest(batch, cfg.group)}
     others = [*range(0, len(batch.ids), cfg.group)]
     others.remove(found["spread"].start)
@@ -212,7 +211,7 @@ def chosen(cfg, step, batch):
 
 def record(agent, batch, rows):
     """What samples.jsonl holds of a group, given by its rows in a rollout that is on the host. An
-    inner list has an entry per token; `ends` are indices, from 0, of tokens that end a step."""
+    inner list has an entry per token; `ends` are indices of tokens that end a step."""
     ids, mask, ends = batch.ids[rows], batch.mask[rows], batch.ends[rows]
     ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
@@ -244,8 +243,8 @@ def rounded(x):
 
 @torch.no_grad()
 def as_it_is_now(policy, ids, mask, temperature):
-    """log pi of each sampled token and the entropy at its position, in nats, under the policy after
-    the update: for each, a list per row. Computes one row at a time, PART logits at a time."""
+    """log pi of each sampled token and the entropy there, in nats, after the update: for each, a
+    list per row. Computes one row, and PART logits, at a time."""
     logps, entropies = [], []
     size = max(1, PART // policy.cfg.vocab_size)
     for row, on, T in zip(ids, mask, passes.row_lengths(mask).tolist()):
@@ -270,8 +269,8 @@ def on_host(batch):
 # ---------------------------------------------------------------------------------- the statistics
 
 def statistics(batch, dead):
-    """The logged statistics of a rollout, means over the rows or tokens of all ranks. dead (P,):
-    which groups are dead."""
+    """The logged statistics of a rollout, means over all ranks. dead (P,): which groups are
+    dead."""
     stats = dict(batch.components)
     stats["accuracy"] = stats.pop("correct")
     # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
@@ -302,8 +301,8 @@ class Clock:
         self.judging = data.SPENT[0] - self.judged
 
     def speeds(self, batch):
-        """The step's seconds, up to now, those of the task's rewards, and the tokens per second of
-        its update and of the rest of its rollout."""
+        """The step's seconds, those of the task's rewards, and tokens per second of the rest of its
+        rollout and of its update."""
         ended = time.perf_counter()
         tokens = dist.all_reduce(batch.mask.sum()).item()
         sampling = self.sampled - self.began - self.judging
@@ -311,9 +310,8 @@ class Clock:
                 "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - self.sampled)}
 
 def solved(task, greedy, sampled, n):
-    """The results of an evaluation: shares of the problems solved, by name, from Batches of this
-    rank: with a greedy completion of each problem, and with n samples of each. The answer of a
-    sample that was cut off does not vote."""
+    """The results of an evaluation, shares of the problems solved, from Batches of this rank: with
+    a greedy completion of each problem, and with n samples. Those cut off do not vote."""
     total = dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0)
     for batch in greedy:
         total["greedy"] += sum(batch.components["correct"].tolist())
@@ -330,8 +328,8 @@ def solved(task, greedy, sampled, n):
     return {name: x / count for name, x in zip(total, sums)}
 
 def shares(right, answers):
-    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... up to all its n samples, and
-    n, given which samples are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
+    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... and all its n samples, given
+    which are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
     n = len(right)
     ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
     return {f"pass@{k}": pass_at(k, right) for k in ks} | {
@@ -343,8 +341,8 @@ def pass_at(k, right):
     return best / math.comb(len(right), k)
 
 def majority_at(k, right, answers):
-    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right. Of
-    equally frequent answers the first wins; "" is not counted."""
+    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right: of
+    equally frequent ones the first; "" is not counted."""
     sets, solved = range(0, len(right) - k + 1, k), 0.0
     for i in sets:
         votes = answers[i:i + k]
@@ -367,7 +365,7 @@ def refresh(folder):
 
 def write(folders, out=""):
     """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
-    into `out`; returns its path. Raises UserError for a folder without a run."""
+    into `out`; returns its path."""
     path = Path(out or folders[0]) / ("report" if len(folders) == 1 else "comparison")
     text = page([run_of(Path(folder), MOST // len(folders)) for folder in folders])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -375,16 +373,15 @@ def write(folders, out=""):
     return path.with_suffix(".html")
 
 def page(runs):
-    """The page on some runs. `<` is escaped in their data, so that no text in it ends the script
-    element in which it stands."""
+    """The page on some runs. `<` is escaped in their data: no text may end its script element."""
     text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
     def part(found):
         return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
 
 def run_of(folder, most):
-    """What the page shows of a run. If its samples are more than `most` bytes, those of every n-th
-    step, counted from the last."""
+    """What the page shows of a run: of many samples, about `most` bytes, those of every n-th
+    step."""
     path = folder / "samples.jsonl"
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {folder}")

@@ -57,8 +57,7 @@ def begin(cfg, task, saved):
 # ------------------------------------------------------------------------------ problems and checks
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems; raises UserError if they are none, or there are none
-    to evaluate on."""
+    """A task's training and held-out problems; raises UserError unless there are some of these."""
     found = config.problems_of(task, cfg)
     are_two = isinstance(found, list | tuple) and len(found) == 2
     need(are_two and all(hasattr(part, "__iter__") for part in found), "problems",
@@ -133,7 +132,8 @@ def check_run(cfg, task, problems):
         require(task, "steps", "--supervision process rewards steps")
         found = steps_of(task, problem, something)
         check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
-    if cfg.init and Path(cfg.init).resolve() in (cfg.folder.resolve(), cfg.folder.resolve() / "best"):
+    out = cfg.folder.resolve()
+    if cfg.init and Path(cfg.init).resolve() in (out, out / "best"):
         raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
 
 # -------------------------------------------------------------------------------------- the models
@@ -174,9 +174,9 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def asked(agent, question):
-    """The ids of the prompt for a question, and its Episodes: with the environment of the problem
-    of which it is the prompt, or with the person at the keyboard; None if the task has no replies.
-    A task that adds instructions to its questions does so in its function `prompt`."""
+    """The ids of the prompt for a question, which the task's function `prompt` may word, and its
+    Episodes, if the task has replies: its own if it has a problem with that prompt, or else those
+    of the person at the keyboard."""
     task = agent.task
     if hasattr(task, "prompt"):
         question = call(task.prompt, "the function prompt", question)
@@ -208,7 +208,7 @@ def settings(cfg):
 
 def starting_model(cfg, task, problems, longest, encoding):
     """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
-    needs its warm start. `longest`: tokens of the longest prompt."""
+    needs its warm start."""
     where, cold = cfg.init, cfg.warm_steps > 0
     for kept in (cfg.folder / "warm_start", SHIPPED):
         note = note_in(kept) if cold else None
@@ -228,8 +228,8 @@ def starting_model(cfg, task, problems, longest, encoding):
     return policy, cold
 
 def outdated(where, note, cfg, task, problems, encoding):
-    """Why the warm start in a folder is not what a run would make now; None if it is. The shipped
-    one serves any seed."""
+    """Why the warm start in a folder is not what a run would make now, or None. The shipped one
+    serves any seed."""
     for name, now in settings(cfg).items():
         was = note["settings"].get(name)
         if was != now and not (name == "seed" and where == SHIPPED):
@@ -292,8 +292,8 @@ def row(problem, task, encoding, rng):
     return tuple(parts)
 
 def padded(rows):
-    """Rows of unequal length as ids and mask, (B, T), padded on the right with 0 and False. A row
-    has parts, of which every second one is to be imitated."""
+    """Rows of unequal length as ids and mask, (B, T). Of a row's parts every second one is
+    imitated."""
     ids, mask = [], []
     for parts in rows:
         ids.append(torch.tensor([token for part in parts for token in part]))

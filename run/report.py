@@ -150,9 +150,11 @@ def typed_reply(problem, said):
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
 
+BEGAN = os.getcwd()     # a task's code may change it
+
 def shown(path):
-    """A path, relative to the working directory if it is in there."""
-    here = os.path.relpath(path)
+    """A path, relative to the directory in which the process began if it is in there."""
+    here = os.path.relpath(path, BEGAN)
     return str(path) if here.startswith("..") else here
 
 def farewell(cfg, question):

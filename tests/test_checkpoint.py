@@ -18,7 +18,7 @@ from test_report import shown_data
 import grpo
 from data import UserError
 from grpo import Config, main
-from run import checkpoint, config, files, warm_start
+from run import checkpoint, config, files, report, setup
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length, so it is negative and positive.
 TASK = """
@@ -240,10 +240,10 @@ def test_a_run_goes_on_with_its_task(run, capsys, monkeypatch, tmp_path):
     """A task in data/ needs no flag, a file must be named, and another task is refused."""
     out = run("run", "--steps", 1)
     assert "to allow it, add --task" in fault(capsys, "--resume", "--out", out)
-    main([*SMALL, "--task", "sums", "--prompts", "2", "--group", "2", "--max_new", "16", "--steps", "1", "--held_out", "2",
-          "--out", str(tmp_path / "sums")])
-    assert resumed("--out", tmp_path / "sums")[0].task == "sums"
-    assert "has --task sums, not arithmetic" in fault(capsys, "--resume", "--task", "arithmetic", "--out", tmp_path / "sums")
+    main([*SMALL, "--task", "guess", "--prompts", "2", "--group", "2", "--max_new", "16", "--steps", "1", "--held_out", "2",
+          "--out", str(tmp_path / "guess")])
+    assert resumed("--out", tmp_path / "guess")[0].task == "guess"
+    assert "has --task guess, not arithmetic" in fault(capsys, "--resume", "--task", "arithmetic", "--out", tmp_path / "guess")
 
 
 @pytest.mark.slow
@@ -669,7 +669,7 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
 
 def test_a_shipped_start_is_checked_when_a_run_begins(run, monkeypatch):
     """And not again when it goes on."""
-    seen, real = [], warm_start.checked
+    seen, real = [], setup.checked
     monkeypatch.setattr(warm_start, "checked", lambda *given: seen.append(len(seen)) or real(*given))
     run("run", "--steps", 1)
     assert seen == [0]

@@ -16,7 +16,7 @@ from conftest import ROOT, chat_folder, tiny_model
 import grpo
 import model
 from data import UserError, arithmetic, load_task
-from run import config, dist, pretrained, warm_start
+from run import config, dist, passes, pretrained
 from run.pretrained import frozen
 
 FIELD = next(line for line in inspect.getsource(grpo.Config).splitlines(True) if line.startswith("    lr: "))
@@ -175,16 +175,16 @@ def test_settings_that_cannot_be(given, says):
 
 
 @pytest.mark.parametrize("argv, task", [
-    ("--resume --out one", "sums"), ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None),
+    ("--resume --out one", "guess"), ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None),
     ("--resume --out file", None),
-    ("--eval_only --init one --out two", "sums"), ("--eval_only --out two", "gsm8k"), ("--eval_only --init file", None),
-    ("--ask x --init one --out two", "sums"), ("--ask= --out two", "gsm8k"), ("--ask x", None),
+    ("--eval_only --init one --out two", "guess"), ("--eval_only --out two", "gsm8k"), ("--eval_only --init file", None),
+    ("--ask x --init one --out two", "guess"), ("--ask= --out two", "gsm8k"), ("--ask x", None),
     ("--ask x --init one --task guess", "guess"), ("--resume --out one --task guess", "guess"),
     ("--out one", None), ("--init one --out two", None), ("--init one", None), ("--task guess --out one", "guess")])
 def test_the_task_on_a_command_line(argv, task, tmp_path, monkeypatch):
     """That of the run that goes on, or whose model is used, though not if it is a file; a new run has none from a folder."""
     monkeypatch.chdir(tmp_path)
-    for folder, name in (("one", "sums"), ("two", "gsm8k"), ("file", "mine.py")):
+    for folder, name in (("one", "guess"), ("two", "gsm8k"), ("file", "mine.py")):
         os.mkdir(folder)
         with open(f"{folder}/run.json", "w") as f:
             json.dump({"config": {"task": name}}, f)
@@ -493,7 +493,7 @@ def test_dropout_is_on_in_a_fit_alone():
     def losses(step):
         seen.append(module[1].training)
         yield module(torch.ones(1, 2)).sum()
-    warm_start.supervised_fit("fit", module, losses, 3, 1e-3)
+    passes.supervised_fit("fit", module, losses, 3, 1e-3)
     assert seen == [True] * 3 and not module.training and not module[1].training
 
 

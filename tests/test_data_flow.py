@@ -14,7 +14,7 @@ import grpo
 import model
 import reward
 from grpo import Config
-from run import checkpoint, config, dist, files, setup, show, warm_start
+from run import checkpoint, config, dist, files, report, setup
 
 # ------------------------------------------------------------------------------- a task, and runs
 
@@ -423,7 +423,7 @@ def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     with torch.no_grad():
         while ids[-1] != 256 and len(ids) < 3 + 6:
             ids.append(policy.head(policy(torch.tensor([ids])))[0, -1].argmax().item())
-    assert seen == [show.printable(bytes(x for x in ids if x < 256).decode("utf-8", "replace")) + "\n"] * 2
+    assert seen == [report.printable(bytes(x for x in ids if x < 256).decode("utf-8", "replace")) + "\n"] * 2
     assert files_of(whole.folder) == before
 
 

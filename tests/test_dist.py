@@ -18,7 +18,7 @@ import reward
 from data import UserError
 from grpo import Config
 from model import Block, ScalarHead, double
-from run import dist, passes, show, warm_start
+from run import dist, passes, report
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -143,7 +143,7 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     given = []
     for stdout in (SimpleNamespace(reconfigure=lambda **x: given.append(x)), SimpleNamespace()):
         monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's has no such method
-        with show.exit_code():
+        with report.exit_code():
             pass
     assert given == [dict(errors="replace")]
 
@@ -411,7 +411,7 @@ def test_the_rate_of_a_short_fit(monkeypatch):
     rates, module = [], torch.nn.Linear(1, 1)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda opt: rates.append(opt.param_groups[0]["lr"]))
     monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
-    warm_start.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
+    passes.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
 
 

@@ -17,7 +17,7 @@ import data
 import data.arithmetic as arithmetic
 import grpo
 from grpo import Config, evaluate, main
-from run import checkpoint, dist, files, passes, show
+from run import checkpoint, dist, files, passes, report
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
@@ -390,7 +390,7 @@ def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
     main(["--eval_only", "--init", str(tmp_path / "run"), f"--{name}", str(file)])
     assert ran.exists()
     main(["--resume", "--out", str(tmp_path / "run"), f"--{name}", str(file)])
-    assert show.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
+    assert report.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ import data
 import grpo
 import reward
 from data import UserError
-from data.bpe import LETTERS
+from data.tokenizer import LETTERS
 from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
-from run import checkpoint, files, preflight, pretrained, setup
+from run import checkpoint, files, pretrained, report, setup
 from run.files import clear_up
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "

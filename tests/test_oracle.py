@@ -19,7 +19,7 @@ from oracle import Draws, FitOracle, Oracle, Row, logps
 import grpo
 import reward
 from model import GPT
-from run import checkpoint, config, dist, files, passes, report, setup, show
+from run import checkpoint, config, dist, files, passes, report, setup
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion

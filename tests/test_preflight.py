@@ -16,7 +16,7 @@ from data import UserError
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT, GPTConfig, ScalarHead
-from run import caches, dist, passes, preflight, pretrained
+from run import caches, dist, passes, pretrained, setup
 from run.passes import token_logps
 from run.pretrained import frozen
 
@@ -137,7 +137,7 @@ def test_the_estimate_of_activations_is_near(family, dtype):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         h = model(torch.randint(0, 256, (8, 128)))
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) * 2 * (dtype == "bfloat16")
-    one, two = (preflight.memory(model, dataclasses.replace(cfg, micro_tokens=n), 64) for n in (1024, 2048))
+    one, two = (pretrained.memory(model, dataclasses.replace(cfg, micro_tokens=n), 64) for n in (1024, 2048))
     have, want = sum(kept.values()) - weights, two - one - 12 * 257 * 1024
     assert 0.7 < want / have < 1.4, (want, have)
     assert h.requires_grad
@@ -154,7 +154,7 @@ def test_the_estimate_of_an_update_is_near(recompute, n_layer):
     ids = torch.randint(0, 257, (8, 128))
     with Live() as live:
         token_logps(model, ids, torch.ones(8, 128, dtype=torch.bool), 1.0)[0].sum().backward()
-    want = preflight.memory(model, cfg, 64) - 3 * bytes_of(model)           # the weights and their two moments
+    want = pretrained.memory(model, cfg, 64) - 3 * bytes_of(model)           # the weights and their two moments
     assert 0.94 < want / live.most < 1.3, want / live.most
 
 
@@ -163,13 +163,13 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     model = pretrained.without_memory(tmp_path)
     assert all(p.is_meta for p in model.parameters())
     cfg = Config(prompts=4, group=4, max_new=16, device="cpu", init=str(tmp_path))
-    need = preflight.memory(model, cfg, 9)
+    need = pretrained.memory(model, cfg, 9)
     monkeypatch.setattr(preflight, "free_memory", lambda device: need - 1)
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     with pytest.raises(UserError, match=r"this needs about .* lower --micro_tokens"):
         pretrained.load_model(tmp_path, cfg, byte_encoding(), 9)
     monkeypatch.setattr(preflight, "free_memory", lambda device: need)
-    preflight.check_room(model, cfg, 9)
+    pretrained.check_room(model, cfg, 9)
 
 
 def held():
@@ -233,7 +233,7 @@ def test_the_estimate_counts_every_model_of_a_run(settings, shape, dtype):
     there = 4 * sum(p.nbytes for module in trained for p in module.parameters())
     sampler = agent.sampler if agent.sampler is not agent.policy else None
     there += bytes_of(agent.ref, sampler) + 4 * bytes_of(agent.reward_model)
-    assert 1 < preflight.memory(agent.policy, cfg, 2) / there < 1.05
+    assert 1 < pretrained.memory(agent.policy, cfg, 2) / there < 1.05
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -244,11 +244,11 @@ def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, mo
     model = pretrained.to_device(model, cfg)
     slot = caches.new_cache(model, 1, 1).nbytes
     want = 4e5 * (copies * 13 * slot + 24 * 257)
-    assert preflight.memory(model, cfg, 5) == pytest.approx(want, rel=0.01)
+    assert pretrained.memory(model, cfg, 5) == pytest.approx(want, rel=0.01)
     monkeypatch.setattr(dist, "ranks", lambda: 2)
-    assert preflight.memory(model, cfg, 5) == pytest.approx(want / 2, rel=0.01)
+    assert pretrained.memory(model, cfg, 5) == pytest.approx(want / 2, rel=0.01)
     monkeypatch.undo()
-    with_cache, without = (preflight.memory(model, dataclasses.replace(cfg, prompts=9, micro_tokens=10 ** 6, cache=x), 5)
+    with_cache, without = (pretrained.memory(model, dataclasses.replace(cfg, prompts=9, micro_tokens=10 ** 6, cache=x), 5)
                            for x in (cache, "plain"))
     assert with_cache - without == (copies == 1) * 36 * 13 * slot
 
@@ -264,7 +264,7 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypat
     def activations(**changes):
         """Those of `micro_tokens`, which are more than those of one row."""
         asked = dataclasses.replace(cfg, **changes)
-        return preflight.memory(model, asked, 4) - preflight.memory(model, dataclasses.replace(asked, micro_tokens=12), 4)
+        return pretrained.memory(model, asked, 4) - pretrained.memory(model, dataclasses.replace(asked, micro_tokens=12), 4)
     assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
 
 
@@ -272,22 +272,22 @@ def test_activations_made_again_need_the_inputs_of_all_layers(monkeypatch):
     """4 bytes for each channel of each token in a further layer, and nothing else."""
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", recompute=True)
     monkeypatch.setattr(preflight, "most_logits", lambda device: 0)
-    two, eight = ([preflight.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4)
+    two, eight = ([pretrained.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4)
                    for tokens in (512, 1512)] for n in (2, 8))
     assert (eight[1] - eight[0]) - (two[1] - two[0]) == 6 * 4 * 32 * 1000
 
 
 def test_a_row_longer_than_a_micro_batch_is_taken_alone():
     model, cfg = tiny_model(), Config(prompts=1, group=2, max_new=900, micro_tokens=16, device="cpu")
-    need = preflight.memory(model, cfg, 100)
-    assert need == preflight.memory(model, dataclasses.replace(cfg, micro_tokens=1000), 100)
+    need = pretrained.memory(model, cfg, 100)
+    assert need == pretrained.memory(model, dataclasses.replace(cfg, micro_tokens=1000), 100)
 
 
 def test_logits_are_never_more_than_there_are_at_a_time(monkeypatch):
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", micro_tokens=1000)
-    whole = preflight.memory(tiny_model(), cfg, 4)
+    whole = pretrained.memory(tiny_model(), cfg, 4)
     monkeypatch.setattr(preflight, "most_logits", lambda device: 1000)
-    assert whole - preflight.memory(tiny_model(), cfg, 4) == 12 * (257 * 1000 - 1000)
+    assert whole - pretrained.memory(tiny_model(), cfg, 4) == 12 * (257 * 1000 - 1000)
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
@@ -297,11 +297,11 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
         return Config(prompts=1, group=2, max_new=8, device=device, **given)
 
     def of(device, **given):
-        return preflight.micro_tokens(model, cfg(device, **given), 4)
+        return pretrained.micro_tokens(model, cfg(device, **given), 4)
     model, sizes = tiny_model(), [2 ** n for n in range(11, 16)]
     assert of("cpu") == 2048 and of("cpu", micro_tokens=77) == 77
     with pretend.cuda():
-        need = {n: preflight.memory(model, cfg("cuda", micro_tokens=n), 4) for n in [*sizes, 2 ** 16]}
+        need = {n: pretrained.memory(model, cfg("cuda", micro_tokens=n), 4) for n in [*sizes, 2 ** 16]}
         assert len({*need.values()}) == 6
         cases = [(n, 1.001, n) for n in sizes] + [(n, 0.999, max(2048, n // 2)) for n in sizes] + [(2 ** 16, 2, 2 ** 15)]
         for n, share, found in cases:
@@ -311,7 +311,7 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
 
 
 def test_the_memory_counts_what_is_chosen_on_a_cpu():
-    found, given = (preflight.memory(tiny_model(), Config(prompts=1, group=2, max_new=8, device="cpu", micro_tokens=n), 4)
+    found, given = (pretrained.memory(tiny_model(), Config(prompts=1, group=2, max_new=8, device="cpu", micro_tokens=n), 4)
                     for n in (0, 2048))
     assert found == given
 
@@ -334,11 +334,11 @@ def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
     cfg = Config(shard=True, dtype=dtype, device="cpu", reward="model", prompts=1, group=2, micro_tokens=1, max_new=2, warm_steps=0)
     model = pretrained.to_device(tiny_model(**WIDE), cfg)
     whole, copied = bytes_of(model), bytes_of(frozen(model))
-    assert preflight.memory(model, cfg, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
+    assert pretrained.memory(model, cfg, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
     monkeypatch.setattr(dist, "ranks", lambda: 4)
-    assert preflight.memory(model, cfg, 2) == pytest.approx((8 * whole + copied) / 4 + copied, rel=0.15)
+    assert pretrained.memory(model, cfg, 2) == pytest.approx((8 * whole + copied) / 4 + copied, rel=0.15)
     unsharded = dataclasses.replace(cfg, shard=False)           # each of the ranks has all of it then
-    assert preflight.memory(model, unsharded, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
+    assert pretrained.memory(model, unsharded, 2) == pytest.approx(8 * whole + copied * (2 if dtype == "bfloat16" else 1), rel=0.05)
 
 
 # ---------------------------------------------------------------------------- whether it fits
@@ -346,7 +346,7 @@ def test_of_a_sharded_model_a_rank_needs_its_part(dtype, monkeypatch):
 def refusal(model, cfg, longest):
     """What check_room says."""
     with pytest.raises(UserError) as e:
-        preflight.check_room(model, cfg, longest)
+        pretrained.check_room(model, cfg, longest)
     return str(e.value)
 
 
@@ -363,7 +363,7 @@ def test_only_to_answer_takes_the_weights(monkeypatch):
     """Whatever the rest of the settings would need."""
     model, cfg = tiny_model(), Config(prompts=10 ** 9, max_new=10 ** 9, device="cpu")
     monkeypatch.setattr(preflight, "free_memory", lambda device: bytes_of(model))
-    preflight.check_room(model, cfg, 0)
+    pretrained.check_room(model, cfg, 0)
     monkeypatch.setattr(preflight, "free_memory", lambda device: bytes_of(model) - 1)
     assert refusal(model, cfg, 0).startswith("this needs about 0.0 GB")
 
@@ -371,25 +371,25 @@ def test_only_to_answer_takes_the_weights(monkeypatch):
 def test_a_run_must_fit_the_context(monkeypatch):
     monkeypatch.setattr(preflight, "free_memory", lambda device: None)          # nothing says how much there is
     model = tiny_model()
-    preflight.check_room(model, Config(max_new=8, device="cpu"), 56)
+    pretrained.check_room(model, Config(max_new=8, device="cpu"), 56)
     assert refusal(model, Config(max_new=8, device="cpu"), 57) == (
         "a prompt of 57 tokens and --max_new 8 do not fit the model's context of 64")
-    preflight.check_room(model, Config(max_new=80, device="cpu"), 0)            # only to answer
+    pretrained.check_room(model, Config(max_new=80, device="cpu"), 0)            # only to answer
 
 
 def test_free_memory_is_what_the_system_says(monkeypatch):
     """In the kibibytes of /proc/meminfo; of a GPU the first of free and all; of anything else nothing is known."""
     cpu, text = torch.device("cpu"), "MemTotal:  9000000 kB\nMemFree:  17 kB\nMemAvailable:    5000000 kB\n"
-    monkeypatch.setattr(preflight.Path, "exists", lambda path: str(path) == "/proc/meminfo")
-    monkeypatch.setattr(preflight.Path, "read_text", lambda path: text)
-    assert preflight.free_memory(cpu) == 5_120_000_000
-    assert preflight.free_memory(torch.device("mps")) is None
-    monkeypatch.setattr(preflight.Path, "read_text", lambda path: "MemTotal:  9000000 kB\n")
-    assert preflight.free_memory(cpu) is None
-    monkeypatch.setattr(preflight.Path, "exists", lambda path: False)
-    assert preflight.free_memory(cpu) is None
+    monkeypatch.setattr(setup.Path, "exists", lambda path: str(path) == "/proc/meminfo")
+    monkeypatch.setattr(setup.Path, "read_text", lambda path: text)
+    assert pretrained.free_memory(cpu) == 5_120_000_000
+    assert pretrained.free_memory(torch.device("mps")) is None
+    monkeypatch.setattr(setup.Path, "read_text", lambda path: "MemTotal:  9000000 kB\n")
+    assert pretrained.free_memory(cpu) is None
+    monkeypatch.setattr(setup.Path, "exists", lambda path: False)
+    assert pretrained.free_memory(cpu) is None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
-    assert preflight.free_memory(torch.device("cuda", 0)) == 7
+    assert pretrained.free_memory(torch.device("cuda", 0)) == 7
 
 
 @pytest.mark.parametrize("need, free, text", [
@@ -397,4 +397,4 @@ def test_free_memory_is_what_the_system_says(monkeypatch):
 def test_costs_are_in_units_of_a_billion_bytes(need, free, text, monkeypatch):
     monkeypatch.setattr(preflight, "memory", lambda *_: need)
     monkeypatch.setattr(preflight, "free_memory", lambda device: free)
-    assert preflight.costs(tiny_model(), Config(max_new=8, device="cpu", dtype="float32"), 7) == text
+    assert setup.costs(tiny_model(), Config(max_new=8, device="cpu", dtype="float32"), 7) == text

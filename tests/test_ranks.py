@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import grpo
 import reward
 from data import UserError, load_task
-from run import checkpoint, dist, passes, pretrained, show, warm_start
+from run import checkpoint, dist, passes, pretrained, report, setup
 from run.checkpoint import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -169,7 +169,7 @@ def interrupted(rank, receiver, sig, at, args):
 
 def late(rank, path, args):
     """The command line; the first rank is slow at the end of the run, and then makes a file."""
-    real = show.farewell
+    real = report.farewell
 
     def farewell(*given):
         """The real one."""
@@ -177,14 +177,14 @@ def late(rank, path, args):
             time.sleep(0.3)
             path.touch()
         real(*given)
-    show.farewell = farewell
+    report.farewell = farewell
     grpo.main(args)
 
 
 def slow_reader(rank, path, args):
     """The command line; the second rank comes late to the look for a kept warm start, and notes
     whether the first has opened the folder by then."""
-    real = warm_start.starting_model
+    real = setup.starting_model
 
     def starting_model(*given):
         """The real one."""
@@ -192,7 +192,7 @@ def slow_reader(rank, path, args):
             time.sleep(0.5)
         (path / f"opened{rank}").write_text(str((path / "run" / "run.json").exists()))
         return real(*given)
-    warm_start.starting_model = starting_model
+    setup.starting_model = starting_model
     grpo.main(args)
 
 
@@ -451,7 +451,7 @@ def test_a_warm_start_of_two_ranks_serves_one(both):
     for ranks in ("one", "two"):
         cfg = grpo.make_config(**settings("warm start", both[0] / ranks))
         task = load_task(cfg.task)
-        _, cold = warm_start.starting_model(cfg, task, task.problems()[0], 4, pretrained.byte_encoding())
+        _, cold = setup.starting_model(cfg, task, task.problems()[0], 4, pretrained.byte_encoding())
         assert not cold
 
 

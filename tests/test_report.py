@@ -17,7 +17,7 @@ import data
 import grpo
 from data import UserError
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
-from run import files, report, show
+from run import files, report
 
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
 LETTERS = '''from types import SimpleNamespace
@@ -203,21 +203,21 @@ def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
     batch = batch_of(mask, ids=ids, reward=rewards, adv=(rewards - 1).expand(16, 3), texts=["-"] * 8 + texts,
                      problems=[SimpleNamespace(prompt=x) for x in "-" * 8 + "?" * 8])
     monkeypatch.setenv("NO_COLOR", "1")
-    show.group(batch, slice(8, 16), encoding)
+    report.print_group(batch, slice(8, 16), encoding)
     assert capsys.readouterr().out == ("    1x ?f   reward 3  advantage +2.00\n    1x ?cc   reward 2  advantage +1.00\n"
                                        "    1x ?d   reward 0.5  advantage -0.50\n    1x ?a   reward 0  advantage -1.00\n")
-    show.group(batch, slice(8, 12), encoding)
+    report.print_group(batch, slice(8, 12), encoding)
     assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "2x ?b", "1x ?a"]
     batch.reward[10] = 0.25             # as one of the two that was cut off, or by a learned reward
-    show.group(batch, slice(8, 12), encoding)
+    report.print_group(batch, slice(8, 12), encoding)
     assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "1x ?b", "1x ?b", "1x ?a"]
     batch.reward[10] = 1
     batch.problems[10] = SimpleNamespace(prompt="a" * 20 + "b" * 41)
-    show.group(batch, slice(10, 11), encoding)
+    report.print_group(batch, slice(10, 11), encoding)
     assert capsys.readouterr().out.startswith(f"    1x ... {'b' * 40}b   reward")
     batch.problems[10] = SimpleNamespace(prompt="?")
     batch.adv = torch.arange(48.0).view(16, 3)          # of a step, or of a critic: tokens differ
-    show.group(batch, slice(10, 12), encoding)
+    report.print_group(batch, slice(10, 12), encoding)
     assert capsys.readouterr().out == ("    1x ?cc   reward 2  advantage of the first token +34.00\n"
                                        "    1x ?b   reward 1  advantage +31.00\n")
 
@@ -237,7 +237,7 @@ def test_a_group_is_shown_once_at_the_first_step_and_at_checkpoints(tmp_path, ca
 def test_a_step_is_a_line_of_120_columns_at_most(capsys):
     stats = dict(reward=1.234567, accuracy=0.98765, length=351.23, kl=0.0123, entropy=1.2345, clip_share=0.1,
                  dead_groups=0.4375, seconds=12.345, finished=1.0)
-    show.step_line(100, 500, [stats])
+    report.step_line(100, 500, [stats])
     line, = capsys.readouterr().out.splitlines()
     assert len(line) <= 120 and line.startswith("step 100/500  reward 1.235  accuracy 0.988  length 351.2  kl 0.012  "
                                                 "entropy 1.234  dead_groups 0.44  ")
@@ -321,7 +321,7 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
     head, *said = capsys.readouterr().out.splitlines()
     assert head == f"the report is in {copies[0] / 'comparison.html'}"
     evaluated = [m for m in lines(made.folder / "metrics.jsonl") if "greedy" in m]
-    assert said == [f"{where}  step {m['step']}  {show.percentages(m)}" for where in copies for m in (evaluated[0], evaluated[-1])]
+    assert said == [f"{where}  step {m['step']}  {report.percentages(m)}" for where in copies for m in (evaluated[0], evaluated[-1])]
     assert (copies[0] / "report.html").read_bytes() == before
     one, other = shown_data(copies[0] / "comparison.html")
     assert (one["name"], other["name"]) == ("a", "b") and one["metrics"] == lines(made.folder / "metrics.jsonl")

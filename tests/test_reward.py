@@ -16,7 +16,7 @@ from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Batch, Config
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import passes, warm_start
+from run import passes
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -97,7 +97,7 @@ def test_steps_of_another_form_are_refused(found, fault):
     assert str(e.value) == f"the steps of the prompt '47*58=' {fault}"
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "sums", "gsm8k"])
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
 def test_a_completion_without_text_is_one_false_step(name):
     """It ended at once: a run once ended there."""
     steps = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=data.load_task(name).steps)

@@ -19,7 +19,7 @@ import data
 import grpo
 import reward
 from data import UserError, gsm8k
-from run import dist, files, preflight, report
+from run import dist, files, pretrained, report, setup
 
 P = SimpleNamespace(prompt="1+1=")
 TASK = '''
@@ -380,13 +380,13 @@ def test_ranks_average_components_by_name(monkeypatch):
 def test_problems_are_two_lists_of_texts(returned, says, tmp_path):
     task = data.load_task(str(write(tmp_path, problems=returned)))
     with pytest.raises(UserError, match=says):
-        preflight.problems_of(grpo.make_config(task=task.__file__), task)
+        setup.problems_of(grpo.make_config(task=task.__file__), task)
 
 
 @pytest.mark.parametrize("returned", ["return tuple(made[4:]), iter(made[:4])", "return [made[4:], made[:4]]"])
 def test_problems_may_be_of_any_kind_of_list(returned, tmp_path):
     task = data.load_task(str(write(tmp_path, problems=returned)))
-    train, held_out = preflight.problems_of(grpo.make_config(task=task.__file__), task)
+    train, held_out = setup.problems_of(grpo.make_config(task=task.__file__), task)
     assert (len(train), len(held_out)) == (8, 2)            # --held_out 2
 
 
@@ -450,11 +450,11 @@ def rows(path, *questions):
 def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(tmp_path, encoding):
     path = str(rows(tmp_path / "a.jsonl", "one", "word " * 300, "two"))
     problems, _ = gsm8k.problems(path, path)
-    longest = preflight.longest_of(encoding, problems)
+    longest = setup.longest_of(encoding, problems)
     assert longest == len(problems[1].prompt)
     policy = tiny_model(block_size=512)
     with pytest.raises(UserError) as e:
-        preflight.check_context(policy, grpo.Config(max_new=8), longest)
+        pretrained.check_context(policy, grpo.Config(max_new=8), longest)
     assert str(e.value) == (
         f"a prompt of {int(longest)} tokens and --max_new 8 do not fit the model's context of 512: the prompt "
         f"{('word ' * 40)!r}... (1,614 characters). See \"A prompt is too long\" in docs/troubleshooting.md")
@@ -468,12 +468,12 @@ def test_training_and_held_out_problems_that_are_the_same(tmp_path, capsys):
     for test, said in (("abcd", "4 of 4 held-out prompts are also training prompts, as if one file were both: e"),
                        ("xaby", "2 of 4 held-out prompts are also training prompts: e"), ("xyz", "")):
         cfg.task_args["test"] = str(rows(tmp_path / "b.jsonl", *test))
-        preflight.to_train_on(cfg, gsm8k)
+        setup.to_train_on(cfg, gsm8k)
         out = capsys.readouterr().out
         assert out == (said and f"note: {said}valuations will count what was learned by heart\n")
     cfg.task_args["train"] = ""
     with pytest.raises(UserError, match="^the task has no training problems, without --train$"):
-        preflight.to_train_on(cfg, gsm8k)
+        setup.to_train_on(cfg, gsm8k)
 
 
 def test_an_evaluation_needs_no_training_file(tmp_path):
@@ -481,6 +481,6 @@ def test_an_evaluation_needs_no_training_file(tmp_path):
     cfg = SimpleNamespace(held_out=0, max_new=8, task_args={"train": "", "test": str(rows(tmp_path / "b.jsonl", "a", "b"))})
     policy = tiny_model(block_size=512)
     encoding = data.tokenizer.byte_encoding()
-    assert [p.answer for p in preflight.held_out(cfg, gsm8k, encoding, policy)] == ["1", "1"]
+    assert [p.answer for p in setup.held_out(cfg, gsm8k, encoding, policy)] == ["1", "1"]
 
 

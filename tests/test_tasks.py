@@ -21,13 +21,13 @@ import data
 import data.arithmetic as task
 import data.countdown as countdown
 import data.gsm8k as gsm8k
-import data.sums as sums
+import experiments.models.sums_task as sums
 import grpo
 import reward
 from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps, tagged
 from data.arithmetic import Problem
-from data.bpe import DIGITS_SPLIT, GPT2_SPLIT, read_bpe
+from data.tokenizer import DIGITS_SPLIT, GPT2_SPLIT, read_bpe
 from data.tokenizer import Encoding, byte_encoding, composed, decode, load_encoding, opening, split_at, step_tokens
 from data.tokenizer import ends_by_name, stop_tokens, used_stops
 from run import config, files, pretrained

@@ -15,7 +15,7 @@ import reward
 from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Agent, Config
-from run import checkpoint, config, dist, files, passes, pretrained, report, setup, show, warm_start
+from run import checkpoint, config, dist, files, passes, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32", compile=False)
@@ -228,7 +228,7 @@ def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     layer, asked = torch.nn.Linear(2, 1), iter([0, 15])
     monkeypatch.setattr(dist, "stop_asked", lambda: next(asked))
     with pytest.raises(dist.Stopped, match="^in the nothing, which will begin again$"):
-        warm_start.supervised_fit("nothing", layer, lambda step: [layer(torch.ones(1, 2)).sum()], 9, 1e-3)
+        passes.supervised_fit("nothing", layer, lambda step: [layer(torch.ones(1, 2)).sum()], 9, 1e-3)
     assert next(asked, None) is None                # in the second step
 
 
@@ -361,7 +361,7 @@ def test_a_chat_models_answer_is_on_a_line_of_its_own(after, between, monkeypatc
 @pytest.mark.parametrize("question, asked", [
     ("47*58=", "'47*58='"), ("1 + 1", "'1 + 1'"), ("x" * 60, "x" * 60), ("x" * 61, "QUESTION"), ("a\nb", "QUESTION")])
 def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
-    show.farewell(CFG, question)
+    report.farewell(CFG, question)
     assert capsys.readouterr().out.endswith(f" --init {CFG.folder} --ask {asked}\n")
 
 

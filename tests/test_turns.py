@@ -18,7 +18,7 @@ from data import UserError, guess, load_task, turns
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Agent, Batch, Config, advantages, main, make_config, sample
 from model import token_logps
-from run import caches, passes, preflight, report, show, warm_start
+from run import caches, passes, report, setup
 from run.caches import draw
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
@@ -435,9 +435,9 @@ def test_a_task_cannot_change_the_record_of_what_was_said():
 def test_the_warm_start_imitates_the_policys_turns():
     problem = guess.Problem("10-20:", 13)
     task = SimpleNamespace(reply=guess.reply, demonstration=lambda problem, rng: ["15", "-", "13"])
-    row = warm_start.row(problem, task, ENCODING, random.Random(0))
+    row = setup.row(problem, task, ENCODING, random.Random(0))
     assert row == ([*b"10-20:"], [*b"15", 256], [*b"-"], [*b"13", 256])
-    ids, mask = warm_start.padded([row, ([1], [2])])
+    ids, mask = setup.padded([row, ([1], [2])])
     assert ids[0].tolist() == [*b"10-20:15", 256, *b"-13", 256] and ids[1].tolist() == [1, 2] + [0] * 11
     assert mask[0].tolist() == [False] * 6 + [True] * 3 + [False] + [True] * 3
     assert mask[1].tolist() == [False, True] + [False] * 11
@@ -480,7 +480,7 @@ def test_a_step_may_be_an_empty_first_turn():
     assert ends[0].tolist() == [False, True, False, False, True] and r[0].tolist() == [0, 0, 0, 0, 1]
     task = SimpleNamespace(steps=task.steps, demonstration=lambda problem, rng: ["", "x", "b"], answer=lambda said: "",
                            reply=lambda problem, said: "x" * (len(said) == 1), reward=lambda problem, said: {"correct": 1.0})
-    preflight.check_run(Config(supervision="process", prompts=1), task, b.problems)         # nor is it refused before the run
+    setup.check_run(Config(supervision="process", prompts=1), task, b.problems)         # nor is it refused before the run
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -585,7 +585,7 @@ def test_the_terminal_shows_replies_apart(echo, capsys, monkeypatch):
     replies = torch.tensor([float(len(said[1::2])) for said in b.texts])
     b.reward = torch.where(passes.last_tokens(b.mask), replies[:, None], 0)        # those with the most are shown
     b.adv = torch.where(b.mask, 0.5, 0)
-    show.group(b, slice(0, 8), ENCODING)
+    report.print_group(b, slice(0, 8), ENCODING)
     shown = capsys.readouterr().out.splitlines()
     want = {"".join(f"[{x}]" if k % 2 else x for k, x in enumerate(said)) for said in b.texts[:8]}
     assert len(shown) == 4 and all(any(f"{b.problems[0].prompt}{text}   reward" in line for text in want) for line in shown)

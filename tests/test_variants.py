@@ -20,7 +20,7 @@ import grpo
 from data import UserError, arithmetic
 from data.tokenizer import byte_encoding
 from model import token_logps
-from run import checkpoint, config, dist, passes, pretrained, show
+from run import checkpoint, config, dist, passes, pretrained, report
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 # What those of this repository replace; a file that is not here is only run.
@@ -621,7 +621,7 @@ def test_without_a_reference_there_is_none_to_move(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["moving_reference", "periodic_reference", "off_policy_mask"])
 def test_variants_of_the_kl_have_one_on_every_task(name):
-    assert grpo.make_config(algo=name, task="sums").needs_reference and not grpo.make_config(task="sums").needs_reference
+    assert grpo.make_config(algo=name, task="countdown").needs_reference and not grpo.make_config(task="countdown").needs_reference
 
 
 def test_rewards_for_which_a_variant_is_not_meant():
@@ -889,7 +889,7 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     grpo.main(flags(given))
     cfg = checkpoint.load(out, grpo.Config)[0]
     assert (cfg.kl, cfg.steps) == ("loss", 2) and (out / "functions.py").read_bytes() == path.read_bytes()
-    program, name, *args = shlex.split(show.resume_command(cfg))
+    program, name, *args = shlex.split(report.resume_command(cfg))
 
     def read(args):
         """The Config with which `main` goes on."""

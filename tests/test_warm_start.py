@@ -17,7 +17,7 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import checkpoint, dist, preflight, pretrained, setup, show, warm_start
+from run import checkpoint, dist, passes, pretrained, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -34,7 +34,7 @@ def toy(**parts):
 
 def check(changes, ranks, monkeypatch, task=None):
     monkeypatch.setattr(dist, "ranks", lambda: ranks)
-    preflight.check_run(dataclasses.replace(CFG, **changes), task or toy(), PROBLEMS)
+    setup.check_run(dataclasses.replace(CFG, **changes), task or toy(), PROBLEMS)
 
 
 @pytest.mark.parametrize("changes, ranks, fault", [
@@ -72,7 +72,7 @@ def test_functions_of_a_task_that_not_every_run_needs(lacks, needed, not_needed,
 
 def test_none_held_out_is_a_fault():
     with pytest.raises(UserError, match="^the task has no held-out problems to evaluate on$"):
-        preflight.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
+        setup.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
 
 
 def test_the_reward_is_tried_once(monkeypatch):
@@ -97,8 +97,8 @@ def test_the_steps_are_tried_once(monkeypatch):
 
 
 def test_the_first_held_out_problems_are_taken():
-    assert preflight.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
-    assert preflight.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
+    assert setup.problems_of(CFG, toy()) == (PROBLEMS, HELD_OUT)
+    assert setup.problems_of(dataclasses.replace(CFG, held_out=7), toy()) == (PROBLEMS, HELD_OUT[:7])
 
 
 @pytest.mark.parametrize("step, stats, steps, iterations, at_its_end", [
@@ -185,7 +185,7 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
     path = saved / "config.json"
     path.write_text(json.dumps({n: x for n, x in json.loads(path.read_text()).items() if n != "dtype"} | dtypes))
     cfg = dataclasses.replace(CFG, init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
-    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
+    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert capsys.readouterr().out.splitlines() == [f"starting from {saved}"] + [
         f"its weights are {told}; they are trained, and saved, in float32"] * bool(told)
     assert not cold and model.embed_tokens.weight.dtype == torch.float32
@@ -194,23 +194,23 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
 def kept(cfg, task=None, problems=PROBLEMS, model=None):
     """Keep a model, by default a tiny one, as the warm start in cfg's folder; returns the folder."""
     pretrained.save(model or tiny_model(), cfg.folder / "warm_start", byte_encoding().files)
-    note = warm_start.new_note(cfg, task or toy(), problems, byte_encoding())
+    note = setup.new_note(cfg, task or toy(), problems, byte_encoding())
     (cfg.folder / "warm_start" / "warm_start.json").write_text(note)
     return cfg.folder / "warm_start"
 
 
 def why(cfg, task=None, problems=PROBLEMS):
-    return warm_start.outdated(cfg.folder / "warm_start", cfg, task or toy(), problems, byte_encoding())
+    return setup.outdated(cfg.folder / "warm_start", cfg, task or toy(), problems, byte_encoding())
 
 
 def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
     cfg = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16)
-    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
+    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
     where = kept(cfg)
-    model, cold = warm_start.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
+    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
     assert not cold and model.cfg.n_embd == 32 and capsys.readouterr().out == f"starting from {where}\n"
-    model, cold = warm_start.starting_model(dataclasses.replace(cfg, seed=2), toy(), PROBLEMS, 5, encoding)
+    model, cold = setup.starting_model(dataclasses.replace(cfg, seed=2), toy(), PROBLEMS, 5, encoding)
     assert cold and model.cfg.n_embd == 16
     assert capsys.readouterr().out == f"{where} is rebuilt: --seed was 1, and is 2\n"
 
@@ -306,7 +306,7 @@ def test_a_shipped_start_serves_a_run_that_would_make_the_same(given, serves, sh
 def test_this_code_would_make_the_shipped_start(capsys):
     """The one in data/: its settings, demonstrations, and log-probabilities."""
     cfg = grpo.make_config(task="arithmetic")
-    assert cfg.init == str(warm_start.SHIPPED) and warm_start.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
+    assert cfg.init == str(setup.SHIPPED) and setup.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
     assert capsys.readouterr().out == ""
 
 
@@ -318,18 +318,18 @@ def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
     cfg, problems = grpo.make_config(seed=3), arithmetic.problems()[0]
-    assert warm_start.checked(cfg, arithmetic, problems) == cfg
+    assert setup.checked(cfg, arithmetic, problems) == cfg
     assert capsys.readouterr().out == ""
-    warm_start.starting_model(dataclasses.replace(cfg, max_new=8), arithmetic, problems, 6, byte_encoding())
+    setup.starting_model(dataclasses.replace(cfg, max_new=8), arithmetic, problems, 6, byte_encoding())
     assert capsys.readouterr().out == f"starting from {shipped}; --warm_steps 1500 makes a new one\n"
     real = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda self, *given, **named: real(self, *given, **named) + torch.arange(32) / 100)
     own = dataclasses.replace(cfg, init="", warm_steps=1500)
-    assert warm_start.checked(cfg, arithmetic, problems) == own
+    assert setup.checked(cfg, arithmetic, problems) == own
     assert capsys.readouterr().out == f"note: {shipped} is not used: model.py changed: its weights give another loss\n"
     monkeypatch.undo()
     other = dataclasses.replace(cfg, init="elsewhere")
-    assert warm_start.checked(other, arithmetic, problems[1:]) == other and capsys.readouterr().out == ""
+    assert setup.checked(other, arithmetic, problems[1:]) == other and capsys.readouterr().out == ""
 
 
 # ------------------------------------------------------------------------------------ warm start
@@ -350,7 +350,7 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
     monkeypatch.setattr(dist, "ranks", lambda: world[1])
     monkeypatch.setattr(warm_start, "new_note", lambda *_: "the note")
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
-    warm_start.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
+    setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
     return *got[0], model, shown
 
 
@@ -403,9 +403,9 @@ def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
     cfg = dataclasses.replace(CFG, out=str(tmp_path))
     note = json.loads(kept(cfg).joinpath("warm_start.json").read_text())
     other = changed({name: COUNTS[name]})
-    assert warm_start.changed(cfg, note) is None
+    assert setup.changed(cfg, note) is None
     was, now = (None, 1) if name == "task_args" else (getattr(cfg, name), COUNTS[name])
-    assert warm_start.changed(other, note) == f"--{name if name != 'task_args' else 'difficulty'} was {was}, and is {now}"
+    assert setup.changed(other, note) == f"--{name if name != 'task_args' else 'difficulty'} was {was}, and is {now}"
 
 
 # Those of RL, evaluation, logs and the machine, by which a start is not made anew.
@@ -418,8 +418,8 @@ OTHERS = """algo out steps max_turns iterations eval_every held_out samples save
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_warm_start_does_not_depend_on_each_of_these(name):
     note = {"settings": dataclasses.asdict(CFG)}
-    assert warm_start.changed(changed({name: "another"}), note) is None and name not in COUNTS
-    assert warm_start.changed(CFG, {"settings": note["settings"] | {name: "another"}}) is None
+    assert setup.changed(changed({name: "another"}), note) is None and name not in COUNTS
+    assert setup.changed(CFG, {"settings": note["settings"] | {name: "another"}}) is None
 
 
 def changed(changes):
@@ -445,15 +445,15 @@ def forked(tmp_path, after, line):
 def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does_not(tmp_path, capsys):
     """By its heading in Config. A start that is not taken says why, in a line."""
     fork = forked(tmp_path, "    temperature: float", "    top_k: int = 0     # sampled from the k most likely tokens\n")
-    assert fork.make_config().init == fork.make_config(top_k=50).init == str(warm_start.SHIPPED)
+    assert fork.make_config().init == fork.make_config(top_k=50).init == str(setup.SHIPPED)
     fork = forked(tmp_path, "    n_embd: int", "    n_wide: int = 1    # width of something new in the model\n")
     same, other = fork.make_config(), fork.make_config(n_wide=3)
-    assert same.init == str(warm_start.SHIPPED) and (other.init, other.warm_steps) == ("", 1500)
-    for cfg, says in ((same, ""), (other, f"note: {warm_start.SHIPPED} is not used: --n_wide was 1, and is 3\n"),
-                      (fork.make_config(n_layer=3), f"note: {warm_start.SHIPPED} is not used: --n_layer was 2, and is 3\n"),
+    assert same.init == str(setup.SHIPPED) and (other.init, other.warm_steps) == ("", 1500)
+    for cfg, says in ((same, ""), (other, f"note: {setup.SHIPPED} is not used: --n_wide was 1, and is 3\n"),
+                      (fork.make_config(n_layer=3), f"note: {setup.SHIPPED} is not used: --n_layer was 2, and is 3\n"),
                       (fork.make_config(warm_steps=1500), ""), (fork.make_config(task="sums", warm_steps=5), ""),
                       (fork.make_config(init="x", warm_steps=5), "")):
-        assert warm_start.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
+        assert setup.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
         assert capsys.readouterr().out == says
 
 
@@ -466,11 +466,11 @@ class Forked(Config):
 def test_a_forks_new_setting_counts():
     """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
     four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
-    before, after = ({"settings": warm_start.settings(cfg)}
+    before, after = ({"settings": setup.settings(cfg)}
                      for cfg in (CFG, eight))           # the note of a time without the setting, and one with it
-    assert warm_start.changed(four, before) is None
-    assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"
-    assert warm_start.changed(four, after) == "--n_mlp was 8, and is 4"
+    assert setup.changed(four, before) is None
+    assert setup.changed(eight, before) == "--n_mlp was 4, and is 8"
+    assert setup.changed(four, after) == "--n_mlp was 8, and is 4"
 
 
 @pytest.mark.slow
@@ -478,7 +478,7 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     """What a checkpoint with a chat template learns from is what it will be asked, up to the token
     that ends its turn."""
     chat_folder(tmp_path / "chat")
-    seen, real = [], warm_start.token_logps
+    seen, real = [], setup.token_logps
 
     def token_logps(model, ids, mask, temperature):
         """The real one."""
@@ -511,6 +511,6 @@ def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypa
         now.append(step)
         for part in (0.25, 0.75):
             yield part * step + 0 * module.weight.sum()
-    warm_start.supervised_fit("a fit", module, losses, steps, 0.1)
+    passes.supervised_fit("a fit", module, losses, steps, 0.1)
     assert capsys.readouterr().out.splitlines() == [
-        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {show.clock(seconds * (steps - n))}" for n in told]
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {dist.clock(seconds * (steps - n))}" for n in told]

@@ -36,7 +36,7 @@ import model  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
-from run import caches, checkpoint, dist, passes, preflight, pretrained  # noqa: E402
+from run import caches, checkpoint, dist, passes, pretrained, setup  # noqa: E402
 
 # The models, numbers of rows, rows and tokens of a prompt, and of updates: the batch, and for micro-batches the tokens
 # and, if not the default, the logits at a time.
@@ -308,12 +308,12 @@ def steps(words, device):
         if step < agent.cfg.steps:
             save(agent, step, *more)
     with (mock.patch.object(checkpoint, "end_step", ended), mock.patch.object(checkpoint, "save", saved),
-          mock.patch.object(preflight, "costs", wraps=preflight.costs) as costs):
+          mock.patch.object(preflight, "costs", wraps=setup.costs) as costs):
         try:
             grpo.main([*words, "--device", device])
         finally:
             for args, _ in costs.call_args_list:
-                tell("estimate", GB=preflight.memory(*args) / 1e9, **memory())
+                tell("estimate", GB=pretrained.memory(*args) / 1e9, **memory())
 
 
 def main(argv):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
-from data import sums as numbers  # noqa: E402
+from experiments.models import sums_task as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
 from experiments import results  # noqa: E402
 
@@ -39,7 +39,7 @@ from experiments import results  # noqa: E402
 DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
                 loss_mean="token", micro_tokens=4096, save_every=8)
 # The evaluation of grpo.py does not tell products from sums: `measured` takes its place.
-FLAGS = ["run.warm_start.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat16", "--warm_steps",
+FLAGS = ["run.setup.WARM_BATCH=16", "--task", __file__, "--dtype", "bfloat16", "--warm_steps",
          "20", "--warm_lr", "1e-4", "--held_out", "1", "--samples", "1"]
 
 KINDS = {"*": ("products", range(10, 100), 50),     # name, numbers, pairs of them held out

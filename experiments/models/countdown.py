@@ -22,7 +22,7 @@ UNTRAINED = ROOT / "out" / "countdown-untrained.json"
 # The learning rates were chosen on training problems, with seed 11. Evaluations use the first 100
 # held-out problems.
 TASK = ("--task countdown --difficulty 2 --max_new 64 --held_out 100 --dtype bfloat16").split()
-FLAGS = [*TASK, "run.warm_start.WARM_BATCH=16", *(
+FLAGS = [*TASK, "run.setup.WARM_BATCH=16", *(
     "--warm_steps 40 --warm_lr 1e-4 --steps 24 --prompts 16 --group 8 --minibatches 1 "
     "--lr 3e-5 --half_life 15 --kl none --save_every 23").split()]
 

@@ -6,7 +6,7 @@ wrong, and at first most completions are cut off:
     python experiments/models/filters.py 1 2 3          # a run of each row for each seed, on one thread each
     python experiments/models/filters.py --readme       # filters.json from all runs, and a table
 
-The settings are those of data/sums.py, but in 40 steps and in bfloat16. `at equal completions` is read from the curve of
+The settings are those of experiments/models/sums_task.py, but in 40 steps and in bfloat16. `at equal completions` is read from the curve of
 held-out results, where a run has sampled as many as GRPO's of the same seed in all. As many runs go at once as there are
 processors, so `minutes` are those of a busy machine.
 """

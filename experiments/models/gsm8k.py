@@ -26,7 +26,7 @@ from sums import ROOT, results
 
 import grpo
 from data import gsm8k
-from run import config, pretrained, warm_start
+from run import config, pretrained, setup
 
 HERE = Path(__file__).parent
 
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
 # The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for two epochs of its
 # conversations (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
-WARM_BATCH = "run.warm_start.WARM_BATCH=32"
+WARM_BATCH = "run.setup.WARM_BATCH=32"
 SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right
 # answer. No KL, as in nanochat and DAPO: dead groups then cost no update. Of 3e-5 and 1e-5, with
@@ -87,7 +87,7 @@ def write_rows(args, flags, where):
 
     def length(line):
         problem = gsm8k.problem_of(json.loads(line))
-        return len(warm_start.row(problem, gsm8k, encoding, None)[1])
+        return len(setup.row(problem, gsm8k, encoding, None)[1])
     given = [path for path in (args.train, args.test) if path]
     train, *test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
     train, test = (train, *test) if test else (train[:-ASIDE], train[-ASIDE:])

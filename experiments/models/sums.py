@@ -6,7 +6,7 @@
     python experiments/models/sums.py --check 1 2 3        # with transformers; KL to the start
     python experiments/models/sums.py --readme             # sums.json and sums.png from all runs
 
-All other settings are those of data/sums.py.
+All other settings are those of experiments/models/sums_task.py.
 """
 import json
 import subprocess
@@ -40,7 +40,7 @@ def folder(seed):
 def ours(seed, out=None, *flags):
     """A run as a child process, with its time and memory; on sums if no other flags are given."""
     out, began = out or folder(seed), time.time()
-    flags = [*(flags or ["--task", "sums"]), "--init", str(INIT), "--seed", str(seed)]
+    flags = [*(flags or ["--task", "experiments/models/sums_task.py"]), "--init", str(INIT), "--seed", str(seed)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *flags, "--out", str(out)], cwd=ROOT,
                              text=True, stdout=subprocess.PIPE)
     for line in child.stdout:
@@ -55,11 +55,11 @@ def kl_to_the_start(where):
     """The KL to the run's initial model: k3, averaged over the tokens of one completion per
     held-out problem."""
     import grpo
-    from data import sums
+    from experiments.models import sums_task as sums
     from run import dist, passes, pretrained
-    cfg = grpo.make_config(task="sums", init=str(where))
+    cfg = grpo.make_config(task="experiments/models/sums_task.py", init=str(where))
     encoding, policy = pretrained.trained_model(cfg)
-    _, first = pretrained.trained_model(grpo.make_config(task="sums", init=str(INIT)))
+    _, first = pretrained.trained_model(grpo.make_config(task="experiments/models/sums_task.py", init=str(INIT)))
     held_out = sums.problems(**cfg.task_args)[1]
     agent = grpo.Agent(cfg, sums, encoding, policy)
     batch = grpo.generate(agent, held_out, 1, dist.rng(cfg, "kl"))
@@ -73,8 +73,8 @@ def greedy_by_transformers(where):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import grpo
-    from data import sums
-    cfg, tokenizer = grpo.make_config(task="sums"), AutoTokenizer.from_pretrained(where)
+    from experiments.models import sums_task as sums
+    cfg, tokenizer = grpo.make_config(task="experiments/models/sums_task.py"), AutoTokenizer.from_pretrained(where)
     model, right = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32), 0
     held_out = sums.problems(**cfg.task_args)[1]
     for p in held_out:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 from experiments import results  # noqa: E402
-from run import warm_start  # noqa: E402
+from run import setup  # noqa: E402
 
 COMMAND = "python grpo.py --task arithmetic --warm_steps 1500 --steps 0"
 
@@ -23,7 +23,7 @@ def main():
     evaluation, = results.lines(folder / "metrics.jsonl")
     results.write(note, json.loads(note.read_text()) | results.about() | {
         "command": COMMAND, "evaluation": evaluation})
-    shutil.copytree(folder / "warm_start", warm_start.SHIPPED, dirs_exist_ok=True)
+    shutil.copytree(folder / "warm_start", setup.SHIPPED, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import arithmetic, countdown, gsm8k, sums  # noqa: E402
+from data import arithmetic, countdown, gsm8k  # noqa: E402
 
 CASES = [(arithmetic, arithmetic.Problem("13*12=", "156"), "\n13*10=130\n13*2=26\n130+26=156"),
          (countdown, countdown.Problem("", (3, 4, 25), 13, ""), "<answer>(25-3*4)</answer>"),

@@ -1,6 +1,6 @@
 """A run of grpo.py with other constants than those in the code.
 
-    python experiments/studies/constants.py grpo.GAMMA=0.99 run.warm_start.WARM_BATCH=32 --algo ppo
+    python experiments/studies/constants.py grpo.GAMMA=0.99 run.setup.WARM_BATCH=32 --algo ppo
 
 Such a run is not resumed with them unless the same command resumes it.
 """

@@ -29,7 +29,7 @@ import constants  # noqa: E402
 import critics  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import config, dist, passes, preflight, pretrained, setup, warm_start  # noqa: E402
+from run import config, dist, passes, pretrained, report, setup  # noqa: E402
 
 CURVES = ("length", "reward", "rule_reward", "entropy", "dead_groups", "explained_variance")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -37,7 +37,7 @@ HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
 
 # Former flags, with which results were recorded: now they are constants.
 CONSTANTS = {"value_coef": "grpo.VALUE_COEF", "choices": "reward.CHOICES",
-             "warm_batch": "run.warm_start.WARM_BATCH", "fit_prompts": "reward.FIT_STEPS"}
+             "warm_batch": "run.setup.WARM_BATCH", "fit_prompts": "reward.FIT_STEPS"}
 
 
 def read(flags):
@@ -315,7 +315,7 @@ def child(flags):
     if watch.known:
         result["steps"]["explained_variance"] = watch.known
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)
-    held_out = preflight.problems_of(agent.cfg, agent.task)[1]
+    held_out = setup.problems_of(agent.cfg, agent.task)[1]
     before = pretrained.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
     cool = dataclasses.replace(agent, cfg=dataclasses.replace(agent.cfg, temperature=0.5))
     result |= {"final": grpo.evaluate(agent, held_out), "final at 0.5": grpo.evaluate(cool, held_out), **kl_to(agent, before, held_out)}
@@ -377,7 +377,7 @@ def made(folder):
 def warm_folder(cfg, patches, flags, out):
     """The folder with a run's warm start, made if it is missing."""
     batch = [patch for patch in patches if patch.startswith("warm_batch=")]
-    folder = out / f"warm-{name_of([warm_start.settings(cfg), batch])}-{cfg.seed}"
+    folder = out / f"warm-{name_of([setup.settings(cfg), batch])}-{cfg.seed}"
     with LOCKS[folder]:
         if not made(folder):
             shutil.rmtree(folder, ignore_errors=True)

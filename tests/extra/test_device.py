@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import grpo
 from data.tokenizer import byte_encoding
 from model import GPT
-from run import caches, checkpoint, dist, passes, preflight, pretrained, report
+from run import caches, checkpoint, dist, passes, pretrained, report
 from run.pretrained import frozen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py looks for names as they are on Unix")
@@ -397,12 +397,12 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_run_keeps_the_tokens_of_a_micro_batch_that_it_found(top, tmp_path, monkeypatch):
     """By the memory that was free when it began, and whatever is free when it goes on; they are in its files."""
-    found, real = [], preflight.micro_tokens
+    found, real = [], pretrained.micro_tokens
 
     def micro_tokens(model, cfg, longest):
         """With 1.2 times the memory that it would take, fewer would be found now."""
         if found:
-            need = preflight.memory(model, cfg, longest)
+            need = pretrained.memory(model, cfg, longest)
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1.2 * need, 8e10))
             assert real(model, replace(cfg, micro_tokens=0), longest) < 32768
         found.append(real(model, cfg, longest))

@@ -535,7 +535,7 @@ def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):
     folder = copy(tmp_path / "code")
     for file, line, other in (("model.py", "        return x + self.mlp(self.post_attention_layernorm(x))\n",
                                f"        new = self.mlp(self.post_attention_layernorm(x))\n        return x + {drop}\n"),
-                              ("run/warm_start.py", "    for step in range(steps):\n",
+                              ("run/setup.py", "    for step in range(steps):\n",
                                f"    for step in range(steps):\n        {seed}\n")):
         text = (folder / file).read_text()
         assert text.count(line) == 1

@@ -13,7 +13,7 @@ import reward
 from data import UserError, chat
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config
-from run import config, passes, pretrained, report, warm_start
+from run import config, passes, pretrained, report, setup
 
 # DeepSeekMath, arXiv 2402.03300, 4.2: "the learning rate of the policy model as 1e-6 and the KL
 # coefficient as 0.04. For each question, we sample 64 outputs. The max length is set to 1024, and
@@ -131,7 +131,7 @@ def test_other_constants_that_are_claims():
         with pytest.raises(UserError, match=f"--{name} must be at most {most}, got"):
             make_config(**{name: most + 1})
     assert (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP) == (1.0, 0.1, 0.2, 1.0)
-    assert (reward.CHOICES, reward.TRUNCATED_REWARD, reward.FIT_STEPS, reward.FIT_LR, warm_start.WARM_BATCH, warm_start.GRAD_CLIP) == (4, 0, 64, 1e-3, 48, 1.0)
+    assert (reward.CHOICES, reward.TRUNCATED_REWARD, reward.FIT_STEPS, reward.FIT_LR, setup.WARM_BATCH, passes.GRAD_CLIP) == (4, 0, 64, 1e-3, 48, 1.0)
     assert grpo.bounded(torch.tensor([-99.0, 19.0, 99.0])).tolist() == [-20, 19, 20]
     scores = torch.tensor([1.0, 1 + 3e-6] * 2), torch.tensor([1.0, 1 + 1e-6] * 2)
     ends = torch.ones(4, 1, dtype=torch.bool)

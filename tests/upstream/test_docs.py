@@ -18,7 +18,7 @@ import data
 import grpo
 from data import arithmetic, gsm8k, load_task
 from model import GPT, GPTConfig
-from run import config, dist, preflight, pretrained, warm_start
+from run import config, dist, pretrained, setup
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -61,15 +61,15 @@ def test_the_steps_of_the_main_job():
 
 def test_the_warm_start_in_data():
     """It is small, what today's code would start from, what its note says, and what the README shows."""
-    where, cfg = warm_start.SHIPPED, grpo.make_config(device="cpu", dtype="float32", held_out=60, samples=4)
+    where, cfg = setup.SHIPPED, grpo.make_config(device="cpu", dtype="float32", held_out=60, samples=4)
     assert sum(path.stat().st_size for path in where.iterdir()) <= 8e6 and cfg.init == str(where)
     task = data.load_task("arithmetic")
-    assert warm_start.checked(cfg, task, task.problems(**cfg.task_args)[0]) == cfg
-    note = warm_start.read_note(where)
+    assert setup.checked(cfg, task, task.problems(**cfg.task_args)[0]) == cfg
+    note = setup.read_note(where)
     assert note["command"] == "python grpo.py --task arithmetic --warm_steps 1500 --steps 0" and note["settings"]["seed"] == 1
     assert note["evaluation"]["pass@1"] <= 0.5
     agent = grpo.Agent(cfg, task, *pretrained.trained_model(cfg))
-    found = grpo.evaluate(agent, preflight.problems_of(cfg, task)[1])
+    found = grpo.evaluate(agent, setup.problems_of(cfg, task)[1])
     for name in ("greedy", "pass@1", "pass@4"):
         assert found[name] == pytest.approx(note["evaluation"][name], abs=0.15)
     said = grpo.ask(agent, "47*58=")
@@ -257,7 +257,7 @@ def test_what_fits_on_a_gpu(monkeypatch):
             monkeypatch.setattr(dist, "rank", lambda: 0)
             monkeypatch.setattr(dist, "ranks", lambda: ranks)
             cfg = of_gsm8k(80 * 10 ** 9, monkeypatch, **how)
-            needs[name, ranks, *how] = preflight.memory(gpt, cfg, 300) / 1e9
+            needs[name, ranks, *how] = pretrained.memory(gpt, cfg, 300) / 1e9
         cells = [f"{x:.1f}" for (n, *_), x in needs.items() if n == name]
         assert f"| {name} billion | {' | '.join(cells)} |" in MEASURED
     assert needs["1.5", 1] < 80 < needs["3", 1] and needs["3", 1, "recompute"] < 80      # as the README says
@@ -279,7 +279,7 @@ def test_the_memory_of_half_a_billion(monkeypatch):
     for name, size in want.items():
         assert f"| {name} | {size / 1e9:.1f} |" in MEASURED, (name, size)
     need = sum(size for name, size in want.items() if not name.startswith("or "))
-    assert need == preflight.memory(model, cfg, 300) < 0.8 * 24e9 and f"| together, with an update | {need / 1e9:.1f} |" in MEASURED
+    assert need == pretrained.memory(model, cfg, 300) < 0.8 * 24e9 and f"| together, with an update | {need / 1e9:.1f} |" in MEASURED
 
 
 def test_memory_of_logits_and_of_ranks(results):

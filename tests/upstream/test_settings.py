@@ -5,7 +5,7 @@ import json
 import data
 import test_oracle
 from grpo import ALGOS, Config, main
-from run import warm_start
+from run import setup
 from test_data_flow import BASE, SETTINGS, STAGES
 from test_variants import FILES, KNOWN
 from test_warm_start import CFG, COUNTS, OTHERS
@@ -24,8 +24,8 @@ def test_every_setting_is_turned():
 
 
 def test_every_setting_counts_for_a_kept_warm_start_or_is_rls_alone():
-    """By the heading in Config under which it stands, and by DEPENDS_ON in run/warm_start.py."""
-    assert {*warm_start.settings(CFG), "task_args"} == COUNTS.keys()
+    """By the heading in Config under which it stands, and by DEPENDS_ON in run/setup.py."""
+    assert {*setup.settings(CFG), "task_args"} == COUNTS.keys()
     assert {f.name for f in dataclasses.fields(Config)} == {*COUNTS, *OTHERS}
 
 

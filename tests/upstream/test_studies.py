@@ -23,7 +23,7 @@ import studies  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.models import filters  # noqa: E402
-from run import config, passes, warm_start  # noqa: E402
+from run import config, passes, setup  # noqa: E402
 
 SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()
@@ -57,7 +57,7 @@ def test_the_rows_of_a_study_can_run_and_differ(study):
                                    "--algo dapo --patch sampler=bfloat16".split()], ids=str)
 def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
     """All of a run's child, but that it is a process of its own and evaluates on all held-out problems."""
-    real = runs.preflight.problems_of
+    real = runs.setup.problems_of
     monkeypatch.setattr(runs.preflight, "problems_of", lambda cfg, task: (real(cfg, task)[0], real(cfg, task)[1][:4]))
     runs.child([*studies.SETTING, *SMALL, *flags, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "result.json").read_text())

@@ -10,7 +10,7 @@ from conftest import tiny_model
 from grpo import make_config, sample
 from model import token_logps
 from run import caches, dist, pretrained
-from run.caches import by_64, power_of_two
+from run.caches import power_of_two, up
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
 STOP = set(range(0, 257, 9))        # many: rows end all the time
@@ -92,7 +92,7 @@ def test_slots_are_multiples_of_64():
     seen.clear()
     ending(model, [3], [[5] * 60], 1, 132)              # the next rollout begins with few again
     assert [slots for _, slots in seen[1:]] == [64] * 4 + [128] * 11
-    assert [by_64(n) for n in (1, 64, 65)] == [64, 64, 128]
+    assert [up(n, 64) for n in (1, 64, 65)] == [64, 64, 128]
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 512, 513)] == [2, 2, 4, 4, 8, 512, 1024]
 
 

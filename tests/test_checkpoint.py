@@ -670,7 +670,7 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
 def test_a_shipped_start_is_checked_when_a_run_begins(run, monkeypatch):
     """And not again when it goes on."""
     seen, real = [], setup.checked
-    monkeypatch.setattr(warm_start, "checked", lambda *given: seen.append(len(seen)) or real(*given))
+    monkeypatch.setattr(setup, "checked", lambda *given: seen.append(len(seen)) or real(*given))
     run("run", "--steps", 1)
     assert seen == [0]
     run("run", "--resume", "--steps", 2)

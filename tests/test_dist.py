@@ -410,7 +410,7 @@ def test_the_rate_of_a_short_fit(monkeypatch):
     """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
     rates, module = [], torch.nn.Linear(1, 1)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda opt: rates.append(opt.param_groups[0]["lr"]))
-    monkeypatch.setattr(show, "progress", lambda name, total: lambda *told: None)
+    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *told: None)
     passes.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
 

@@ -17,7 +17,7 @@ import data
 import data.arithmetic as arithmetic
 import grpo
 from grpo import Config, evaluate, main
-from run import checkpoint, dist, files, passes, report
+from run import checkpoint, config, dist, files, passes, report
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "

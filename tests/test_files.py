@@ -26,7 +26,7 @@ from data import UserError
 from data.tokenizer import LETTERS
 from data.tokenizer import Encoding, load_encoding
 from grpo import Config, main
-from run import checkpoint, files, pretrained, report, setup
+from run import checkpoint, config, files, pretrained, report, setup
 from run.files import clear_up
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
@@ -202,7 +202,7 @@ def test_sizes_are_checked_before_there_is_memory(args, tmp_path, capsys):
 
 
 def test_a_model_too_large_to_ask(model_folder, capsys, monkeypatch):
-    monkeypatch.setattr(preflight, "free_memory", lambda device: 10 ** 4)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: 10 ** 4)
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     for mode in (["--ask", "1*1="], ["--eval_only", "--difficulty", 1]):
         assert "this needs about" in fault(capsys, *mode, "--init", model_folder)

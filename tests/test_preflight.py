@@ -164,11 +164,11 @@ def test_a_run_that_cannot_fit_is_refused_before_there_is_memory(tmp_path, monke
     assert all(p.is_meta for p in model.parameters())
     cfg = Config(prompts=4, group=4, max_new=16, device="cpu", init=str(tmp_path))
     need = pretrained.memory(model, cfg, 9)
-    monkeypatch.setattr(preflight, "free_memory", lambda device: need - 1)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: need - 1)
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     with pytest.raises(UserError, match=r"this needs about .* lower --micro_tokens"):
         pretrained.load_model(tmp_path, cfg, byte_encoding(), 9)
-    monkeypatch.setattr(preflight, "free_memory", lambda device: need)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: need)
     pretrained.check_room(model, cfg, 9)
 
 
@@ -259,7 +259,7 @@ def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, mo
 def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypatch):
     """And of the models that are trained on them."""
     model, cfg = tiny_model(), Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", micro_tokens=1000)
-    monkeypatch.setattr(preflight, "most_logits", lambda device: 0)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
 
     def activations(**changes):
         """Those of `micro_tokens`, which are more than those of one row."""
@@ -271,7 +271,7 @@ def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypat
 def test_activations_made_again_need_the_inputs_of_all_layers(monkeypatch):
     """4 bytes for each channel of each token in a further layer, and nothing else."""
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", dtype="float32", recompute=True)
-    monkeypatch.setattr(preflight, "most_logits", lambda device: 0)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
     two, eight = ([pretrained.memory(tiny_model(n_layer=n), dataclasses.replace(cfg, micro_tokens=tokens), 4)
                    for tokens in (512, 1512)] for n in (2, 8))
     assert (eight[1] - eight[0]) - (two[1] - two[0]) == 6 * 4 * 32 * 1000
@@ -286,7 +286,7 @@ def test_a_row_longer_than_a_micro_batch_is_taken_alone():
 def test_logits_are_never_more_than_there_are_at_a_time(monkeypatch):
     cfg = Config(prompts=1, group=2, max_new=8, device="cpu", micro_tokens=1000)
     whole = pretrained.memory(tiny_model(), cfg, 4)
-    monkeypatch.setattr(preflight, "most_logits", lambda device: 1000)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 1000)
     assert whole - pretrained.memory(tiny_model(), cfg, 4) == 12 * (257 * 1000 - 1000)
 
 
@@ -353,8 +353,8 @@ def refusal(model, cfg, longest):
 @pytest.mark.parametrize("need, free, told", [
     (1_750_000_000, 1_250_000_000, "1.8 GB, and 1.2 are free"), (1_250_000_000, 750_000_000, "1.2 GB, and 0.8 are free")])
 def test_a_gigabyte_has_a_thousand_million_bytes(need, free, told, monkeypatch):
-    monkeypatch.setattr(preflight, "memory", lambda *_: need)
-    monkeypatch.setattr(preflight, "free_memory", lambda device: free)
+    monkeypatch.setattr(pretrained, "memory", lambda *_: need)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: free)
     assert refusal(tiny_model(), Config(max_new=8, device="cpu"), 5) == (
         f"this needs about {told}: lower --micro_tokens, --max_new, --group or --prompts")
 
@@ -362,14 +362,14 @@ def test_a_gigabyte_has_a_thousand_million_bytes(need, free, told, monkeypatch):
 def test_only_to_answer_takes_the_weights(monkeypatch):
     """Whatever the rest of the settings would need."""
     model, cfg = tiny_model(), Config(prompts=10 ** 9, max_new=10 ** 9, device="cpu")
-    monkeypatch.setattr(preflight, "free_memory", lambda device: bytes_of(model))
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: bytes_of(model))
     pretrained.check_room(model, cfg, 0)
-    monkeypatch.setattr(preflight, "free_memory", lambda device: bytes_of(model) - 1)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: bytes_of(model) - 1)
     assert refusal(model, cfg, 0).startswith("this needs about 0.0 GB")
 
 
 def test_a_run_must_fit_the_context(monkeypatch):
-    monkeypatch.setattr(preflight, "free_memory", lambda device: None)          # nothing says how much there is
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: float("inf"))   # nothing says how much there is
     model = tiny_model()
     pretrained.check_room(model, Config(max_new=8, device="cpu"), 56)
     assert refusal(model, Config(max_new=8, device="cpu"), 57) == (
@@ -395,6 +395,6 @@ def test_free_memory_is_what_the_system_says(monkeypatch):
 @pytest.mark.parametrize("need, free, text", [
     (1_750_000_000, 4_250_000_000, "memory: about 1.8 GB of 4.2 free"), (1_250_000_000, None, "memory: about 1.2 GB")])
 def test_costs_are_in_units_of_a_billion_bytes(need, free, text, monkeypatch):
-    monkeypatch.setattr(preflight, "memory", lambda *_: need)
-    monkeypatch.setattr(preflight, "free_memory", lambda device: free)
+    monkeypatch.setattr(pretrained, "memory", lambda *_: need)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: free)
     assert setup.costs(tiny_model(), Config(max_new=8, device="cpu", dtype="float32"), 7) == text

@@ -255,7 +255,7 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
     batch, _ = preferences(400, 2, 0)
     data, s, sizes = reward.labelled(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
-    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: [*losses(0)])
+    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, lr: [*losses(0)])
     reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
     assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
     assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
@@ -266,7 +266,7 @@ def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
     batch, s, seen = batch_of(["a", "bbb", "ccccc", "d"]), scorer_of(), []
     batch.ends = passes.last_tokens(batch.mask)
     batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0], [1.0]]), 0)
-    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
+    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
     reward.fit(s, reward.labelled(batch), 2, Config(micro_tokens=1), random.Random(0))         # each set by itself
     score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
     assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 4, 6, 2]
@@ -277,7 +277,7 @@ def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
     batch, _ = preferences(3, 100, 0)
     seen = []
-    monkeypatch.setattr(warm_start, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
+    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
         sum(loss.item() for loss in losses(step)) for step in range(n)))
     rows = reward.labelled(batch) | {"label": batch.ends.float() / 100}
     reward.fit(scorer_of(), rows, 100, Config(), random.Random(0))
@@ -450,6 +450,6 @@ def test_a_task_needs_one_of_both(tmp_path):
 def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
     """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
     seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
-    monkeypatch.setattr(warm_start, "supervised_fit", lambda *given: seen.append(given[4]))
+    monkeypatch.setattr(passes, "supervised_fit", lambda *given: seen.append(given[4]))
     reward.fit(ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
     assert seen == [pytest.approx(lr)]

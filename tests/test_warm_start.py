@@ -17,7 +17,7 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import checkpoint, dist, passes, pretrained, setup
+from run import checkpoint, config, dist, passes, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -109,8 +109,8 @@ def test_a_run_at_its_end_says_so(step, stats, steps, iterations, at_its_end, mo
     cfg, calls = dataclasses.replace(CFG, steps=steps, iterations=iterations, out=str(tmp_path)), []
     saved = SimpleNamespace(step=step, stats=stats, model={"a": "config"})
     monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
-    monkeypatch.setattr(show, "header", lambda *given: None)
-    monkeypatch.setattr(preflight, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
+    monkeypatch.setattr(report, "header", lambda *given: None)
+    monkeypatch.setattr(setup, "costs", lambda policy, cfg, longest: f"{policy} {longest}")
     monkeypatch.setattr(pretrained, "model_of", lambda config, cfg, longest: calls.append((config, longest)) or "policy")
     got = setup.begin(cfg, toy(), saved)
     assert got[0] == cfg and got[3:] == ("policy", PROBLEMS, HELD_OUT) and got[2].n_vocab == 257
@@ -151,7 +151,7 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
 def test_a_model_that_only_answers_needs_no_room_for_a_run(saved, monkeypatch):
     """Neither in its context nor in memory."""
     whole = sum(p.nbytes for p in tiny_model().parameters())
-    monkeypatch.setattr(preflight, "free_memory", lambda device: whole)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: whole)
     cfg = dataclasses.replace(CFG, init=str(saved), max_new=1000, prompts=10 ** 6)
     encoding, model = pretrained.trained_model(cfg)
     assert encoding.n_vocab == model.cfg.vocab_size == 257
@@ -191,147 +191,6 @@ def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encod
     assert not cold and model.embed_tokens.weight.dtype == torch.float32
 
 
-def kept(cfg, task=None, problems=PROBLEMS, model=None):
-    """Keep a model, by default a tiny one, as the warm start in cfg's folder; returns the folder."""
-    pretrained.save(model or tiny_model(), cfg.folder / "warm_start", byte_encoding().files)
-    note = setup.new_note(cfg, task or toy(), problems, byte_encoding())
-    (cfg.folder / "warm_start" / "warm_start.json").write_text(note)
-    return cfg.folder / "warm_start"
-
-
-def why(cfg, task=None, problems=PROBLEMS):
-    return setup.outdated(cfg.folder / "warm_start", cfg, task or toy(), problems, byte_encoding())
-
-
-def test_a_kept_warm_start_is_taken_if_it_is_the_same(tmp_path, encoding, capsys):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path), n_embd=16)
-    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
-    assert cold and model.cfg.n_embd == 16 and capsys.readouterr().out == ""
-    where = kept(cfg)
-    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
-    assert not cold and model.cfg.n_embd == 32 and capsys.readouterr().out == f"starting from {where}\n"
-    model, cold = setup.starting_model(dataclasses.replace(cfg, seed=2), toy(), PROBLEMS, 5, encoding)
-    assert cold and model.cfg.n_embd == 16
-    assert capsys.readouterr().out == f"{where} is rebuilt: --seed was 1, and is 2\n"
-
-
-# Changes of a task or of the tokenizer. The demonstrations are the same before and after the last ones.
-OTHER_WORDS = "the demonstrations, their tokens, or --init's weights changed"
-@pytest.mark.parametrize("changes, fault", [
-    (dict(demonstration=lambda p, rng: "abd"), OTHER_WORDS),
-    (dict(demonstration=lambda p, rng: "abcd"), OTHER_WORDS),
-    (dict(demonstration=lambda p, rng: "abc" if p.prompt != "19=" or rng.random() < 0 else "x"), OTHER_WORDS),
-    (dict(demonstration=lambda p, rng: "ab" + "c"), None),
-    (dict(reward=lambda p, text: {"correct": 1.0}), None)])
-def test_a_kept_warm_start_depends_on_the_demonstrations(changes, fault, tmp_path):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path))
-    kept(cfg)
-    assert why(cfg, toy(**changes)) == fault
-
-
-def test_a_kept_warm_start_depends_on_the_problems_and_on_the_tokenizer(tmp_path, monkeypatch):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path))
-    kept(cfg)
-    assert why(cfg) is None and why(cfg, problems=PROBLEMS[:]) is None
-    assert why(cfg, problems=PROBLEMS[::-1]) == why(cfg, problems=PROBLEMS[:-1]) == OTHER_WORDS
-    real = tokenizer.Encoding.encode_ordinary
-    monkeypatch.setattr(tokenizer.Encoding, "encode_ordinary", lambda self, text: real(self, text.upper()))
-    assert why(cfg) == OTHER_WORDS
-
-
-def test_a_kept_warm_start_depends_on_what_the_model_computes(tmp_path, monkeypatch):
-    """A fork that changes the model is told; a comment or rounding changes nothing."""
-    cfg = dataclasses.replace(CFG, out=str(tmp_path))
-    where = kept(cfg)
-    real = GPT.forward
-
-    def forward_with(add):
-        return lambda self, *args, **named: real(self, *args, **named) + add
-    monkeypatch.setattr(GPT, "forward", forward_with(1e-6))
-    assert why(cfg) is None
-    monkeypatch.setattr(GPT, "forward", forward_with(torch.arange(32) / 100))
-    assert why(cfg) == "model.py changed: its weights give another loss"
-    monkeypatch.undo()
-    hf = json.loads((where / "config.json").read_text())
-    (where / "config.json").write_text(json.dumps(hf | {"hidden_act": "relu"}))
-    assert "hidden_act" in why(cfg)
-    (where / "config.json").unlink()
-    assert why(cfg).startswith("no model in ")
-
-
-NOTE = {"settings": {}, "sha256": "", "loss": 0.0}
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", "{",
-                                  *(json.dumps({n: x for n, x in NOTE.items() if n != name}) for name in NOTE)])
-def test_a_note_of_another_version_is_no_note(text, tmp_path):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path))
-    (kept(cfg) / "warm_start.json").write_text(text)
-    assert why(cfg) == "another version of this code made it"
-
-
-# ------------------------------------------------------------------------- the one that is shipped
-
-@pytest.fixture(scope="module")
-def for_the_default_run(tmp_path_factory):
-    """A kept start with the settings of the default run."""
-    cfg = grpo.make_config(init="", out=str(tmp_path_factory.mktemp("shipped")), warm_steps=Config.warm_steps, device="cpu",
-                           dtype="float32")
-    return kept(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0])
-
-
-@pytest.fixture
-def shipped(for_the_default_run, monkeypatch):
-    """It, in place of data/warm_start."""
-    monkeypatch.setattr(warm_start, "SHIPPED", for_the_default_run)
-    return for_the_default_run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given, serves", [
-    ({}, True), (dict(seed=7), True), (dict(algo="ppo", steps=3, lr=1e-3, reward="model"), True),
-    (dict(micro_tokens=4096, recompute=True, cache="plain"), True), (dict(n_layer=2), True),
-    (dict(n_layer=3), False), (dict(difficulty=1), False), (dict(max_new=32), False), (dict(warm_steps=1500), False),
-    (dict(warm_steps=0), False), (dict(warm_lr=1e-4), False), (dict(init=""), False), (dict(init="x"), False),
-    (dict(task="sums"), False)])
-def test_a_shipped_start_serves_a_run_that_would_make_the_same(given, serves, shipped):
-    """Whatever its seed and what RL alone uses. One who gives --warm_steps wants a new one."""
-    cfg = grpo.make_config(**given)
-    assert (cfg.init == str(shipped)) is serves
-    assert cfg.warm_steps == (0 if serves or given.get("init") else given.get("warm_steps", 1500))
-    assert cfg.warm_lr == given.get("warm_lr", 2e-5 if given.get("init") else 1.2e-3)
-
-
-@pytest.mark.slow
-def test_this_code_would_make_the_shipped_start(capsys):
-    """The one in data/: its settings, demonstrations, and log-probabilities."""
-    cfg = grpo.make_config(task="arithmetic")
-    assert cfg.init == str(setup.SHIPPED) and setup.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
-    assert capsys.readouterr().out == ""
-
-
-def test_without_a_shipped_start_there_is_a_warm_start(monkeypatch, tmp_path):
-    monkeypatch.setattr(warm_start, "SHIPPED", tmp_path)
-    assert (grpo.make_config().init, grpo.make_config().warm_steps) == ("", 1500)
-
-
-@pytest.mark.slow
-def test_an_outdated_shipped_start_is_replaced_by_one_of_the_runs_own(shipped, monkeypatch, capsys):
-    cfg, problems = grpo.make_config(seed=3), arithmetic.problems()[0]
-    assert setup.checked(cfg, arithmetic, problems) == cfg
-    assert capsys.readouterr().out == ""
-    setup.starting_model(dataclasses.replace(cfg, max_new=8), arithmetic, problems, 6, byte_encoding())
-    assert capsys.readouterr().out == f"starting from {shipped}; --warm_steps 1500 makes a new one\n"
-    real = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, *given, **named: real(self, *given, **named) + torch.arange(32) / 100)
-    own = dataclasses.replace(cfg, init="", warm_steps=1500)
-    assert setup.checked(cfg, arithmetic, problems) == own
-    assert capsys.readouterr().out == f"note: {shipped} is not used: model.py changed: its weights give another loss\n"
-    monkeypatch.undo()
-    other = dataclasses.replace(cfg, init="elsewhere")
-    assert setup.checked(other, arithmetic, problems[1:]) == other and capsys.readouterr().out == ""
-
-
 # ------------------------------------------------------------------------------------ warm start
 
 def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
@@ -345,10 +204,10 @@ def demonstrated(monkeypatch, cfg, world=(0, 1), text="abcdefg"):
     def fit(name, module, losses, *settings):
         terms = [*losses(0)]
         got.append((sum(terms), len(terms), (name, module, *settings)))
-    monkeypatch.setattr(warm_start, "supervised_fit", fit)
+    monkeypatch.setattr(passes, "supervised_fit", fit)
     monkeypatch.setattr(dist, "rank", lambda: world[0])
     monkeypatch.setattr(dist, "ranks", lambda: world[1])
-    monkeypatch.setattr(warm_start, "new_note", lambda *_: "the note")
+    monkeypatch.setattr(setup, "loss_on", lambda *_: 0.5)
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
     setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, byte_encoding())
     return *got[0], model, shown
@@ -382,97 +241,6 @@ def test_a_demonstration_may_be_as_long_as_a_completion(tmp_path, monkeypatch):
     assert str(e.value) == "a demonstration has 10 tokens, --max_new is 9"
 
 
-def test_a_kept_warm_start_depends_on_the_weights_that_init_names(tmp_path):
-    """On no other file of the folder; without --init, on no file of the folder one happens to be in."""
-    (tmp_path / "model").mkdir()
-    cfg = dataclasses.replace(CFG, out=str(tmp_path / "out"), init=str(tmp_path / "model"))
-    kept(cfg)
-    (tmp_path / "model" / "metrics.jsonl").write_text("x")
-    assert why(cfg) is None
-    (tmp_path / "model" / "model.safetensors").write_text("x")
-    assert why(cfg) == OTHER_WORDS
-
-
-# A setting of which a kept warm start depends, and another value of it.
-COUNTS = dict(task="sums", task_args={"difficulty": 1}, init="x", chat="none", system="x", seed=9, max_new=99,
-              n_layer=9, n_embd=9, warm_steps=9, warm_lr=9.0)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_warm_start_depends_on_each_of_these_settings(name, tmp_path):
-    cfg = dataclasses.replace(CFG, out=str(tmp_path))
-    note = json.loads(kept(cfg).joinpath("warm_start.json").read_text())
-    other = changed({name: COUNTS[name]})
-    assert setup.changed(cfg, note) is None
-    was, now = (None, 1) if name == "task_args" else (getattr(cfg, name), COUNTS[name])
-    assert setup.changed(other, note) == f"--{name if name != 'task_args' else 'difficulty'} was {was}, and is {now}"
-
-
-# Those of RL, evaluation, logs and the machine, by which a start is not made anew.
-OTHERS = """algo out steps max_turns iterations eval_every held_out samples save_every prompts group temperature reward supervision
-            baseline adv_scale lam critic ratio clip_low clip_high kl estimator beta loss_mean
-            epochs minibatches lr half_life device dtype compile shard cache recompute
-            micro_tokens""".split()
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_warm_start_does_not_depend_on_each_of_these(name):
-    note = {"settings": dataclasses.asdict(CFG)}
-    assert setup.changed(changed({name: "another"}), note) is None and name not in COUNTS
-    assert setup.changed(CFG, {"settings": note["settings"] | {name: "another"}}) is None
-
-
-def changed(changes):
-    """CFG with changes that are not checked."""
-    made = dataclasses.replace(CFG)
-    for name, value in changes.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-def forked(tmp_path, after, line):
-    """grpo.py with a line after the one that begins like that."""
-    text = Path(grpo.__file__).read_text()
-    before = next(x for x in text.splitlines(keepends=True) if x.startswith(after))
-    (tmp_path / "forked.py").write_text(text.replace(before, before + line))
-    spec = importlib.util.spec_from_file_location("forked", tmp_path / "forked.py")
-    module = sys.modules["forked"] = importlib.util.module_from_spec(spec)      # inspect.getsource looks there
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.slow
-def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does_not(tmp_path, capsys):
-    """By its heading in Config. A start that is not taken says why, in a line."""
-    fork = forked(tmp_path, "    temperature: float", "    top_k: int = 0     # sampled from the k most likely tokens\n")
-    assert fork.make_config().init == fork.make_config(top_k=50).init == str(setup.SHIPPED)
-    fork = forked(tmp_path, "    n_embd: int", "    n_wide: int = 1    # width of something new in the model\n")
-    same, other = fork.make_config(), fork.make_config(n_wide=3)
-    assert same.init == str(setup.SHIPPED) and (other.init, other.warm_steps) == ("", 1500)
-    for cfg, says in ((same, ""), (other, f"note: {setup.SHIPPED} is not used: --n_wide was 1, and is 3\n"),
-                      (fork.make_config(n_layer=3), f"note: {setup.SHIPPED} is not used: --n_layer was 2, and is 3\n"),
-                      (fork.make_config(warm_steps=1500), ""), (fork.make_config(task="sums", warm_steps=5), ""),
-                      (fork.make_config(init="x", warm_steps=5), "")):
-        assert setup.checked(cfg, arithmetic, arithmetic.problems(**cfg.task_args)[0]) is cfg
-        assert capsys.readouterr().out == says
-
-
-@dataclasses.dataclass(frozen=True)
-class Forked(Config):
-    """A setting without a comment."""
-    n_mlp: int = 4
-
-
-def test_a_forks_new_setting_counts():
-    """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
-    four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
-    before, after = ({"settings": setup.settings(cfg)}
-                     for cfg in (CFG, eight))           # the note of a time without the setting, and one with it
-    assert setup.changed(four, before) is None
-    assert setup.changed(eight, before) == "--n_mlp was 4, and is 8"
-    assert setup.changed(four, after) == "--n_mlp was 8, and is 4"
-
-
 @pytest.mark.slow
 def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path, monkeypatch):
     """What a checkpoint with a chat template learns from is what it will be asked, up to the token
@@ -484,7 +252,7 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
         """The real one."""
         seen.append((ids, mask))
         return real(model, ids, mask, temperature)
-    monkeypatch.setattr(warm_start, "token_logps", token_logps)
+    monkeypatch.setattr(setup, "token_logps", token_logps)
     encoding = tokenizer.load_encoding(tmp_path / "chat")
     grpo.main(["--init", str(tmp_path / "chat"), *"--difficulty 1 --warm_steps 1 --steps 0 --held_out 2 "
                "--max_new 40 --prompts 2 --group 2".split(), "--out", str(tmp_path / "run")])
@@ -504,7 +272,7 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
 def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypatch, capsys):
     """And when it was silent for 10 seconds. The loss is of that step."""
     module, now = torch.nn.Linear(1, 1, bias=False), []
-    monkeypatch.setattr(show, "time", SimpleNamespace(time=lambda: 1000.0 + seconds * len(now)))
+    monkeypatch.setattr(dist, "time", SimpleNamespace(time=lambda: 1000.0 + seconds * len(now)))
 
     def losses(step):
         """Two terms, together the step's number."""

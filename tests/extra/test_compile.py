@@ -14,7 +14,7 @@ import grpo
 from data.tokenizer import byte_encoding
 from grpo import Config, make_config, sample
 from model import token_logps
-from run import caches, dist, passes, pretrained
+from run import caches, config, dist, passes, pretrained
 
 
 @pytest.mark.slow

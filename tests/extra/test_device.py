@@ -411,7 +411,7 @@ def test_a_run_keeps_the_tokens_of_a_micro_batch_that_it_found(top, tmp_path, mo
     def noted():
         return json.loads((tmp_path / "run.json").read_text())["config"]["micro_tokens"], checkpoint.load(
             tmp_path, grpo.Config)[0].micro_tokens
-    monkeypatch.setattr(preflight, "micro_tokens", micro_tokens)
+    monkeypatch.setattr(pretrained, "micro_tokens", micro_tokens)
     given = settings(top, "grpo", micro_tokens=0, device="cuda", out=str(tmp_path))
     with pretend.cuda():
         agent = grpo.train(grpo.make_config(**given))

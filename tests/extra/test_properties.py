@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings, strategies as some  # noqa: E402
 
 import data.arithmetic as arithmetic  # noqa: E402
 from data.answers import evaluate, one_number, steps  # noqa: E402
-from data.tokenizer import byte_encoding, composed, decode, step_tokens  # noqa: E402
+from data.tokenizer import byte_encoding, decode, step_tokens  # noqa: E402
 from grpo import Config, group_scores  # noqa: E402
-from run.caches import by_16  # noqa: E402
+from run.caches import up  # noqa: E402
 from run.passes import split_rows  # noqa: E402
 
 settings.register_profile("here", deadline=None, derandomize=True, max_examples=200, database=None)
@@ -144,27 +144,9 @@ def test_texts_survive_the_bytes(text):
         assert step_tokens(encoding, ids, ends) == [len(text[:end].encode()) - 1 for end in ends]
 
 
-@given(some.text(alphabet=some.characters(min_codepoint=0xC0, max_codepoint=0x36F)))
-def test_nfc(text):
-    assert composed(text) == unicodedata.normalize("NFC", text)
-
-# -------------------------------------------------------------------------------------- batches
-
-@given(some.lists(some.integers(1, 300), min_size=1, max_size=40), some.integers(1, 2000), some.integers(0, 99))
-def test_micro_batches_hold_each_row_once(lengths, budget, seed):
-    seen, ids = [], torch.randint(0, 2, (len(lengths), 5), generator=torch.Generator().manual_seed(seed))
-    ids = torch.cat((ids, torch.zeros(len(lengths), 295, dtype=torch.int64)), 1)
-    mask = torch.arange(1, 301) == torch.tensor(lengths)[:, None]
-    for rows, longest in split_rows(ids, mask, budget):
-        sizes = [lengths[i] for i in rows]
-        assert longest == max(sizes) and (len(rows) * longest <= budget or len(rows) == 1)
-        seen += rows.tolist()
-    assert sorted(seen) == list(range(len(lengths)))
-
-
 @given(some.integers(0, 10 ** 6))
-def test_by_16(n):
-    assert n <= by_16(n) < n + 16 and by_16(n) % 16 == 0
+def test_up(n):
+    assert n <= up(n, 16) < n + 16 and up(n, 16) % 16 == 0
 
 # --------------------------------------------------------------------------------------- groups
 

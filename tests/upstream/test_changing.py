@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import grpo as unchanged  # noqa: E402
-from run import checkpoint, dist  # noqa: E402
+from run import checkpoint, config, dist, passes, report, setup  # noqa: E402
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)

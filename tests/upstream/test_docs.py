@@ -239,7 +239,7 @@ def test_speeds_beside_trl(results):
 
 def of_gsm8k(card, monkeypatch, **how):
     """The defaults of gsm8k in bfloat16, as on a GPU of so many bytes."""
-    monkeypatch.setattr(preflight, "most_logits", lambda device: card // 128)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: card // 128)
     return grpo.Config(**gsm8k.DEFAULTS, micro_tokens=2048, dtype="bfloat16", device="cpu", cache="static", warm_steps=0, **how)
 
 

@@ -23,7 +23,7 @@ TEXT = '''"""A docstring
 of two lines."""
 import torch
 import reward
-from run import dist, passes as p
+from run import dist, passes, passes as p
 from data import UserError      # of data/__init__.py
 
 # a comment

@@ -21,7 +21,7 @@ import reward  # noqa: E402
 import runs  # noqa: E402
 import studies  # noqa: E402
 from data import arithmetic  # noqa: E402
-from run import config, dist, setup  # noqa: E402
+from run import checkpoint, config, dist, setup  # noqa: E402
 
 TINY = ("--task experiments/studies/slips.py --difficulty 1 --n_embd 32 --n_layer 1 --warm_steps 80 --warm_lr 1e-2 --steps 2 "
         "--prompts 4 --group 2 --max_new 24 --held_out 4 --samples 2 --eval_every 1 --seed 1").split()

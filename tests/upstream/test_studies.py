@@ -23,7 +23,7 @@ import studies  # noqa: E402
 from data import load_task  # noqa: E402
 from data.tokenizer import byte_encoding  # noqa: E402
 from experiments.models import filters  # noqa: E402
-from run import config, passes, setup  # noqa: E402
+from run import caches, config, passes, setup  # noqa: E402
 
 SMALL = ("--difficulty 1 --max_new 25 --n_embd 32 --n_layer 1 --warm_steps 20 --steps 2 --prompts 4 --group 2 "
          "--held_out 4 --samples 8 --eval_every 1 --seed 1").split()

@@ -3,6 +3,7 @@ import argparse
 import difflib
 import functools
 import inspect
+import math
 import re
 import sys
 import textwrap
@@ -150,10 +151,7 @@ def build(config, task, chosen):
             raise no_setting(name, [*names, *own])
     args = {name: chosen.get(name, default) for name, default in own.items()}
     for name, default in own.items():
-        kinds = (int, float) if type(default) is float else type(default)
-        if not isinstance(args[name], kinds):
-            raise UserError(f"--{name} must be of the type {type(default).__name__}, got "
-                            f"{args[name]!r}")
+        check_value(name, type(default), args[name])
     rest = {name: x for name, x in chosen.items() if name not in own}
     return config(**rest | {"task_args": args})
 
@@ -162,25 +160,23 @@ def check(cfg, least, most):
     below least[name] (or 1 for an integer whose default is not 0, else 0), or above most[name]."""
     for f in fields(cfg):
         low = least.get(f.name, int(f.type is int and f.default != 0))
-        high = most.get(f.name, 2 ** 63)
-        value = getattr(cfg, f.name)
-        if wanted := requirement(f.type, value, low, high):
-            raise UserError(f"--{f.name} must be {wanted}, got {value!r}")
+        check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
 
-def requirement(kind, value, low, high):
-    """What a value of a type must be and is not, as text; empty if nothing is wrong."""
-    if get_origin(kind) is Literal:
-        return "" if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
-    if kind not in (bool, int, float, str, dict):
-        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
+def check_value(name, kind, value, low=-math.inf, high=math.inf):
+    """Raises UserError unless a setting's value is of a type, and within bounds."""
+    wanted = ""
     kinds = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
-        return f"of the type {kind.__name__}"
-    if kind in (int, float) and not value >= low:
-        return f"at least {low}"
-    if kind in (int, float) and not value <= high:
-        return f"at most {high}"
-    return ""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            wanted = f"one of {', '.join(get_args(kind))}"
+    elif kind not in (bool, int, float, str, dict):
+        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
+    elif not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
+        wanted = f"of the type {kind.__name__}"
+    elif kind in (int, float) and not low <= value <= high:
+        wanted = f"at most {high}" if value > high else f"at least {low}"
+    if wanted:
+        raise UserError(f"--{name} must be {wanted}, got {value!r}")
 
 # --------------------------------------------------------------------------------- the algorithms
 

@@ -98,6 +98,7 @@ def load_task(name):
             hint = f"did you mean ./{name}.py?"
         raise UserError(f"no task {name!r}: {hint}")
     if path.parent == here:
+        EXECUTED.add(str(path))
         task = call(importlib.import_module, f"the import of {path}", f"data.{path.stem}")
     else:
         task = import_file(path, f"task_{path.stem}")
@@ -154,14 +155,15 @@ def rewards_of(task, problems, completions, tokens):
     need(isinstance(rows, list) and len(rows) == len(problems), "rewards",
          f"return a list of {len(problems)} dicts, one for each completion", rows)
     for problem, row in zip(problems, rows):
-        check_components(f"the reward of {of(problem)}", row)
+        check_components(problem, row)
         need(row.keys() == rows[0].keys(), f"the reward of {of(problem)}",
              f"have the components {', '.join(rows[0])}, as the others", [*row])
     return rows
 
-def check_components(what, parts):
+def check_components(problem, parts):
     """Raise UserError unless the components of a reward are a dict of numbers that includes
     `correct`, a share, and uses no name of a statistic, of which an evaluation's have an @."""
+    what = f"the reward of {of(problem)}"
     need(isinstance(parts, dict) and "correct" in parts, what, "be a dict with 'correct'", parts)
     for name, x in parts.items():
         need(isinstance(name, str) and "@" not in name and name not in STATISTICS - {"reward"},

@@ -135,8 +135,8 @@ def load_encoding(folder, chat="auto", system=""):
         if "vocab.json" in files:
             raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "
                             f"AutoTokenizer writes one, by from_pretrained and save_pretrained")
-        raise UserError(f"no model in {folder}: tokenizer.json is missing; train a model first, or "
-                        f"fetch one: hf download NAME --local-dir FOLDER")
+        raise UserError(f"no tokenizer.json in {folder}: hf download NAME --local-dir FOLDER "
+                        f"fetches a model")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
         others.append(read_json(read_bytes(folder / "config.json"), "config.json"))

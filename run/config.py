@@ -24,16 +24,17 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              report=dict(metavar="FOLDER", nargs="+", help="compare these runs: on one page, "
                          "comparison.html in the first folder, or in --out"))
 # A comment after a field is its help; a comment on a line of its own is the heading of the next.
-LINE = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?(?:#\s*(.*))?$", re.M)
+COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)
 
 def sections(config):
-    """The help of a dataclass, from its source: for each heading the text of each field."""
+    """The help of a dataclass, from its source: for each heading the text of each field. Those
+    without a comment are under ""."""
     found, heading = {"": {f.name: "" for f in fields(config)}}, ""
-    for name, text in LINE.findall(inspect.getsource(config)):
+    for name, text in COMMENT.findall(inspect.getsource(config)):
         if name in found[""]:
             del found[""][name]
             found.setdefault(heading, {})[name] = text
-        elif text and not name:
+        elif not name:
             heading = text
     return {heading: helps for heading, helps in found.items() if helps}
 

@@ -106,12 +106,9 @@ def split_rows(ids, mask, budget, module=None):
 
 def select(batch, rows, T):
     """The tensors of some rows of a Batch, indices on the host, cut to T columns, as a Batch."""
-    fields = {}
-    for name, x in vars(batch).items():
-        if isinstance(x, torch.Tensor):
-            x = x[send(rows, x.device)]
-            fields[name] = x[:, :T] if x.dim() == 2 else x
-    return type(batch)(**fields)
+    tensors = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    return type(batch)(**{name: x[:, :T] if x.dim() == 2 else x
+                          for name, x in take(tensors, rows).items()})
 
 def micro_batches(batch, rows, budget, module):
     """Yields a Batch of each part of `split_rows` of some rows, by indices on the host."""

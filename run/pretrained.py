@@ -84,13 +84,16 @@ def read_config(hf):
     return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
 
 def shape(**given):
-    """A GPTConfig; raises UserError for a value of another type."""
+    """A GPTConfig; raises UserError for a value of another type, or a size of a damaged file."""
     for f in fields(GPTConfig):
         x = given.get(f.name, f.default)
         if f.type is float and type(x) is int:
             x = given[f.name] = float(x)
         if not get_args(f.type) and type(x) is not f.type:
             raise UserError(f"{f.name} must be of type {f.type.__name__}, not {x!r}")
+        least, most = int(f.default != 0), 1000 if f.name == "n_layer" else 2 ** 20
+        if f.type is int and not least <= x <= most:
+            raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
     return GPTConfig(**given)
 
 def config_json(model):
@@ -162,21 +165,20 @@ def load(folder):
 
 def without_memory(folder):
     """The model in `folder` on the meta device: its shape, without memory for its weights."""
-    path = Path(folder) / "config.json"
-    refuse_adapter(path.parent)
-    if not path.exists():
-        raise UserError(f"no model in {folder}: train one first, or name its folder with --init")
+    path = config_of(folder)
     hf = read_json(read_bytes(path), path)
     try:
         return of_config(hf)
     except (UserError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"{path}: {e}") from e
 
-def refuse_adapter(folder):
-    """Raises UserError for a folder with a LoRA adapter in place of a model."""
-    if (folder / "adapter_config.json").exists() and not any(folder.glob("model*")):
-        raise UserError(f"{folder} holds a LoRA adapter, not a model: merge it into its base model "
-                        f"first, with peft's merge_and_unload")
+def config_of(folder):
+    """The path of a model's config.json; raises UserError for a folder without one."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise UserError(f"no model in {folder}: train one first, or name its folder with --init; a "
+                        f"LoRA adapter must be merged into its model, by peft's merge_and_unload")
+    return path
 
 def of_config(hf):
     """The model of a config.json's dict, on the meta device."""
@@ -285,7 +287,7 @@ def save(model, folder, files=(), parameters=None):
 def encoding_of(cfg, where):
     """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
     if cfg.init or where and (Path(where) / "tokenizer.json").exists():
-        refuse_adapter(Path(where))
+        config_of(where)
         return load_encoding(where, cfg.chat, cfg.system)
     if cfg.system or cfg.chat not in ("auto", "none"):
         raise UserError("--system and --chat think need a chat template, and a new model has none")
@@ -382,7 +384,8 @@ def memory(model, cfg, longest):
     shards = ranks if dist.is_sharding(cfg) else 1
     policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
     trained = n * (policies + (cfg.reward != "rule")) / shards
-    frozen = n * (cfg.needs_reference / shards + (b == 2 or shards > 1))
+    copies = cfg.needs_reference / shards + (b == 2 or shards > 1)
+    frozen = b * n + (4 - b) * c.vocab_size * c.n_embd * (1 + c.tied)    # no rounded embedding
 
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
     cache = 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots
@@ -396,7 +399,7 @@ def memory(model, cfg, longest):
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
     logits = 12 * min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
     update = 4 * trained + policies * stored * tokens + logits + cache * static
-    return 12 * trained + b * frozen + max(rollout, update)
+    return 12 * trained + copies * frozen + max(rollout, update)
 
 def free_memory(device):
     """Free bytes on a device, infinite if unknown."""

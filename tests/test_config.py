@@ -1,4 +1,5 @@
 """Changes that a fork makes: nothing about it is silent."""
+import argparse
 import dataclasses
 import inspect
 import json

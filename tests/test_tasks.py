@@ -797,24 +797,10 @@ def test_a_fault_of_a_template_is_one_line(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template, says", [
-    ("{{ 9 ** (9 ** 9) }}", "longer than 1 s"), ("{% for x in range(9999) %}" * 3 + "{% endfor %}" * 3, "longer than 1 s"),
-    ("{{ [messages] * 10 ** 8 }}", "fails: MemoryError"), ("{{ messages | tojson(indent=10 ** 9) }}", "fails: MemoryError"),
-    ("{% set a = namespace(x=[1]) %}{% for i in range(60) %}{% set a.x = a.x + a.x %}{% endfor %}", "fails: MemoryError"),
     ("{{ 'a' * 200000 }}" + CHAT, "adds 200,")])
-def test_a_template_has_limits(template, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 1 if "longer" in says else 30)
-    began = time.monotonic()
+def test_a_template_has_limits(template, says, tmp_path):
     with pytest.raises(UserError, match=says):
         load_encoding(chat_folder(tmp_path, template))
-    assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize("stderr, why", [("", "it takes more than 1,073,741,824 bytes"), ("a\nb\nMemoryError\n", "MemoryError")])
-def test_a_template_whose_process_ends_is_a_fault(stderr, why, monkeypatch):
-    """Killed, or with an error that it did not write down."""
-    monkeypatch.setattr(chat.subprocess, "run", lambda *given, **more: SimpleNamespace(returncode=1, stderr=stderr, stdout=""))
-    with pytest.raises(UserError, match=f"^its chat template fails: {why}; use --chat none"):
-        chat.frame_of(CHAT, {}, {})
 
 
 def test_a_template_writes_json_as_it_is(tmp_path):

@@ -197,7 +197,7 @@ def check_data(cfg, task):
     gone; prints a note if its task is, which was `task`."""
     began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
     for name in began:
-        if data.get(name) == began[name]:
+        if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
             continue
         if name == "task" and name in data and task == cfg.task:
             print0(f"note: {task_file(cfg.task)} has changed since the run in {cfg.folder} began")

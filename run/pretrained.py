@@ -418,5 +418,6 @@ def micro_tokens(model, cfg, longest):
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
     need = memory(model, replace(cfg, micro_tokens=n), longest)
-    dist.print0(f"memory: about {need / 1e9:.1f} GB of {free / 1e9:.1f} free")
+    known = f" of {free / 1e9:.1f} free" if free < math.inf else ""
+    dist.print0(f"memory: about {need / 1e9:.1f} GB{known}")
     return n

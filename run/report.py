@@ -90,10 +90,10 @@ def header(cfg, encoding, policy, problems, held_out):
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
              if getattr(cfg, f.name) not in (f.default, {})]
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
-    print0(f"settings: {', '.join(given)}")
     print0(f"{millions:.2f}M parameters on {dist.device_of(cfg)} in {dist.dtype_of(cfg)}; "
            f"{len(problems)} problems, {len(held_out)} held out; "
            f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
+    print0(f"settings: {', '.join(given)}")
     if cfg.lr == type(cfg).lr and millions < 100:
         print0(f"note: --lr {cfg.lr:g} is the paper's, for a model of 7 billion parameters; one as "
                f"small as this may need 1e-4")
@@ -388,8 +388,8 @@ def run_of(folder, most):
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {folder}")
     steps = [*dict.fromkeys(step for step, _ in lines(path))]
-    every = 1 + (path.stat().st_size if steps else 0) // most
-    kept = {*steps[::-every]}
+    size = path.stat().st_size if steps else 1
+    kept = {*steps[::size // -most]}        # that is rounded to the larger step
     samples = [json.loads(line) for step, line in lines(path) if step in kept]
     metrics = [json.loads(line) for _, line in lines(folder / "metrics.jsonl")]
     return dict(name=folder.resolve().name, path=str(folder), about=files.about(folder),

@@ -483,16 +483,6 @@ def test_a_kill_while_the_last_step_is_saved(name, run):
     assert [m["step"] for m in shown["metrics"]] == [0, 1, 2] and len(shown["samples"]) == 4
 
 
-@pytest.mark.slow
-def test_of_a_run_without_a_step_no_functions_are_left(run, tmp_path):
-    """They would be taken for those of the run that takes its place."""
-    (tmp_path / "mine.py").write_text("SETTINGS = {}\n")
-    out = run("run", "--steps", 1, "--algo", tmp_path / "mine.py", kill_at=0)
-    assert (out / "functions.py").exists() and not (out / "model.safetensors").exists()
-    run("run", "--steps", 1)
-    assert not (out / "functions.py").exists()
-
-
 # ------------------------------------------------------------------------------------ after the run
 
 @pytest.mark.slow
@@ -599,18 +589,6 @@ def test_a_run_that_is_moved_when_it_is_killed(run, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_functions_that_the_last_one_kept(run, tmp_path):
-    """They are read before the finished run, of which they are a part, is moved away."""
-    (tmp_path / "mine.py").write_text("SETTINGS = dict(beta=0.125)\n")
-    out = run("run", "--steps", 1, "--algo", tmp_path / "mine.py")
-    again = run("run", "--steps", 1, "--algo", out / "functions.py")
-    assert (again / "functions.py").read_text() == (again / "previous" / "functions.py").read_text() == "SETTINGS = dict(beta=0.125)\n"
-    assert checkpoint.load(again, Config)[0].beta == 0.125
-    run("run", "--resume", "--steps", 2, "--algo", out / "functions.py")
-    assert metrics(out)[-1]["step"] == 2
-
-
-@pytest.mark.slow
 def test_a_copy_goes_on_alone(run, tmp_path, monkeypatch):
     """A folder that was copied or moved is a run of its own, though its settings name the first one."""
     out, copy = run("run", "--steps", 2), tmp_path / "elsewhere" / "out" / "letters"
@@ -667,11 +645,3 @@ def test_a_start_is_kept_with_its_note_at_the_end(run, monkeypatch):
     assert kept.count("model.safetensors") == 3 and not (out / "warm_start" / "warm_start.json").exists()
 
 
-def test_a_shipped_start_is_checked_when_a_run_begins(run, monkeypatch):
-    """And not again when it goes on."""
-    seen, real = [], setup.checked
-    monkeypatch.setattr(setup, "checked", lambda *given: seen.append(len(seen)) or real(*given))
-    run("run", "--steps", 1)
-    assert seen == [0]
-    run("run", "--resume", "--steps", 2)
-    assert seen == [0]

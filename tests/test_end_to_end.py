@@ -393,32 +393,6 @@ def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
     assert report.resume_command(Config(**{name: str(file)}, out="x")).endswith(f"--out x --{name} {file}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 6])
-def test_a_signal_in_an_evaluation_loses_nothing(unbroken, tmp_path, monkeypatch, capsys, at):
-    """The evaluation is given up, the step it follows is kept, and the run ends as one left alone."""
-    copy_warm_start(unbroken, tmp_path)
-    real, step = grpo.evaluate, []
-
-    def evaluate(agent, problems):
-        """The real one; Ctrl-C comes to the first, or to the last."""
-        step.append(6 * len(step))
-        if step[-1] == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(agent, problems)
-    monkeypatch.setattr(grpo, "evaluate", evaluate)
-    with pytest.raises(SystemExit) as ended:
-        main([*SMALL, "--steps", "6", "--out", str(tmp_path)])
-    assert ended.value.code == 130
-    assert "stopped in the greedy evaluation, which will begin again; continue with" in capsys.readouterr().out
-    assert [m["step"] for m in metrics(tmp_path)] == [*range(at)]
-    assert saved(tmp_path).step == (6 if at else -1) and bool(saved(tmp_path).stats) == bool(at)
-    main(["--resume", "--out", str(tmp_path)])
-    assert metrics(tmp_path) == metrics(unbroken) and weights(tmp_path) == weights(unbroken)
-    assert "is complete" not in capsys.readouterr().out and not saved(tmp_path).stats
-    assert (tmp_path / "samples.jsonl").read_bytes() == (unbroken / "samples.jsonl").read_bytes()
-
-
 def test_more_samples_of_fewer_problems(unbroken, capsys):
     main(["--eval_only", "--out", str(unbroken), "--samples", "5", "--held_out", "7"])
     said = dict(part.split(" ") for part in capsys.readouterr().out.strip().split("  "))

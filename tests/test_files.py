@@ -177,22 +177,6 @@ def test_a_config_that_cannot_be_is_named(key, model_folder, capsys):
     assert OURS.get(key, key) in line and str(model_folder) in line
 
 
-def test_an_eos_that_is_no_token(model_folder, capsys):
-    for eos in ("</s>", [256, 1.5], [True]):
-        rewrite(model_folder / "config.json", eos_token_id=eos)
-        assert "eos_token_id" in fault(capsys, "--ask", "1*1=", "--init", model_folder)
-
-
-def test_a_header_says_what_ends_nothing(model_folder, tmp_path, capsys):
-    """And the token that is no end has its text."""
-    rewrite(model_folder / "config.json", eos_token_id=34)
-    main([*TINY, "--steps", "0", "--init", str(model_folder), "--out", str(tmp_path / "x")])
-    note = """note: eos_token_id 34 of config.json is the ordinary token '"': completions end with '<|endoftext|>' instead"""
-    assert capsys.readouterr().out.splitlines().count(note) == 1
-    encoding = load_encoding(model_folder)
-    assert encoding.stop == {256} and encoding.token_bytes(34) == b'"'
-
-
 @pytest.mark.parametrize("args", ["--n_embd 200000", "--n_layer 1" + "0" * 30, "--max_new 1" + "0" * 18,
                                   "--n_embd 1048576", "--n_layer 1" + "0" * 400, "--seed 1" + "0" * 400,
                                   "--micro_tokens 1" + "0" * 12])
@@ -541,27 +525,6 @@ def test_a_run_is_compared_with_how_it_began_after_two_resumes_too(tmp_path, cap
         assert f"note: {task} has changed since the run in {cfg.folder} began" in capsys.readouterr().out
         assert files.about(cfg.folder)["data"] == first | checkpoint.data_of({"rows": table}) and [*first] == ["task"]
     files.LOCK.close()
-
-
-def test_a_move_that_was_killed_goes_on(tmp_path, capsys, monkeypatch):
-    """What it had moved stays as it was, what it had not is moved too; a link that leads nowhere is no free name. The
-    checkpoint goes first: a run without its logs must not look as if it could be resumed."""
-    moved, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(old.name) or replace(old, new))
-    (tmp_path / "moving").mkdir()
-    (tmp_path / "previous").symlink_to(tmp_path / "gone")
-    (tmp_path / "previous2").mkdir()
-    for name in ("moving/model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py", "notes.txt"):
-        (tmp_path / name).write_text("old")
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "model.safetensors").write_text("new")
-    files.keep_previous(tmp_path)
-    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == {"model.safetensors": "new", "notes.txt": "old"} | {
-        f"previous3/{name}": "old" for name in ("model.safetensors", "metrics.jsonl", "checkpoint.safetensors", "functions.py")}
-    assert moved[0] == "checkpoint.safetensors" and moved[-1] == "moving"
-    assert (tmp_path / "previous3" / "additional_chat_templates").is_dir() and not (tmp_path / "moving").exists()
-    assert capsys.readouterr().out == f"the finished run in {tmp_path} was moved to {tmp_path / 'previous3'}\n"
 
 
 def test_what_killed_saves_left_is_cleared(again):

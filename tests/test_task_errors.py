@@ -168,72 +168,6 @@ WHAT = dict(problems="the function problems", demonstration="the demonstration o
             steps="the steps of the prompt ", reward="the reward of the prompt ")
 
 
-@pytest.mark.parametrize("function", PLACES)
-@pytest.mark.parametrize("code", FAILS)
-def test_an_error_in_a_task_is_told_by_its_place(function, code, tmp_path, capsys):
-    path = write(tmp_path, **{function: code})
-    said = run(capsys, "--task", path, "--out", tmp_path / "out", "--supervision", "process", code=2)
-    assert said.startswith(f"error: {path}, line {line_of(path, code)}: {WHAT[function]}") and said.count("\n") == 1
-    assert said.endswith(f" fails: {FAILS[code]}\n")
-
-
-def test_where_an_error_was_raised_is_told_too(tmp_path, capsys):
-    """A file that the task calls: both places."""
-    (tmp_path / "judge_of_test.py").write_text("def ask(text):\n    raise ConnectionError('refused')\n")
-    top = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport judge_of_test\n"
-    path = write(tmp_path, top=top, reward="judge_of_test.ask(completion)")
-    said = run(capsys, "--task", path, "--out", tmp_path / "out", code=2)
-    line = line_of(path, "judge_of_test.ask(completion)")
-    assert said.startswith(f"error: {path}, line {line}: the reward of the prompt ")
-    assert said.endswith(f"fails: ConnectionError: refused (raised in {tmp_path / 'judge_of_test.py'}, line 2)\n")
-
-
-def test_rewards_and_functions_in_c():
-    def rewards(problems, completions, tokens):
-        raise PermissionError("judge")
-    with pytest.raises(UserError, match=r"^.*test_task_errors.py, line \d+: the function rewards fails: PermissionError: judge$"):
-        data.rewards_of(SimpleNamespace(rewards=rewards), [P], ["a"], [1])
-    def reward(problem, text):
-        return judged(text)
-
-    def judged(text):
-        raise PermissionError("judge")
-    line = judged.__code__.co_firstlineno + 1           # not that of the call
-    with pytest.raises(UserError, match=f"^.*test_task_errors.py, line {line}: the reward of the prompt "):
-        data.rewards_of(SimpleNamespace(reward=reward), [P], ["a"], [1])
-    with pytest.raises(UserError, match="^the function answer fails: TypeError: "):
-        data.answer_of(SimpleNamespace(answer=math.sin), "a")
-    with pytest.raises(UserError, match="^--difficulty 9$"):        # an error that the task words itself
-        data.call(lambda: (_ for _ in ()).throw(UserError("--difficulty 9")), "the function problems")
-
-
-@pytest.mark.parametrize("name", ["toy.py", "built in"])
-def test_an_error_while_a_task_is_imported(name, tmp_path, capsys, monkeypatch):
-    path = write(tmp_path, top="open('words.txt')\n")
-    if name == "built in":
-        monkeypatch.setattr(data, "__file__", str(tmp_path / "__init__.py"))
-        monkeypatch.setattr(data, "__path__", [str(tmp_path)])
-    said = run(capsys, "--task", "toy" if name == "built in" else path, code=2)
-    assert said == f"error: {path}, line 1: the import fails: FileNotFoundError: [Errno 2] No such file or directory: 'words.txt'\n"
-
-
-@pytest.mark.slow
-def test_an_error_after_some_steps_loses_nothing(tmp_path, capsys):
-    """The task is mended, and the run goes on as if there had been no error."""
-    count = tmp_path / "count"
-    code = f"open({str(count)!r}, 'a').write('x'); problem.prompt[os.path.getsize({str(count)!r}) > 12 and 99]"
-    path, whole, out = write(tmp_path, reward=code), write(tmp_path, "whole.py"), tmp_path / "out"
-    said = run(capsys, "--task", path, "--out", out, "--held_out", 1, "--samples", 1, code=2)
-    assert "fails: IndexError: string index out of range" in said and [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1]
-    write(tmp_path)
-    run(capsys, "--task", path, "--out", out, "--resume")
-    run(capsys, "--task", whole, "--out", tmp_path / "whole", "--held_out", 1, "--samples", 1)
-    clocks = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
-    one, two = ([{n: x for n, x in m.items() if n not in clocks} for m in lines(folder / "metrics.jsonl")]
-                for folder in (out, tmp_path / "whole"))
-    assert one == two and len(one) == 3
-
-
 @pytest.mark.parametrize("error", ["FileNotFoundError('prices')", "RuntimeError('gloo: my own')"])
 def test_an_error_of_an_algorithm_is_a_traceback(error, tmp_path, capsys):
     path = tmp_path / "mine.py"
@@ -271,36 +205,6 @@ def test_a_component_has_no_name_of_the_evaluations(name):
 
 
 # --------------------------------------------------------------------------------------- its folder, its time
-
-@pytest.mark.parametrize("function", [*PLACES, "top"])
-@pytest.mark.parametrize("removed", [False, True])
-def test_a_task_that_changes_the_folder_does_not_move_the_run(function, removed, tmp_path, capsys, monkeypatch):
-    (tmp_path / "start").mkdir()
-    monkeypatch.chdir(tmp_path / "start")
-    code = f"import tempfile; os.chdir(tempfile.mkdtemp(dir={str(tmp_path)!r}))" + "; os.rmdir(os.getcwd())" * removed
-    path = write(tmp_path, **{function: "import os; " + code + "\n" * (function == "top")})
-    run(capsys, "--task", path, "--out", "out/toy", "--supervision", "process")
-    assert (tmp_path / "start" / "out" / "toy" / "report.html").exists()
-    assert not [*tmp_path.glob("tmp*/*")]
-
-
-def test_an_exit_in_a_task_is_an_error(tmp_path, capsys):
-    """As in code that the policy wrote; a second Ctrl-C during a slow reward still ends the run."""
-    path = write(tmp_path, reward="exit()")
-    with pytest.raises(SystemExit) as e:
-        grpo.main(["--task", str(path), "--out", str(tmp_path / "run")])
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and f"{path}, line {line_of(path, 'exit()')}: the reward of the prompt '4+1=' fails: SystemExit" in err
-    def again(*given):
-        dist.ASKED.append(2)
-        try:
-            dist.ask_to_stop(15, None)
-        finally:
-            dist.ASKED.clear()
-    with pytest.raises(SystemExit) as e:
-        data.call(again, "the reward")
-    assert e.value.code == 128 + 15
-
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):

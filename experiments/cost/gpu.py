@@ -1,6 +1,6 @@
 """What this code does on a GPU; without a part all three, in five minutes:
 
-    python experiments/cost/gpu.py decode       # a CUDA graph beside the plain cache; a token's time
+    python experiments/cost/gpu.py decode       # a graph beside the plain cache; a token's time
     python experiments/cost/gpu.py update       # updates of 256 rows of 512 tokens
     python experiments/cost/gpu.py tests        # the tests that need a GPU
     python experiments/cost/gpu.py decode update --device cpu --tiny        # a dry run
@@ -37,7 +37,8 @@ LARGE = SimpleNamespace(
     shapes={"0.5B": dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896,
                          n_inner=4864, block_size=2048, bias="qkv"),
             "135M": dict(vocab_size=49152, n_layer=30, n_head=9, n_kv_head=3, n_embd=576,
-                         n_inner=1536, block_size=2048)}, rows=(256, 64, 512), group=16, context=256,
+                         n_inner=1536, block_size=2048)},
+    rows=(256, 64, 512), group=16, context=256,
     dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
     updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
 TINY = SimpleNamespace(
@@ -79,8 +80,7 @@ def sampled(policy, lengths, group, new, stop=(-1,)):
 
 
 def agree(args, at):
-    """Rollouts in two ways, after a change of the weights each: how far are log-probabilities
-    apart, up to the first token that differs, since rounding may decide it?"""
+    """How far are log-probabilities apart, up to the first token that rounding decides?"""
     shape = at.shapes["0.5B"] | dict(vocab_size=300)
     policy = pretrained.frozen(random_model(args, shape, "float32")[0])
     for longest, new in ((40, 40), (150, 60)):
@@ -106,7 +106,7 @@ def a_token(found, at, policy, rows, copied):
         began = speed.now(policy.device)
         sampled(policy, [at.context] * (rows // at.group), at.group, n)
         return speed.now(policy.device) - began
-    found["first call s"], _ = (seconds(n) for n in (16, 64))
+    found["first call s"], _ = seconds(16), seconds(64)
     few, many = (min(seconds(n) for _ in range(3)) for n in (16, 64))
     c, token = policy.cfg, (many - few) / 48
     linear = sum(m.weight.numel() for m in policy.layers.modules() if hasattr(m, "in_features"))

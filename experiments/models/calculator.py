@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct learns when and how to use a calculator: for products of two numbers of
-two digits, which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in
-which half of all problems are given to the calculator, whatever they are, and a third of the calls
-are wrong; then come 40 steps of RL. With one thread on a busy machine, a seed took 22 minutes, and
-15 more to measure:
+"""SmolLM2-135M-Instruct learns when to use a calculator: for products of numbers of two digits,
+which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in which half of
+all problems are given to the calculator, and a third of the calls are wrong; then come 40 steps of
+RL. On one busy core a seed took 22 minutes, and 15 more to measure:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                    # the model, into out/smollm2

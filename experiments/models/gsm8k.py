@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published solutions
-of the training rows, because it never writes the tags by itself, then come 202 steps of GRPO:
+"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published
+solutions, because it never writes the tags by itself, then come 202 steps of GRPO:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                        # the model, into out/smollm2
@@ -7,12 +7,8 @@ of the training rows, because it never writes the tags by itself, then come 202 
     python experiments/models/gsm8k.py --readme                 # gsm8k.json from all runs
 
 The model is evaluated as it is, after the supervised start and after GRPO, on the first rows of
-test.jsonl, by which no setting was chosen. To choose one, leave test.jsonl out: then the last 256
-training rows are set aside, and evaluated on. Flags of grpo.py override the settings below, and
---tiny is a dry run on a CPU, in three minutes:
-
-    python experiments/models/gsm8k.py train.jsonl --steps 50 --warm_lr 1e-4
-    python experiments/models/gsm8k.py train.jsonl test.jsonl --tiny
+test.jsonl. Flags of grpo.py override the settings below; --tiny is a dry run on a CPU, in three
+minutes.
 """
 import hashlib
 import json
@@ -42,7 +38,6 @@ SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # which this model learned sums, the lower one, as there are more steps here, each of them two of
 # the optimizer; a rate that falls ended higher there. The end is saved, and nothing before.
 RL = "--steps 202 --lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
-ASIDE = 256         # training rows set aside if there are no test rows
 TINY = ("--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 "
         "--steps 3").split()
 STAGES = ("as it is", "after the supervised start", "after GRPO")
@@ -53,7 +48,7 @@ MEASURED = {"greedy": "greedy", "pass@1": "pass@1, {samples} samples", "pass@4":
 def run(args, flags):
     """The two processes of a run: the untouched model's evaluation; the supervised start and GRPO.
     After each, result.json has the numbers so far."""
-    kind = "tiny" if args.tiny else "s" if args.test else "aside"
+    kind = "tiny" if args.tiny else "s"
     where = ROOT / "out" / f"gsm8k-{kind}{args.seed}"
     flags = ["--task", "gsm8k", "--init", str(args.init), "--seed", str(args.seed),
              "--train", str(where / "train.jsonl"), "--test", str(where / "test.jsonl"),
@@ -79,18 +74,16 @@ def read(flags):
 
 
 def write_rows(args, flags, where):
-    """Write the training and held-out rows of a run into its folder; returns their files, with
-    SHA-256, and numbers. Rows whose solution has more than --max_new tokens are not trained on;
-    --tiny takes the 20 with the shortest."""
+    """Write the rows of a run into its folder; returns their files, with SHA-256, and numbers. Rows
+    with more than --max_new tokens are not trained on; --tiny takes the 20 shortest."""
     cfg = read(flags)
     encoding = pretrained.encoding_of(cfg, cfg.init)
 
     def length(line):
         problem = gsm8k.problem_of(json.loads(line))
         return len(warm_start.row(problem, gsm8k, encoding, None)[1])
-    given = [path for path in (args.train, args.test) if path]
-    train, *test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
-    train, test = (train, *test) if test else (train[:-ASIDE], train[-ASIDE:])
+    given = (args.train, args.test)
+    train, test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
     kept = [line for line in train if length(line) <= cfg.max_new]
     if args.tiny:
         kept, test = (sorted(lines, key=length)[:20] for lines in (kept, test))
@@ -143,10 +136,8 @@ def main():
     args, flags = parser.parse_known_args()
     if args.readme:
         return readme()
-    if not args.train:
-        parser.error("which training rows? the path of train.jsonl, then that of test.jsonl")
-    if not (args.init / "model.safetensors").exists():
-        parser.error(f"no model in {args.init}: make one with experiments/models/smollm2.py")
+    if not args.test:
+        parser.error("which rows? the path of train.jsonl, then that of test.jsonl")
     run(args, flags)
 
 

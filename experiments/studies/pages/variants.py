@@ -16,8 +16,8 @@ at_end, at_equal, without_cut = (filters.apart(real, row, spent=spent) for row, 
 
 PAGE = rf"""# Variants of GRPO
 
-Each is a file of a few lines in `experiments/variants/`, used as `python grpo.py --algo cispo`; it holds only what differs from
-GRPO. `tests/test_variants.py` recomputes each formula, a token at a time in float64, and compares value and gradient. How to write
+Each is a short file in `experiments/variants/`, used as `python grpo.py --algo cispo`; it holds only what differs
+from GRPO. `tests/test_variants.py` recomputes each formula, a token at a time in float64, and compares value and gradient. How to write
 and check one is in [changing.md](changing.md).
 
 ## What was found

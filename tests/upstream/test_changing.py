@@ -199,7 +199,9 @@ def test_the_algorithm_in_a_file_is_that_file():
     shown = re.search(r"^```python\n(import grpo\n\nSETTINGS.*?)^```", PAGE, re.M | re.S)[1]
     assert (ROOT / "experiments" / "variants" / "cispo.py").read_text().endswith(shown)
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \| (.*) \|$", PAGE, re.M)
-    assert len(rows) == 7
+    assert len(rows) == 10
+    shown = re.search(r'^```python\n("""Branching.*?)^```', PAGE, re.M | re.S)[1]
+    assert (ROOT / "experiments" / "variants" / "tree.py").read_text() == shown
     for name, arguments, names in rows:
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
         for variant in re.findall(r"`(\w+)`", names):
@@ -404,8 +406,8 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x.sum(), [*policy.parameters()], retain_graph=True)])
     assert_close(batch.logp[batch.mask], want.detach(), atol=1e-5, rtol=1e-5)
-    for policy.kv_cache in ("plain", "shared"):
-        logp, _ = grpo.passes.token_logps(policy, batch.ids, batch.mask, t)
+    for form in (grpo.model.token_logps, grpo.passes.token_logps):
+        logp, _ = form(policy, batch.ids, batch.mask, t)
         assert_close(logp[batch.mask], want, atol=1e-5, rtol=1e-5)
         assert_close(gradient(logp), gradient(want), atol=1e-4, rtol=1e-4)
     logits, last = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3]], requires_grad=True), torch.tensor([3, 3])
@@ -454,6 +456,22 @@ def test_a_kl_that_is_cut(changed, warm, tmp_path):
     assert torch.autograd.grad(kl.sum(), gap)[0].tolist() == pytest.approx([
         0 if x > 10 else math.expm1(g) for x, g in zip(want, gap.tolist())])
     assert run(grpo, tmp_path / "out", init=warm, algo="cut_kl", beta=0.1, steps=2)[2]["kl"] > 0
+
+
+def test_the_majority_is_the_reward(changed, warm, tmp_path):
+    """Of the page's lines on TTRL: what is right is only logged."""
+    code = re.search(r"^```python\n(def collect\(agent.*?)^```", PAGE, re.M | re.S)[1]
+    (tmp_path / "ttrl.py").write_text(
+        "from collections import Counter\nimport torch\nimport grpo\nfrom data import answer_of\nfrom grpo import collect as judged\n"
+        f"SETTINGS = dict(kl='none')\n{code}\ngrpo.collect = collect\n")
+    grpo = changed()
+    run(grpo, tmp_path / "out", init=warm, algo=tmp_path / "ttrl.py", steps=1)
+    for group in map(json.loads, (tmp_path / "out" / "samples.jsonl").read_text().splitlines()):
+        answers = [grpo.report.answer_of(importlib.import_module("data.arithmetic"), text) for text in group["completions"]]
+        most = max(map(answers.count, filter(None, answers)), default=0)
+        won = [answer for answer, reward in zip(answers, group["rewards"]) if reward == 1]
+        assert len({*won}) <= 1 and (not won or answers.count(won[0]) == most == len(won))
+        assert {"correct", "reward"} <= group["parts"].keys()
 
 
 def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder, flags
+from conftest import chat_folder, flags, records
 
 import grpo
 import model
@@ -195,7 +195,7 @@ def run(*mode, kill_at=None, **settings):
 
 def lines(where, name):
     """The records of a file of JSON lines in a run's folder."""
-    return [json.loads(line) for line in (where / name).read_text().splitlines()]
+    return records(where / name)
 
 
 def same(a, b):
@@ -474,7 +474,6 @@ BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2, held_out=2)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
 KL = dict(beta=0.5, epochs=2, steps=2)                     # in the first step it is 0 where it is a reward
-LEARNED = dict(reward="model")
 FILES = dict(task="gsm8k", difficulty=None, train="@one.jsonl", test="@one.jsonl", init="", warm_steps=0, max_new=2)
 SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),

@@ -18,7 +18,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Forked, flags
+from conftest import ROOT, Forked, flags, records
 from safetensors.torch import load_file
 from test_turns import ECHO
 from torch.distributed.tensor import DTensor
@@ -316,11 +316,11 @@ def both(constants, tmp_path_factory):
 
 
 def metrics(where):
-    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    return records(where / "metrics.jsonl")
 
 
 def samples(where):
-    return [json.loads(line) for line in (where / "samples.jsonl").read_text().splitlines()]
+    return records(where / "samples.jsonl")
 
 
 def tensors(where):

@@ -13,7 +13,7 @@ import data.arithmetic as task
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Batch, Config
+from grpo import Config
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
 from run import passes, warm_start
@@ -23,14 +23,8 @@ WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
 def batch_of(texts, prompt="47*58=", end=True):
     """A Batch of completions of one prompt, as the sampler would leave it."""
-    encoding = byte_encoding()
-    rows = [encoding.encode_ordinary(prompt + t) + [256] * end for t in texts]
-    T = max(map(len, rows))
-    ids = torch.tensor([r + [0] * (T - len(r)) for r in rows])
-    at = torch.arange(T)
-    mask = torch.stack([(at >= len(prompt)) & (at < len(r)) for r in rows])
-    start = torch.full((len(rows),), len(prompt))
-    return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
+    rows = [(prompt.encode(), [*text.encode(), *[256] * end]) for text in texts]
+    return conftest.batch_of_rows(rows, finished=torch.full((len(rows),), end))
 
 
 PROBLEM = task.Problem("47*58=", "2726")
@@ -291,14 +285,7 @@ def test_no_more_is_replayed_than_there_is():
 
 def continued(prefixes, tries, said):
     """A Batch of `tries` rows for each prefix, which go on with `said(prefix, number of the try)` and the end."""
-    rows = [(prefix, [*said(prefix, k).encode(), 256]) for prefix in prefixes for k in range(tries)]
-    T = max(len(prefix) + len(more) for prefix, more in rows)
-    ids, mask = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
-    for i, (prefix, more) in enumerate(rows):
-        end = len(prefix) + len(more)
-        ids[i, :end] = torch.tensor(prefix + more)
-        mask[i, len(prefix):end] = True
-    return Batch(ids, mask, torch.ones(len(rows), dtype=torch.bool), None, None)
+    return conftest.batch_of_rows([(prefix, [*said(prefix, k).encode(), 256]) for prefix in prefixes for k in range(tries)])
 
 
 def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():

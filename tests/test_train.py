@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, batch_of, tiny_model
+from conftest import agent_of, batch_of, batch_of_rows, tiny_model
 
 import data
 import grpo
@@ -338,7 +338,7 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
 
     def sample(policy, prompts, *given, **named):
         sent.extend(prompts)
-        return batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
+        return batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", sample)
     for task, prompt in ((gsm8k, problem.prompt), (None, "How many?")):
         assert grpo.ask(agent_of(CFG, task), "How many?") == "How many?yes"
@@ -351,7 +351,7 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
 def test_a_chat_models_answer_is_on_a_line_of_its_own(after, between, monkeypatch):
     """That to `47*58=` goes on where it ends."""
-    batch = batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
+    batch = batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", lambda *given, **named: batch)
     encoding = byte_encoding()
     encoding.frame = dataclasses.replace(encoding.frame, after=after)

@@ -2,14 +2,13 @@
 import contextlib
 import dataclasses
 import io
-import json
 import random
 from types import SimpleNamespace
 
 import pretend
 import pytest
 import torch
-from conftest import flags, tiny_model
+from conftest import flags, records, tiny_model
 from test_caches import FAMILIES, assert_same
 
 import grpo
@@ -489,7 +488,7 @@ CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 def log_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
 
 
@@ -565,7 +564,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
 def test_a_run_logs_turns_and_replies(echo):
     """samples.jsonl has the turns, and where among the policy's tokens a reply stood."""
     out = run(echo, "logged")
-    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    lines = records(out / "samples.jsonl")
     several = 0
     for line in lines:
         for said, places, tokens, logp in zip(line["completions"], line["replies"], line["tokens"], line["logp"]):

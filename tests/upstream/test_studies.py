@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, agent_of, batch_of, tiny_model
+from conftest import ROOT, agent_of, batch_of, batch_of_rows, records, tiny_model
 
 sys.path.insert(0, str(ROOT / "experiments" / "studies"))
 import careful  # noqa: E402
@@ -62,7 +62,7 @@ def test_a_run_and_what_is_kept_of_it(flags, tmp_path, monkeypatch):
     runs.child([*studies.SETTING, *SMALL, *flags, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "result.json").read_text())
     run = studies.summary(result)
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "metrics.jsonl")
     assert [p["pass@1"] for p in run["points"]] == [m["pass@1"] for m in metrics if "pass@1" in m][:1] * (len(run["points"]) - 2) + [
         m["pass@1"] for m in metrics[1:]]
     own = [(m["length"] * 8) for m in metrics[1:]]
@@ -114,15 +114,9 @@ def test_a_critic_learns_returns_relative_to_the_groups():
 def test_values_of_lines_by_hand(monkeypatch):
     """Two completions of two lines and one of a single line; how often a continuation is right is told beforehand."""
     texts, share = ["R21\nR31", "D12\nU11", "R21"], {(0, 0): 0.5, (1, 0): 0.25}
-    encoding, T = byte_encoding(), 16
-    rows = [encoding.encode_ordinary("11>31:" + text) + [256] for text in texts]
-    ids = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-    at, n = torch.arange(T), torch.tensor([[len(row)] for row in rows])
-    mask = (at >= 6) & (at < n)
     problem = mines.Problem("11>31:", (1, 1), (3, 1), frozenset())
-    batch = grpo.Batch(ids, mask, torch.ones(3).bool(), torch.zeros(3, T), torch.full((3,), 6), problems=[problem] * 3, texts=texts,
-                       components={"correct": torch.tensor([1.0, 0.0, 0.0])})
-    batch.ends = passes.last_tokens(mask)
+    batch = batch_of_rows([(b"11>31:", [*text.encode(), 256]) for text in texts], problems=[problem] * 3, texts=texts,
+                          components={"correct": torch.tensor([1.0, 0.0, 0.0])})
     batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0]]), 0)
     kept = batch.reward.clone(), batch.ends.clone()
 
@@ -140,7 +134,7 @@ def test_values_of_lines_by_hand(monkeypatch):
     want = [([0.0] * 4 + [0.5] * 4, [0.5] * 4 + [0.5] * 4), ([0.5] * 4 + [0.25] * 4, [-0.25] * 4 + [-0.25] * 4), ([0.5] * 4, [-0.5] * 4)]
     for row, (values, credits) in enumerate(want):
         assert value[row, 6:6 + len(values)].tolist() == values and advantage[row, 6:6 + len(values)].tolist() == credits
-    assert value[~mask].abs().sum() == advantage[~mask].abs().sum() == 0
+    assert value[~batch.mask].abs().sum() == advantage[~batch.mask].abs().sum() == 0
     assert torch.equal(batch.reward, kept[0]) and torch.equal(batch.ends, kept[1])
 
 
@@ -396,7 +390,7 @@ def test_what_a_step_samples_anew_is_counted(tmp_path, monkeypatch):
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     filters.child(["--task", "experiments/studies/mines.py", "--algo", "dynamic_sampling", *SMALL, "--out", str(tmp_path)])
     config.algorithm("grpo", grpo.ALGOS, grpo)          # what dynamic_sampling replaced, before what `child` did
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "metrics.jsonl")
     assert {m["completions"] for m in metrics[1:]} <= {8, 16, 24} and metrics[1]["completions"] > 8
     assert json.loads((tmp_path / "about.json").read_text()).keys() >= {"date", "torch", "python", "cores", "machine"}
     first, second, third = filters.of_run(tmp_path)["points"]

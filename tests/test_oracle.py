@@ -559,25 +559,26 @@ def compare_fits(cfg, monkeypatch):
     before = [p.clone() for p in oracle.model.parameters()]
     monkeypatch.setattr(sys.modules[__name__], "PROBLEMS", FITTED)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
-    generate, complete, asked, made, continued = grpo.generate, grpo.complete, [], [], []
+    generate, completions, asked, made, continued = grpo.generate, grpo.completions, [], [], []
 
     def record(agent, problems, *more):
         """`generate`; on the side the problems and their completions."""
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, "complete", complete)
+            patch.setattr(grpo, "completions", completions)
             batch = generate(agent, problems, *more)
         asked.extend(problems)
         made.extend(rows_of(batch, SimpleNamespace(reward_model=None)))
         return batch
 
-    def record_continued(agent, prefixes, tries, room, u, episodes):
-        """`complete`, after a step; on the side the prefixes and how they went on."""
-        ended = complete(agent, prefixes, tries, room, u)
+    def record_continued(agent, problems, tries, u, begun):
+        """`completions`, after a step; on the side the prefixes and how they went on."""
+        ended = completions(agent, problems, tries, u, begun)
+        prefixes = [agent.encoding.encode_prompt(p.prompt) + ids for p, (ids, _) in zip(problems, begun)]
         ids = [row[:max(i for i, on in enumerate(mask) if on) + 1] for row, mask in zip(ended.ids.tolist(), ended.mask.tolist())]
         continued.extend((prefix, ids[i * tries:(i + 1) * tries]) for i, prefix in enumerate(prefixes))
         return ended
     monkeypatch.setattr(grpo, "generate", record)
-    monkeypatch.setattr(grpo, "complete", record_continued)
+    monkeypatch.setattr(grpo, "completions", record_continued)
     for iteration in range(3):
         shaken(agent.policy, 0.3, iteration)
         for kept in (asked, made, continued):

@@ -85,7 +85,7 @@ def test_the_form_of_runs_is_the_plain_reference(family, cache, in_parts, monkey
     mask, weight = b.mask & ~holes, torch.rand(b.mask.shape, generator=torch.Generator().manual_seed(1))
     assert b.mask.sum(1).unique().numel() > 3 and mask.sum() > 4 * 8
     found = []
-    for logp in (token_logps(model, b.ids, mask, 0.7)[0], reference(model, b.ids, mask, 0.7)):
+    for logp in (token_logps(model, b.ids, mask, 0.7)[0], reference(model, b.ids, mask, 0.7)[0]):
         grads = torch.autograd.grad((weight * logp.exp()).sum(), [*model.parameters()])
         found.append((logp.detach(), grads))
     (logp, grads), (want, want_grads) = found

@@ -25,11 +25,11 @@ from run import checkpoint, config, dist, passes, pretrained, show
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 # What those of this repository replace; a file that is not here is only run.
 REPLACED = dict(
-    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
+    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask raft sapo two_sided vespo",
     group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
-    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
+    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis vineppo", total_loss="entropy_tokens mis tis",
     token_weights="luspo",
-    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
+    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter raft", collect="hints replay stale tree",
     has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
 KNOWN = sorted({*" ".join(REPLACED.values()).split()})
 
@@ -139,7 +139,7 @@ def test_cispo():
     ("clip_cov", dict(SHARE=2e-4, LOW=1, HIGH=5)), ("kl_cov", dict(SHARE=2e-3, COEFFICIENT=1)), ("entropy_tokens", dict(SHARE=0.2)),
     ("soft_overlong", dict(BUFFER=0.2, FACTOR=0.5)), ("pass_at_k", dict(K=4)), ("moving_reference", dict(RATE=0.01)),
     ("dppo_tv", dict(DELTA=0.15)), ("dppo_kl", dict(DELTA=0.05)), ("dapo", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))),
-    ("entropy_tokens", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))), ("lite_ppo", dict(SETTINGS=dict(kl="none", loss_mean="token"))),
+    ("entropy_tokens", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token", micro_tokens=2048))), ("lite_ppo", dict(SETTINGS=dict(kl="none", loss_mean="token"))),
     ("off_policy_mask", dict(SETTINGS=dict(kl="loss", estimator="ratio*k3")))])
 def test_constants_that_no_formula_sees(name, constants):
     assert vars(module_of(name)).items() >= constants.items()
@@ -351,12 +351,12 @@ def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
     torch.set_default_dtype(torch.float32)
     cfg = grpo.make_config(algo=name, prompts=2, group=4, max_new=8, minibatches=1, dtype=dtype, device="cpu", warm_steps=0)
     assert cfg.updates == 1
-    module, seen, asked, logps = module_of(name), [], [], passes.logps
+    module, seen, asked, logps = module_of(name), [], [], grpo.logps
     agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     monkeypatch.setattr(module, "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
-    monkeypatch.setattr(passes, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
+    monkeypatch.setattr(grpo, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
     batch, _ = module.rollout(agent, arithmetic.problems()[0][:2], random.Random(0))
-    want = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+    want, _ = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
     assert asked == [agent.policy] and (batch.old_logp - want).abs().max() < (0.1 if dtype == "bfloat16" else 1e-5)
     batch.adv = batch.mask.float()
     module.total_loss(agent, batch, None, None)
@@ -553,7 +553,7 @@ def test_rows_without_an_advantage_count_in_a_share(name):
     torch.set_default_dtype(torch.float32)
     cfg, policy = grpo.make_config(algo=name, group=2, epochs=2), tiny_model()
     batch = rolled([1.0] * 4, [1.0, -1.0, 0.0, 0.0])
-    batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0).detach()
+    batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0)[0].detach()
     agent = agent_of(cfg, policy=policy)
     assert passes.has_gradient(agent, batch, grpo.total_loss).tolist() == [True, True, False, False]
     assert grpo.has_gradient(agent, batch).tolist() == [True] * 4
@@ -753,8 +753,8 @@ def test_dynamic_sampling_whitens_what_is_kept(start, tmp_path, monkeypatch):
 
     def loaded(path, name):             # a run executes the file again
         module = load(path, name)
-        joined = module._joined
-        module._joined = lambda rolled, rows: found.append((len(rolled), rows)) or joined(rolled, rows)
+        joined = module.joined
+        module.joined = lambda rolled, rows: found.append((len(rolled), rows)) or joined(rolled, rows)
         return module
     monkeypatch.setattr(config, "import_file", loaded)
     grpo.train(cfg)
@@ -894,7 +894,7 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     def read(args):
         """The Config with which `main` goes on."""
         mode, given = config.read(grpo.Config, "", args)
-        given, _ = checkpoint.settings(mode, grpo.make_config(**given), given)
+        given, _ = checkpoint.settings(mode, given, grpo.Config)
         return grpo.make_config(**given)
     assert (program, name) == ("python", "grpo.py") and read(args) == cfg
     assert read([*args, "--steps", "3"]) == replace(cfg, steps=3)
@@ -905,7 +905,7 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
 
 
 OTHERS = dict(baseline="leave-one-out", adv_scale="batch", loss_mean="constant", clip_low=0.125, clip_high=0.125, ratio="sequence",
-              supervision="process", reward="model", kl="watch")
+              supervision="process", reward="model", kl="watch", micro_tokens=1000)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -913,11 +913,15 @@ def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path,
     """Before the run; with the values that they have anyway nothing is said."""
     with_constants(monkeypatch, "distillation", TEACHER=start)
     ignored = dict(opo="baseline adv_scale", gdpo="baseline adv_scale supervision reward", luspo="loss_mean", remax="reward",
-                   gpg="clip_low clip_high ratio", distillation="baseline adv_scale kl supervision reward", **dict.fromkeys("sapo vespo dppo_kl dppo_tv kl_cov".split(), "clip_low clip_high"))
+                   gpg="clip_low clip_high ratio", distillation="baseline adv_scale kl supervision reward", **dict.fromkeys("sapo vespo dppo_kl dppo_tv".split(), "clip_low clip_high"),
+                   **dict.fromkeys("clip_cov entropy_tokens".split(), "micro_tokens"), kl_cov="clip_low clip_high micro_tokens",
+                   raft="kl clip_low clip_high ratio", vineppo="supervision reward baseline adv_scale")
     fixed = getattr(module_of(name), "FIXED", [])
     assert fixed == ignored.get(name, "").split()
     tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run"), algo=name)
     usual = grpo.make_config(**tiny)
+    if usual.supervision == "process":
+        monkeypatch.setitem(OTHERS, "supervision", "outcome")
     for flag in fixed:
         with pytest.raises(UserError, match=f"^--algo {name} does not take --{flag} {OTHERS[flag]}$"):
             grpo.train(grpo.make_config(**tiny | {"adv_scale": usual.adv_scale, flag: OTHERS[flag]}))

@@ -421,6 +421,61 @@ def test_passes_of_a_step_in_bfloat16(updates, monkeypatch, cfg, encoding):
         assert all(old is None for _, old in given) and told["clip_share"] == 0
 
 
+@pytest.mark.parametrize("critic", [None, "shared", "separate"])
+def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
+    """Up to rounding, in every weight; by the plain pass of model.py, or by the one in which rows share their beginnings."""
+    passed, after, given = [], {}, {} if critic is None else dict(baseline="group+value", critic=critic)
+    for module in (grpo.model, passes):
+        monkeypatch.setattr(module, "token_logps", lambda *x, real=module.token_logps, name=module.__name__, **more: (
+            passed.append(name), real(*x, **more))[1])
+    for cache in ("plain", "shared"):
+        cfg = Config(prompts=2, group=4, max_new=12, minibatches=2, micro_tokens=30, cache=cache, **given)
+        policy, b = tiny_model(), a_rollout(tiny_model(), cfg)
+        critics = {None: None, "shared": ScalarHead(32, std=0.1), "separate": ScalarHead(32, tiny_model(5), std=0.1)}
+        agent = Agent(cfg, None, None, policy, ref=policy, critic=critics[critic], beta=0.1)
+        params = [p for x in (policy, agent.critic) if x is not None for p in x.parameters() if p.requires_grad]
+        if critic:
+            torch.nn.init.constant_(agent.critic.head.weight, 0.1)
+            b.value, b.returns = torch.zeros_like(b.adv), b.adv + 0.5 * b.mask
+        agent.opt, before = torch.optim.SGD(params, 0.1), [p.detach().clone() for p in params]
+        passed.clear()
+        grpo.update(agent, b, random.Random(0))
+        assert {*passed} == {"model" if cache == "plain" else "run.passes"} and len(passed) > 2
+        after[cache] = [p.detach() - q for p, q in zip(params, before)]
+    for x, y in zip(*after.values(), strict=True):
+        assert x.any() and (x - y).abs().max() < 1e-4 * x.abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("given", [dict(dtype="float32"), dict(dtype="bfloat16"), dict(dtype="float32", baseline="value"),
+                                   dict(dtype="bfloat16", epochs=2)], ids=str)
+def test_rows_of_another_policy_have_its_log_probabilities(given, monkeypatch, cfg, encoding):
+    """Those noted with them are the old ones, and no mismatch, with one update of a rollout, too: by 3 nats too small here."""
+    cfg = dataclasses.replace(cfg, kl="none", device="cpu", **given)
+    agent = grpo.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
+    off, own = torch.tensor([False, True, True, False] * 2), grpo.collect
+
+    def collect(*x):
+        batch = own(*x)
+        batch.logp = batch.logp - 3 * (batch.mask & off[:, None])
+        batch.on_policy = ~off if known else None
+        return batch
+    monkeypatch.setattr(grpo, "collect", collect)
+    for known in (True, False):
+        batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
+        batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
+        if known:
+            again, _ = grpo.logps(agent.sampler, batch, cfg)
+            assert torch.equal(batch.old_logp[off], batch.logp[off])
+            present = again if given["dtype"] == "bfloat16" or "baseline" in given else batch.logp
+            assert torch.equal(batch.old_logp[~off], present[~off]) and not torch.equal(again, batch.logp)
+            stats = grpo.update(agent, batch, random.Random(0))
+            assert stats["mismatch"] < (0.5 if given["dtype"] == "bfloat16" else 1e-4)
+            assert stats["clip_share"] > 0.1                    # ratios of e^3
+        else:
+            with pytest.raises(UserError, match="say so in the Batch's on_policy$"):
+                grpo.update(agent, batch, random.Random(0))
+
+
 @pytest.mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [3, 8], [0, 5], [12, 0], [0, 0]], ids=str)
 def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
     """In each epoch each row of a rank is in one minibatch, whose number of rows is that of all ranks. Of ranks with as many

@@ -148,7 +148,7 @@ def resumed(*flags):
     """The Config and the Checkpoint with which a command line goes on."""
     mode, given = config.read(Config, "", ["--resume", *map(str, flags)])
     assert mode.resume
-    given, saved = checkpoint.settings(mode, grpo.make_config(**given), given)
+    given, saved = checkpoint.settings(mode, given, Config)
     return grpo.make_config(**given), saved
 
 

@@ -154,13 +154,14 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
 # ------------------------------------------------------------------------------ common prefixes
 
 def distinct(ids, mask):
-    """The tokens that must be computed: those of each row up to its last True in mask (B, T), less
-    the prefix that it has in common with the row above. Returns their indices into the flattened
-    rows, (n,), and for each position of the rows the index among these n, (B, T), which is
-    arbitrary after the last True.
+    """The tokens that must be computed: those of each row up to its last True in mask (B, T), or
+    its first token, less the prefix that it has in common with the row above. Returns their indices
+    into the flattened rows, (n,), and for each position of the rows the index among these n,
+    (B, T), which is arbitrary after the last True.
 
     Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
+    needed[:, :1] = True            # there is a token, whatever mask has
     same = needed[:-1] & (ids[1:] == ids[:-1])
     prefix = F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))        # of the first row: none
     new = needed & ~prefix

@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import fault
+from conftest import fault, records
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -40,7 +40,7 @@ CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 def metrics(where):
-    lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    lines = records(where / "metrics.jsonl")
     return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
 
 
@@ -148,7 +148,7 @@ def resumed(*flags):
     """The Config and the Checkpoint with which a command line goes on."""
     mode, given = config.read(Config, "", ["--resume", *map(str, flags)])
     assert mode.resume
-    given, saved = checkpoint.settings(mode, grpo.make_config(**given), given)
+    given, saved = checkpoint.settings(mode, given, Config)
     return grpo.make_config(**given), saved
 
 

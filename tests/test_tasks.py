@@ -494,15 +494,6 @@ def test_no_pattern_has_a_possessive_group():
         assert not re.search(r"\)[+*?]\+", path.read_text()), path.name
 
 
-@pytest.mark.slow
-def test_no_hostile_text_is_correct(monkeypatch):
-    """The search of experiments/robustness/hostile_texts.py, with fewer texts."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
-    import hostile_texts
-    correct, wrong, _ = hostile_texts.search(8_001, random.Random(1))
-    assert len(correct) > 1600 and [text for *_, text in wrong] == []
-
-
 def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))

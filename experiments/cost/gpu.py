@@ -5,16 +5,15 @@
     python experiments/cost/gpu.py tests        # the tests that need a GPU
     python experiments/cost/gpu.py decode update --device cpu --tiny        # a dry run
 
-What is found is printed at once, behind the seconds since the start, and kept in --out; after a
-measurement that fails the next one follows. A `share` is a lower bound on a time, divided by it: of
-a token the bytes of weights and cache at the rate of a copy, of an update its products.
+What is found is printed at once, behind the seconds since the start, and kept in --out. A `share`
+is a lower bound on a time, divided by it: of a token the bytes of weights and cache at the rate of
+a copy, of an update its products.
 """
 import contextlib
 import dataclasses
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -34,17 +33,15 @@ from run import caches, dist, passes, pretrained  # noqa: E402
 BEGAN, FOUND = time.time(), {"about": results.about()}
 # random models in the shapes of Qwen2.5-0.5B and SmolLM2-135M; updates: micro-batches, logits
 LARGE = SimpleNamespace(
-    shapes={"0.5B": dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896,
-                         n_inner=4864, block_size=2048, bias="qkv"),
-            "135M": dict(vocab_size=49152, n_layer=30, n_head=9, n_kv_head=3, n_embd=576,
-                         n_inner=1536, block_size=2048)},
-    rows=(256, 64, 512), group=16, context=256,
-    dtype="bfloat16", batch=dict(prompts=16, group=16, max_new=512),
+    shapes={"0.5B": model.GPTConfig(151936, 24, 14, 2, 896, 4864, 2048, bias="qkv"),
+            "135M": model.GPTConfig(49152, 30, 9, 3, 576, 1536, 2048)},
+    rows=(256, 64, 512), group=16, context=256, dtype="bfloat16",
+    batch=dict(prompts=16, group=16, max_new=512),
     updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
 TINY = SimpleNamespace(
-    shapes={"0.5B": dict(vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64,
-                         block_size=512)}, rows=(8, 4), group=2, context=70, dtype="float32",
-    batch=dict(prompts=2, group=2, max_new=24), updates=((256, None), (256, 2 ** 10)))
+    shapes={"0.5B": model.GPTConfig(300, 2, 4, 2, 32, 64, 512)}, rows=(8, 4),
+    group=2, context=70, dtype="float32", batch=dict(prompts=2, group=2, max_new=24),
+    updates=((256, None), (256, 2 ** 10)))
 
 
 @contextlib.contextmanager
@@ -56,7 +53,6 @@ def measuring(args, name):
     try:
         yield found
     except Exception as e:      # whatever it is, the next measurement may work
-        traceback.print_exc()
         found["error"] = f"{type(e).__name__}: {e}"[:300]
     found["peak GB"] = results.peak() / 1e9
     print(f"{time.time() - BEGAN:6.1f}  {name}: {found}", flush=True)
@@ -64,12 +60,10 @@ def measuring(args, name):
 
 
 def random_model(args, shape, dtype, **more):
-    cfg = grpo.make_config(task="sums", dtype=dtype, device=args.device, **more)
+    cfg = grpo.make_config(task="sums", dtype=dtype, device=args.device,
+                           compile=args.compile, **more)
     with dist.device_of(cfg):
-        policy = pretrained.to_device(model.GPT(model.GPTConfig(**shape)), cfg)
-    if args.compile:
-        dist.compile_all(dataclasses.replace(cfg, compile=True), policy)
-    return policy, cfg
+        return pretrained.to_device(model.GPT(shape), cfg), cfg
 
 
 def sampled(policy, lengths, group, new, stop=(-1,)):
@@ -81,12 +75,12 @@ def sampled(policy, lengths, group, new, stop=(-1,)):
 
 def agree(args, at):
     """How far are log-probabilities apart, up to the first token that rounding decides?"""
-    shape = at.shapes["0.5B"] | dict(vocab_size=300)
+    shape = dataclasses.replace(at.shapes["0.5B"], vocab_size=300)
     policy = pretrained.frozen(random_model(args, shape, "float32")[0])
-    for longest, new in ((40, 40), (150, 60)):
+    for new in (40, 60):
         for p in policy.parameters():
             p.copy_(p.flip(0))
-        lengths, made = range(longest, longest - at.rows[0] // at.group, -1), []
+        lengths, made = range(150, 150 - at.rows[0] // at.group, -1), []
         with measuring(args, f"graph and plain cache, {new} tokens") as found:
             for policy.kv_cache in ("static", "plain"):
                 batch = sampled(policy, lengths, at.group, new, range(10))
@@ -100,8 +94,7 @@ def agree(args, at):
 
 
 def a_token(found, at, policy, rows, copied):
-    """A token of each row: the difference of rollouts of two lengths, in which no row ends. The
-    first of all compiles and records. With a graph also its parts."""
+    """A token of each row: the difference of rollouts of two lengths."""
     def seconds(n):
         began = speed.now(policy.device)
         sampled(policy, [at.context] * (rows // at.group), at.group, n)
@@ -126,7 +119,9 @@ def a_token(found, at, policy, rows, copied):
 def decode(args, at):
     agree(args, at)
     for name, shape in at.shapes.items():
-        policy = pretrained.frozen(random_model(args, shape, at.dtype)[0])
+        policy, cfg = random_model(args, shape, at.dtype)
+        policy = pretrained.frozen(policy)
+        dist.compile_all(cfg, policy)
         copied = speed.bandwidth(policy.device)
         for rows in at.rows:
             for way in ("static", "shared", "plain") if rows == at.rows[0] else ("static",):

@@ -8,7 +8,7 @@ the same model and prompts.
 Both have the paper's loss with the KL, and the same rows, lengths, AdamW and learning rate; "TRL"
 puts all rows into one pass, "TRL in parts" splits them. Without TRL only this code is measured.
 Results are medians of all turns but the first; peak memory is that of a process of its own for
-each. With --readme they replace speed.json, which the docs quote, and explain the lower bound of.
+each. With --readme they replace speed.json. docs/measurements.md explains the lower bound.
 """
 import contextlib
 import importlib.util
@@ -40,7 +40,7 @@ SIZES = {
     "smollm2": dict(task="sums", init="out/smollm2", prompts=8, group=8, max_new=128)}
 # Rows of a forward pass of "TRL in parts".
 PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "smollm2": 16}
-WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts")
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
 
 
 def new(size, who):
@@ -231,7 +231,7 @@ def study(size, who, turns):
 def main():
     parser = results.parser(__doc__, "readme")
     parser.add_argument("sizes", nargs="+", choices=SIZES)
-    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO[:5])
+    parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--peak", choices=WHO)
     parser.add_argument("--device", default="auto")

@@ -32,9 +32,8 @@ from data import sums as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
 from experiments import results  # noqa: E402
 
-# A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
-# weigh a third. With that, and with half of the calls in the demonstrations wrong instead of a
-# third, calls were dying out after three to five steps in three of four tries, also at 3e-5.
+# A call makes a completion three times as long: with loss_mean "sequence" its tokens would weigh a
+# third. With that, and half of the demonstrated calls wrong, calls died out in three of four tries.
 DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
                 loss_mean="token", micro_tokens=4096, save_every=8)
 # The evaluation of grpo.py does not tell products from sums: `measured` takes its place.

@@ -26,17 +26,16 @@ from run import config, pretrained, warm_start
 
 HERE = Path(__file__).parent
 
-# Evaluations: at 5 %, a standard error of one point on 512 rows. A completion may have 256 tokens,
-# as in nanochat's RL on GSM8K; of 2,000 training rows 16 have longer solutions, and are left out.
+# A completion may have 256 tokens, as in nanochat's RL on GSM8K; of 2,000 training rows 16 have
+# longer solutions, and are left out.
 COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
-# The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for two epochs of its
-# conversations (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
+# The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for its conversations
+# (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
 WARM_BATCH = "run.warm_start.WARM_BATCH=32"
 SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right
-# answer. No KL, as in nanochat and DAPO: dead groups then cost no update. Of 3e-5 and 1e-5, with
-# which this model learned sums, the lower one, as there are more steps here, each of them two of
-# the optimizer; a rate that falls ended higher there. The end is saved, and nothing before.
+# answer. No KL: dead groups then cost no update. Of 3e-5 and 1e-5, with which this model learned
+# sums, the lower one, as there are more steps here.
 RL = "--steps 202 --lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
 TINY = ("--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 "
         "--steps 3").split()
@@ -53,12 +52,12 @@ def run(args, flags):
     flags = ["--task", "gsm8k", "--init", str(args.init), "--seed", str(args.seed),
              "--train", str(where / "train.jsonl"), "--test", str(where / "test.jsonl"),
              *COMMON, *SUPERVISED, *RL, *(TINY if args.tiny else []), *flags]
-    rows, seconds = write_rows(args, flags, where), {}
+    data, seconds = write_rows(args, flags, where), {}
     for out, more in (("untrained", ["--steps", "0", "--warm_steps", "0"]), ("trained", [])):
         began = time.time()
         start([*flags, *more, "--out", str(where / out)])
         seconds[out] = round(time.time() - began, 1)
-        results.write(where / "result.json", result(where, flags, rows, seconds))
+        results.write(where / "result.json", result(where, flags, data, seconds))
     print(f"{sum(seconds.values()) / 60:.1f} minutes; the numbers are in {where / 'result.json'}")
 
 
@@ -110,7 +109,7 @@ def result(where, flags, rows, seconds):
         "curve": {name: [round(m[name], 4) for m in steps] for name in CURVES}}
 
 
-def table(runs):
+def rows(runs):
     """The lines of the docs' table."""
     first = next(iter(runs.values()))
     for name, title in MEASURED.items():
@@ -124,7 +123,7 @@ def readme():
     made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*/result.json"))
     runs = {path.parent.name.removeprefix("gsm8k-s"): json.loads(path.read_text()) for path in made}
     results.write(HERE / "gsm8k.json", runs)
-    print("\n".join(table(runs)))
+    print("\n".join(rows(runs)))
 
 
 def main():

@@ -85,8 +85,6 @@ gradients are not cleared | grpo.py | oracle -k steps
     mask.sum(1, keepdim=True).clamp(min=1)  =>  mask.sum(1, keepdim=True)
 k3 loses its digits near 0 | grpo.py | loss
     k3 = log_r.expm1() - log_r  =>  k3 = log_r.exp() - 1 - log_r
-k3 overflows | grpo.py | loss
-    return x + (x.clamp(-20, 20) - x).detach()  =>  return x
 the KL in the wrong direction | grpo.py | loss
     log_r = bounded(ref_logp - logp)  =>  log_r = bounded(logp - ref_logp)
 the reward's KL is in the loss as well | grpo.py | advantages
@@ -127,9 +125,6 @@ annotators choose the worst | reward.py | reward
       best = reward == reward.amin(1, keepdim=True)
 the score is not normalised | reward.py | reward
     (raw - mean) / std, 0)  =>  raw, 0)
-ties are not broken uniformly | reward.py | reward
-    chance = best / best.sum(1, keepdim=True)  =>
-      chance = F.one_hot(best.float().argmax(1), best.size(1)).float()
 scores are normalised on the last batch only | reward.py | oracle -k three_fits
     normalise(reward_model, agent.history, cfg)  =>  normalise(reward_model, train, cfg)
 no history is replayed | reward.py | oracle -k three_fits
@@ -182,8 +177,6 @@ the cache is read without a mask | model.py | model sampling
     q.flatten(2, 3), k, v, mask)  =>  q.flatten(2, 3), k, v)
 an adapted beta is lost between steps | experiments/variants/adaptive_kl.py | variants -k steered
     agent.beta *= 1 + RATE * error  =>  agent.beta = agent.cfg.beta * (1 + RATE * error)
-a KL that is only watched is applied | grpo.py | advantages -k nowhere
-    if cfg.kl == "loss":  =>  if cfg.kl in ("loss", "watch"):
 a finished run is overwritten | run/checkpoint.py | checkpoint -k is_lost
     files.keep_previous(folder)  =>  pass
 each rank evaluates with its own random numbers | grpo.py | ranks
@@ -205,12 +198,8 @@ a reply is sampled, not read | grpo.py | turns
     torch.where(sampled, token, ids[rows, column])  =>  token
 an episode that is cut off counts as finished | grpo.py | turns
     finished[row] = over  =>  finished[row] = over or len(answer) == 0
-a reply begins a column late | grpo.py | turns
-    columns = slice(end, end + len(answer))  =>  columns = slice(end + 1, end + 1 + len(answer))
 a reply may take the last token | data/turns.py | turns
     len(answer) >= left:  =>  len(answer) > left:
-a turn is read from the beginning of the episode | data/turns.py | turns
-    self.begun[row] = len(ids) + len(answer)  =>  pass
 the warm start imitates the replies | run/warm_start.py | turns
     i % 2 == 1 for i, part  =>  i > 0 for i, part
 a continuation does not know the turns before it | data/turns.py | turns

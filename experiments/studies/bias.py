@@ -4,9 +4,8 @@
 
 A GPT with a vocabulary of 4 and completions of 4 tokens is small enough to sum over all 256
 completions, so there is no sampling noise. The policy is at three distances from the reference, in
-float64 (logits in float32). In the loss, the estimates of a row's tokens are summed; in the reward,
-their sum is the row's penalty and the gradient is that of REINFORCE. The exact gradient is that of
-the KL of whole completions. All are on-policy: the ratio is 1.
+float64. In the loss, the estimates of a row's tokens are summed; in the reward, their sum is the
+row's penalty and the gradient is REINFORCE's. The exact one is that of the KL of completions.
 """
 import itertools
 import sys

@@ -3,8 +3,8 @@ r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1 to 64, bef
     for s in 1 2 3 4 5; do python grpo.py --warm_steps 1500 --seed $s --out out/s$s; done
     python experiments/studies/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5
 
-Other policies can hardly do their task before RL: one walks among mines that no demonstration knew,
-the other is SmolLM2-135M. On 2 CPU cores the evaluations take a minute and a quarter of an hour.
+Other policies can hardly do their task before RL: a walk among mines that no demonstration knew,
+and SmolLM2-135M. On 2 CPU cores the evaluations take a minute and a quarter of an hour.
 
     for s in 1 2 3 4 5; do python grpo.py --task experiments/studies/mines.py --steps 300 \
         --adv_scale none --seed $s --out out/mines$s; done

@@ -8,6 +8,8 @@ critic.png, labels.png, kl.png and grid.png were drawn by earlier code, as was g
 import json
 import statistics
 
+import matplotlib.pyplot as plt
+
 import studies
 from experiments import results
 from figure7 import KS, of_seeds
@@ -21,10 +23,8 @@ PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completi
 
 def panels(height=4.0):
     """A figure of two plots, 900 pixels wide."""
-    import matplotlib
-    look = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    matplotlib.rcParams.update(look)
-    return results.panels(2, (9, height), dpi=100, layout="constrained")
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    return plt.subplots(1, 2, figsize=(9, height), dpi=100, layout="constrained")
 
 
 def forest(axis, rows, label):

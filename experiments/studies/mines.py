@@ -12,13 +12,8 @@ not know it. Whether a line is good can be told from it and the lines before it.
 """
 import random
 import re
-import sys
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data import UserError  # noqa: E402
 
 SIZE, MINES = 8, 10             # a square grid; places are two digits, column and row
 # moves from start to goal without mines, and of the longest walk: times 2 ** --difficulty
@@ -50,8 +45,7 @@ def problems(seed, difficulty=2):
              if near <= distance(a, b) <= far and n <= lines]
     rng.shuffle(pairs)
     found = [Problem("{}{}>{}{}:".format(*a, *b), a, b, mines, lines) for a, b in pairs]
-    if len(found) < 2 * HELD_OUT:
-        raise UserError(f"mines.py: there are only {len(found)} problems")
+    assert len(found) >= 2 * HELD_OUT, "the grid is too small, or has too many mines"
     return found[HELD_OUT:], found[:HELD_OUT]
 
 

@@ -122,8 +122,7 @@ def patch_drawn(value):
 
 
 def patch_sampler(value):
-    """`bfloat16`: the sampler's weights are rounded, and the trainer computes the old
-    log-probabilities anew."""
+    """`bfloat16`: the sampler's weights are rounded, and the trainer computes old_logp anew."""
     assert value == "bfloat16"
     rollout = grpo.rollout
     passes.MISMATCH[None] = passes.MISMATCH[torch.bfloat16]
@@ -208,8 +207,8 @@ def kl_to(agent, before, problems):
 
 
 def quality(agent, policy, problems):
-    """The AUC of the reward model: the share of pairs of a true and a false step, or of a right and
-    a wrong completion, that it orders rightly. Guesses have no steps."""
+    """The share of pairs of a true and a false step, or of a right and a wrong completion, that
+    the reward model orders rightly (the AUC). Guesses have no steps."""
     batch = completions(agent, policy, problems, "quality")
     truth, ends = reward.of_rule(agent, batch)
     if agent.cfg.supervision == "process":
@@ -259,8 +258,8 @@ def child(flags):
 
 
 def points_of(metrics, spent):
-    """For each evaluation its step and results, and the tokens and seconds spent so far. Where an
-    iteration begins, there is a second point if a fit took something."""
+    """For each evaluation its step and results, and the tokens and seconds spent so far; two for a
+    step after which a reward model was fitted."""
     evaluated = {m["step"]: m for m in metrics if "pass@1" in m}
     points, before = [], 0
     for step, tokens, seconds in [(0, 0, 0.0), *spent]:

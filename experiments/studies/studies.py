@@ -9,10 +9,9 @@ are missing, then prints a table:
     python experiments/studies/studies.py critic --seeds 1 2 --parts baselines
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same
-flags is not made again, so delete what you want to repeat. All runs of a seed share its map and its
-warm start. A row is compared, seed by seed, with the first row of its part of the table, in the
-ladder with the row above it. The files have more rows than are made here, and tuning.json the
-runs that chose learning rates and betas, on a map of its own: their flags say what they are.
+flags is not made again. All runs of a seed share its map and its warm start. A row is compared,
+seed by seed, with the first row of its part, in the ladder with the row above it. The files have
+more rows than are made here, tuning.json those that chose rates and betas; their flags say what.
 """
 import concurrent.futures
 import json
@@ -64,8 +63,7 @@ def forms(task, betas, some=FORMS):
                    f"{task} --kl {place} --estimator {name} --beta {beta}")
 
 
-# Variants of GRPO, each where it acts: with one update per rollout the ratio is 1, so that clips,
-# masks and weights do nothing.
+# Variants of GRPO, each where it acts: with one update per rollout the ratio is 1.
 ONCE = ("dr_grpo rloo luspo gpg opo remax pass_at_k maxrl beta_norm gdpo lite_ppo entropy_tokens "
         "dynamic_sampling soft_overlong overlong_filter dapo moving_reference periodic_reference")
 OFTEN = ("dapo gspo luspo gspo_token cispo sapo gmpo dual_clip two_sided dppo_tv dppo_kl vespo "

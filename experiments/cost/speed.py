@@ -208,7 +208,7 @@ def rows(result):
 
 
 def study(size, who, turns):
-    """Turns of all of `who`, alternating: medians, and the peaks of memory, which come first."""
+    """Turns of all of `who`, alternating: medians, and peaks of memory."""
     peaks, made = {}, {name: [] for name in who}
     for name in who:
         command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"]]

@@ -292,7 +292,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
     and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and a mask of these: True where they are judged. None is trained on."""
+    completions begin, fewer than --max_new, and a mask of those to judge; none is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -538,8 +538,7 @@ def update(agent, batch, rng):
     mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, len(mask))):
-        n_tokens = dist.all_reduce(mask[rows].sum())
-        n_tokens = n_tokens.clamp(min=1).item()
+        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
         rows = rows[learns[rows]]
         scored = []
         for micro in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
@@ -605,7 +604,8 @@ def train_step(agent, problems, step):
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
-            opt_group["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
+            rate = opt_group.setdefault("initial_lr", opt_group["lr"])
+            opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))

@@ -55,18 +55,18 @@ Cache = Literal["auto", "plain", "shared", "static"]
 @dataclass(frozen=True)
 class Config:
     """The settings of a run, as built by `make_config`. A field is a flag, its comment the help. By
-    default a step's sizes, lr, beta and the loss are the paper's."""
+    default a step's sizes, lr, beta and the loss are the paper's; a task's DEFAULTS come first."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     task_args: dict = field(default_factory=dict)   # settings of the task's own
-    algo: str = "grpo"          # in ALGOS or experiments/variants, or a .py file
+    algo: str = "grpo"          # in ALGOS or experiments/variants, or a file
     init: str = ""              # folder of the model to start from
     out: str = ""               # folder of the run; empty: out/<task>
     steps: int = 100            # steps per iteration; a step is a rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
     max_new: int = 1024         # maximum tokens per completion (N); replies count, too
-    max_turns: int = 8          # maximum turns of the policy, if the task replies
+    max_turns: int = 8          # maximum turns of the policy, with replies
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # prompts and sampling
@@ -79,7 +79,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # or fitted: to the rule, to rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model's, of rule or rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
@@ -110,7 +110,7 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # shared: rows share what is alike; static: also fixed shapes; plain
+    cache: Cache = "auto"       # KV cache; all but plain also train with shared prefixes
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -140,7 +140,8 @@ class Config:
 def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
     as `difficulty`. Raises UserError for unknown names and bad values."""
-    given = given.pop("task_args", {}) | given      # a task's own settings count as flags, too
+    task_args = given.pop("task_args", {})
+    given = task_args | given           # a task's own settings count as flags, too
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
     # An algorithm's file is executed here: it replaces functions of this module.
@@ -178,14 +179,14 @@ class Batch:
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
     logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
-    judged: Tensor = None       # (B, T) bool: mask, and a given beginning of the completion
+    judged: Tensor = None       # (B, T) bool: mask, and what was given of the completion
     on_policy: Tensor = None    # (B,) bool: sampled by the present policy; None: all rows are
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text, or list of turns if the task replies
     components: dict = None     # (B,) each: components of the rule's reward, by name
     reward: Tensor = None       # (B, T), at `ends` below
     ends: Tensor = None         # (B, T) bool: last token of the row, or of each reasoning step
-    old_logp: Tensor = None     # (B, T) log pi_old, for the ratio; None: the ratio is 1
+    old_logp: Tensor = None     # (B, T) log pi_old; None: pi is pi_old, the ratio is 1
     ref_logp: Tensor = None     # (B, T) log pi of the reference
     value: Tensor = None        # (B, T) critic's value of the state before token t
     adv: Tensor = None          # (B, T) advantages
@@ -242,15 +243,15 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     with; None: takes the most likely tokens. With `reply` a stop token ends a turn:
     reply(row, ids so far, tokens left) returns the ids of a reply, fewer than are left, and
     whether the episode is over; without ids the row ends. Returns a Batch with its first fields."""
-    def of_rows(numbers):               # of the prompts -> (B,)
-        return torch.tensor(numbers, device=policy.device).repeat_interleave(group)
+    def per_row(per_prompt):            # (P,) -> (B,)
+        return torch.tensor(per_prompt, device=policy.device).repeat_interleave(group)
 
     lengths = [len(prompt) for prompt in prompts]
     longest = max(length + new for length, new in zip(lengths, room))
     N = max(room)
-    ids = passes.padded(prompts, group, max(lengths) + N)
-    ids = ids.to(policy.device)                                 # (B, T)
-    start, room = of_rows(lengths), of_rows(room)
+    ids = passes.padded(prompts, group, max(lengths) + N).to(policy.device)
+    start = per_row(lengths)
+    limit = per_row(room)
     stop = torch.tensor(sorted(stop), device=policy.device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
@@ -259,7 +260,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     done = torch.zeros_like(finished)   # finished, or cut off
     if u is not None:
         u = u.to(policy.device, torch.float32)
-    cache = caches.new(policy, longest, temperature)
+    cache = caches.new(policy, longest, temperature)    # its p are at this temperature
     rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
     for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
         column = start[rows] + n
@@ -272,26 +273,26 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
         for row in rows[ended].tolist() if reply else []:
-            end = int(start[row]) + n + 1               # the column after the turn
-            left = int(room[row]) - n - 1
+            end = int(start[row]) + n + 1       # the column after the turn
+            left = int(limit[row]) - n - 1
             answer, over = reply(row, ids[row, :end].tolist(), left)
             columns = slice(end, end + len(answer))
             ids[row, columns] = torch.tensor(answer, dtype=torch.int64)
             forced[row, columns] = True
             finished[row] = over
             done[row] = len(answer) == 0
-        done |= finished | (n + 1 >= room)
-        if n + 1 < N:                   # rows that are done leave, now or later
+        done |= finished | (n + 1 >= limit)
+        if n + 1 < N:           # reads the token; rows that are done leave
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
-    T = passes.row_lengths(mask).max().item()       # up to the last sampled token
+    T = passes.row_lengths(mask).max().item()   # up to the last sampled one
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
     and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and which of these the policy said; they are judged, but not trained on."""
+    completions begin, and a mask of these: True where they are judged. None is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -300,8 +301,8 @@ def completions(agent, problems, group, u=None, begun=None):
     episodes = reward.new_episodes(agent, problems, prompts, begun, group)
     batch = sample(agent.sampler, prefixes, group, room, cfg.temperature,
                    agent.encoding.stop, u, reply=episodes)
-    passes.begin_earlier(batch, prompts, begun, group)
-    reward.score_by_rule(agent, problems, batch, episodes)
+    passes.begin_earlier(batch, prompts, begun, group)          # sets start, judged
+    reward.score_by_rule(agent, problems, batch, episodes)      # problems, texts, components
     return batch
 
 def generate(agent, problems, group, rng=None):
@@ -318,8 +319,8 @@ def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (B, T) at `ends` (B, T). Returns scores (B, T), and which
-    groups are dead, (P,): whose std is at most a millionth of the mean. The std divides by n (the
-    paper is silent): the scores' mean square is 1 for any G. Without dead groups, no epsilon."""
+    groups are dead, (P,): whose std is at most a millionth of the mean, or of a floor. The std
+    divides by n (the paper is silent): the scores' mean square is 1 for any G, without epsilon."""
     shape = ends.shape
     ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
     r = torch.where(ends, model.double(r).view_as(ends), 0)
@@ -328,16 +329,16 @@ def group_scores(r, ends, cfg):
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    # Near 0 a learned reward or a KL rounds as if it were larger; of a rule only sums that cancel do.
+    # The floor is larger where models make the rewards, whose rounding is that of numbers near 1.
     least = 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1
     dead = std <= 1e-6 * mean.abs().clamp(min=least)
     if cfg.baseline in ("none", "value"):
         mean = 0
     elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        others = total - r.sum(2, keepdim=True)                         # (P, G, 1)
+        others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
         mean = others / (n - ends.sum(2, keepdim=True))
     else:
-        mean = torch.where(dead, r, mean)
+        mean = torch.where(dead, r, mean)       # r - mean is exactly 0
     std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
     score = (r - mean) / std
     score = torch.where(ends, score, 0).float()
@@ -409,8 +410,8 @@ def rollout(agent, problems, rng):
 
 def old_policy(agent, batch, has_ratios):
     """log pi_old, (B, T), and the critic's values, (B, T) or None. log pi_old was noted as the rows
-    were sampled. A training pass, which rounds otherwise, takes its place for a KL in the reward,
-    and for ratios in bfloat16: the sampler has the policy's weights, as autocast rounds them."""
+    were sampled. A training pass of the sampler's weights, which rounds otherwise, takes its place
+    with a critic, for a KL in the reward, and for ratios in bfloat16."""
     cfg = agent.cfg
     in_reward = cfg.kl == "reward" and agent.ref is not None
     in_bfloat16 = has_ratios and agent.policy.amp is not None
@@ -429,8 +430,9 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
-    return form(gpt, batch.ids, batch.mask, cfg.temperature, critic)
+    # The pass that is trained: that of model.py or, equal up to rounding, one with shared prefixes.
+    forward = model.token_logps if cfg.cache == "plain" else passes.token_logps
+    return forward(gpt, batch.ids, batch.mask, cfg.temperature, critic)
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
@@ -517,21 +519,21 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, n):
     """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
     (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
-    own, total = dist.numbered(n, cfg.group)    # this rank's rows among those of all
+    here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
-        for part in order.tensor_split(cfg.minibatches):
-            rows = torch.isin(own, part).nonzero()[:, 0]
+        for chosen in order.tensor_split(cfg.minibatches):
+            rows = torch.isin(here, chosen).nonzero()[:, 0]
             n_rows = dist.all_reduce(torch.tensor(len(rows)))
             yield rows, n_rows.clamp(min=1).item()
 
 def update(agent, batch, rng):
-    """An optimizer step for each minibatch of each epoch over a rollout; the mean statistics. Raises
+    """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics. Raises
     UserError if before the first one the sampler's log-probabilities are not the trainer's."""
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
-    params = [p for part in agent.opt.param_groups for p in part["params"]]
+    params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
     mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
@@ -540,15 +542,15 @@ def update(agent, batch, rng):
         n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[learns[rows]]
         scored = []
-        for part in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
-            weight = token_weights(part.mask, cfg.loss_mean, n_rows,
+        for micro in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
+            weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
-            loss, terms, logp = total_loss(agent, part, weight, n_tokens)
+            loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
             loss.backward()
             for name, x in terms.items():
                 stats[name] += x.detach() / cfg.updates
-            scored.append((part, logp.detach()))
-        if i == 0:
+            scored.append((micro, logp.detach()))
+        if i == 0:      # raises UserError if these are not the sampler's log-probabilities
             mismatch = passes.checked_gap(scored, agent.policy.amp)
         dist.sum_gradients(params)              # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
@@ -558,8 +560,8 @@ def update(agent, batch, rng):
 
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so it is
-    tried on two of them: if it is not 0, no row is skipped."""
+    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so that
+    is computed for two of them, a small pass: if it is not 0, no row is skipped."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model
@@ -571,8 +573,8 @@ def refit_reward_model(agent, problems, iteration):
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
     size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # problems, for a step's rows
-    for part in show.chunks("labelling", held_out + train, size):
-        batch = generate(agent, part, reward.CHOICES, rng)
+    for some in show.chunks("labelling", held_out + train, size):
+        batch = generate(agent, some, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
             batch.reward = reward.rollout_labels(
@@ -584,9 +586,10 @@ def refit_reward_model(agent, problems, iteration):
 def evaluate(agent, problems):
     """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    cfg, n = agent.cfg, agent.cfg.samples
+    cfg = agent.cfg
+    n = cfg.samples
     rng = dist.rng(cfg, "evaluate")
-    rows = cfg.prompts * cfg.group              # at a time: as many as a step has
+    rows = cfg.prompts * cfg.group      # at a time: as many as a step has
     greedy, sampled = [], []
     for some in show.chunks("greedy evaluation", problems, rows):
         greedy.append(generate(agent, some, 1))
@@ -601,9 +604,8 @@ def train_step(agent, problems, step):
     agent.step = step
     clock = report.Clock()
     if cfg.half_life:
-        for part in agent.opt.param_groups:
-            rate = part.setdefault("initial_lr", part["lr"])
-            part["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+        for opt_group in agent.opt.param_groups:
+            opt_group["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
@@ -618,8 +620,9 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
     and Algorithm 1, in each iteration a new reference, a refitted reward model, --steps steps."""
-    # Again: in a notebook another Config may have put its variant's functions in place since.
+    # Again: in a notebook another Config may have put its functions in place since.
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
+    # Loads the policy, or makes it and trains its warm start; cfg gets its micro_tokens.
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     done = saved.step if saved else -1      # -1: new, or stopped before the warm start's end
@@ -631,7 +634,7 @@ def train(cfg, task=None, saved=None):
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
-        if done < first and cfg.steps:          # a new iteration, not a resumed one
+        if done < first and cfg.steps:  # a new iteration, not a resumed one
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
@@ -639,7 +642,7 @@ def train(cfg, task=None, saved=None):
         for step in range(max(first, done + 1), first + cfg.steps):
             batch, stats = train_step(agent, problems, step)
             stats = fitted | stats
-            fitted = {}                         # logged with the iteration's first step
+            fitted = {}                 # logged with the iteration's first step
             log.append(stats)
             report.log_step(agent, step, batch, log)
             finish_step(agent, held_out, step, stats)

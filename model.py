@@ -95,8 +95,8 @@ def double(x):
 # -------------------------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): the plain layout. By default training has that of
-    run/passes.py, in which rows share what they have in common."""
+    """A pass over whole rows, ids (B, T): the plain layout, of --cache plain. By default training
+    has SharedRows of run/passes.py, whose methods differ: rows share prefixes."""
 
     def __init__(self, ids, device, pos=None):
         self.ids = send(ids, device)
@@ -214,7 +214,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None             # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False      # activation checkpointing, a layer at a time
-        self.kv_cache = "plain"     # or "shared", "static": how rows are laid out, see --cache
+        self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py and passes.py
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
-        """Hidden states (B, T, C) of ids (B, T), for `head`. pos (B, T): positions, if not 0..T-1.
+        """Hidden states (B, T, C), not logits, of ids (B, T). pos (B, T): positions, if not 0..T-1.
         A cache is written to, and its first `slots` are read (None: all)."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
@@ -277,7 +277,7 @@ class GPT(nn.Module):
             return F.linear(x, head.weight).float()
 
     def probs(self, h):
-        """The next token's probabilities (n, V). h (n, C): hidden states over the temperature."""
+        """The next token's probabilities (n, V). h (n, C): hidden states / temperature."""
         return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):

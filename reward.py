@@ -9,8 +9,8 @@ from model import send
 from run import dist, passes, show, warm_start
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
-TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new
-FIT_STEPS = 64          # a fit labels completions of as many problems as so many steps have
+TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; by rule at most 0
+FIT_STEPS = 64          # problems that a fit labels, in steps: FIT_STEPS * --prompts
 CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
 # ------------------------------------------------------------------------------- the rule's reward
@@ -21,11 +21,11 @@ def new_episodes(agent, problems, prompts, begun, group):
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
-    first = repeated(map(len, prompts), group)
+    lengths = repeated(map(len, prompts), group)
     problems = repeated(problems, group)
-    episodes = Episodes(reply, agent.encoding, agent.cfg.max_turns, problems, first)
-    for i, (ids, said) in enumerate(begun):
-        episodes.go_on(range(i * group, (i + 1) * group), ids, said)
+    episodes = Episodes(reply, agent.encoding, agent.cfg.max_turns, problems, lengths)
+    for i, (ids, judged) in enumerate(begun):
+        episodes.go_on(range(i * group, (i + 1) * group), ids, judged)
     return episodes
 
 def repeated(items, group):
@@ -120,9 +120,8 @@ def scores(reward_model, ids, mask, cfg):
     out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
     for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens, reward_model):
-        part = rows, slice(T)
-        found = score_rows(reward_model, ids[part], mask[part])
-        out[send(rows, device), :T] = found.to(device)
+        score = score_rows(reward_model, ids[rows, :T], mask[rows, :T])
+        out[send(rows, device), :T] = score.to(device)
     return out
 
 def score_rows(reward_model, ids, mask):
@@ -177,7 +176,7 @@ def rollout_labels(agent, completions, batch, group, stream, tries=4):
         problems, begun, u = [], [], []
         for row, column in part.tolist():
             problem, first = batch.problems[row], start[row]
-            later = mask[row, column + 1:].int().argmax()       # tokens of a reply, if any
+            later = mask[row, column + 1:].int().argmax()       # 0, or the length of a reply
             prefix = slice(first, column + 1 + later)
             problems.append(problem)
             begun.append((ids[row, prefix].tolist(), judged[row, prefix].tolist()))
@@ -186,7 +185,8 @@ def rollout_labels(agent, completions, batch, group, stream, tries=4):
         if problems:
             played = completions(agent, problems, tries, torch.cat(u), begun)
             right = played.components["correct"].view(-1, tries)
-            label[*part.T] = right.mean(1).cpu()
+            rows, columns = part.T
+            label[rows, columns] = right.mean(1).cpu()
     return send(label, batch.ids.device)
 
 # ------------------------------------------------------------------- the labelled rows, as a dict
@@ -231,10 +231,10 @@ def replay(history, rows, K, rng):
 
 # ---------------------------------------------------------------------------------------- the fit
 
-def refit(agent, batches, held_out, rng):
+def refit(agent, batches, n_held_out, rng):
     """Fits the reward model to labelled completions, CHOICES for each problem, whose labels are the
     rewards of their steps, and to a tenth as many rows of `agent.history`, to which they are added.
-    Measures it on those of the first `held_out` problems; returns the metrics."""
+    Measures it on those of the first n_held_out problems; returns the metrics."""
     cfg, reward_model = agent.cfg, agent.reward_model
     rows = passes.join([labelled(batch) for batch in batches])
     rows = of_all_ranks(rows)
@@ -242,7 +242,7 @@ def refit(agent, batches, held_out, rng):
     if cfg.supervision == "outcome":        # which of K completions is best
         K = CHOICES
         rows = choices(rows, K)
-    apart = held_out * CHOICES
+    apart = n_held_out * CHOICES
     test = some(rows, slice(apart))
     train = some(rows, slice(apart, None))
     to_fit = train
@@ -268,8 +268,8 @@ def refit(agent, batches, held_out, rng):
 
 def labelled(batch):
     """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
-    found = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
-    return {name: x.cpu() for name, x in found.items()}
+    rows = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
+    return {name: x.cpu() for name, x in rows.items()}
 
 def normalise(reward_model, history, cfg):
     """Gives scores the mean 0 and the std 1 over the whole history: the latest rows alone vary too

@@ -14,7 +14,8 @@ start also `demonstration`; for process supervision also `steps`.
 
 `reward(problem, completion)` returns numbers by name, which are added up. One is `correct`, from 0
 to 1, the share that evaluations count as right. Another scale is a component beside it: with
-`{"correct": right, "wrong": right - 1}` the right answer earns 1, any other -1.
+`{"correct": right, "wrong": right - 1}` the right answer earns 1, any other -1. One named `reward`
+is the reward; all others, `correct` too, are then only logged.
 
 A completion that was cut off at --max_new has a `correct` of 0 and earns at most 0: its positive
 components count as 0, its negative ones as they are. So a penalty for the lack of a right answer,

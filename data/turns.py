@@ -37,15 +37,15 @@ class Episodes:
         self.begun[row] = len(ids) + len(answer)
         return answer, False
 
-    def go_on(self, rows, ids, said):
+    def go_on(self, rows, ids, judged):
         """Begins rows, a range, amid an episode: the ids that follow their prompt, and which of
-        these the policy said. The task is asked for its replies again."""
+        these are the policy's. The task is asked for its replies again."""
         turns, begun = [], 0
         for t in range(1, len(ids) + 1):
-            if said[t - 1] and t < len(ids) and not said[t]:        # a turn ends, a reply begins
+            if judged[t - 1] and t < len(ids) and not judged[t]:    # a turn ends, a reply begins
                 turns.append(decode(self.encoding, ids[begun:t]))
                 turns.append(checked_reply(self.reply, self.problems[rows[0]], turns))
-            if not said[t - 1]:
+            if not judged[t - 1]:
                 begun = t
         for row in rows:
             self.turns[row] = [*turns]

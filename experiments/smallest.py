@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from data import arithmetic  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
 
-STEPS = 12          # 24 in grpo.py
+STEPS = 12          # 24 in data/arithmetic.py, whose sizes and rate these are, too
 CLIP = 0.2          # how far a ratio may leave 1
 BETA = 0.04         # KL coefficient
 END = 256           # the token that ends a completion; the others are bytes
@@ -47,19 +47,19 @@ def sample(policy, problems, N, rng):
     """A completion of at most N tokens for each of B problems: ids (B, T), a mask (B, T) of the
     sampled tokens, the end token included, and the tokens' log-probabilities (B, T)."""
     u = np.random.default_rng(rng.getrandbits(64)).random((len(problems), N))
-    u = torch.tensor(u).float().clamp(2 ** -25, 1 - 2 ** -24)           # (B, N)
+    u = torch.tensor(u).float().clamp(2 ** -25, 1 - 2 ** -24)   # (B, N): no token of p = 0
     prompts = torch.tensor([list(p.prompt.encode()) for p in problems])
     start = prompts.size(1)                     # the same in all rows
     ids = torch.nn.functional.pad(prompts, (0, N))                      # (B, T)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     logp = torch.zeros(ids.shape)
-    rows = torch.arange(len(ids))               # the r rows that have not ended
+    rows = torch.arange(len(ids))               # the n rows that have not ended
     for t in range(start, start + N):
         # Without a cache each token costs a pass over whole rows; equal rows share it.
         distinct, index = ids[rows, :t].unique(dim=0, return_inverse=True)
-        p = policy.probs(policy(distinct)[:, -1])[index]                # (r, V)
+        p = policy.probs(policy(distinct)[:, -1])[index]        # (n, V), of hidden states
         cdf = p.double().cumsum(1)
-        share = u[rows, t - start, None] * cdf[:, -1:]                  # (r, 1)
+        share = u[rows, t - start, None] * cdf[:, -1:]                  # (n, 1)
         token = torch.searchsorted(cdf, share, right=True)      # the first with a larger cdf
         ids[rows, t] = token[:, 0]
         mask[rows, t] = True
@@ -84,8 +84,8 @@ def losses(logp, old_logp, ref_logp, adv, mask):
     """The loss of each row, (b,): the mean over its tokens (eq. 3). adv (b, 1), others (b, T)."""
     ratio = (logp - old_logp).exp()             # pi / pi_old
     gain = torch.minimum(ratio * adv, ratio.clamp(1 - CLIP, 1 + CLIP) * adv)
-    log_r = ref_logp - logp                     # r = pi_ref / pi
-    kl = log_r.expm1() - log_r                  # r - 1 - log r: k3 (eq. 4)
+    log_x = ref_logp - logp                     # x = pi_ref / pi
+    kl = log_x.expm1() - log_x                  # x - 1 - log x: k3 (eq. 4)
     return ((BETA * kl - gain) * mask).sum(1) / mask.sum(1)
 
 def train(policy, problems, steps=STEPS, P=32, G=16, N=64, lr=1e-4):
@@ -101,7 +101,7 @@ def train(policy, problems, steps=STEPS, P=32, G=16, N=64, lr=1e-4):
         reward, correct = judge(drawn, ids, mask)
         r = reward.view(P, G)
         std = r.std(1, correction=0, keepdim=True)                      # (P, 1)
-        adv = torch.where(std > 0, (r - r.mean(1, keepdim=True)) / std, 0)
+        adv = torch.where(std > 1e-9, (r - r.mean(1, keepdim=True)) / std, 0)
         adv = adv.float().view(P * G, 1)
         # 3. The update: two optimizer steps, each from half of the rows, 32 at a time.
         order = random.Random(f"1/update/{step}").sample(range(P * G), P * G)

@@ -255,10 +255,10 @@ def inverse_cdf(p, u):
     return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
 
 def draw(p, u):
-    """Draws a token (r,) from each row of probabilities p (r, V); returns it and its log-probability
-    (r,). Like torch.multinomial but with given random numbers u (r,), uniform in [0, 1), so that a
-    run can be repeated on any number of ranks: the first token whose cumulative probability exceeds
-    u. u None: the most likely one."""
+    """Draws a token from each row of probabilities p (r, V); returns tokens and log-probabilities,
+    both (r,). Like torch.multinomial but with given random numbers u (r,), uniform in [0, 1), so
+    that a run can be repeated on any number of ranks: the first token whose cumulative probability
+    exceeds u. u None: the most likely one."""
     token = p.argmax(-1) if u is None else by_parts(p, u)
     return token, p.gather(1, token[:, None])[:, 0].log()
 

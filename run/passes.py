@@ -31,10 +31,10 @@ def padded(rows, group, width):
 def begin_earlier(batch, prompts, begun, group):
     """Lets the completions of a Batch begin right behind the prompts, with what was given of them,
     see grpo.completions."""
-    said = [[False] * len(prompt) + said for prompt, (_, said) in zip(prompts, begun)]
-    said = padded(said, group, batch.ids.size(1)).bool()
+    judged = [[False] * len(prompt) + judged for prompt, (_, judged) in zip(prompts, begun)]
+    judged = padded(judged, group, batch.ids.size(1)).bool()
     start = torch.tensor([len(prompt) for prompt in prompts])
-    batch.judged = batch.mask | send(said, batch.mask.device)
+    batch.judged = batch.mask | send(judged, batch.mask.device)
     batch.start = send(start.repeat_interleave(group), batch.mask.device)
 
 def join(values):
@@ -112,12 +112,12 @@ def split_rows(ids, mask, budget, module=None):
 
 def select(batch, rows, T):
     """The tensors of some rows of a Batch, indices on the host, cut to T columns, as a Batch."""
-    found = {}
+    fields = {}
     for name, x in vars(batch).items():
         if isinstance(x, torch.Tensor):
             x = x[send(rows, x.device)]
-            found[name] = x[:, :T] if x.dim() == 2 else x
-    return type(batch)(**found)
+            fields[name] = x[:, :T] if x.dim() == 2 else x
+    return type(batch)(**fields)
 
 def micro_batches(batch, rows, budget, module):
     """Splits some rows of a Batch by `split_rows`; yields a Batch of each part. rows: indices on
@@ -132,8 +132,8 @@ def has_gradient(agent, batch, total_loss):
     learns = batch.adv.any(1).cpu()
     if agent.ref is None and agent.critic is None:
         two = (~learns).nonzero()[:2, 0]        # or fewer
-        part = select(batch, two, batch.ids.size(1))
-        loss, *_ = total_loss(agent, part, part.mask.float(), 1)
+        micro = select(batch, two, batch.ids.size(1))
+        loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
         if loss == 0:
             return learns
     return torch.ones_like(learns)
@@ -155,9 +155,9 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
 
 def distinct(ids, mask):
     """The tokens that must be computed: those of each row up to its last True in mask (B, T), or
-    its first token, less the prefix that it has in common with the row above. Returns their indices into the flattened
-    rows, (n,), and for each position of the rows the index among these n, (B, T), which is
-    arbitrary after the last True.
+    its first token, less the prefix that it has in common with the row above. Returns their indices
+    into the flattened rows, (n,), and for each position of the rows the index among these n,
+    (B, T), which is arbitrary after the last True.
 
     Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0

@@ -21,9 +21,9 @@ from run.files import write_whole
 
 SHIPPED = Path(data.__file__).parent / "warm_start"
 
-# The settings on which a kept warm start depends. A fork's new field that changes the model, or what
-# it imitates, goes here.
-DEPENDS_ON = ("task init chat system seed max_new n_layer n_embd warm_steps warm_lr").split()
+# The settings on which a kept warm start depends. A fork's field that changes the model, or what it
+# imitates, goes here.
+DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
 
 # ------------------------------------------------------------------------------- which one to use
 

@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from conftest import batch_of, tiny_model
+from conftest import batch_of, records, tiny_model
 
 from data import UserError
 from grpo import sample
@@ -122,8 +122,7 @@ def test_what_else_differs_between_rows_is_refused():
 @pytest.mark.slow
 def test_the_flag_chooses(tmp_path):
     """--cache plain shares nothing, in every model of a run, and gives the same run up to rounding."""
-    import json
-
+    
     import grpo
     task = tmp_path / "ragged.py"           # a reward that a model of bytes gets at once
     task.write_text("from data.arithmetic import *\ndef reward(problem, text): return dict(correct=0, size=len(text))\n")
@@ -136,7 +135,7 @@ def test_the_flag_chooses(tmp_path):
         agent = grpo.train(cfg)
         models = (agent.policy, agent.ref, agent.critic.trunk)
         assert {model.kv_cache for model in models} == {way}
-        found[way] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found[way] = records(out / "metrics.jsonl")
     assert all(line["grad_norm"] > 0.1 for line in found["shared"] if "grad_norm" in line)
     for one, other in zip(*found.values()):
         for name in one.keys() & {"reward", "length", "loss", "kl", "grad_norm", "pass@1"}:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import test_oracle as letters
-from conftest import ROOT, agent_of, batch_of, flags, tiny_model
+from conftest import ROOT, agent_of, batch_of, flags, records, tiny_model
 from safetensors.torch import load_file
 
 import grpo
@@ -570,7 +570,8 @@ def test_remax(monkeypatch):
 
     def generate(agent, problems, group, rng=None):
         asked.append((problems, group, rng))
-        return batch_of(batch.mask[:2], finished=torch.tensor([True, False]), components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
+        parts = {"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])}
+        return batch_of(batch.mask[:2], finished=torch.tensor([True, False]), components=parts)
     monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", 0.5)
@@ -839,7 +840,7 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     cfg = grpo.make_config(**given)
     grpo.train(cfg)
     assert {x for x in before if vars(grpo)[x] is not before[x]} == {*config.REPLACED}
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "metrics.jsonl")
     assert all(0 < m["finished"] < 1 for m in metrics[1:])
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
     assert (tmp_path / "functions.py").read_text() == config.file_of(name).read_text()
@@ -1289,6 +1290,6 @@ def test_an_adapted_beta_is_resumed(start, tmp_path):
     given = TINY | dict(init=start, warm_steps=0, algo="adaptive_kl", out=tmp_path, save_every=1)
     grpo.main(flags(given))
     grpo.main(["--resume", "--out", str(tmp_path), "--steps", "3"])
-    logged = [json.loads(line)["beta"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    logged = [m["beta"] for m in records(tmp_path / "metrics.jsonl")[1:]]
     saved = checkpoint.load(tmp_path, grpo.Config)[1].beta
     assert [*logged, saved] == pytest.approx([0.04 * 0.98 ** n for n in range(4)])

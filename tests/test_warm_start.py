@@ -17,7 +17,7 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import checkpoint, dist, preflight, pretrained, setup, show, warm_start
+from run import checkpoint, dist, passes, preflight, pretrained, setup, show, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
@@ -442,11 +442,13 @@ def forked(tmp_path, after, line):
 
 
 @pytest.mark.slow
-def test_a_forks_setting_of_rl_keeps_the_shipped_start_and_one_of_the_model_does_not(tmp_path, capsys):
-    """By its heading in Config. A start that is not taken says why, in a line."""
+def test_a_forks_setting_keeps_the_shipped_start_unless_it_is_listed(tmp_path, capsys, monkeypatch):
+    """As one of the model's must be. A start that is not taken says why, in a line."""
     fork = forked(tmp_path, "    temperature: float", "    top_k: int = 0     # sampled from the k most likely tokens\n")
     assert fork.make_config().init == fork.make_config(top_k=50).init == str(warm_start.SHIPPED)
     fork = forked(tmp_path, "    n_embd: int", "    n_wide: int = 1    # width of something new in the model\n")
+    assert fork.make_config(n_wide=3).init == str(warm_start.SHIPPED)
+    monkeypatch.setattr(warm_start, "DEPENDS_ON", [*warm_start.DEPENDS_ON, "n_wide"])
     same, other = fork.make_config(), fork.make_config(n_wide=3)
     assert same.init == str(warm_start.SHIPPED) and (other.init, other.warm_steps) == ("", 1500)
     for cfg, says in ((same, ""), (other, f"note: {warm_start.SHIPPED} is not used: --n_wide was 1, and is 3\n"),
@@ -463,11 +465,12 @@ class Forked(Config):
     n_mlp: int = 4
 
 
-def test_a_forks_new_setting_counts():
+def test_a_forks_new_setting_counts_once_it_is_listed(monkeypatch):
     """A fork adds `n_mlp` to Config; a warm start with another value of it is not taken up."""
+    monkeypatch.setattr(warm_start, "DEPENDS_ON", [*warm_start.DEPENDS_ON, "n_mlp"])
     four, eight = (Forked(**dataclasses.asdict(CFG), n_mlp=n) for n in (4, 8))
-    before, after = ({"settings": warm_start.settings(cfg)}
-                     for cfg in (CFG, eight))           # the note of a time without the setting, and one with it
+    after = {"settings": warm_start.settings(eight)}
+    before = {"settings": {n: x for n, x in after["settings"].items() if n != "n_mlp"}}
     assert warm_start.changed(four, before) is None
     assert warm_start.changed(eight, before) == "--n_mlp was 4, and is 8"
     assert warm_start.changed(four, after) == "--n_mlp was 8, and is 4"
@@ -478,20 +481,20 @@ def test_a_warm_start_frames_its_prompts_and_teaches_the_end_of_a_turn(tmp_path,
     """What a checkpoint with a chat template learns from is what it will be asked, up to the token
     that ends its turn."""
     chat_folder(tmp_path / "chat")
-    seen, real = [], warm_start.token_logps
+    seen, real = [], passes.token_logps
 
-    def token_logps(model, ids, mask, temperature):
+    def token_logps(model, ids, mask, *given):
         """The real one."""
         seen.append((ids, mask))
-        return real(model, ids, mask, temperature)
-    monkeypatch.setattr(warm_start, "token_logps", token_logps)
+        return real(model, ids, mask, *given)
+    monkeypatch.setattr(passes, "token_logps", token_logps)
     encoding = tokenizer.load_encoding(tmp_path / "chat")
     grpo.main(["--init", str(tmp_path / "chat"), *"--difficulty 1 --warm_steps 1 --steps 0 --held_out 2 "
                "--max_new 40 --prompts 2 --group 2".split(), "--out", str(tmp_path / "run")])
     rows = [(ids[:n], on[:n]) for ids, mask in seen for ids, on in zip(ids, mask)
             for n in [int(on.nonzero()[-1]) + 1]]
     prompts = {tuple(encoding.encode_prompt(p.prompt)) for p in arithmetic.problems(1)[0]}
-    rows = rows[:4]                 # later ones are of its note
+    assert len(rows) == 48
     assert {256, encoding.end} <= encoding.stop and encoding.frame.after
     assert encoding.end == encoding.special["<|im_end|>"] != 256
     for ids, on in rows:

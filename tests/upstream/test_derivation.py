@@ -98,7 +98,7 @@ def rollout(monkeypatch):
     """The real `rollout`, with the example in place of what the models would say."""
     models = {"policy": (OLD.log(), VALUE), "ref": (REF.log(), None)}
     monkeypatch.setattr(grpo, "generate", lambda *_: sampled())
-    monkeypatch.setattr(passes, "logps", lambda gpt, *_: models[gpt.name])
+    monkeypatch.setattr(grpo, "logps", lambda gpt, *_: models[gpt.name])
 
     def run(cfg):
         """The Batch, with rewards and advantages."""

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, records
 
 import data
 import grpo
@@ -360,7 +360,7 @@ def test_the_tool_of_the_page(tmp_path):
     assert task.reply(problem, ["?z"]) == "unknown"
     grpo.main(["--task", str(tmp_path / "lookup.py"), "--out", str(tmp_path / "out"), *"--n_layer 1 --warm_steps 80 "
                "--warm_lr 1e-2 --steps 1 --held_out 8 --samples 2".split()])
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "out" / "metrics.jsonl")
     assert lines[-1]["turns"] > 1.3
 
 
@@ -373,7 +373,7 @@ def test_the_readmes_own_task_learns(tmp_path):
     grpo.main([*small, "--warm_steps", "0", "--init", str(tmp_path / "outcome" / "warm_start"), "--supervision", "process",
                "--out", str(tmp_path / "process")])
     for supervision in ("outcome", "process"):
-        lines = [json.loads(line) for line in (tmp_path / supervision / "metrics.jsonl").read_text().splitlines()]
+        lines = records(tmp_path / supervision / "metrics.jsonl")
         assert lines[-1]["pass@1"] > lines[0]["pass@1"] + 0.05
 
 

@@ -16,8 +16,8 @@ at_end, at_equal, without_cut = (filters.apart(real, row, spent=spent) for row, 
 
 PAGE = rf"""# Variants of GRPO
 
-Each is a file of a few lines in `experiments/variants/`, used as `python grpo.py --algo cispo`; it holds only what differs from
-GRPO. `tests/test_variants.py` recomputes each formula, a token at a time in float64, and compares value and gradient. How to write
+Each is a short file in `experiments/variants/`, used as `python grpo.py --algo cispo`; it holds only what differs
+from GRPO. `tests/test_variants.py` recomputes each formula, a token at a time in float64, and compares value and gradient. How to write
 and check one is in [changing.md](changing.md).
 
 ## What was found
@@ -45,7 +45,7 @@ withstands a higher learning rate.** At such a rate GRPO with PPO's clip alone e
 ![each variant's difference to GRPO in greedy accuracy, with its interval, in two regimes](../experiments/studies/answers/variants.png)
 
 The task is [a walk among hidden mines](questions.md#the-setting), the measure greedy accuracy after as many trained completions.
-A variant is measured where it acts. *One update per rollout* leaves the ratio at 1. *16 updates per rollout*, with a sampler in
+A variant is measured where it acts; `vineppo`, `raft`, `stale`, `tree`, `replay` and `hints` were not measured. *One update per rollout* leaves the ratio at 1. *16 updates per rollout*, with a sampler in
 bfloat16, let clips, masks and importance weights act. The learning rate of each row is the best of three on a development map, by
 one run each. With {seeds("variants")} seeds, four of five such studies find a difference of {detectable("variants")} points, so smaller
 ones may exist. [All rows](../experiments/studies/answers/variants.md) have a page with intervals and flags.

@@ -306,8 +306,7 @@ def completions(agent, problems, group, u=None, begun=None):
     return batch
 
 def generate(agent, problems, group, rng=None):
-    """`completions` of this rank's share of the problems; without a random stream rng, the most
-    likely ones."""
+    """`completions` of this rank's share of the problems; without a rng the most likely ones."""
     u = None
     if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
         u = dist.uniform(rng, len(problems), group, agent.cfg.max_new)
@@ -517,8 +516,8 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, n):
-    """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
-    (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
+    """Splits a step's rows at random into minibatches, in each epoch. Yields for each the indices,
+    on the host, of its rows among this rank's n, and how many it has on all ranks."""
     here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
@@ -538,7 +537,8 @@ def update(agent, batch, rng):
     mask = batch.mask.cpu()
     learns = has_gradient(agent, batch)
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, len(mask))):
-        n_tokens = dist.all_reduce(mask[rows].sum()).clamp(min=1).item()
+        n_tokens = dist.all_reduce(mask[rows].sum())
+        n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[learns[rows]]
         scored = []
         for micro in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):

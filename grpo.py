@@ -392,10 +392,10 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = collect(agent, problems, rng)
-    reward.of_batch(agent, batch)       # batch.reward, at most 0 if cut off, and batch.ends
+    reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
     has_ratios = cfg.updates > 1 or batch.on_policy is not None
-    old_logp, batch.value = old_policy(agent, batch, has_ratios)
+    old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
     if agent.ref is not None:
@@ -407,7 +407,7 @@ def rollout(agent, problems, rng):
         batch.reward, batch.ends, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
 
-def old_policy(agent, batch, has_ratios):
+def old_logps(agent, batch, has_ratios):
     """log pi_old, (B, T), and the critic's values, (B, T) or None. log pi_old was noted as the rows
     were sampled. A training pass of the sampler's weights, which rounds otherwise, takes its place
     with a critic, for a KL in the reward, and for ratios in bfloat16."""

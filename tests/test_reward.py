@@ -45,7 +45,7 @@ def rewards_of(texts, supervision, end=True):
     batch, agent = batch_of(texts, end=end), agent_of(task, supervision=supervision)
     reward.score_by_rule(agent, [PROBLEM], batch)
     assert batch.texts == texts and batch.problems == [PROBLEM] * len(texts)
-    reward.of_batch(agent, batch)
+    reward.fill_in_rewards(agent, batch)
     return (batch.reward, batch.ends), batch
 
 
@@ -377,7 +377,7 @@ def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
     batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
     batch.finished = torch.tensor([True, True, False, False])
     scored(toy, batch)
-    reward.of_batch(agent, batch)
+    reward.fill_in_rewards(agent, batch)
     assert batch.reward.sum(1).tolist() == pytest.approx([1e-9, 3e-9, 0, -2])
     score, dead = group_scores(batch.reward, batch.ends, agent.cfg)
     assert score[batch.ends].tolist() == pytest.approx([-1, 1, 1, -1]) and not dead.any()

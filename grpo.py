@@ -292,7 +292,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule: a Batch with texts
     and components. u (B, N): as in `sample`. begun: for each problem the ids with which its
-    completions begin, and a mask of these: True where they are judged. None is trained on."""
+    completions begin, fewer than --max_new, and a mask of those to judge; none is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -306,8 +306,7 @@ def completions(agent, problems, group, u=None, begun=None):
     return batch
 
 def generate(agent, problems, group, rng=None):
-    """`completions` of this rank's share of the problems; without a random stream rng, the most
-    likely ones."""
+    """`completions` of this rank's share of the problems; without a rng the most likely ones."""
     u = None
     if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
         u = dist.uniform(rng, len(problems), group, agent.cfg.max_new)
@@ -393,10 +392,10 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = collect(agent, problems, rng)
-    reward.of_batch(agent, batch)       # batch.reward, at most 0 if cut off, and batch.ends
+    reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
     has_ratios = cfg.updates > 1 or batch.on_policy is not None
-    old_logp, batch.value = old_policy(agent, batch, has_ratios)
+    old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
     if agent.ref is not None:
@@ -408,7 +407,7 @@ def rollout(agent, problems, rng):
         batch.reward, batch.ends, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
 
-def old_policy(agent, batch, has_ratios):
+def old_logps(agent, batch, has_ratios):
     """log pi_old, (B, T), and the critic's values, (B, T) or None. log pi_old was noted as the rows
     were sampled. A training pass of the sampler's weights, which rounds otherwise, takes its place
     with a critic, for a KL in the reward, and for ratios in bfloat16."""
@@ -517,8 +516,8 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, n):
-    """Splits a step's rows at random into minibatches, in each epoch. Yields, for each, the indices
-    (on the host) of its rows among this rank's n, and its number of rows on all ranks."""
+    """Splits a step's rows at random into minibatches, in each epoch. Yields for each the indices,
+    on the host, of its rows among this rank's n, and how many it has on all ranks."""
     here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
@@ -605,7 +604,8 @@ def train_step(agent, problems, step):
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
-            opt_group["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
+            rate = opt_group.setdefault("initial_lr", opt_group["lr"])
+            opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))

@@ -113,6 +113,7 @@ def task_of(argv):
 
 def add_flag(group, name, kind, default, text):
     """Adds a flag of a type, of one of the choices of a Literal, or --name and --no-name."""
+    check_type(kind)
     shown = "" if default == "" else f" [{default}]"
     options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
     if kind is bool:
@@ -181,12 +182,16 @@ def check(cfg, least, most):
         if wanted := requirement(f.type, value, low, high):
             raise UserError(f"--{f.name} must be {wanted}, got {value!r}")
 
+def check_type(kind):
+    """Raises TypeError for a type that a setting cannot have."""
+    if get_origin(kind) is not Literal and kind not in (bool, int, float, str, dict):
+        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
+
 def requirement(kind, value, low, high):
     """What a value of a type must be and is not, as text; empty if nothing is wrong."""
+    check_type(kind)
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
-    if kind not in (bool, int, float, str, dict):
-        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
     kinds = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
         return f"of the type {kind.__name__}"

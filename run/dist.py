@@ -262,6 +262,8 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raises UserError if tensors that are not sharded differ between the ranks."""
+    if ranks() == 1:
+        return
     sums = {}
     for name, x in tensors.items():
         if not is_sharded(x):

@@ -505,6 +505,8 @@ def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
             assert {n: x for n, x in stats.items() if n not in TIMES} == pytest.approx(
                 {n: x for n, x in want.items() if n not in TIMES}, rel=1e-7, abs=1e-9)
     assert differ.all() and reached and both[0].beta == both[1].beta == pytest.approx(alone.beta)
+    assert both[0].state.keys() == both[1].state.keys()
+    assert all(torch.equal(x, both[1].state[name]) for name, x in both[0].state.items())
     for agent in both:
         for p, q in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)

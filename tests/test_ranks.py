@@ -546,10 +546,10 @@ def test_ranks_resume_with_sharded_models(both, tmp_path, name):
 @pytest.mark.parametrize("what, name", [
     ("policy", r"policy\.norm\.weight"), ("history", r"history\.label"), ("state", r"state\.kept")])
 def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what, name):
-    """A bit of a weight, of a labelled row or of an algorithm's own state is enough; it is named."""
+    """A bit of a weight, of a labelled row or of an algorithm's state is enough; it is named."""
     codes, _, err = pair(tmp_path, apart, what, command(both, "reward learned", out=tmp_path / "run"))
-    assert codes == [2, 2] and all(
-        re.fullmatch(rf"error: the ranks no longer hold the same {name}: .*\n", x) for x in err), err
+    says = rf"error: the ranks no longer hold the same {name}: .*\n"
+    assert codes == [2, 2] and all(re.fullmatch(says, x) for x in err), err
 
 
 def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):

@@ -13,10 +13,10 @@ import data.arithmetic as task
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Config
+from grpo import Batch, Config, group_scores
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import passes, warm_start
+from run import dist, passes, report, warm_start
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
@@ -45,7 +45,7 @@ def rewards_of(texts, supervision, end=True):
     batch, agent = batch_of(texts, end=end), agent_of(task, supervision=supervision)
     reward.score_by_rule(agent, [PROBLEM], batch)
     assert batch.texts == texts and batch.problems == [PROBLEM] * len(texts)
-    reward.of_batch(agent, batch)
+    reward.fill_in_rewards(agent, batch)
     return (batch.reward, batch.ends), batch
 
 
@@ -284,8 +284,8 @@ def test_no_more_is_replayed_than_there_is():
 
 
 def continued(agent, problems, tries, begun, said):
-    """A Batch of `tries` rows for each beginning of a completion, as grpo.completions makes it; they
-    go on with `said(ids so far, number of the try)` and the end."""
+    """A Batch of `tries` rows for each beginning of a completion, as grpo.completions makes it;
+    they go on with `said(ids so far, number of the try)` and the end."""
     prompts = [[*problem.prompt.encode()] for problem in problems]
     batch = conftest.batch_of_rows([
         (prompt + ids, [*said(prompt + ids, k).encode(), 256])
@@ -368,6 +368,48 @@ def test_components_that_cancel_add_up_to_0():
     toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
     total = reward.of_rule(agent_of(toy), scored(toy, batch_of([*texts])))[0].sum(1)
     assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
+
+
+def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
+    """However small: 1e-9 and 3e-9 differ, and are learned from. A row that was cut off earns at
+    most 0 of it, and keeps what is below."""
+    toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
+    batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
+    batch.finished = torch.tensor([True, True, False, False])
+    scored(toy, batch)
+    reward.fill_in_rewards(agent, batch)
+    assert batch.reward.sum(1).tolist() == pytest.approx([1e-9, 3e-9, 0, -2])
+    score, dead = group_scores(batch.reward, batch.ends, agent.cfg)
+    assert score[batch.ends].tolist() == pytest.approx([-1, 1, 1, -1]) and not dead.any()
+    batch.adv = score
+    stats = report.statistics(batch, dead)
+    assert stats["reward"] == pytest.approx(-0.5)
+    assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
+
+
+def test_rollout_labels_do_not_depend_on_how_ranks_share_the_rows(monkeypatch):
+    """The random numbers of a step are those of its prompt and place, and of the stream."""
+    p, q = (SimpleNamespace(prompt=x) for x in "pq")
+    batch, drawn = batch_of(["ab", "ab", "ab", "cd"]), []
+    batch.problems, batch.ends = [p, p, q, q], batch.mask
+    batch.reward = torch.zeros(batch.ids.shape)
+
+    def labels(batch, stream=0):
+        def completions(agent, problems, tries, u, begun):
+            drawn.append(u)
+            return SimpleNamespace(components={"correct": u[:, 0].float()})
+        return rollout_labels(agent_of(), completions, batch, 2, stream)
+    whole = labels(batch)
+    assert len(whole[whole > 0].unique()) == 8
+    assert len(drawn.pop().unique()) == 8 * 4 * Config.max_new
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    for rank, problem in enumerate((p, q)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        rows = torch.arange(2 * rank, 2 * rank + 2)
+        part = passes.select(batch, rows, batch.ids.size(1))
+        part.problems = [problem] * 2
+        assert torch.equal(labels(part), whole[rows])
+    assert not (labels(batch, 1) == whole)[whole > 0].any()
 
 
 def test_rollouts_without_a_place_to_go_on_from():

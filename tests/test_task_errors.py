@@ -147,7 +147,7 @@ def test_a_completion_that_is_cut_off_keeps_its_penalties(all_at_once):
     assert batch.components["correct"].tolist() == [1, 0, 0, 0, 0]
     assert batch.components["wrong"].tolist() == [0, -1, 0, -1, -1]
     assert batch.components["format"].tolist() == pytest.approx([0.2, 0.2, 0, 0, 0])
-    reward.of_batch(agent_of(toy), batch)
+    reward.fill_in_rewards(agent_of(toy), batch)
     assert batch.reward.sum(1).tolist() == pytest.approx([1.19, -0.81, -0.01, -1.01, -1.04])
 
 

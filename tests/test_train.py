@@ -15,6 +15,7 @@ import reward
 from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Agent, Config
+from model import token_logps
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup, show, warm_start
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
@@ -154,6 +155,32 @@ def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_
     assert drawn[0].shape == (8, 8) and len(drawn[0].unique()) == 64
 
 
+def test_completions_go_on_from_a_given_beginning():
+    """It is judged with what is sampled behind it, up to --max_new together, and is not trained on.
+    Those of a problem without one are as they would be alone."""
+    seen = []
+    task = SimpleNamespace(rewards=lambda problems, texts, tokens: seen.append((texts, tokens)) or
+                           [{"correct": 0.0}] * len(texts))
+    agent = agent_of(with_(temperature=0.7), task)
+    agent.encoding.stop = frozenset(range(0, 257, 9))
+    u = dist.uniform(random.Random(0), 8, 8)
+    batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
+    assert batch.start.tolist() == [2] * 8
+    assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not batch.mask[:4, :5].any()
+    assert torch.equal(batch.judged[4:], batch.mask[4:]) and batch.judged[:4, 2:6].all()
+    assert torch.equal(batch.judged[:4, 5:], batch.mask[:4, 5:]) and not batch.judged[:, :2].any()
+    length = batch.judged.sum(1)
+    (texts, tokens), = seen
+    assert tokens == length.tolist() and texts == batch.texts
+    assert all(text[:3] == "abc" < text for text in texts[:4])
+    assert (length[~batch.finished] == 8).all() and 0 < batch.finished[:4].sum() < 4
+    logp, _ = token_logps(agent.policy, batch.ids, batch.mask, 0.7)
+    torch.testing.assert_close(logp, batch.logp, rtol=0, atol=5e-5)
+    assert (batch.logp[batch.mask] < 0).all()
+    alone = grpo.completions(agent, PROBLEMS[1:2], 4, u[4:])
+    assert alone.texts == batch.texts[4:] and torch.equal(alone.finished, batch.finished[4:])
+
+
 # ------------------------------------------------------------------------------------- a step
 
 @pytest.mark.parametrize("half_life, rates", [(0, [0.4] * 4), (1, [0.4, 0.2, 0.1, 0.05]), (2, [0.4, 0.4 * 0.5 ** 0.5, 0.2, 0.1 * 2 ** 0.5])])
@@ -205,6 +232,7 @@ def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, m
     assert all(i < 3 for i in numbers[:apart]) and all(i >= 3 for i in numbers[apart:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["model", "rollouts"])
 def test_labels_of_two_ranks_are_those_of_one_process(labels, monkeypatch):
     """Of each completion of a problem, though the rows beside it are others; each iteration draws
@@ -212,11 +240,11 @@ def test_labels_of_two_ranks_are_those_of_one_process(labels, monkeypatch):
     cfg = with_(reward=labels, supervision="process")
     task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)},
                            steps=lambda problem, text: [(i + 1, True) for i in range(len(text))])
-    agent, found = agent_of(cfg, task, reward_model=1), []
+    agent, found, streams, rng = agent_of(cfg, task, reward_model=1), [], {}, dist.rng
     agent.encoding.stop = frozenset(range(0, 257, 9))
 
     def refit(agent, batches, held_out, rng):
-        assert (len(batches), held_out) == (15, 3)
+        assert (len(batches), held_out) == (5, 1)
         found.append({})
         for batch in batches:
             labelled = reward.labelled(batch).values()
@@ -224,13 +252,16 @@ def test_labels_of_two_ranks_are_those_of_one_process(labels, monkeypatch):
                 own = [x[:int(row[1].nonzero()[-1]) + 1].tolist() for x in row]
                 found[-1].setdefault(problem.prompt, []).append(own)
     monkeypatch.setattr(reward, "refit", refit)
+    monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0:
+                        streams.setdefault(purpose, set()).add(str(at)) or rng(cfg, purpose, at))
     for rank, ranks, iteration in ((0, 1, 4), (0, 2, 4), (1, 2, 4), (0, 1, 5)):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(dist, "ranks", lambda ranks=ranks: ranks)
-        grpo.refit_reward_model(agent, PROBLEMS, iteration)
+        grpo.refit_reward_model(agent, PROBLEMS[:10], iteration)
     one, first, second, another = found
-    assert one == first | second and len(first) == len(second) == 15 and one != another
+    assert one == first | second and len(first) == len(second) == 5 and one != another
     assert all(len(rows) == reward.CHOICES for rows in one.values())
+    assert {at.partition("/")[0] for ats in streams.values() for at in ats} == {"4", "5"}
     rewards = {x for rows in one.values() for *_, label in rows for x in label}
     assert rewards == ({0, 1} if labels == "model" else {0, 0.25, 0.5, 0.75, 1})
 

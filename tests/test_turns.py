@@ -564,6 +564,67 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     assert {(b.ids[i, t] == 256).item() for i, t in ends} == {True, False}         # a turn's end, or within one
 
 
+def begun_amid(echo):
+    """The agent, rows that begin amid episodes of several turns, and from which rows these are."""
+    task = load_task(str(echo))
+    agent, b = generated(task, supervision="process")
+    rows, begun = [], []
+    for row in range(0, 24, 8):
+        i = max(range(row, row + 8), key=lambda i: len(b.texts[i]))
+        own = b.mask[i, b.start[i]:].tolist()
+        replied = own.index(False)
+        n = replied + own[replied:].index(True) + 1         # a token of the second turn
+        rows.append(i)
+        begun.append((b.ids[i, b.start[i]:][:n].tolist(), own[:n]))
+    problems = [b.problems[i] for i in rows]
+    asked, reply = [], task.reply
+    task.reply = lambda problem, said: asked.append((problem.prompt, said)) or reply(problem, said)
+    found = grpo.completions(agent, problems, 6, uniform(18, 20), begun)
+    return agent, b, rows, begun, asked, found
+
+
+def test_episodes_go_on_from_a_given_beginning(echo):
+    """The task is asked for its reply again, once for each row's group, before it hears what the
+    policy adds; the turns are those of the ids, and only what was sampled is trained on."""
+    agent, b, rows, begun, asked, found = begun_amid(echo)
+    assert asked[:3] == [(b.problems[i].prompt, b.texts[i][:1]) for i in rows]
+    whole = dataclasses.replace(found, mask=found.judged)
+    for k in range(18):
+        i, (ids, own) = rows[k // 6], begun[k // 6]
+        start = int(found.start[k])
+        n = start + len(ids)
+        assert start == b.start[i] and found.ids[k, start:n].tolist() == ids
+        assert found.judged[k, start:n].tolist() == own and not found.mask[k, :n].any()
+        assert torch.equal(found.judged[k, n:], found.mask[k, n:]) and found.mask[k, n]
+        said = found.texts[k]
+        assert said[:2] == b.texts[i][:2] and said == dialogue(whole, k)
+        for j in range(1, len(said), 2):
+            assert said[j] == agent.task.reply(b.problems[i], said[:j])
+    assert 5 in map(len, found.texts) and 0 < found.finished.sum() < 18
+    logp, _ = token_logps(agent.policy, found.ids, found.mask, 1.0)
+    torch.testing.assert_close(logp, found.logp, rtol=0, atol=5e-5)
+
+
+def test_steps_of_a_given_beginning_are_rewarded_and_earn_no_credit(echo):
+    """They end where they end in the row they are from; a token that was sampled has the scores of
+    the steps from it on."""
+    agent, b, rows, begun, _, found = begun_amid(echo)
+    r, ends = reward.of_rule(agent, found)
+    assert not (ends & ~found.judged).any() and (ends & ~found.mask).sum() > 5
+    for k, text in enumerate(found.texts):
+        own = found.ids[k][found.judged[k]].tolist()
+        places = ends[k][found.judged[k]].nonzero()[:, 0].tolist()
+        steps = agent.task.steps(found.problems[k], text)
+        told = [len(decode(ENCODING, own[:t + 1])) for t in places[:-1]]
+        assert {*told} == {end for end, _ in steps[:-1]} and places[-1] == len(own) - 1
+    cfg = Config(prompts=3, group=6, supervision="process", kl="none")
+    adv, _, _ = advantages(r, ends, found.mask, torch.zeros_like(r), None, cfg)
+    score, _ = grpo.group_scores(r, ends, cfg)
+    assert (adv[~found.mask] == 0).all() and score[ends & ~found.mask].any()
+    want = torch.where(found.mask, score.flip(1).cumsum(1).flip(1), 0)
+    torch.testing.assert_close(adv, want)
+
+
 @pytest.mark.slow
 def test_a_run_logs_turns_and_replies(echo):
     """samples.jsonl has the turns, and where among the policy's tokens a reply stood."""

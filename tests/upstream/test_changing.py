@@ -131,6 +131,7 @@ def assert_green(folder, files, tests):
     done = subprocess.run([sys.executable, "-m", "pytest", "-qx", f"--basetemp={folder}/tmp", "-k", tests, *paths],
                           cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(folder.parent)})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    shutil.rmtree(folder)               # 13 MB
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -10,7 +10,7 @@ LINES = {"own": 6_300, "run": 3_110, "data": 1_840}
 CHARACTERS = {"own": 305_000, "tests": 930_000, "experiments": 165_000}
 WORDS = 24_700
 WIDE = 1_800                # lines over 100 columns, tests/ included; there is none in experiments/
-FILES = {"grpo.py": 690, "model.py": 327, "reward.py": 334, "experiments/smallest.py": 130,
+FILES = {"grpo.py": 690, "model.py": 327, "reward.py": 335, "experiments/smallest.py": 130,
          "README.md": 90}
 # At nanoGPT's density: characters of a code line, those over 80 columns, nodes of the syntax tree.
 DENSITY = {"grpo.py": (47, 0.15, 6.58), "model.py": (48, 0.18, 7.06), "reward.py": (48, 0.18, 7.70)}

@@ -271,9 +271,9 @@ def check_alike(tensors):
             sums[name] = tuple(x.shape), data.sum(dtype=torch.int64).item()
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
-            raise UserError(f"the ranks no longer hold the same {min(differing)}: weights and an "
-                            f"algorithm's state must be alike on all of them; continue from the "
-                            f"last checkpoint with --resume")
+            raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "
+                            f"the last checkpoint with --resume. An algorithm makes its state alike "
+                            f"on all of them with dist.all_reduce or dist.gather")
 
 # --------------------------------------------------------------------------------- random streams
 

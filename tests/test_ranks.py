@@ -548,7 +548,7 @@ def test_ranks_resume_with_sharded_models(both, tmp_path, name):
 def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what, name):
     """A bit of a weight, of a labelled row or of an algorithm's state is enough; it is named."""
     codes, _, err = pair(tmp_path, apart, what, command(both, "reward learned", out=tmp_path / "run"))
-    says = rf"error: the ranks no longer hold the same {name}: .*\n"
+    says = rf"error: the ranks no longer hold the same {name}; .*\n"
     assert codes == [2, 2] and all(re.fullmatch(says, x) for x in err), err
 
 

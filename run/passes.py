@@ -129,14 +129,14 @@ def micro_batches(batch, rows, budget, module):
 @torch.no_grad()
 def has_gradient(agent, batch, total_loss):
     """See grpo.has_gradient."""
+    every = torch.ones(len(batch.ids), dtype=torch.bool)
+    if agent.ref is not None or agent.critic is not None:
+        return every
     learns = batch.adv.any(1).cpu()
-    if agent.ref is None and agent.critic is None:
-        two = (~learns).nonzero()[:2, 0]        # or fewer
-        micro = select(batch, two, batch.ids.size(1))
-        loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
-        if loss == 0:
-            return learns
-    return torch.ones_like(learns)
+    two = (~learns).nonzero()[:2, 0]            # or fewer
+    micro = select(batch, two, batch.ids.size(1))
+    loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
+    return learns if loss == 0 else every
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):
     """`grpo.token_logps` of a Batch, in micro-batches."""

@@ -472,7 +472,7 @@ def test_rows_of_another_policy_have_its_log_probabilities(given, monkeypatch, c
             assert stats["mismatch"] < (0.5 if given["dtype"] == "bfloat16" else 1e-4)
             assert stats["clip_share"] > 0.1                    # ratios of e^3
         else:
-            with pytest.raises(UserError, match="say so in the Batch's on_policy$"):
+            with pytest.raises(UserError, match="False in the Batch's on_policy$"):
                 grpo.update(agent, batch, random.Random(0))
 
 

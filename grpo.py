@@ -288,8 +288,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 
 def completions(agent, problems, group, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule. u (B, N): as in
-    `sample`. begun: for each problem the ids with which its completions begin, and a mask of these:
-    True where they are judged. None is trained on."""
+    `sample`. begun: for each problem the ids with which its completions begin, fewer than
+    --max_new, and a mask of those to judge; none is trained on."""
     cfg = agent.cfg
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
@@ -389,10 +389,10 @@ def rollout(agent, problems, rng):
     """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
     cfg = agent.cfg
     batch = collect(agent, problems, rng)
-    reward.of_batch(agent, batch)       # batch.reward, at most 0 if cut off, and batch.ends
+    reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
     has_ratios = cfg.updates > 1 or batch.on_policy is not None
-    old_logp, batch.value = old_policy(agent, batch, has_ratios)
+    old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
     if agent.ref is not None:
@@ -404,7 +404,7 @@ def rollout(agent, problems, rng):
         batch.reward, batch.ends, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
 
-def old_policy(agent, batch, has_ratios):
+def old_logps(agent, batch, has_ratios):
     """log pi_old, (B, T), as noted when the rows were sampled, and the critic's values, (B, T) or
     None. With a critic, for a KL in the reward, and for ratios in bfloat16 log pi_old is from a
     training pass of the sampler's weights, which rounds otherwise."""
@@ -600,7 +600,8 @@ def train_step(agent, problems, step):
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
-            opt_group["lr"] = cfg.lr * 0.5 ** ((step - 1) / cfg.half_life)
+            rate = opt_group.setdefault("initial_lr", opt_group["lr"])
+            opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))

@@ -95,8 +95,9 @@ def of_rule(agent, batch):
         return of_outcomes(batch)
     return of_steps(agent.task, agent.encoding, batch)
 
-def of_batch(agent, batch):
-    """Fills in the rewards of a rollout, by rule or learned, and where its steps end."""
+def fill_in_rewards(agent, batch):
+    """Fills in the rewards of a rollout, by rule or learned, at most 0 where it was cut off, and
+    where its steps end."""
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)

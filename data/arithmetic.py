@@ -14,7 +14,8 @@ start also `demonstration`; for process supervision also `steps`; for several tu
 
 `reward(problem, completion)` returns numbers by name, which are added up. One is `correct`, from 0
 to 1, the share that evaluations count as right. Another scale is a component beside it, as in
-`{"correct": right, "wrong": right - 1}`. A completion that was cut off at --max_new has a `correct`
+`{"correct": right, "wrong": right - 1}`. One named `reward` is the reward; all others, `correct`
+too, are then only logged. A completion that was cut off at --max_new has a `correct`
 of 0, and other positive components count as 0, too.
 
 `steps(problem, completion)` returns a list of (end, truth) for its reasoning steps: `end` is the

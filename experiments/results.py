@@ -13,13 +13,11 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-
 
 def parser(text, *flags):
-    """A parser of a command line whose help begins with a text, with flags that are on or off."""
-    made = argparse.ArgumentParser(description=text,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser of a command line whose help is a text, with flags that are on or off."""
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=text, formatter_class=form)
     for flag in flags:
         made.add_argument(f"--{flag}", action="store_true")
     return made
@@ -27,25 +25,17 @@ def parser(text, *flags):
 
 def about(*packages):
     """The commit, date, machine and versions of a result, also of packages that may be missing."""
-    git = "git describe --always --dirty --exclude *".split()
-    try:
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        commit = ""
-    cpu = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpu.read_text()) if cpu.exists() else None
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    versions = {name: importlib.metadata.version(name) for name in packages
-                if importlib.util.find_spec(name)}
-    return {"commit": commit, "date": datetime.date.today().isoformat(),
-            "machine": model[1] if model else platform.processor(), "cores": os.cpu_count(),
-            "python": platform.python_version(), "torch": torch.__version__} | gpu | versions
-
-
-def stamp(*packages):
-    """The same as a line of a page."""
-    commit, date, *others = about(*packages).values()
-    return f"Commit {commit}, {date}: {', '.join(map(str, others))}."
+    git = subprocess.run("git describe --always --dirty --exclude *".split(), text=True,
+                         cwd=Path(__file__).parent, capture_output=True)
+    found = {"commit": git.stdout.strip(), "date": datetime.date.today().isoformat(),
+             "machine": platform.machine(), "cores": os.cpu_count(),
+             "python": platform.python_version(), "torch": torch.__version__}
+    if cpu := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+        found["machine"] = cpu[1]
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    known = [name for name in packages if importlib.util.find_spec(name)]
+    return found | {name: importlib.metadata.version(name) for name in known}
 
 
 def lines(path):
@@ -54,7 +44,6 @@ def lines(path):
 
 
 def write(path, result):
-    """A result as a file of JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -70,29 +59,17 @@ def peak():
     """Peak memory of this process, in bytes; on a GPU, the peak allocated there."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
-
-
-def panels(n, size, **options):
-    """A figure with n plots in a row; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no figure: matplotlib is not installed")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt.subplots(1, n, figsize=size, **options)
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def figure(file, draw, titles):
     """Three plots in a row, drawn by `draw(axes)`, with a title and an x label for each."""
-    if made := panels(len(titles), (11, 3)):
-        whole, axes = made
-        draw(axes)
-        for axis, (title, x) in zip(axes, titles.items()):
-            axis.set_title(title, fontsize=10)
-            axis.set_xlabel(x)
-            axis.set_ylim(bottom=0)
-        whole.tight_layout()
-        whole.savefig(file, dpi=110)
+    if not importlib.util.find_spec("matplotlib"):
+        return print("no figure: matplotlib is not installed")
+    import matplotlib.pyplot as plt
+    whole, axes = plt.subplots(1, len(titles), figsize=(11, 3))
+    draw(axes)
+    for axis, (title, x) in zip(axes, titles.items()):
+        axis.set(title=title, xlabel=x, ylim=(0, None))
+    whole.tight_layout()
+    whole.savefig(file, dpi=110)

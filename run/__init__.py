@@ -1,20 +1,21 @@
-"""The code around the algorithm: none of it is needed to follow a step.
+"""What a step calls, and what surrounds a run.
 
-How a step gets its speed, memory and ranks:
+A step computes with these; `model.py` and `--cache plain` have the plain form:
 
-    caches      the KV caches of sampling
-    passes      training passes: micro-batches, common prefixes, logits in parts; supervised fits
-    dist        device, dtype, ranks, FSDP2, random streams, signals, progress
+    passes      log-probabilities in micro-batches, common prefixes once; rows joined and split;
+                supervised fits; the check that sampler and trainer agree
+    caches      the KV caches of sampling, and the drawing of tokens
+    dist        sums and random streams over ranks; device, dtype, FSDP2, signals, progress
+    report      a step's statistics; samples.jsonl; the terminal; runs as an HTML page
 
-What a run is made of:
+How a run begins:
 
     config      the settings as a command line; algorithms in files of their own
     pretrained  Hugging Face folders in and out; new models; the memory that a run needs
-    setup       how a run begins: its problems and checks, its models, its warm start
+    setup       its problems and checks, its models, its warm start
 
-What a run leaves behind:
+What it leaves behind:
 
     files       atomic writes, the lock of a folder, logs
     checkpoint  saving, resuming, taking a folder
-    report      the terminal, statistics, samples.jsonl, runs as an HTML page
 """

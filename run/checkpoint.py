@@ -270,6 +270,9 @@ def training_state(agent):
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
+    for n, x in agent.state.items():
+        if not isinstance(x, torch.Tensor):
+            raise UserError(f"agent.state[{n!r}] must be a tensor, not {x!r:.100}")
     others = {f"{kind}.{n}": x for kind in ("history", "state")
               for n, x in getattr(agent, kind).items()}
     return {n: p.detach() for n, p in named.items()} | moments | others

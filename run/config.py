@@ -102,6 +102,7 @@ def task_of(flags):
 
 def add_flag(group, name, kind, default, text):
     """Adds a flag of a type, of one of the choices of a Literal, or --name and --no-name."""
+    check_type(kind)
     shown = "" if default == "" else f" [{default}]"
     options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
     if kind is bool:
@@ -163,15 +164,19 @@ def check(cfg, least, most):
         low = least.get(f.name, int(f.type is int and f.default != 0))
         check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
 
+def check_type(kind):
+    """Raises TypeError for a type that a setting cannot have."""
+    if get_origin(kind) is not Literal and kind not in (bool, int, float, str, dict):
+        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
+
 def check_value(name, kind, value, low=-math.inf, high=math.inf):
     """Raises UserError unless a setting's value is of a type, and within bounds."""
+    check_type(kind)
     wanted = ""
     kinds = (int, float) if kind is float else kind
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             wanted = f"one of {', '.join(get_args(kind))}"
-    elif kind not in (bool, int, float, str, dict):
-        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
     elif not isinstance(value, kinds) or isinstance(value, bool) is not (kind is bool):
         wanted = f"of the type {kind.__name__}"
     elif kind in (int, float) and not low <= value <= high:

@@ -254,12 +254,15 @@ def like(p, x):
 
 def check_alike(tensors):
     """Raises UserError if tensors that are not sharded differ between the ranks."""
+    if ranks() == 1:
+        return
     sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
             for name, x in tensors.items() if not is_sharded(x)}
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
-            raise UserError(f"the ranks no longer hold the same {min(differing)}: continue from "
-                            f"the last checkpoint with --resume")
+            raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "
+                            f"the last checkpoint with --resume. An algorithm makes its state alike "
+                            f"on all of them with dist.all_reduce or dist.gather")
 
 # --------------------------------------------------------------------------------- random streams
 

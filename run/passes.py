@@ -119,14 +119,14 @@ def micro_batches(batch, rows, budget, module):
 @torch.no_grad()
 def has_gradient(agent, batch, total_loss):
     """See grpo.has_gradient."""
+    every = torch.ones(len(batch.ids), dtype=torch.bool)
+    if agent.ref is not None or agent.critic is not None:
+        return every
     learns = batch.adv.any(1).cpu()
-    if agent.ref is None and agent.critic is None:
-        two = (~learns).nonzero()[:2, 0]        # or fewer
-        micro = select(batch, two, batch.ids.size(1))
-        loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
-        if loss == 0:
-            return learns
-    return torch.ones_like(learns)
+    two = (~learns).nonzero()[:2, 0]            # or fewer
+    micro = select(batch, two, batch.ids.size(1))
+    loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
+    return learns if loss == 0 else every
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):
     """`grpo.token_logps` of a Batch, in micro-batches."""
@@ -144,12 +144,14 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
 # ------------------------------------------------------------------------------ common prefixes
 
 def distinct(ids, mask):
-    """The tokens that must be computed: those of each row up to its last True in mask (B, T), less
-    the prefix that it has in common with the row above. Returns their indices into the flattened
-    rows, (n,), and the index among these of each position, (B, T), arbitrary after the last True.
+    """The tokens that must be computed: those of each row up to its last True in mask (B, T), or
+    its first token, less the prefix that it has in common with the row above. Returns their indices
+    into the flattened rows, (n,), and the index among these of each position, (B, T), arbitrary
+    after the last True.
 
     Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
+    needed[:, :1] = True            # there is a token, whatever mask has
     same = needed[:-1] & (ids[1:] == ids[:-1])
     prefix = F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))        # of the first row: none
     new = needed & ~prefix
@@ -261,8 +263,8 @@ def checked_gap(scored, dtype):
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "
-                        f"{most_on_average}. If these rows are not the present policy's, say so in "
-                        f"the Batch's on_policy")
+                        f"{most_on_average}. Attention, temperature and masks must be the same in "
+                        f"both; rows of another policy must be False in the Batch's on_policy")
     return largest
 
 # --------------------------------------------------------------------------------- supervised fits

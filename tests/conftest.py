@@ -209,9 +209,26 @@ def batch_of(mask, **parts):
     what `parts` has."""
     on, zero = torch.as_tensor(mask), torch.zeros(*mask.shape)
     rows = dict(finished=torch.ones(len(on), dtype=torch.bool), start=on.int().argmax(1))
-    said = dict(problems=[SimpleNamespace(prompt="?")] * len(on), texts=[""] * len(on), components={"correct": zero[:, 0]})
-    made = rows | said | dict(logp=zero, reward=zero, ends=passes.last_tokens(on), adv=zero)
-    return grpo.Batch(**{"ids": on.long(), "mask": on} | made | parts)
+    rows |= dict(problems=[SimpleNamespace(prompt="?")] * len(on), texts=[""] * len(on))
+    made = dict(logp=zero, reward=zero, ends=passes.last_tokens(on), adv=zero)
+    made |= dict(ids=on.long(), mask=on, components={"correct": zero[:, 0]})
+    return grpo.Batch(**rows | made | parts)
+
+
+def batch_of_rows(rows, **parts):
+    """That of pairs of ids: what was read, and what was sampled."""
+    start, n = torch.tensor([[len(a), len(b)] for a, b in rows]).T
+    at = torch.arange((start + n).max())
+    ids = torch.zeros(len(rows), len(at), dtype=torch.int64)
+    for row, (a, b) in zip(ids, rows):
+        row[:len(a) + len(b)] = torch.tensor([*a, *b])
+    mask = (at >= start[:, None]) & (at < (start + n)[:, None])
+    return batch_of(mask, **{"ids": ids, "start": start, **parts})
+
+
+def records(path):
+    """Those of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def flags(settings):

@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import fault
+from conftest import fault, records
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -40,7 +40,7 @@ CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 def metrics(where):
-    lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    lines = records(where / "metrics.jsonl")
     return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
 
 
@@ -148,7 +148,7 @@ def resumed(*flags):
     """The Config and the Checkpoint with which a command line goes on."""
     mode, given = config.read(Config, "", ["--resume", *map(str, flags)])
     assert mode.resume
-    given, saved = checkpoint.settings(mode, grpo.make_config(**given), given)
+    given, saved = checkpoint.settings(mode, given, Config)
     return grpo.make_config(**given), saved
 
 
@@ -157,6 +157,34 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     cfg, saved = resumed("--out", begun / "one")
     assert cfg == checkpoint.load(begun / "one", Config)[0] and saved.step == 2
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", begun / "one", "--group", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [["--resume"], ["--eval_only"], ["--ask", "1*2="]], ids=" ".join)
+def test_no_config_but_that_of_the_folder_is_made(mode, begun, monkeypatch):
+    """Once to evaluate or ask; to resume, also as the run has it, which the flags then change."""
+    made, real = [], Config.__post_init__
+    monkeypatch.setattr(Config, "__post_init__", lambda cfg: made.append(cfg) or real(cfg))
+    monkeypatch.setattr(grpo, "train", lambda cfg, saved: None)
+    main([*mode, "--out", str(begun / "one"), "--samples", "1"])
+    assert len(made) == (3 if mode == ["--resume"] else 1) and made[-1].samples == 1
+    assert all((cfg.prompts, cfg.group, cfg.max_new) == (2, 2, 12) for cfg in made)
+    assert all(cfg.task_args == {"difficulty": 1} for cfg in made)
+
+
+@pytest.mark.slow
+def test_an_algorithms_own_state_goes_on(run, monkeypatch):
+    """Each step has what the one before left, also in a resumed run, of any type and shape."""
+    seen, real = [], grpo.train_step
+
+    def train_step(agent, problems, step):
+        seen.append({n: x.tolist() for n, x in agent.state.items()})
+        agent.state = {"steps.done": torch.tensor(step), "rows": torch.arange(3)[:, None] < step}
+        return real(agent, problems, step)
+    monkeypatch.setattr(grpo, "train_step", train_step)
+    run("run", "--steps", 1)
+    run("run", "--resume", "--steps", 2)
+    assert seen == [{}, {"steps.done": 1, "rows": [[True], [False], [False]]}]
 
 
 @pytest.mark.slow

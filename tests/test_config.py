@@ -112,6 +112,19 @@ def test_a_new_setting_is_a_flag(forked, tmp_path):
     assert f"{FIELD.partition('# ')[2].strip()} [{grpo.Config.lr}]" in said
 
 
+@pytest.mark.parametrize("make", [lambda kind: kind(), lambda kind: config.read(kind, "", [])],
+                         ids=["notebook", "command line"])
+def test_a_setting_may_not_be_optional(make):
+    """There would be no flag for None. It says which types there are."""
+    Optional = dataclasses.make_dataclass(
+        "Optional", [("top_p", float | None, None)], bases=(grpo.Config,), frozen=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "sections", lambda kind: {"sampling": {"top_p": ""}})
+        with pytest.raises(TypeError, match=r"^a field of Config is a bool, int, float, str or "
+                                            r"Literal, not float \| None$"):
+            make(Optional)
+
+
 # ------------------------------------------------------------------------------ a task's own settings
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder, flags
+from conftest import chat_folder, flags, records
 
 import grpo
 import model
 import reward
 from grpo import Config
-from run import checkpoint, config, dist, files, report, setup
+from run import checkpoint, config, dist, files, passes, report, setup
 
 # ------------------------------------------------------------------------------- a task, and runs
 
@@ -109,7 +109,7 @@ def watch(patch, seen, kill_at=None):
         """Prompts by the outermost function that asked, and the number of completions of each."""
         by = next(iter(x for x in seen.within if x in ("refit_reward_model", "train_step", "evaluate")), "ask")
         seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
-        greedy = args[6] is None
+        greedy = len(args) < 7 or args[6] is None
         seen.limits |= {(by, room, args[4], greedy) for room in args[3]}    # most new tokens, temperature
 
     def begun(args, got):
@@ -143,6 +143,11 @@ def watch(patch, seen, kill_at=None):
     def saved(args, got):
         seen.saved.append(args[1])
 
+    def scored(args, got):
+        """A training pass; here those of the warm start."""
+        if "warm_start" in seen.within:
+            note("warm")(args, got)
+
     def drawn(args, got):
         """A random stream."""
         seen.streams.append((args[1], args[2] if len(args) > 2 else 0))
@@ -168,7 +173,8 @@ def watch(patch, seen, kill_at=None):
             (setup, "begin", began), (grpo, "sample", sampled), (grpo, "refit_reward_model", begun),
             (grpo, "train_step", stepped), (grpo, "update", note("update")), (grpo, "evaluate", measured),
             (files, "append", logged), (checkpoint, "save", saved), (dist, "rng", drawn),
-            (warm_start, "token_logps", note("warm")), (TASK, "demonstration", note("demonstration")),
+            (warm_start, "warm_start", note("warm start")), (passes, "token_logps", scored),
+            (TASK, "demonstration", note("demonstration")),
             (reward, "refit", note("refit")), (reward, "fit", note("fit")), (reward, "scores", note("scores")),
             (reward, "replay", note("replay"))):
         after(patch, module, name, look, seen)
@@ -195,7 +201,7 @@ def run(*mode, kill_at=None, **settings):
 
 def lines(where, name):
     """The records of a file of JSON lines in a run's folder."""
-    return [json.loads(line) for line in (where / name).read_text().splitlines()]
+    return records(where / name)
 
 
 def same(a, b):
@@ -255,7 +261,7 @@ def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
     """The rows that it learns are a prompt, its own demonstration and the end, from the end of the
     prompt on; and those are all that were demonstrated, before each problem is once for its note."""
     learned = []
-    for (_, ids, mask, temperature), _ in whole.calls["warm"][:-1]:
+    for (_, ids, mask, temperature), _ in whole.calls["warm"]:
         assert temperature == 1
         for row, on in zip(ids.tolist(), mask.tolist()):
             begin, end = on.index(True), len(on) - on[::-1].index(True)
@@ -474,7 +480,6 @@ BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2, held_out=2)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
 KL = dict(beta=0.5, epochs=2, steps=2)                     # in the first step it is 0 where it is a reward
-LEARNED = dict(reward="model")
 FILES = dict(task="gsm8k", difficulty=None, train="@one.jsonl", test="@one.jsonl", init="", warm_steps=0, max_new=2)
 SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, agent_of, batch_of, fault
+from conftest import ROOT, Forked, agent_of, batch_of, fault, records
 
 import data
 import data.arithmetic as arithmetic
@@ -25,7 +25,7 @@ SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 
 
 
 def metrics(where, timed=False):
-    lines = [json.loads(line) for line in (Path(where) / "metrics.jsonl").read_text().splitlines()]
+    lines = records(Path(where) / "metrics.jsonl")
     clocks = set() if timed else {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
     return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
 

@@ -730,14 +730,3 @@ def test_the_dtype_of_a_folder_is_said(model_folder, tmp_path, capsys):
     for n, x in after.items():          # every tensor has moved, and in bfloat16 hardly one would have
         assert (x != named[n].bfloat16()).any() and (x.bfloat16() == named[n].bfloat16()).float().mean() > 0.9
     assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "float32"
-
-
-# ----------------------------------------------------------------------------------- at random
-
-@pytest.mark.slow
-def test_a_few_hostile_files_and_flags(monkeypatch, capsys):
-    """The others are in the script, to be run by hand."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
-    import hostile_files as hostile
-    times = ((hostile.cuts, 6), (hostile.files, 9), (hostile.flags, 4))
-    assert hostile.main(times=times) == 0, capsys.readouterr().out

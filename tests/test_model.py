@@ -275,9 +275,11 @@ def test_logits_are_made_in_parts_that_fit(chunk, forward, backward, model, monk
 
 
 def test_rows_without_a_sampled_token_have_no_log_probabilities(model):
+    """Alone, as a micro-batch of rows that an algorithm leaves out, or beside others."""
     ids = torch.randint(0, 256, (3, 9))
-    logp, _ = token_logps(model, ids, torch.zeros_like(ids, dtype=torch.bool), 1.0)
-    assert logp.shape == ids.shape and not logp.any()
+    for on in (torch.zeros(3, 9), torch.arange(9) > torch.tensor([[9], [4], [9]])):
+        logp, _ = token_logps(model, ids, on.bool(), 1.0)
+        assert logp.shape == ids.shape and torch.equal(logp < 0, on.bool())
 
 
 def test_gradients_of_what_is_made_again_can_be_asked_for_alone(model, monkeypatch):

@@ -25,6 +25,7 @@ TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # of a token; the la
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
 PROBLEMS = [SimpleNamespace(prompt=text) for text in ("acc", "g", "defgab", "cc", "eg")]
 ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".index(x) for x in text],
+                           encode_demonstration=lambda text: ["abcdefg".index(x) for x in text],
                            token_bytes=lambda i: b"" if i in STOP else TEXTS[i], files={})
 SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=24,
              lr=0.015, steps=2, dtype="float32", device="cpu", compile=False)
@@ -47,7 +48,12 @@ def rule(problem, text):
             "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
 
 
-TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1])
+def demonstration(problem, rng):
+    """One of some texts, right or wrong."""
+    return rng.choice(["bcd", "ccbddb", "abcdef", "bag"])
+
+
+TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1], demonstration=demonstration)
 
 
 # ----------------------------------------------------------------------- the tested side, recorded
@@ -472,17 +478,25 @@ def test_two_ranks(given, monkeypatch):
 
 # ------------------------------------------------------------------------------- algorithms in files
 
-@pytest.mark.parametrize("name", "adaptive_kl beta_norm gdpo gpg lite_ppo overlong_filter remax soft_overlong".split())
+STATES = dict(tree=lambda batch: (batch.judged ^ batch.mask).any(), replay=lambda batch: not batch.on_policy.all(),
+              hints=lambda batch: (batch.judged ^ batch.mask).any(), vineppo=lambda batch: (batch.ends.sum(1) > 1).any())
+SEEDS = dict(hints=2, replay=2, vineppo=4)
+
+
+@pytest.mark.parametrize("name", "adaptive_kl beta_norm gdpo gpg hints lite_ppo overlong_filter raft remax replay "
+                         "soft_overlong stale tree vineppo".split())
 def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
     """What such a file counts or averages itself, it does over all ranks: the same statistics and weights after two steps.
     Their numbers of tokens and of dead groups differ, and the means of their rewards."""
     if name == "beta_norm":             # for rewards from 0 to 1
         monkeypatch.setattr(TASK, "reward", lambda problem, text: {"correct": rule(problem, text)["correct"]})
-    cfg = grpo.make_config(**SMALL | dict(algo=name, seed=1, prompts=4, group=2, epochs=1, minibatches=1, micro_tokens=1000))
+    cfg = grpo.make_config(**SMALL | dict(algo=name, seed=SEEDS.get(name, 1), prompts=4, group=2, epochs=1, minibatches=1,
+                                          micro_tokens=1000))
     alone, *both = [new_agent(cfg) for _ in range(3)]
-    differ = torch.zeros(3, dtype=torch.bool)
-    for step in (1, 2):
-        _, want = grpo.train_step(alone, PROBLEMS, step)
+    differ, reached = torch.zeros(3, dtype=torch.bool), False
+    for step in range(1, 7 if name == "replay" else 3):
+        batch, want = grpo.train_step(alone, PROBLEMS, step)
+        reached |= STATES.get(name, lambda batch: True)(batch)
         found = on_ranks(2, lambda rank: grpo.train_step(both[rank], PROBLEMS, step), monkeypatch)
         rewards = [batch.reward.sum(1).view(-1, cfg.group) for batch, _ in found]
         own = [torch.stack([batch.mask.sum(), r.mean(), (r.amax(1) == r.amin(1)).sum()]) for (batch, _), r in zip(found, rewards)]
@@ -490,7 +504,9 @@ def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
         for _, stats in found:
             assert {n: x for n, x in stats.items() if n not in TIMES} == pytest.approx(
                 {n: x for n, x in want.items() if n not in TIMES}, rel=1e-7, abs=1e-9)
-    assert differ.all() and both[0].beta == both[1].beta == pytest.approx(alone.beta)
+    assert differ.all() and reached and both[0].beta == both[1].beta == pytest.approx(alone.beta)
+    assert both[0].state.keys() == both[1].state.keys()
+    assert all(torch.equal(x, both[1].state[name]) for name, x in both[0].state.items())
     for agent in both:
         for p, q in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
@@ -559,25 +575,26 @@ def compare_fits(cfg, monkeypatch):
     before = [p.clone() for p in oracle.model.parameters()]
     monkeypatch.setattr(sys.modules[__name__], "PROBLEMS", FITTED)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
-    generate, complete, asked, made, continued = grpo.generate, grpo.complete, [], [], []
+    generate, completions, asked, made, continued = grpo.generate, grpo.completions, [], [], []
 
     def record(agent, problems, *more):
         """`generate`; on the side the problems and their completions."""
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, "complete", complete)
+            patch.setattr(grpo, "completions", completions)
             batch = generate(agent, problems, *more)
         asked.extend(problems)
         made.extend(rows_of(batch, SimpleNamespace(reward_model=None)))
         return batch
 
-    def record_continued(agent, prefixes, tries, room, u, episodes):
-        """`complete`, after a step; on the side the prefixes and how they went on."""
-        ended = complete(agent, prefixes, tries, room, u)
+    def record_continued(agent, problems, tries, u, begun):
+        """`completions`, after a step; on the side the prefixes and how they went on."""
+        ended = completions(agent, problems, tries, u, begun)
+        prefixes = [agent.encoding.encode_prompt(p.prompt) + ids for p, (ids, _) in zip(problems, begun)]
         ids = [row[:max(i for i, on in enumerate(mask) if on) + 1] for row, mask in zip(ended.ids.tolist(), ended.mask.tolist())]
         continued.extend((prefix, ids[i * tries:(i + 1) * tries]) for i, prefix in enumerate(prefixes))
         return ended
     monkeypatch.setattr(grpo, "generate", record)
-    monkeypatch.setattr(grpo, "complete", record_continued)
+    monkeypatch.setattr(grpo, "completions", record_continued)
     for iteration in range(3):
         shaken(agent.policy, 0.3, iteration)
         for kept in (asked, made, continued):

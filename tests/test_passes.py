@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import batch_of, records, tiny_model
 
 from data import UserError
 from grpo import sample
@@ -85,7 +85,7 @@ def test_the_form_of_runs_is_the_plain_reference(family, cache, in_parts, monkey
     mask, weight = b.mask & ~holes, torch.rand(b.mask.shape, generator=torch.Generator().manual_seed(1))
     assert b.mask.sum(1).unique().numel() > 3 and mask.sum() > 4 * 8
     found = []
-    for logp in (token_logps(model, b.ids, mask, 0.7)[0], reference(model, b.ids, mask, 0.7)):
+    for logp in (token_logps(model, b.ids, mask, 0.7)[0], reference(model, b.ids, mask, 0.7)[0]):
         grads = torch.autograd.grad((weight * logp.exp()).sum(), [*model.parameters()])
         found.append((logp.detach(), grads))
     (logp, grads), (want, want_grads) = found
@@ -122,8 +122,7 @@ def test_what_else_differs_between_rows_is_refused():
 @pytest.mark.slow
 def test_the_flag_chooses(tmp_path):
     """--cache plain shares nothing, in every model of a run, and gives the same run up to rounding."""
-    import json
-
+    
     import grpo
     task = tmp_path / "ragged.py"           # a reward that a model of bytes gets at once
     task.write_text("from data.arithmetic import *\ndef reward(problem, text): return dict(correct=0, size=len(text))\n")
@@ -136,11 +135,27 @@ def test_the_flag_chooses(tmp_path):
         agent = grpo.train(cfg)
         models = (agent.policy, agent.ref, agent.critic.trunk)
         assert {model.kv_cache for model in models} == {way}
-        found[way] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found[way] = records(out / "metrics.jsonl")
     assert all(line["grad_norm"] > 0.1 for line in found["shared"] if "grad_norm" in line)
     for one, other in zip(*found.values()):
         for name in one.keys() & {"reward", "length", "loss", "kl", "grad_norm", "pass@1"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+def test_some_rows_of_several_batches():
+    """Which are as wide as they need be, in any order and more than once; what none of them has, the rows have not."""
+    wide = batch_of(torch.arange(5) > torch.tensor([[1], [2]]), texts=["a", "b"], components={"x": torch.tensor([1.0, 2])})
+    narrow = batch_of(torch.tensor([[False, True]]), texts=[["c", "d"]], components={"x": torch.tensor([3.0])})
+    for batch, n in ((wide, 1.0), (narrow, 5.0)):
+        batch.logp = batch.mask * n
+    got = passes.joined([narrow, wide], torch.tensor([2, 0, 2, 1]))
+    assert got.texts == ["b", ["c", "d"], "b", "a"] and got.components["x"].tolist() == [2, 3, 2, 1]
+    assert got.logp.tolist() == [[0, 0, 0, 1, 1], [0, 5, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
+    assert torch.equal(got.mask, got.logp > 0) and torch.equal(got.judged, got.mask) and got.start.tolist() == [3, 1, 3, 2]
+    assert got.ids.dtype == torch.int64 and got.mask.dtype == torch.bool and got.value is got.on_policy is None
+    narrow.value = narrow.logp
+    with pytest.raises(AssertionError):
+        passes.joined([wide, narrow], torch.tensor([0]))
 
 
 def a_tree(seed, least=0, rows=7, longest=9):

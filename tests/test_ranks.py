@@ -18,7 +18,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Forked, flags
+from conftest import ROOT, Forked, flags, records
 from safetensors.torch import load_file
 from test_turns import ECHO
 from torch.distributed.tensor import DTensor
@@ -63,10 +63,9 @@ RUNS = {
     "turns and a critic": dict(task="turns.py", max_new=12, algo="ppo", reward="model", supervision="process", steps=1),
     "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
-ALIKE = [name for name in RUNS if name != "labels by rollouts"]
 # Where each rank keeps a part of every model.
 SHARDED = ["turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
-PAIRS = [("two", name) for name in ALIKE] + [("sharded", name) for name in SHARDED]
+PAIRS = [("two", name) for name in RUNS] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
@@ -112,19 +111,12 @@ def sha256_of(tensors):
 
 def all_runs(rank, where):
     """All of RUNS; a file of each rank says what the folders do not."""
-    opened, streams, kept, found, rng, updating = [], [], [], {}, dist.rng, dist.updating
+    opened, kept, found, updating = [], [], {}, dist.updating
 
     def note(event, args):
         """Remember the files of the runs that this process opens to write."""
         if event == "open" and str(args[0]).startswith(str(where)) and args[2] & (os.O_WRONLY | os.O_RDWR):
             opened.append(str(args[0]))
-
-    def stream(cfg, purpose, at=0):
-        """The real one; remember where a random stream of labels begins."""
-        made = rng(cfg, purpose, at)
-        if purpose.startswith("labels"):
-            streams.append(str(made.getstate()))
-        return made
 
     @contextlib.contextmanager
     def freed(agent):
@@ -142,13 +134,13 @@ def all_runs(rank, where):
             kept.append((share, before, held(agent.sampler)))
             yield
     sys.addaudithook(note)
-    dist.rng, dist.updating = stream, freed
+    dist.updating = freed
     dist.start_ranks(torch.device("cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
         state = {n: x for n, x in training_state(agent).items() if not isinstance(x, DTensor)}
         found[name] = {"state": sha256_of(state), "beta": agent.beta, "printed": printed}
-    found = {"runs": found, "opened": opened, "streams": streams, "kept": kept}
+    found = {"runs": found, "opened": opened, "kept": kept}
     (where.parent / f"{where.name}{rank}.json").write_text(json.dumps(found))
     dist.exit_with(0)
 
@@ -234,7 +226,13 @@ def faulty(rank, args):
 
 def apart(rank, what, args):
     """The command line; on the second rank a number has changed before what it has learned is saved."""
-    real = dist.check_alike
+    real, train_step = dist.check_alike, grpo.train_step
+
+    def with_state(agent, *given):
+        """The real one, of an algorithm that keeps a number."""
+        agent.state["kept"] = torch.arange(9.0)
+        return train_step(agent, *given)
+    grpo.train_step = with_state
 
     def check_alike(tensors):
         """The real one."""
@@ -316,11 +314,11 @@ def both(constants, tmp_path_factory):
 
 
 def metrics(where):
-    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    return records(where / "metrics.jsonl")
 
 
 def samples(where):
-    return [json.loads(line) for line in (where / "samples.jsonl").read_text().splitlines()]
+    return records(where / "samples.jsonl")
 
 
 def tensors(where):
@@ -378,7 +376,7 @@ def test_the_samples_are_those_of_one_process(both):
     """The first rank chooses among its own groups: those that one process chose as well are the same,
     with rewards and advantages, and with the log-probabilities after the update."""
     common = 0
-    for name in ALIKE:
+    for name in RUNS:
         one, two = ({(x["step"], *map(str, x["completions"])): x for x in samples(both[0] / ranks / name)}
                     for ranks in ("one", "two"))
         assert {step for step, *_ in one} == {step for step, *_ in two} and one
@@ -391,10 +389,10 @@ def test_the_samples_are_those_of_one_process(both):
                 for x, y in zip(a[key], b[key], strict=True):
                     assert x == pytest.approx(y, rel=1e-3, abs=2e-3), key
             common += 1
-    assert common > len(ALIKE)
+    assert common > len(RUNS)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_first_rank_prints_what_one_process_does(both, name):
     """Loss of a fit included, but for times, folders, last digits and the groups that are shown, each
     rank's own; the second prints nothing."""
@@ -430,21 +428,12 @@ def test_the_first_rank_alone_writes(both):
         assert len(first) > len(runs) and second == []
 
 
-def test_labels_by_rollouts_differ_and_are_shared(both):
-    """Each rank continues the steps of its own rows with random numbers of its own, so these labels
-    are not those of one process, but all else in the labelled rows is: the completions, the truth of
-    their last steps."""
+def test_labels_by_rollouts_are_those_of_one_process(both):
+    """To the bit, and with all that four tries can give."""
     one, two = (tensors(both[0] / ranks / "labels by rollouts") for ranks in ("one", "two"))
-    rows, ends = one["history.ids"], one["history.ends"]
-    last = passes.last_tokens(one["history.mask"])
-    assert torch.equal(rows, two["history.ids"]) and torch.equal(ends, two["history.ends"])
-    labels, others = one["history.label"], two["history.label"]
-    assert torch.equal(labels[last], others[last])
-    for x in (labels, others):
-        assert set(x[ends & ~last].tolist()) == {0, 0.25, 0.5, 0.75, 1}
-    assert (labels - others)[ends & ~last].mean().abs() < 0.1
-    first, second = (rank["streams"] for rank in both[2])
-    assert len(first) == len(second) > 0 and not {*first} & {*second}
+    assert all(torch.equal(x, two[n]) for n, x in one.items() if n.startswith("history."))
+    inner = one["history.ends"] & ~passes.last_tokens(one["history.mask"])
+    assert {*one["history.label"][inner].tolist()} == {0, 0.25, 0.5, 0.75, 1}
 
 
 def test_a_warm_start_of_two_ranks_serves_one(both):
@@ -554,11 +543,13 @@ def test_ranks_resume_with_sharded_models(both, tmp_path, name):
     assert one.keys() == two.keys() and all(torch.equal(x, two[n]) for n, x in one.items())
 
 
-@pytest.mark.parametrize("what", ["policy", "history"])
-def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what):
-    """A bit of a weight, or of a labelled row, is enough."""
+@pytest.mark.parametrize("what, name", [
+    ("policy", r"policy\.norm\.weight"), ("history", r"history\.label"), ("state", r"state\.kept")])
+def test_ranks_that_have_come_apart_end_the_run(both, tmp_path, what, name):
+    """A bit of a weight, of a labelled row or of an algorithm's state is enough; it is named."""
     codes, _, err = pair(tmp_path, apart, what, command(both, "reward learned", out=tmp_path / "run"))
-    assert codes == [2, 2] and all(re.fullmatch(r"error: the ranks no longer hold the same weights; .*\n", x) for x in err)
+    says = rf"error: the ranks no longer hold the same {name}; .*\n"
+    assert codes == [2, 2] and all(re.fullmatch(says, x) for x in err), err
 
 
 def test_evaluation_and_questions_are_answered_once(both, tmp_path, capsys):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, batch_of, flags, tiny_model
+from conftest import records as lines
 
 import data
 import grpo
@@ -37,10 +38,6 @@ def answer(text):
 TINY = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3,
             group=4, max_new=8, minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu",
             dtype="float32", compile=False)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(where, *mode, **settings):

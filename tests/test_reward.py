@@ -13,24 +13,18 @@ import data.arithmetic as task
 import reward
 from data import UserError, check_steps
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Batch, Config
+from grpo import Batch, Config, group_scores
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
-from run import passes
+from run import dist, passes, report
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 
 
 def batch_of(texts, prompt="47*58=", end=True):
     """A Batch of completions of one prompt, as the sampler would leave it."""
-    encoding = byte_encoding()
-    rows = [encoding.encode_ordinary(prompt + t) + [256] * end for t in texts]
-    T = max(map(len, rows))
-    ids = torch.tensor([r + [0] * (T - len(r)) for r in rows])
-    at = torch.arange(T)
-    mask = torch.stack([(at >= len(prompt)) & (at < len(r)) for r in rows])
-    start = torch.full((len(rows),), len(prompt))
-    return Batch(ids, mask, torch.full((len(rows),), end), torch.zeros(ids.shape), start)
+    rows = [(prompt.encode(), [*text.encode(), *[256] * end]) for text in texts]
+    return conftest.batch_of_rows(rows, finished=torch.full((len(rows),), end))
 
 
 PROBLEM = task.Problem("47*58=", "2726")
@@ -51,7 +45,7 @@ def rewards_of(texts, supervision, end=True):
     batch, agent = batch_of(texts, end=end), agent_of(task, supervision=supervision)
     reward.score_by_rule(agent, [PROBLEM], batch)
     assert batch.texts == texts and batch.problems == [PROBLEM] * len(texts)
-    reward.of_batch(agent, batch)
+    reward.fill_in_rewards(agent, batch)
     return (batch.reward, batch.ends), batch
 
 
@@ -289,16 +283,16 @@ def test_no_more_is_replayed_than_there_is():
     assert sorted(reward.replay(history, 44, 4, random.Random(0))["ids"].tolist()) == [*range(12)]
 
 
-def continued(prefixes, tries, said):
-    """A Batch of `tries` rows for each prefix, which go on with `said(prefix, number of the try)` and the end."""
-    rows = [(prefix, [*said(prefix, k).encode(), 256]) for prefix in prefixes for k in range(tries)]
-    T = max(len(prefix) + len(more) for prefix, more in rows)
-    ids, mask = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
-    for i, (prefix, more) in enumerate(rows):
-        end = len(prefix) + len(more)
-        ids[i, :end] = torch.tensor(prefix + more)
-        mask[i, len(prefix):end] = True
-    return Batch(ids, mask, torch.ones(len(rows), dtype=torch.bool), None, None)
+def continued(agent, problems, tries, begun, said):
+    """A Batch of `tries` rows for each beginning of a completion, as grpo.completions makes it;
+    they go on with `said(ids so far, number of the try)` and the end."""
+    prompts = [[*problem.prompt.encode()] for problem in problems]
+    batch = conftest.batch_of_rows([
+        (prompt + ids, [*said(prompt + ids, k).encode(), 256])
+        for prompt, (ids, _) in zip(prompts, begun, strict=True) for k in range(tries)])
+    passes.begin_earlier(batch, prompts, begun, tries)
+    reward.score_by_rule(agent, problems, batch)
+    return batch
 
 
 def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
@@ -308,19 +302,19 @@ def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
     batch.ends = batch.mask.clone()
     batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
 
-    def complete(agent, prefixes, tries, room, u, episodes):
-        return continued(prefixes, tries, lambda prefix, k: "x")
+    def completions(agent, problems, tries, u, begun):
+        return continued(agent, problems, tries, begun, lambda prefix, k: "x")
     toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
-    label = rollout_labels(agent_of(toy, max_new=9), complete, batch, 0, tries=3)
+    label = rollout_labels(agent_of(toy, max_new=9), completions, batch, 1, 0, tries=3)
     assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
     assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
 
 
 def test_sets_are_padded_on_the_right():
     a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
-    c = reward.concatenate(a, b)
+    c = passes.join([a, b])
     assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
-    assert reward.concatenate(b, a)["ids"].tolist() == [[5] * 5] * 2 + [[3, 3, 3, 0, 0]] * 2
+    assert passes.join([b, a])["ids"].tolist() == [[5] * 5] * 2 + [[3, 3, 3, 0, 0]] * 2
     assert c["ends"].sum().item() == 16
 
 
@@ -329,19 +323,20 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     (r, ends), batch = rewards_of([WORK, "~3000"], "process")
     batch.reward, batch.ends, before, asked = r, ends, r.clone(), []
 
-    def complete(agent, prefixes, tries, room, u, episodes):
+    def completions(agent, problems, tries, u, begun):
         """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
-        assert room == [64 - 21, 64 - 37]       # less what each has, whatever is beside it
-        assert u.shape == (2 * tries, 64 - 21) and (0 <= u).all() and (u < 1).all()
-        asked.extend(bytes(p).decode() for p in prefixes)
-        return continued(prefixes, tries, lambda p, k: "right" if k < bytes(p).count(b"=") else "wrong")
+        assert u.shape == (2 * tries, 64) and (0 <= u).all() and (u < 1).all()
+        assert problems == [PROBLEM] * 2 and all(all(said) for _, said in begun)
+        asked.extend(bytes(ids).decode() for ids, _ in begun)
+        return continued(agent, problems, tries, begun,
+                         lambda p, k: "right" if k < bytes(p).count(b"=") else "wrong")
 
     def truth(problem, text):
         """Of the whole completion, what was there before with it."""
         return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
     toy = SimpleNamespace(reward=truth)
-    label = rollout_labels(agent_of(toy, max_new=64), complete, batch, 0, tries=8)
-    assert asked == ["47*58=" + WORK[:21], "47*58=" + WORK[:37]]
+    label = rollout_labels(agent_of(toy, max_new=64), completions, batch, 2, 0, tries=8)
+    assert asked == [WORK[:21], WORK[:37]]
     assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
     assert torch.equal(batch.reward, before)
 
@@ -352,18 +347,18 @@ def test_a_text_is_what_the_policy_said():
     heard, judged = "\nhm?", []
     batch = batch_of([WORK[:20] + heard + WORK[20:]])
     at = 6 + 20
-    batch.mask[:, at:at + len(heard)] = False
+    batch.mask[:, at:at + len(heard)] = False           # which is also what is judged
     assert scored(task, batch).texts == [WORK]
     r, ends = reward.of_steps(task, byte_encoding(), batch)
     places = ends[0].nonzero()[:, 0]
     assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
     assert r[0, places].tolist() == [1, 1, 1]
 
-    def complete(agent, prefixes, tries, room, u, episodes):
-        return continued(prefixes, tries, lambda prefix, k: "x")
+    def completions(agent, problems, tries, u, begun):
+        return continued(agent, problems, tries, begun, lambda prefix, k: "x")
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
     batch.reward, batch.ends = r, ends
-    rollout_labels(agent_of(toy), complete, batch, 0, tries=1)
+    rollout_labels(agent_of(toy), completions, batch, 1, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
 
 
@@ -375,11 +370,53 @@ def test_components_that_cancel_add_up_to_0():
     assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
 
 
+def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
+    """However small: 1e-9 and 3e-9 differ, and are learned from. A row that was cut off earns at
+    most 0 of it, and keeps what is below."""
+    toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
+    batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
+    batch.finished = torch.tensor([True, True, False, False])
+    scored(toy, batch)
+    reward.fill_in_rewards(agent, batch)
+    assert batch.reward.sum(1).tolist() == pytest.approx([1e-9, 3e-9, 0, -2])
+    score, dead = group_scores(batch.reward, batch.ends, agent.cfg)
+    assert score[batch.ends].tolist() == pytest.approx([-1, 1, 1, -1]) and not dead.any()
+    batch.adv = score
+    stats = report.statistics(batch, dead)
+    assert stats["reward"] == pytest.approx(-0.5)
+    assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
+
+
+def test_rollout_labels_do_not_depend_on_how_ranks_share_the_rows(monkeypatch):
+    """The random numbers of a step are those of its prompt and place, and of the stream."""
+    p, q = (SimpleNamespace(prompt=x) for x in "pq")
+    batch, drawn = batch_of(["ab", "ab", "ab", "cd"]), []
+    batch.problems, batch.ends = [p, p, q, q], batch.mask
+    batch.reward = torch.zeros(batch.ids.shape)
+
+    def labels(batch, stream=0):
+        def completions(agent, problems, tries, u, begun):
+            drawn.append(u)
+            return SimpleNamespace(components={"correct": u[:, 0].float()})
+        return rollout_labels(agent_of(), completions, batch, 2, stream)
+    whole = labels(batch)
+    assert len(whole[whole > 0].unique()) == 8
+    assert len(drawn.pop().unique()) == 8 * 4 * Config.max_new
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    for rank, problem in enumerate((p, q)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        rows = torch.arange(2 * rank, 2 * rank + 2)
+        part = passes.select(batch, rows, batch.ids.size(1))
+        part.problems = [problem] * 2
+        assert torch.equal(labels(part), whole[rows])
+    assert not (labels(batch, 1) == whole)[whole > 0].any()
+
+
 def test_rollouts_without_a_place_to_go_on_from():
     """Completions of one step each: all labels are their own."""
     (r, ends), batch = rewards_of(["~3000", "~2726"], "process")
     batch.reward, batch.ends = r, ends
-    assert torch.equal(rollout_labels(agent_of(), None, batch, 0), r)
+    assert torch.equal(rollout_labels(agent_of(), None, batch, 2, 0), r)
 
 
 def test_components_stay_in_the_order_of_the_first_row():
@@ -390,25 +427,25 @@ def test_components_stay_in_the_order_of_the_first_row():
 
 
 def test_labels_of_more_than_128_steps_are_those_of_each():
-    """In two parts, with random numbers of their own. The prefix that stands first is not the one with the most room."""
+    """In two parts, with random numbers of their own."""
     batch, drawn = batch_of(["a" * 100, "b" * 120]), []
     batch.problems, batch.ends = [PROBLEM] * 2, batch.mask.clone()
     batch.ends[0, :50] = False                      # its first step is long
     batch.reward = torch.where(batch.ends, 7.0, 0)
 
-    def complete(agent, prefixes, tries, room, u, episodes):
+    def completions(agent, problems, tries, u, begun):
         """Of 4 tries as many are right as the length of a prefix modulo 5."""
-        assert tries == 4 and len(u) == 4 * len(prefixes)
-        drawn.append((room, u))
-        return continued(prefixes, tries, lambda prefix, k: "yn"[k >= len(prefix) % 5])
+        assert tries == 4 and u.shape == (4 * len(begun), 150)
+        drawn.append(u)
+        return continued(agent, problems, tries, begun,
+                         lambda prefix, k: "yn"[k >= len(prefix) % 5])
     toy = SimpleNamespace(reward=lambda problem, text: {"correct": float(text.endswith("y"))})
-    label = rollout_labels(agent_of(toy, max_new=150), complete, batch, 0)
+    label = rollout_labels(agent_of(toy, max_new=150), completions, batch, 2, 0)
     places = batch.ends & ~passes.last_tokens(batch.mask)
     share = (torch.arange(1, batch.ids.size(1) + 1) % 5 / 4).expand_as(label)
     assert torch.equal(label, torch.where(places, share, batch.reward))
-    (room, u), (_, more) = drawn
-    assert len(room) == 128 < places.sum() and room[0] < max(room) == u.size(1)
-    assert torch.cat((u[:, 0], more[:, 0])).unique().numel() == 4 * places.sum()
+    assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]
+    assert torch.cat(drawn)[:, 0].unique().numel() == 4 * places.sum()
 
 
 # ------------------------------------------------------------------------------ rewards of a whole rollout

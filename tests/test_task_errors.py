@@ -147,7 +147,7 @@ def test_a_completion_that_is_cut_off_keeps_its_penalties(all_at_once):
     assert batch.components["correct"].tolist() == [1, 0, 0, 0, 0]
     assert batch.components["wrong"].tolist() == [0, -1, 0, -1, -1]
     assert batch.components["format"].tolist() == pytest.approx([0.2, 0.2, 0, 0, 0])
-    reward.of_batch(agent_of(toy), batch)
+    reward.fill_in_rewards(agent_of(toy), batch)
     assert batch.reward.sum(1).tolist() == pytest.approx([1.19, -0.81, -0.01, -1.01, -1.04])
 
 
@@ -263,17 +263,19 @@ def test_a_reward_may_fill_one_dict_anew():
 
 def test_ranks_average_components_by_name(monkeypatch):
     """The same in any order; of other ones a line says so before anything is averaged."""
-    sent = []
+    sent, names = [], []
     monkeypatch.setattr(dist, "ranks", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda x, *how: sent.append(x) or (x if x.dim() == 0 else 2 * x))
+    monkeypatch.setattr(dist, "gather", lambda x: names.append(x) or [x, x])
+    monkeypatch.setattr(dist, "all_reduce", lambda x: sent.append(x) or 2 * x)
     one = dist.means({"b": torch.tensor([1.0, 3.0]), "a": torch.tensor([5.0])})
     other = dist.means({"a": torch.tensor([5.0]), "b": torch.tensor([1.0, 3.0])})
     assert one == other == {"a": 5.0, "b": 2.0} and [*one] == ["b", "a"]
-    stacked = [x for x in sent if x.dim()]
-    assert torch.equal(*stacked) and sent[0] == sent[3]
-    monkeypatch.setattr(dist, "all_reduce", lambda x, how=None: x - int(how == torch.distributed.ReduceOp.MIN))
-    with pytest.raises(UserError, match="the rewards of other ranks have other components"):
-        dist.means({"a": torch.ones(1)})
+    assert torch.equal(*sent) and names == [["a", "b"]] * 2
+    for others in ([["a"], ["b"]], [["b"], ["a"]], [["a"], ["a", "b"]]):
+        monkeypatch.setattr(dist, "gather", lambda x: others)
+        with pytest.raises(UserError, match="the rewards of other ranks have other components"):
+            dist.means({"a": torch.ones(1)})
+    assert len(sent) == 2
 
 
 @pytest.mark.parametrize("returned, says", [

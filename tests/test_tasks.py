@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHAT, ROOT, agent_of, batch_of, chat_folder, fault
+from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault
 
 import data
 import data.arithmetic as task
@@ -142,10 +142,7 @@ def test_answer():
 
 def score(task, problems, texts, finished):
     """The components of the rule reward as lists, of the same number of completions of each problem."""
-    said = [list(text.encode()) for text in texts]
-    ids = torch.tensor([row + [0] * (max(map(len, said)) - len(row)) for row in said])
-    mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in said])
-    batch = batch_of(mask, ids=ids, finished=torch.tensor(finished))
+    batch = batch_of_rows([(b"", text.encode()) for text in texts], finished=torch.tensor(finished))
     reward.score_by_rule(agent_of(grpo.Config(), task), problems, batch)
     assert batch.texts == texts and len(batch.problems) == len(texts)
     return {name: x.tolist() for name, x in batch.components.items()}
@@ -489,15 +486,6 @@ def test_no_pattern_has_a_possessive_group():
         assert not re.search(r"\)[+*?]\+", path.read_text()), path.name
 
 
-@pytest.mark.slow
-def test_no_hostile_text_is_correct(monkeypatch):
-    """The search of experiments/robustness/hostile_texts.py, with fewer texts."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
-    import hostile_texts
-    correct, wrong, _ = hostile_texts.search(8_001, random.Random(1))
-    assert len(correct) > 1600 and [text for *_, text in wrong] == []
-
-
 def gsm8k_files(folder, rows=(("Two and 2?", "2+2 = <<2+2=4>>4\n#### 4"), ("Many?", "It is.\n#### 1,080"))):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
@@ -715,7 +703,7 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     assert {259, 260, 261, 262, 263, 264, 258} < {*as_tokens} and as_tokens[-1] == 258 and max(in_letters[:-1]) < 256
     for ids in (as_tokens, in_letters, as_tokens[:3] + in_letters[len("<think>\n4"):], as_tokens[:-1]):
         assert decode(encoding, ids) == SAID == "".join(grpo.report.pieces(encoding, ids))
-        batch = batch_of(torch.arange(1 + len(ids))[None] > 0, ids=torch.tensor([[1, *ids]]))
+        batch = batch_of_rows([([1], ids)])
         agent = agent_of(grpo.Config(), gsm8k, encoding=encoding)
         reward.score_by_rule(agent, [gsm8k.Problem("", "72", "")], batch)
         assert batch.texts == [SAID] and {name: x.item() for name, x in batch.components.items()} == {

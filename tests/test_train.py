@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, batch_of, tiny_model
+from conftest import agent_of, batch_of, batch_of_rows, tiny_model
 
 import data
 import grpo
@@ -15,6 +15,7 @@ import reward
 from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Agent, Config
+from model import token_logps
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
@@ -116,7 +117,7 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     def logps(gpt, batch, cfg, critic=None):
         asked.append((gpt, critic))
         return torch.full_like(batch.logp, -7.0), torch.zeros_like(batch.logp) if critic else None
-    monkeypatch.setattr(passes, "logps", logps)
+    monkeypatch.setattr(grpo, "logps", logps)
     batch, _ = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     if updates:
         assert torch.equal(batch.old_logp, torch.full_like(batch.logp, -7.0) if of_pass else batch.logp)
@@ -130,27 +131,54 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
 
 
 def test_completions_are_drawn_from_the_stream_that_is_given_and_greedy_without_one(monkeypatch):
-    """Of as many tokens as --max_new, or as told."""
+    """Of as many tokens as --max_new, less those that are given."""
     asked = []
 
     def sample(*given, reply):
         asked.append((*given, reply))
-        return batch_of(torch.ones(2 * given[2], 1).bool())
+        return batch_of(torch.ones(2 * given[2], 9).bool())
     monkeypatch.setattr(grpo, "sample", sample)
     monkeypatch.setattr(reward, "score_by_rule", lambda *given: None)
     agent = agent_of(with_(temperature=0.5))
-    grpo.complete(agent, ["prompt"], 4, [7], "u")
-    grpo.complete(agent, ["prompt"], 4, [7])
+    for u in ("u", None):
+        grpo.completions(agent, PROBLEMS[:2], 4, u, [([5, 6], [True, False]), ([], [])])
     for group, rng in ((4, random.Random(0)), (4, random.Random(0)), (4, random.Random(1)), (1, None)):
         grpo.generate(agent, PROBLEMS[:2], group, rng)
     stop, prompts = agent.encoding.stop, [[*b"0="], [*b"1="]]
-    assert asked[:2] == [(agent.sampler, ["prompt"], 4, [7], 0.5, stop, u, None) for u in ("u", None)]
+    begun = [[*b"0=", 5, 6], [*b"1="]]
+    assert asked[:2] == [(agent.sampler, begun, 4, [6, 8], 0.5, stop, u, None) for u in ("u", None)]
     assert all(given[-1] is None for given in asked)            # the task has no replies
     drawn = [given[6] for given in asked[2:]]
     assert [given[2] for given in asked[2:]] == [4, 4, 4, 1]
     assert all(given[:2] + given[3:6] == (agent.sampler, prompts, [8, 8], 0.5, stop) for given in asked[2:])
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[3] is None
     assert drawn[0].shape == (8, 8) and len(drawn[0].unique()) == 64
+
+
+def test_completions_go_on_from_a_given_beginning():
+    """It is judged with what is sampled behind it, up to --max_new together, and is not trained on.
+    Those of a problem without one are as they would be alone."""
+    seen = []
+    task = SimpleNamespace(rewards=lambda problems, texts, tokens: seen.append((texts, tokens)) or
+                           [{"correct": 0.0}] * len(texts))
+    agent = agent_of(with_(temperature=0.7), task)
+    agent.encoding.stop = frozenset(range(0, 257, 9))
+    u = dist.uniform(random.Random(0), 8, 8)
+    batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
+    assert batch.start.tolist() == [2] * 8
+    assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not batch.mask[:4, :5].any()
+    assert torch.equal(batch.judged[4:], batch.mask[4:]) and batch.judged[:4, 2:6].all()
+    assert torch.equal(batch.judged[:4, 5:], batch.mask[:4, 5:]) and not batch.judged[:, :2].any()
+    length = batch.judged.sum(1)
+    (texts, tokens), = seen
+    assert tokens == length.tolist() and texts == batch.texts
+    assert all(text[:3] == "abc" < text for text in texts[:4])
+    assert (length[~batch.finished] == 8).all() and 0 < batch.finished[:4].sum() < 4
+    logp, _ = token_logps(agent.policy, batch.ids, batch.mask, 0.7)
+    torch.testing.assert_close(logp, batch.logp, rtol=0, atol=5e-5)
+    assert (batch.logp[batch.mask] < 0).all()
+    alone = grpo.completions(agent, PROBLEMS[1:2], 4, u[4:])
+    assert alone.texts == batch.texts[4:] and torch.equal(alone.finished, batch.finished[4:])
 
 
 # ------------------------------------------------------------------------------------- a step
@@ -204,24 +232,38 @@ def test_a_tenth_of_the_problems_measures_a_tenth_of_a_fit(fit_prompts, apart, m
     assert all(i < 3 for i in numbers[:apart]) and all(i >= 3 for i in numbers[apart:])
 
 
-@pytest.mark.parametrize("labels, rank", [("model", 0), ("rollouts", 0), ("rollouts", 1)])
-def test_labels_by_rollouts_draw_from_a_stream_of_each_rank(labels, rank, monkeypatch):
-    """The ranks label rows of their own, with other numbers each time; all else they draw alike."""
-    streams, rng = [], dist.rng
-    monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0: streams.append((purpose, at)) or rng(cfg, purpose, at))
-    monkeypatch.setattr(dist, "rank", lambda: rank)
-    monkeypatch.setattr(dist, "ranks", lambda: 2)
-    monkeypatch.setattr(grpo, "generate", lambda *given: batch_of(torch.ones(2, 3).bool()))
-    monkeypatch.setattr(reward, "of_rule", lambda agent, batch: (batch.reward, batch.ends))
-    monkeypatch.setattr(reward, "refit", lambda agent, batches, held_out, rng: {
-        "rm_accuracy": len(batches), "rm_error": held_out})
-    agent = agent_of(with_(reward=labels, supervision="process"), reward_model=1)
-    for iteration in (4, 5):
-        assert grpo.refit_reward_model(agent, PROBLEMS, iteration) == {"rm_accuracy": 15, "rm_error": 3}
-    assert [of for of in streams if of[0] == "fit"] == [("fit", 4), ("fit", 5)]
-    others = [of for of in streams if of[0] != "fit"]
-    assert {purpose for purpose, _ in others} == ({f"labels of rank {rank}"} if labels == "rollouts" else set())
-    assert len(others) == len(set(others)) == (30 if labels == "rollouts" else 0)
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", ["model", "rollouts"])
+def test_labels_of_two_ranks_are_those_of_one_process(labels, monkeypatch):
+    """Of each completion of a problem, though the rows beside it are others; each iteration draws
+    anew."""
+    cfg = with_(reward=labels, supervision="process")
+    task = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)},
+                           steps=lambda problem, text: [(i + 1, True) for i in range(len(text))])
+    agent, found, streams, rng = agent_of(cfg, task, reward_model=1), [], {}, dist.rng
+    agent.encoding.stop = frozenset(range(0, 257, 9))
+
+    def refit(agent, batches, held_out, rng):
+        assert (len(batches), held_out) == (5, 1)
+        found.append({})
+        for batch in batches:
+            labelled = reward.labelled(batch).values()
+            for problem, *row in zip(batch.problems, *labelled, strict=True):
+                own = [x[:int(row[1].nonzero()[-1]) + 1].tolist() for x in row]
+                found[-1].setdefault(problem.prompt, []).append(own)
+    monkeypatch.setattr(reward, "refit", refit)
+    monkeypatch.setattr(dist, "rng", lambda cfg, purpose, at=0:
+                        streams.setdefault(purpose, set()).add(str(at)) or rng(cfg, purpose, at))
+    for rank, ranks, iteration in ((0, 1, 4), (0, 2, 4), (1, 2, 4), (0, 1, 5)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "ranks", lambda ranks=ranks: ranks)
+        grpo.refit_reward_model(agent, PROBLEMS[:10], iteration)
+    one, first, second, another = found
+    assert one == first | second and len(first) == len(second) == 5 and one != another
+    assert all(len(rows) == reward.CHOICES for rows in one.values())
+    assert {at.partition("/")[0] for ats in streams.values() for at in ats} == {"4", "5"}
+    rewards = {x for rows in one.values() for *_, label in rows for x in label}
+    assert rewards == ({0, 1} if labels == "model" else {0, 0.25, 0.5, 0.75, 1})
 
 
 def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
@@ -338,7 +380,7 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
 
     def sample(policy, prompts, *given, **named):
         sent.extend(prompts)
-        return batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
+        return batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", sample)
     for task, prompt in ((gsm8k, problem.prompt), (None, "How many?")):
         assert grpo.ask(agent_of(CFG, task), "How many?") == "How many?yes"
@@ -351,7 +393,7 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(monkeypatch):
 @pytest.mark.parametrize("after, between", [("", ""), ("<|im_end|>", "\n")])
 def test_a_chat_models_answer_is_on_a_line_of_its_own(after, between, monkeypatch):
     """That to `47*58=` goes on where it ends."""
-    batch = batch_of(torch.arange(4)[None] > 0, ids=torch.tensor([list(b"?yes")]))
+    batch = batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", lambda *given, **named: batch)
     encoding = byte_encoding()
     encoding.frame = dataclasses.replace(encoding.frame, after=after)

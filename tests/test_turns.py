@@ -2,14 +2,13 @@
 import contextlib
 import dataclasses
 import io
-import json
 import random
 from types import SimpleNamespace
 
 import pretend
 import pytest
 import torch
-from conftest import flags, tiny_model
+from conftest import flags, records, tiny_model
 from test_caches import FAMILIES, assert_same
 
 import grpo
@@ -34,10 +33,10 @@ def environment(row, ids, left):
     """Decides by what was said: nothing, cuts off, or some tokens, of which some are stop tokens."""
     size = (7 * sum(ids) + row) % 11
     if size in (0, 9):
-        return []
+        return [], True
     if size == 10 or size >= left:
-        return None
-    return [(7 * sum(ids) + 9 * j) % 257 if j % 2 else 9 * j for j in range(size)]
+        return [], False
+    return [(7 * sum(ids) + 9 * j) % 257 if j % 2 else 9 * j for j in range(size)], False
 
 
 def sampled(model, group=8, reply=environment, u=None, prompts=PROMPTS, room=ROOM, temperature=0.7):
@@ -55,9 +54,9 @@ def by_hand(model, row, prompt, room, u, temperature=0.7):
         own.append(True)
         if ids[-1] in STOP:
             calls += 1
-            said = environment(row, ids, room - len(ids) + len(prompt))
+            said, over = environment(row, ids, room - len(ids) + len(prompt))
             if not said:
-                return ids, own, said is not None, calls
+                return ids, own, over, calls
             ids += said
             own += [False] * len(said)
     return ids, own, False, calls
@@ -99,8 +98,10 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
     holes = b.mask.long().diff(dim=1).clamp(min=0).sum(1)               # runs of the policy's tokens
     assert (holes > 2).sum() > 2
     assert (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
-    for logp in (token_logps(model, b.ids, b.mask, 0.7), passes.token_logps(model, b.ids, b.mask, 0.7)[0]):
+    for form in (token_logps, passes.token_logps):
+        logp, value = form(model, b.ids, b.mask, 0.7)
         torch.testing.assert_close(logp, b.logp, rtol=0, atol=5e-5)
+        assert value is None
 
 
 @pytest.mark.slow
@@ -121,7 +122,8 @@ def test_a_row_does_not_depend_on_the_others_replies():
     talks = together.mask.long().diff(dim=1).clamp(min=0).sum(1)
     row = talks[8:16].argmax().item() + 8               # of the second prompt, the one with the most turns
     assert talks[row] > 2
-    silent = sampled(model, u=u, reply=lambda i, ids, left: environment(i, ids, left) if i == row else [])
+    silent = sampled(model, u=u, reply=lambda i, ids, left: environment(i, ids, left) if i == row
+                     else ([], True))
     alone = sampled(model, 1, u=u[row:row + 1], prompts=PROMPTS[1:2], room=ROOM[1:2],
                     reply=lambda i, ids, left: environment(row, ids, left))
     for b, i in ((silent, row), (alone, 0)):
@@ -137,7 +139,7 @@ def test_the_last_token_may_be_the_one_before_the_limit():
 
         def reply(row, ids, left):
             asked.append(left)
-            return [1] * size if size < left and len(asked) == 1 else None
+            return [1] * size if size < left and len(asked) == 1 else [], False
         model = tiny_model()
         model.head = lambda h: torch.nn.functional.one_hot(torch.full((len(h),), 9), 257) * 100.0
         b = sample(model, [[1]], 1, [5], 1.0, STOP, None, reply)
@@ -200,7 +202,7 @@ def test_loss_and_statistics_are_of_the_policys_tokens(settings):
         return grpo.policy_loss(logp, b, weight, n, cfg, 0.04)
     loss, stats = loss_of(b, logp)
     loss.backward()
-    names = ("ids", "mask", "logp", "old_logp", "ref_logp", "adv", "reward")
+    names = ("ids", "mask", "judged", "logp", "old_logp", "ref_logp", "adv", "reward")
     short = dataclasses.replace(b, **{name: without_holes(b, getattr(b, name)) for name in names})
     short_logp = without_holes(b, logp.detach()).requires_grad_()
     want, want_stats = loss_of(short, short_logp)
@@ -352,7 +354,8 @@ def test_half_a_character_at_the_end_of_a_turn_stays_there():
     euro = "€".encode()
     ids = [97, *euro[:2], 256, euro[2], 98, 256]
     episodes = turns.Episodes(lambda problem, said: "x" if len(said) == 1 else None, ENCODING, 8, [None], [0])
-    assert episodes(0, ids[:4], 9) == [120] and episodes(0, [*ids[:4], 120, *ids[4:]], 9) == []
+    assert episodes(0, ids[:4], 9) == ([120], False)
+    assert episodes(0, [*ids[:4], 120, *ids[4:]], 9) == ([], True)
     assert episodes.turns == [["a\ufffd", "x", "\ufffdb"]]
     assert "".join(pieces(ENCODING, ids)) == "a\ufffd\ufffdb" == turns.spoken(episodes.turns[0])
 
@@ -418,7 +421,7 @@ def test_a_reply_that_is_none_is_told_in_a_line(reply, why):
 def test_a_reply_of_a_megabyte_ends_the_episode_and_takes_no_time(monkeypatch):
     episodes = turns.Episodes(lambda problem, said: "x" * 10 ** 6, ENCODING, 8, [None], [0])
     monkeypatch.setattr(type(ENCODING), "encode_reply", lambda *given: pytest.fail("tokenized"))
-    assert episodes(0, [97, 256], 10 ** 9) is None and episodes.turns == [["a"]]
+    assert episodes(0, [97, 256], 10 ** 9) == ([], False) and episodes.turns == [["a"]]
 
 
 def test_a_task_cannot_change_the_record_of_what_was_said():
@@ -489,7 +492,7 @@ CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
 def log_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
 
 
@@ -529,28 +532,28 @@ def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, monkeypatch):
 
 
 def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
-    """From the prefix of a step: its turns are known, the rest is played with the same environment."""
+    """From the prefix of a step: its turns are played again, the rest with the same environment."""
     task = load_task(str(echo))
     agent, b = generated(task, supervision="process", reward="rollouts")
     b.reward, b.ends = reward.of_steps(task, ENCODING, b)
     played = []
 
-    def complete(agent, prefixes, tries, room, u, episodes):
-        before = [[*said] for said in episodes.turns]
-        found = grpo.complete(agent, prefixes, tries, room, u, episodes)
-        played.append((prefixes, tries, room, before, found))
+    def completions(agent, problems, tries, u, begun):
+        found = grpo.completions(agent, problems, tries, u, begun)
+        played.append((tries, begun, found))
         return found
-    label = reward.rollout_labels(agent, complete, b, 0)
+    label = reward.rollout_labels(agent, completions, b, 8, 0)
     ends = (b.ends & ~passes.last_tokens(b.mask)).nonzero().tolist()
-    (prefixes, tries, room, before, found), = played
+    (tries, begun, found), = played
     known = {n: 0 for n in range(4)}
     for k, (i, t) in enumerate(ends):
-        begin = len(prefixes[k])
-        assert prefixes[k] == b.ids[i, :begin].tolist() and not b.mask[i, t + 1:begin].any() and b.mask[i, begin]
-        assert room[k] == 20 - (begin - b.start[i])
+        (ids, own), start = begun[k], b.start[i]
+        begin = start + len(ids)
+        assert ids == b.ids[i, start:begin].tolist() and own == b.mask[i, start:begin].tolist()
+        assert not b.mask[i, t + 1:begin].any() and b.mask[i, begin]
         for row in range(k * tries, (k + 1) * tries):
-            said, first = found.texts[row], len(before[row])
-            assert before[row] == b.texts[i][:first]
+            said, first = found.texts[row], 2 * sum(a > z for a, z in zip(own, own[1:]))
+            assert said[:first] == b.texts[i][:first] and found.judged[row].sum() <= 20
             assert turns.spoken(said).startswith(decode(ENCODING, b.ids[i, :t + 1][b.mask[i, :t + 1]].tolist()))
             assert all(said[j] == task.reply(b.problems[i], said[:j]) for j in range(1, len(said), 2))
             known[first // 2] += len(said) > first + 1
@@ -561,11 +564,72 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     assert {(b.ids[i, t] == 256).item() for i, t in ends} == {True, False}         # a turn's end, or within one
 
 
+def begun_amid(echo):
+    """The agent, rows that begin amid episodes of several turns, and from which rows these are."""
+    task = load_task(str(echo))
+    agent, b = generated(task, supervision="process")
+    rows, begun = [], []
+    for row in range(0, 24, 8):
+        i = max(range(row, row + 8), key=lambda i: len(b.texts[i]))
+        own = b.mask[i, b.start[i]:].tolist()
+        replied = own.index(False)
+        n = replied + own[replied:].index(True) + 1         # a token of the second turn
+        rows.append(i)
+        begun.append((b.ids[i, b.start[i]:][:n].tolist(), own[:n]))
+    problems = [b.problems[i] for i in rows]
+    asked, reply = [], task.reply
+    task.reply = lambda problem, said: asked.append((problem.prompt, said)) or reply(problem, said)
+    found = grpo.completions(agent, problems, 6, uniform(18, 20), begun)
+    return agent, b, rows, begun, asked, found
+
+
+def test_episodes_go_on_from_a_given_beginning(echo):
+    """The task is asked for its reply again, once for each row's group, before it hears what the
+    policy adds; the turns are those of the ids, and only what was sampled is trained on."""
+    agent, b, rows, begun, asked, found = begun_amid(echo)
+    assert asked[:3] == [(b.problems[i].prompt, b.texts[i][:1]) for i in rows]
+    whole = dataclasses.replace(found, mask=found.judged)
+    for k in range(18):
+        i, (ids, own) = rows[k // 6], begun[k // 6]
+        start = int(found.start[k])
+        n = start + len(ids)
+        assert start == b.start[i] and found.ids[k, start:n].tolist() == ids
+        assert found.judged[k, start:n].tolist() == own and not found.mask[k, :n].any()
+        assert torch.equal(found.judged[k, n:], found.mask[k, n:]) and found.mask[k, n]
+        said = found.texts[k]
+        assert said[:2] == b.texts[i][:2] and said == dialogue(whole, k)
+        for j in range(1, len(said), 2):
+            assert said[j] == agent.task.reply(b.problems[i], said[:j])
+    assert 5 in map(len, found.texts) and 0 < found.finished.sum() < 18
+    logp, _ = token_logps(agent.policy, found.ids, found.mask, 1.0)
+    torch.testing.assert_close(logp, found.logp, rtol=0, atol=5e-5)
+
+
+def test_steps_of_a_given_beginning_are_rewarded_and_earn_no_credit(echo):
+    """They end where they end in the row they are from; a token that was sampled has the scores of
+    the steps from it on."""
+    agent, b, rows, begun, _, found = begun_amid(echo)
+    r, ends = reward.of_rule(agent, found)
+    assert not (ends & ~found.judged).any() and (ends & ~found.mask).sum() > 5
+    for k, text in enumerate(found.texts):
+        own = found.ids[k][found.judged[k]].tolist()
+        places = ends[k][found.judged[k]].nonzero()[:, 0].tolist()
+        steps = agent.task.steps(found.problems[k], text)
+        told = [len(decode(ENCODING, own[:t + 1])) for t in places[:-1]]
+        assert {*told} == {end for end, _ in steps[:-1]} and places[-1] == len(own) - 1
+    cfg = Config(prompts=3, group=6, supervision="process", kl="none")
+    adv, _, _ = advantages(r, ends, found.mask, torch.zeros_like(r), None, cfg)
+    score, _ = grpo.group_scores(r, ends, cfg)
+    assert (adv[~found.mask] == 0).all() and score[ends & ~found.mask].any()
+    want = torch.where(found.mask, score.flip(1).cumsum(1).flip(1), 0)
+    torch.testing.assert_close(adv, want)
+
+
 @pytest.mark.slow
 def test_a_run_logs_turns_and_replies(echo):
     """samples.jsonl has the turns, and where among the policy's tokens a reply stood."""
     out = run(echo, "logged")
-    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    lines = records(out / "samples.jsonl")
     several = 0
     for line in lines:
         for said, places, tokens, logp in zip(line["completions"], line["replies"], line["tokens"], line["logp"]):

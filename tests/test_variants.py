@@ -1,5 +1,6 @@
 """experiments/variants: each against its paper's formula, written anew a token at a time in float64, value and gradient, on
 rows of unequal length; what an algorithm's file may hold, and what becomes of it in a run."""
+import copy
 import itertools
 import json
 import math
@@ -14,22 +15,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, agent_of, batch_of, flags, tiny_model
+import test_oracle as letters
+from conftest import ROOT, agent_of, batch_of, flags, records, tiny_model
+from safetensors.torch import load_file
 
 import grpo
 from data import UserError, arithmetic
 from data.tokenizer import byte_encoding
 from model import token_logps
-from run import checkpoint, config, dist, passes, pretrained, report
+from run import checkpoint, config, dist, files, passes, pretrained, report
 
 FILES = sorted(path.stem for path in (ROOT / "experiments" / "variants").glob("*.py"))
 # What those of this repository replace; a file that is not here is only run.
 REPLACED = dict(
-    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask sapo two_sided vespo",
+    surrogate="cispo clip_cov dppo_kl dppo_tv dual_clip gmpo gpg kl_cov off_policy_mask raft sapo two_sided vespo",
     group_scores="beta_norm lite_ppo maxrl pass_at_k", advantages="dapo gpg opo soft_overlong", importance_ratio="gspo_token",
-    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis", total_loss="entropy_tokens mis tis",
+    rollout="dapo distillation dynamic_sampling gdpo mis remax soft_overlong tis vineppo", total_loss="entropy_tokens mis tis",
     token_weights="luspo",
-    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter",
+    train_step="adaptive_kl dapo dynamic_sampling moving_reference periodic_reference", update="overlong_filter raft", collect="hints replay stale tree",
     has_gradient="entropy_tokens kl_cov overlong_filter", new_agent="distillation")
 KNOWN = sorted({*" ".join(REPLACED.values()).split()})
 
@@ -139,7 +142,7 @@ def test_cispo():
     ("clip_cov", dict(SHARE=2e-4, LOW=1, HIGH=5)), ("kl_cov", dict(SHARE=2e-3, COEFFICIENT=1)), ("entropy_tokens", dict(SHARE=0.2)),
     ("soft_overlong", dict(BUFFER=0.2, FACTOR=0.5)), ("pass_at_k", dict(K=4)), ("moving_reference", dict(RATE=0.01)),
     ("dppo_tv", dict(DELTA=0.15)), ("dppo_kl", dict(DELTA=0.05)), ("dapo", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))),
-    ("entropy_tokens", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token"))), ("lite_ppo", dict(SETTINGS=dict(kl="none", loss_mean="token"))),
+    ("entropy_tokens", dict(SETTINGS=dict(clip_high=0.28, kl="none", loss_mean="token", micro_tokens=2048))), ("lite_ppo", dict(SETTINGS=dict(kl="none", loss_mean="token"))),
     ("off_policy_mask", dict(SETTINGS=dict(kl="loss", estimator="ratio*k3")))])
 def test_constants_that_no_formula_sees(name, constants):
     assert vars(module_of(name)).items() >= constants.items()
@@ -351,12 +354,12 @@ def test_weights_of_a_rounded_sampler_with_one_update(name, dtype, monkeypatch):
     torch.set_default_dtype(torch.float32)
     cfg = grpo.make_config(algo=name, prompts=2, group=4, max_new=8, minibatches=1, dtype=dtype, device="cpu", warm_steps=0)
     assert cfg.updates == 1
-    module, seen, asked, logps = module_of(name), [], [], passes.logps
+    module, seen, asked, logps = module_of(name), [], [], grpo.logps
     agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), pretrained.to_device(tiny_model(), cfg))
     monkeypatch.setattr(module, "unweighted", lambda agent, batch, weight, tokens: seen.append(batch.adv))
-    monkeypatch.setattr(passes, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
+    monkeypatch.setattr(grpo, "logps", lambda gpt, *more: (asked.append(gpt), logps(gpt, *more))[1])
     batch, _ = module.rollout(agent, arithmetic.problems()[0][:2], random.Random(0))
-    want = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+    want, _ = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
     assert asked == [agent.policy] and (batch.old_logp - want).abs().max() < (0.1 if dtype == "bfloat16" else 1e-5)
     batch.adv = batch.mask.float()
     module.total_loss(agent, batch, None, None)
@@ -553,7 +556,7 @@ def test_rows_without_an_advantage_count_in_a_share(name):
     torch.set_default_dtype(torch.float32)
     cfg, policy = grpo.make_config(algo=name, group=2, epochs=2), tiny_model()
     batch = rolled([1.0] * 4, [1.0, -1.0, 0.0, 0.0])
-    batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0).detach()
+    batch.old_logp = token_logps(policy, batch.ids, batch.mask, 1.0)[0].detach()
     agent = agent_of(cfg, policy=policy)
     assert passes.has_gradient(agent, batch, grpo.total_loss).tolist() == [True, True, False, False]
     assert grpo.has_gradient(agent, batch).tolist() == [True] * 4
@@ -567,7 +570,8 @@ def test_remax(monkeypatch):
 
     def generate(agent, problems, group, rng=None):
         asked.append((problems, group, rng))
-        return batch_of(batch.mask[:2], finished=torch.tensor([True, False]), components={"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])})
+        parts = {"correct": torch.tensor([0.0, 1.0]), "format": torch.tensor([0.25, 1.0])}
+        return batch_of(batch.mask[:2], finished=torch.tensor([True, False]), components=parts)
     monkeypatch.setattr(module, "of_samples", lambda *given: (batch, {}))
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(grpo.reward, "TRUNCATED_REWARD", 0.5)
@@ -753,8 +757,8 @@ def test_dynamic_sampling_whitens_what_is_kept(start, tmp_path, monkeypatch):
 
     def loaded(path, name):             # a run executes the file again
         module = load(path, name)
-        joined = module._joined
-        module._joined = lambda rolled, rows: found.append((len(rolled), rows)) or joined(rolled, rows)
+        joined = module.joined
+        module.joined = lambda rolled, rows: found.append((len(rolled), rows)) or joined(rolled, rows)
         return module
     monkeypatch.setattr(config, "import_file", loaded)
     grpo.train(cfg)
@@ -836,7 +840,7 @@ def test_each_runs_for_two_steps(name, start, tmp_path, monkeypatch):
     cfg = grpo.make_config(**given)
     grpo.train(cfg)
     assert {x for x in before if vars(grpo)[x] is not before[x]} == {*config.REPLACED}
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "metrics.jsonl")
     assert all(0 < m["finished"] < 1 for m in metrics[1:])
     assert len(metrics) == 3 and all(math.isfinite(x) for m in metrics for x in m.values()) and metrics[1]["grad_norm"] > 0
     assert (tmp_path / "functions.py").read_text() == config.file_of(name).read_text()
@@ -894,7 +898,7 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
     def read(args):
         """The Config with which `main` goes on."""
         mode, given = config.read(grpo.Config, "", args)
-        given, _ = checkpoint.settings(mode, grpo.make_config(**given), given)
+        given, _ = checkpoint.settings(mode, given, grpo.Config)
         return grpo.make_config(**given)
     assert (program, name) == ("python", "grpo.py") and read(args) == cfg
     assert read([*args, "--steps", "3"]) == replace(cfg, steps=3)
@@ -905,7 +909,7 @@ def test_what_a_run_says_of_resuming_is_true(start, tmp_path, capsys):
 
 
 OTHERS = dict(baseline="leave-one-out", adv_scale="batch", loss_mean="constant", clip_low=0.125, clip_high=0.125, ratio="sequence",
-              supervision="process", reward="model", kl="watch")
+              supervision="process", reward="model", kl="watch", micro_tokens=1000)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -913,11 +917,15 @@ def test_settings_that_a_variant_would_ignore_are_refused(name, start, tmp_path,
     """Before the run; with the values that they have anyway nothing is said."""
     with_constants(monkeypatch, "distillation", TEACHER=start)
     ignored = dict(opo="baseline adv_scale", gdpo="baseline adv_scale supervision reward", luspo="loss_mean", remax="reward",
-                   gpg="clip_low clip_high ratio", distillation="baseline adv_scale kl supervision reward", **dict.fromkeys("sapo vespo dppo_kl dppo_tv kl_cov".split(), "clip_low clip_high"))
+                   gpg="clip_low clip_high ratio", distillation="baseline adv_scale kl supervision reward", **dict.fromkeys("sapo vespo dppo_kl dppo_tv".split(), "clip_low clip_high"),
+                   **dict.fromkeys("clip_cov entropy_tokens".split(), "micro_tokens"), kl_cov="clip_low clip_high micro_tokens",
+                   raft="kl clip_low clip_high ratio", vineppo="supervision reward baseline adv_scale")
     fixed = getattr(module_of(name), "FIXED", [])
     assert fixed == ignored.get(name, "").split()
     tiny = TINY | dict(init=start, warm_steps=0, steps=0, out=str(tmp_path / "run"), algo=name)
     usual = grpo.make_config(**tiny)
+    if usual.supervision == "process":
+        monkeypatch.setitem(OTHERS, "supervision", "outcome")
     for flag in fixed:
         with pytest.raises(UserError, match=f"^--algo {name} does not take --{flag} {OTHERS[flag]}$"):
             grpo.train(grpo.make_config(**tiny | {"adv_scale": usual.adv_scale, flag: OTHERS[flag]}))
@@ -1038,6 +1046,226 @@ def test_a_file_that_is_read_during_a_run_of_another(first, second):
     assert grpo.surrogate.__module__ == f"experiments.variants.{second}"
 
 
+# -------------------------------------------------------------------- other rows than those just sampled
+
+def of_letters(name, **changes):
+    """An Agent that runs an algorithm on the task of test_oracle.py, whose tokens are letters, with one update a step; and
+    its module."""
+    torch.set_default_dtype(torch.float32)
+    agent = letters.new_agent(grpo.make_config(**letters.SMALL | dict(algo=name, epochs=1, minibatches=1) | changes))
+    return agent, module_of(name)
+
+
+def judged_by(monkeypatch, module, name, plan):
+    """Of the rows that a file's own name for `collect` gives, the next of the plan says which are right."""
+    real, plan = getattr(module, name), iter(plan)
+
+    def collect(*given):
+        batch = real(*given)
+        batch.components["correct"] = torch.tensor(next(plan), dtype=torch.float32)
+        made.append(batch)
+        return batch
+    made = []
+    monkeypatch.setattr(module, name, collect)
+    return made
+
+
+def assert_begun(batch, row, start, ids):
+    """A row whose completion begins with given ids, which are judged, but not trained on; the rest is the trainer's."""
+    n, sampled = len(ids), batch.mask[row].nonzero()[:, 0].tolist()
+    assert batch.start[row] == start and batch.ids[row, start:start + n].tolist() == ids
+    assert sampled and sampled == [*range(start + n, start + n + len(sampled))]
+    assert batch.judged[row].nonzero()[:, 0].tolist() == [*range(start, start + n), *sampled]
+    said = batch.ids[row, batch.judged[row]].tolist()
+    assert batch.texts[row] == b"".join(map(letters.ENCODING.token_bytes, said)).decode()
+    right = letters.rule(batch.problems[row], batch.texts[row])["correct"] * batch.finished[row].item()
+    assert batch.components["correct"][row] == right and len(said) <= letters.SMALL["max_new"]
+
+
+def assert_the_trainers(agent, batch):
+    logp, _ = token_logps(agent.policy, batch.ids, batch.mask, 1.0)
+    torch.testing.assert_close(logp, batch.logp, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_tree():
+    """Groups of five: three trunks, and a branch of each of the first two."""
+    agent, module = of_letters("tree", group=5, prompts=4)
+    batch, kept, differ = grpo.collect(agent, letters.PROBLEMS[:4], random.Random(0)), [], []
+    assert len(batch.ids) == 20
+    for first in range(0, 20, 5):
+        prompt = letters.ENCODING.encode_prompt(letters.PROBLEMS[first // 5].prompt)
+        for row in range(first, first + 5):
+            trunk = row - 3 if row > first + 2 else row
+            n = (batch.judged[row] & ~batch.mask[row]).sum().item()
+            assert batch.ids[row, :len(prompt)].tolist() == prompt and (n == 0 or trunk < row)
+            assert_begun(batch, row, len(prompt), batch.ids[trunk, len(prompt):len(prompt) + n].tolist())
+            if trunk < row:
+                assert n < batch.mask[trunk].sum()
+                kept.append(n)
+                differ.append(not torch.equal(batch.ids[row], batch.ids[trunk]))
+    assert len({*kept}) > 2 and any(on for on, n in zip(differ, kept) if n)
+    assert_the_trainers(agent, batch)
+
+
+def test_replay():
+    """Four steps with the same two prompts. In the first one nothing is known of the second prompt, which is dead; in the
+    second the first one is dead; in the last both are, and then the latest right rows are those of the third."""
+    agent, module = of_letters("replay", group=3)
+    a, b = letters.PROBLEMS[0], letters.PROBLEMS[2]
+    with pytest.MonkeyPatch.context() as patch:
+        made = judged_by(patch, module, "present", [
+            [0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
+        batches = []
+        for problems in ((a, b), (b, a), (a, b), (b, a)):
+            batches.append(grpo.rollout(agent, list(problems), random.Random(len(made)))[0])
+            letters.shaken(agent.policy, 0.3, len(made))
+    assert {*module.prompts(agent.state)} == {tuple(letters.ENCODING.encode_prompt(p.prompt)) for p in (a, b)}
+    sources = {(1, 5): (0, 1), (3, 2): (2, 5), (3, 5): (2, 2)}          # step and row, of which step and row it is
+    for step, batch in enumerate(batches):
+        for row in range(6):
+            old_step, old = sources.get((step, row), (step, row))
+            source = made[old_step]
+            on = source.mask[old]
+            for name in ("ids", "mask", "logp"):
+                x, y = getattr(batch, name)[row], getattr(source, name)[old]
+                assert x[:len(y)].tolist() == y[:len(x)].tolist() and not x[len(y):].any() and not y[len(x):].any(), name
+            assert batch.on_policy[row] == (old_step == step) and batch.finished[row] == source.finished[old]
+            assert batch.texts[row] == source.texts[old] and batch.problems[row] is source.problems[old]
+            assert batch.old_logp[row][batch.mask[row]].tolist() == source.logp[old][on].tolist()
+            if old_step < step:             # judged again, by the rule
+                assert batch.components["correct"][row] == letters.rule(batch.problems[row], batch.texts[row])["correct"] * batch.finished[row]
+    assert [batch.on_policy.all().item() for batch in batches] == [True, False, True, False]
+
+
+@torch.no_grad()
+def test_hints(monkeypatch):
+    """Of two groups the second is dead. Half of the text at first, and less with each step; none if none is right."""
+    agent, module = of_letters("hints", group=3, steps=4)
+    problems, texts = letters.PROBLEMS[:2], ["bbcdefgg", "abcdefgg", "babbb"]     # for "g" the text has an odd number of a
+    assert [letters.rule(problems[1], text)["correct"] for text in texts] == [0, 1, 1] and len(problems[1].prompt) == 1
+    made = judged_by(monkeypatch, module, "unaided", [[1, 0, 0, 0, 0, 0]] * 6)
+    for step, shown, hint in ((1, texts[:2], "abcd"), (2, texts[:2], "abc"), (4, texts[:2], "a"), (4, texts[:1], ""),
+                              (1, texts[:1] + [2 * texts[1] + "a"], "abcde")):        # one token is left at least
+        monkeypatch.setattr(letters.TASK, "demonstration", lambda problem, rng: rng.choice(shown))
+        agent.step = step
+        batch, want = grpo.collect(agent, problems, random.Random(step)), made[-1]
+        for row in (3, 4, 5):
+            assert_begun(batch, row, 1, letters.ENCODING.encode_prompt(hint))
+        for row in (0, 1, 2):
+            assert batch.ids[row][batch.mask[row]].tolist() == want.ids[row][want.mask[row]].tolist()
+        assert batch.components["correct"][:3].tolist() == [1, 0, 0]
+        assert not torch.equal(batch.ids[3:, :4], want.ids[3:, :4]) and len({*batch.texts[3:]}) > 1
+        assert_the_trainers(agent, batch)
+
+
+def test_stale():
+    """Step k samples with the weights with which step k - 2 began, or those of the first one."""
+    agent, module = of_letters("stale", steps=4, group=4)
+    began = []
+    for step in (1, 2, 3, 4):
+        began.append(copy.deepcopy(agent.policy))
+        own, seen = [*agent.policy.parameters()], []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo, "update", lambda agent, batch, rng, update=grpo.update: (
+                seen.extend(p.detach().clone() for p in agent.sampler.parameters()), update(agent, batch, rng))[1])
+            batch, stats = grpo.train_step(agent, letters.PROBLEMS, step)
+        assert seen and all(map(torch.equal, seen, began[-1].parameters()))     # today's
+        of = [token_logps(model, batch.ids, batch.mask, 1.0)[0].detach() for model in began]
+        gaps = [(logp - batch.logp).abs().max().item() for logp in of]
+        sampled = max(0, step - 3)
+        assert gaps[sampled] < 2e-5 and all(gap > 1e-3 for i, gap in enumerate(gaps) if i != sampled)
+        assert batch.old_logp is batch.logp and not batch.on_policy.any() and stats["mismatch"] == 0
+        assert {name.split("@")[1] for name in agent.state} == {str(i) for i in range(max(1, step - 2), step + 1)}
+        assert stats["grad_norm"] > 0 and not all(map(torch.equal, own, began[-1].parameters()))
+
+
+def test_vineppo(monkeypatch):
+    """Two groups of two rows, of which the first and the third have two steps. The value after a last one is whether the row
+    is right, whatever its label."""
+    module, asked = module_of("vineppo"), []
+    batch = rolled([1.0] * 4, [0.0] * 4, {"correct": torch.tensor([1.0, 0, 1, 1])})
+    batch.ends[0, 3] = batch.ends[2, 2] = True
+    batch.mask[2, 3] = False                    # a token of a reply
+    value = torch.full((4, 6), 0.125)
+    value[0, 3], value[2, 2] = 0.25, 0.5
+
+    def labels(*given):
+        asked.append(given)
+        return value
+    monkeypatch.setattr(module, "rollout_labels", labels)
+    monkeypatch.setattr(module, "of_steps", lambda *given: (batch, {"x": 1}))
+    agent = agent_of(grpo.make_config(algo="vineppo", group=2))
+    agent.step = 7
+    got, stats = module.rollout(agent, [], None)
+    assert stats == {"x": 1} and asked == [(agent, grpo.completions, batch, 2, "vineppo 7", 4)]
+    adv = [[0.25 - 0.5] * 2 + [1 - 0.25], [0 - 0.5], [0.5 - 1] + [1 - 0.5] * 2, [0.0, 0.0]]
+    tokens = sum(adv, [])
+    mean, std = statistics.mean(tokens), statistics.pstdev(tokens)
+    for row, on, want in zip(got.adv, batch.mask, adv, strict=True):
+        assert row[on].tolist() == pytest.approx([(x - mean) / std for x in want]) and not row[~on].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_raft(ranks, monkeypatch):
+    """Of four groups two earn something, one of them the same for all; with two ranks both are of the first."""
+    monkeypatch.setattr(grpo, "GRAD_CLIP", 1e9)
+    agents = [of_letters("raft", prompts=4, minibatches=1)[0] for _ in range(ranks)]
+    before = copy.deepcopy(agents[0].policy)
+    rewards = torch.tensor([[0.5, 1, 1], [-1, 0, 0], [0.5, 0.5, 0.5], [0, 0, 0]])
+
+    def step(rank):
+        agent = agents[rank]
+        batch = grpo.rollout(agent, letters.PROBLEMS[:4], random.Random(0))[0]
+        mine = rewards[rank::ranks].flatten()
+        batch.reward = torch.where(batch.ends, mine[:, None], 0)
+        batch.adv = torch.where(batch.mask & (mine > 0.5)[:, None], -7.0, 0)            # it does not matter
+        agent.opt = torch.optim.SGD(agent.policy.parameters(), 1.0)
+        grpo.update(agent, batch, random.Random(0))
+        return batch
+    batches = letters.on_ranks(ranks, step, monkeypatch)
+    rows = letters.rows_of(batches[0], agents[0])
+    rows = [rows[i] for i in ([1, 6] if ranks == 1 else [1, 3])]
+    loss = -sum(sum(letters.logps(before, row, 1.0)) for row in rows) / sum(len(row.completion) for row in rows)
+    loss.backward()
+    for agent in agents:
+        for p, q in zip(agent.policy.parameters(), before.parameters(), strict=True):
+            torch.testing.assert_close(q - p, q.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "hints raft replay stale tree vineppo".split())
+def test_a_killed_run_goes_on_as_if_it_had_not_been(name, start, tmp_path, monkeypatch):
+    """The same weights, moments and state of its own, to the byte: with few problems, so that each comes again."""
+    monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {"correct": float(sum(map(ord, text)) % 2)})
+    problems, held_out = arithmetic.problems(difficulty=1)
+    monkeypatch.setattr(arithmetic, "problems", lambda difficulty=1: (problems[:4], held_out))
+    real, found = grpo.train_step, []
+    monkeypatch.setattr(grpo, "evaluate", lambda *given: {"greedy": 0.0, "pass@1": 0.0})
+    monkeypatch.setattr(report, "refresh", lambda folder: None)
+    for kill in (0, 3):
+        def train_step(agent, problems, step, kill=kill):
+            if step == kill and killed.append(step) is None and len(killed) == 1:
+                raise KeyboardInterrupt
+            return real(agent, problems, step)
+        killed, out = [], tmp_path / str(kill)
+        monkeypatch.setattr(grpo, "train_step", train_step)
+        cfg = grpo.make_config(**TINY | dict(algo=name, init=start, warm_steps=0, max_new=8, steps=3, save_every=2, out=str(out)))
+        try:
+            grpo.train(cfg)
+        except KeyboardInterrupt:
+            files.LOCK.close()
+            cfg, saved = checkpoint.resume(out, grpo.Config, {})
+            grpo.train(cfg, saved=saved)
+        assert killed == [kill] * 2 * bool(kill)
+        found.append(load_file(out / "checkpoint.safetensors"))
+        logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert len(logged) == 4 and logged[3]["grad_norm"] > 0
+    whole, again = found
+    assert whole.keys() == again.keys() and any("state." in x for x in whole) == (name in ("replay", "stale"))
+    assert all(map(torch.equal, whole.values(), (again[x] for x in whole)))
+
+
 # ------------------------------------------------------------------------------------ adaptive_kl
 
 def test_beta_is_steered_to_the_target():
@@ -1062,6 +1290,6 @@ def test_an_adapted_beta_is_resumed(start, tmp_path):
     given = TINY | dict(init=start, warm_steps=0, algo="adaptive_kl", out=tmp_path, save_every=1)
     grpo.main(flags(given))
     grpo.main(["--resume", "--out", str(tmp_path), "--steps", "3"])
-    logged = [json.loads(line)["beta"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    logged = [m["beta"] for m in records(tmp_path / "metrics.jsonl")[1:]]
     saved = checkpoint.load(tmp_path, grpo.Config)[1].beta
     assert [*logged, saved] == pytest.approx([0.04 * 0.98 ** n for n in range(4)])

@@ -1,185 +1,171 @@
-"""What this code does on a GPU, in one command:
+"""What this code does on a GPU; without a part all three, in five minutes:
 
-    python experiments/cost/gpu.py                              # on a GPU: the first five parts, in nine minutes
-    python experiments/cost/gpu.py decode                       # some of the parts
-    python experiments/cost/gpu.py --device cpu --tiny          # a dry run on the CPU: two minutes
-    python experiments/cost/gpu.py --device pretend --tiny      # another, on the CUDA device of tests/pretend.py
+    python experiments/cost/gpu.py decode       # a graph beside the plain cache; a token's time
+    python experiments/cost/gpu.py update       # updates of 256 rows of 512 tokens
+    python experiments/cost/gpu.py tests        # the tests that need a GPU
+    python experiments/cost/gpu.py decode update --device cpu --tiny        # a dry run
 
-The parts, most telling first; probe.py says what a `share` is:
-
-    decode      whether a CUDA graph gives the plain cache's tokens; a token of 64, 256 and 512 rows, in four ways, in the
-                shapes of Qwen2.5-0.5B and SmolLM2-135M; where its time goes
-    update      updates of 256 rows of 512 tokens, with micro-batches and chunks of several sizes
-    steps       three steps of a run: 16 x 16 completions of 512 tokens, by random models of both shapes
-    trl         two steps of the first one by this code and by TRL, if that is installed
-    tests       the tests that need a GPU
-
-    inductor    a token and an update, compiled
-
-A part is one or more processes, each of at most the seconds in PARTS; all that the parts may take is --budget. What is
-found is printed at once, behind the seconds since its process began, and written to OUT/gpu.json, with all that was
-printed; what that has of other parts stays. OUT/logs has the rest of what the processes say.
+What is found is printed at once, behind the seconds since the start, and kept in --out. A `share`
+is a lower bound on a time, divided by it: of a token the bytes of weights and cache at the rate of
+a copy, of an update its products.
 """
 import contextlib
-import importlib.util
-import json
-import os
-import shlex
-import shutil
-import signal
+import dataclasses
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+import data  # noqa: E402
+import grpo  # noqa: E402
+import model  # noqa: E402
+from data.tokenizer import byte_encoding  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
-from grpo import Config  # noqa: E402
+from run import caches, dist, passes, pretrained  # noqa: E402
 
-LEAST = 20          # seconds that a process needs
-PROBE = "experiments/cost/probe.py"
-STEPS = (f"{PROBE} steps {{device}} --task sums --kl loss --micro_tokens {Config.micro_tokens} "
-         "--held_out 2 --samples 1 --steps 3 {size} --init")
-# The seconds of a process of each part, and the processes, as command lines; `started` fills in the braces.
-PARTS = {
-    "decode": (130, {"": f"{PROBE} decode {{device}} {{small}}"}),
-    "update": (120, {"": f"{PROBE} update {{device}} {{small}}"}),
-    "steps": (90, {"0.5B": f"{STEPS} {{qwen}}", "135M": f"{STEPS} {{smollm2}}"}),
-    "trl": (110, {"": "experiments/cost/speed.py {trl} --who 'ours bfloat16' 'TRL bfloat16 in parts' "
-                      "--turns 2 --no_peak --device {device} --out {out}/speed.json"}),
-    "tests": (130, {"": "-m pytest -q -p no:cacheprovider tests/extra/test_gpu.py --gpu"}),
-    "inductor": (150, {"": f"{PROBE} inductor {{device}} {{small}}"}),
-}
-QUICK = [*PARTS][:5]
+BEGAN, FOUND = time.time(), {"about": results.about()}
+# random models in the shapes of Qwen2.5-0.5B and SmolLM2-135M; updates: micro-batches, logits
+LARGE = SimpleNamespace(
+    shapes={"0.5B": model.GPTConfig(151936, 24, 14, 2, 896, 4864, 2048, bias="qkv"),
+            "135M": model.GPTConfig(49152, 30, 9, 3, 576, 1536, 2048)},
+    rows=(256, 64, 512), group=16, context=256, dtype="bfloat16",
+    batch=dict(prompts=16, group=16, max_new=512),
+    updates=((16384, None), (4096, None), (16384, 2 ** 26), (32768, None)))
+TINY = SimpleNamespace(
+    shapes={"0.5B": model.GPTConfig(300, 2, 4, 2, 32, 64, 512)}, rows=(8, 4),
+    group=2, context=70, dtype="float32", batch=dict(prompts=2, group=2, max_new=24),
+    updates=((256, None), (256, 2 ** 10)))
 
 
-def started(args, command):
-    """A command line of PARTS for this machine, as a list of words; makes the random models that it names."""
-    kind = "tiny" if args.tiny else "shaped"
-    models = {name: args.out.parent / f"{name}-{kind}" for name in ("qwen", "smollm2")}
-    for name, where in models.items():
-        if f"{{{name}}}" in command:
-            speed.random_folder(where)
-    words = dict(small="", trl="qwen", size="--prompts 16 --group 16 --max_new 512")
-    if args.tiny:
-        words = dict(small="--small", trl="qwen-tiny", size="--prompts 2 --group 2 --max_new 6")
-    return shlex.split(command.format(device=args.device, out=args.out, **models, **words))
-
-
-def limited(command, seconds, log, heard):
-    """Run a command for at most so many seconds, its errors in a file; `heard` is given each line
-    that it prints. Its exit code, negative if it was killed."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if "--small" in command:
-        env["OMP_NUM_THREADS"] = "1"
-    with open(log, "a") as errors:
-        child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
-                                 stderr=errors, text=True, errors="replace", process_group=0,
-                                 env=env)
-
-    def kill():
-        """With all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    clock = threading.Timer(seconds, kill)
-    clock.start()
+@contextlib.contextmanager
+def measuring(args, name):
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    found = FOUND[name] = {}
     try:
-        for line in child.stdout:
-            heard(line.rstrip("\n"))
-        return child.wait()
-    finally:
-        clock.cancel()
-        kill()
-        child.wait()
+        yield found
+    except Exception as e:      # whatever it is, the next measurement may work
+        found["error"] = f"{type(e).__name__}: {e}"[:300]
+    found["peak GB"] = results.peak() / 1e9
+    print(f"{time.time() - BEGAN:6.1f}  {name}: {found}", flush=True)
+    results.write(args.out, FOUND)
 
 
-def measured(args, name, command, seconds, add):
-    """Run a process, of grpo.py in a folder of its own. `add` is given what it finds, when it does: of a probe its
-    results, of any other one what it prints. At last come its exit code and, if it failed, its last lines."""
-    where, log = args.out / name.replace(" ", "-"), args.out / "logs" / f"{name}.txt"
-    log.write_text("")
-    shutil.rmtree(where, ignore_errors=True)
-    own, began, said = command[:2] == [PROBE, "steps"], time.time(), []
-
-    def heard(line):
-        at = round(time.time() - began, 2)
-        if line.startswith("found "):
-            with contextlib.suppress(ValueError):           # cut off within a line
-                for what, found in json.loads(line[6:]).items():
-                    add(what, {"at": at} | found)
-            return
-        with open(log, "a") as f:
-            f.write(line + "\n")
-        if command[0] != PROBE and line.strip():
-            said.append(line)
-            add("said", said, f"{at:6.1f}  {line}")
-    code = limited(command + ["--out", str(where)] * own, seconds, log, heard)
-    end = {"at": round(time.time() - began, 2), "code": code, "state": "ok"}
-    if code:
-        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-30:]
-        end |= {"state": "cut off" if code in (-9, -15, 143) else "FAILED", "last": last}
-    add("end", end)
-    return not code
+def random_model(args, shape, dtype, **more):
+    cfg = grpo.make_config(task="sums", dtype=dtype, device=args.device,
+                           compile=args.compile, **more)
+    with dist.device_of(cfg):
+        return pretrained.to_device(model.GPT(shape), cfg), cfg
 
 
-def shown(found):
-    """Results on a line."""
-    def form(x):
-        return f"{x:.4g}" if isinstance(x, float) else f"{x}"
-    at = f"{found['at']:6.1f}  " if "at" in found else ""
-    return at + "  ".join(f"{name} {form(x)}" for name, x in found.items() if name not in ("at", "last"))
+def sampled(policy, lengths, group, new, stop=(-1,)):
+    rng = torch.Generator().manual_seed(new)
+    prompts = [torch.randint(policy.cfg.vocab_size, (n,), generator=rng).tolist() for n in lengths]
+    u = torch.rand(len(prompts) * group, new, generator=rng)
+    return grpo.sample(policy, prompts, group, [new] * len(prompts), 1.0, set(stop), u)
 
 
-def main():
-    began = time.time()
-    parser = results.parser(__doc__, "tiny")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: the first five; all: all")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
-    parser.add_argument("--budget", type=float, default=540, help="seconds for all parts together")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
-    parser.add_argument("--json", type=Path, help="the file of the results; default: OUT/gpu.json")
-    args = parser.parse_args()
-    parts = [*PARTS] if args.parts == ["all"] else args.parts or QUICK
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"there is no part {unknown[0]}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU; see --device")
-    args.out = args.out.resolve()
-    (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    file, good = args.json or args.out / "gpu.json", True
-    about = results.about("trl") | {"device": args.device}
-    result = (json.loads(file.read_text()) if file.exists() else {}) | about
-    print(shown(about), flush=True)
+def agree(args, at):
+    """How far are log-probabilities apart, up to the first token that rounding decides?"""
+    shape = dataclasses.replace(at.shapes["0.5B"], vocab_size=300)
+    policy = pretrained.frozen(random_model(args, shape, "float32")[0])
+    for new in (40, 60):
+        for p in policy.parameters():
+            p.copy_(p.flip(0))
+        lengths, made = range(150, 150 - at.rows[0] // at.group, -1), []
+        with measuring(args, f"graph and plain cache, {new} tokens") as found:
+            for policy.kv_cache in ("static", "plain"):
+                batch = sampled(policy, lengths, at.group, new, range(10))
+                made.append((batch.ids, batch.mask, batch.logp))
+            T = min(ids.size(1) for ids, *_ in made)
+            (ids, mask, logp), (ids2, mask2, logp2) = ([x[:, :T] for x in of] for of in made)
+            differ = (ids != ids2) | (mask != mask2)
+            same = (differ.cumsum(1) == 0) & mask
+            found |= {"rows": len(ids), "rows that differ": differ.any(1).sum().item(),
+                      "max dlogp": (logp - logp2)[same].abs().max().item()}
 
-    def add(name, what, found, line=None):
-        """Print what was found, and keep it."""
-        print(f"{name}: {line or f'{what}: {shown(found)}'}", flush=True)
-        result[name][what] = found
-        results.write(file, result)
-    todo = [(part, f"{part} {case}".strip(), command)
-            for part in parts for case, command in PARTS[part][1].items()]
-    for i, (part, name, command) in enumerate(todo):
-        result[name] = {}
-        left = args.budget - (time.time() - began)
-        seconds = left if i == len(todo) - 1 else min(left, PARTS[part][0])
-        if part == "trl" and (importlib.util.find_spec("trl") is None or args.device == "pretend"):
-            add(name, "end", {"state": "not run: TRL is not installed"})
-        elif left < LEAST:
-            add(name, "end", {"state": f"not run: {left:.0f} s are left"})
-        else:
-            try:
-                good &= measured(args, name, started(args, command), seconds, lambda *found: add(name, *found))
-            except (OSError, RuntimeError, ValueError) as e:        # such as a full disk: the next part may not need it
-                add(name, "end", {"state": f"FAILED: {type(e).__name__}: {e}"})
-                good = False
-    sys.exit(not good)
+
+def a_token(found, at, policy, rows, copied):
+    """A token of each row: the difference of rollouts of two lengths."""
+    def seconds(n):
+        began = speed.now(policy.device)
+        sampled(policy, [at.context] * (rows // at.group), at.group, n)
+        return speed.now(policy.device) - began
+    found["first call s"], _ = seconds(16), seconds(64)
+    few, many = (min(seconds(n) for _ in range(3)) for n in (16, 64))
+    c, token = policy.cfg, (many - few) / 48
+    linear = sum(m.weight.numel() for m in policy.layers.modules() if hasattr(m, "in_features"))
+    slots = rows * (at.context + 40) * 2 * c.n_layer * c.n_kv_head * c.head_size
+    moved = (2 if policy.amp else 4) * (linear + c.vocab_size * c.n_embd + slots)
+    found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": moved / copied / token}
+    if policy.kv_cache == "static":
+        *_, step = caches.MEMORY[policy].steps.values()
+        h, u = step.h[:, 0], torch.rand(len(step.h)).to(policy.device)
+        p, graph = policy.probs(h), step.graph and step.graph.replay
+        for name, f in (("graph", graph), ("head and softmax", lambda: policy.probs(h)),
+                        ("drawing", lambda: caches.draw(p, u))):
+            found[f"{name} us"] = f and 1e6 * speed.seconds(policy.device, f)
+
+
+@torch.no_grad()
+def decode(args, at):
+    agree(args, at)
+    for name, shape in at.shapes.items():
+        policy, cfg = random_model(args, shape, at.dtype)
+        policy = pretrained.frozen(policy)
+        dist.compile_all(cfg, policy)
+        copied = speed.bandwidth(policy.device)
+        for rows in at.rows:
+            for way in ("static", "shared", "plain") if rows == at.rows[0] else ("static",):
+                with measuring(args, f"{name}, {rows} rows, {way}") as found:
+                    policy.kv_cache = way
+                    a_token(found, at, policy, rows, copied)
+                caches.forget(policy)
+
+
+def update(args, at):
+    policy, cfg = random_model(args, at.shapes["0.5B"], at.dtype, lr=0, kl="loss", **at.batch)
+    agent = grpo.new_agent(cfg, data.load_task(cfg.task), byte_encoding(), policy)
+    rows, T = cfg.prompts * cfg.group, 20 + cfg.max_new
+    mask = (torch.arange(T) >= 20).expand(rows, T)
+    made = dict(ids=torch.randint(policy.cfg.vocab_size, (rows, T)), start=torch.full((rows,), 20),
+                mask=mask, logp=torch.zeros(rows, T), finished=torch.zeros(rows) > 0,
+                adv=torch.where(mask, torch.randn(rows, 1), 0))
+    batch = grpo.Batch(**{name: x.to(policy.device) for name, x in made.items()})
+    batch.logp = batch.old_logp = batch.ref_logp = grpo.logps(agent.sampler, batch, cfg)[0]
+    for tokens, logits in at.updates:
+        agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+        most = (lambda device: logits) if logits else passes.most_logits
+        with (measuring(args, f"micro_tokens {tokens}, {logits or 'default'} logits") as found,
+              mock.patch.object(passes, "most_logits", most)):
+            for name in ("first s", "s"):       # the first one warms up, or compiles
+                began = speed.now(policy.device)
+                grpo.update(agent, batch, dist.rng(cfg, "update"))
+                found[name] = speed.now(policy.device) - began
+            found["share"] = speed.floors(agent, batch)["least update"] / found["s"]
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that its process ends with it
-    main()
+    parser = results.parser(__doc__, "tiny", "compile")
+    parser.add_argument("parts", nargs="*", default=["decode", "update", "tests"])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu.json")
+    args = parser.parse_args()
+    dist.prepare()
+    if args.tiny:
+        speed.SIDE, speed.COPIED = 128, 2 ** 20
+    for part in args.parts:
+        if part == "tests":
+            command = "-m pytest -q -p no:cacheprovider tests/extra/test_gpu.py --gpu".split()
+            FOUND[part] = {"code": subprocess.call([sys.executable, *command], cwd=ROOT)}
+        else:
+            {"decode": decode, "update": update}[part](args, TINY if args.tiny else LARGE)
+    sys.exit(any("error" in x or x.get("code") for x in FOUND.values()))

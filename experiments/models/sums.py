@@ -52,8 +52,7 @@ def ours(seed, out=None, *flags):
 
 
 def kl_to_the_start(where):
-    """The KL to the run's initial model: k3, averaged over the tokens of one completion per
-    held-out problem."""
+    """The KL to the run's initial model: k3, a mean over tokens of held-out problems."""
     import grpo
     from experiments.models import sums_task as sums
     from run import dist, passes, pretrained
@@ -99,7 +98,7 @@ def check(seed):
 
 
 def of_run(where):
-    """The metrics of a run before and after RL, its curves, two of its samples, its costs."""
+    """The metrics of a run before and after RL, its curves, two samples, its costs."""
     found = results.lines(where / "metrics.jsonl")
     samples = {s["step"]: {name: s[name] for name in ("prompt", "completions")}
                for s in results.lines(where / "samples.jsonl")}

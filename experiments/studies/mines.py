@@ -2,31 +2,27 @@
 
     python grpo.py --task experiments/studies/mines.py
 
-    46>72:    ->    R56          from column 4, row 6 to column 7, row 2; each line is a move, right, left, up
-                    U55          or down, and the place where it leads
+    46>72:    ->    R56         from column 4, row 6 to column 7, row 2; each line is a move,
+                    U55         right, left, up or down, and the place where it leads
                     ...
 
-A completion is right if every line is a true move, the last one leads to the goal, and none stands on a mine. The map
-is the same in all problems of a seed and in no prompt, and the demonstrators do not know it: what RL finds was in no
-demonstration. Whether a line is good can be told from it and the lines before it.
+A completion is right if every line is a true move, the last one leads to the goal, and none stands
+on a mine. The map is the same in all problems of a seed and in no prompt, and the demonstrators do
+not know it. Whether a line is good can be told from it and the lines before it.
 """
 import random
 import re
-import sys
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data import UserError  # noqa: E402
-
 SIZE, MINES = 8, 10             # a square grid; places are two digits, column and row
-SHORT, LONG, LINES = 1, 2, 3    # moves from start to goal without mines, and of the longest walk: times 2 ** --difficulty
+# moves from start to goal without mines, and of the longest walk: times 2 ** --difficulty
+SHORT, LONG, LINES = 1, 2, 3
 DIRECT = 0.8                    # share of a demonstrator's moves that go towards the goal
 HELD_OUT = 200
 
-DEFAULTS = dict(n_layer=2, n_embd=128, warm_steps=800, steps=400, prompts=16, group=16, lr=1e-4, kl="none",
-                max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)
+DEFAULTS = dict(n_layer=2, n_embd=128, warm_steps=800, steps=400, prompts=16, group=16, lr=1e-4,
+                kl="none", max_new=4 * LINES * 2 ** 2 + 1, micro_tokens=16384, save_every=100)
 MOVES = {"R": (1, 0), "L": (-1, 0), "D": (0, 1), "U": (0, -1)}
 LINE = re.compile(r"([RLDU])([0-9])([0-9])\Z")
 
@@ -40,9 +36,7 @@ class Problem(NamedTuple):
 
 
 def problems(seed, difficulty=2):
-    """Training and held-out problems on the map of the seed. Each goal can be reached without a mine."""
-    if SIZE > 10 or not SHORT <= LONG <= LINES:
-        raise UserError("mines.py: SIZE is at most 10, and SHORT <= LONG <= LINES")
+    """Training and held-out problems on the map of the seed. Each goal can be reached."""
     near, far, lines = (n * 2 ** difficulty for n in (SHORT, LONG, LINES))
     rng = random.Random(seed)
     places = [(x, y) for x in range(SIZE) for y in range(SIZE)]
@@ -51,8 +45,7 @@ def problems(seed, difficulty=2):
              if near <= distance(a, b) <= far and n <= lines]
     rng.shuffle(pairs)
     found = [Problem("{}{}>{}{}:".format(*a, *b), a, b, mines, lines) for a, b in pairs]
-    if len(found) < 2 * HELD_OUT:
-        raise UserError(f"mines.py: with {MINES} mines on a grid of {SIZE} by {SIZE} there are only {len(found)} problems")
+    assert len(found) >= 2 * HELD_OUT, "the grid is too small, or has too many mines"
     return found[HELD_OUT:], found[:HELD_OUT]
 
 
@@ -84,14 +77,15 @@ def shortest(start, mines):
 
 
 def demonstration(problem, rng):
-    """A walk that knows nothing of mines: most moves go towards the goal, the others anywhere. A walk that takes more
-    than the longest walk is drawn again."""
+    """A walk that knows nothing of mines: most moves go towards the goal, the others anywhere. A
+    walk that is too long is drawn again."""
     while True:
         place, lines = problem.start, []
         while place != problem.goal and len(lines) < problem.lines:
             moves = [m for m in MOVES if inside(moved(place, m))]
             if rng.random() < DIRECT:
-                moves = [m for m in moves if distance(moved(place, m), problem.goal) < distance(place, problem.goal)]
+                far = distance(place, problem.goal)
+                moves = [m for m in moves if distance(moved(place, m), problem.goal) < far]
             move = rng.choice(moves)
             place = moved(place, move)
             lines.append("{}{}{}".format(move, *place))
@@ -100,20 +94,21 @@ def demonstration(problem, rng):
 
 
 def walk(problem, completion):
-    """For each line of a completion: where it ends in the text, and the place to which it leads, or None if it is not
-    a true move from the line before. After a line that is not, no line is a true move."""
+    """For each line of a completion: where it ends in the text, and the place to which it leads, or
+    None if it, or a line before it, is not a true move."""
     place, at = problem.start, 0
     for line in completion.split("\n"):
         at += len(line) + 1
         found = LINE.match(line)
         there = moved(place, found[1]) if found and place else None
-        place = there if there and inside(there) and there == (int(found[2]), int(found[3])) else None
+        said = there and inside(there) and there == (int(found[2]), int(found[3]))
+        place = there if said else None
         yield min(at, len(completion)), place
 
 
 def steps(problem, completion):
-    """A step is a line; it is good if it is a true move to a place without a mine that was not visited before. What
-    follows the goal or the longest walk is not."""
+    """A step is a line; it is good if it is a true move to a place without a mine that was not
+    visited before. What follows the goal or the longest walk is not."""
     found, visited = [], [problem.start]
     for end, place in walk(problem, completion):
         good = place is not None and place not in problem.mines and place not in visited
@@ -130,5 +125,5 @@ def answer(completion):
 def reward(problem, completion):
     """1 for a walk to the goal, with true moves alone and on no mine."""
     places = [place for _, place in walk(problem, completion)]
-    right = None not in places and len(places) <= problem.lines and places[-1] == problem.goal and not problem.mines & {*places}
-    return {"correct": float(right)}
+    ends = places[-1] == problem.goal and len(places) <= problem.lines
+    return {"correct": float(ends and None not in places and not problem.mines & {*places})}

@@ -1,10 +1,10 @@
 """A table and a figure of several runs, before and after RL, from their folders.
 
-    for s in 1 2 3 4 5; do python grpo.py --task arithmetic --warm_steps 1500 --seed $s --out out/s$s; done
+    for s in 1 2 3 4 5; do python grpo.py --warm_steps 1500 --seed $s --out out/s$s; done
     python experiments/studies/seeds.py out/s1 out/s2 out/s3 out/s4 out/s5
 
-Writes seeds.json and, if matplotlib is installed, seeds.png into --out, or with --readme beside this script, where
-docs/measurements.md takes them from.
+Writes seeds.json and, if matplotlib is installed, seeds.png into --out, or with --readme beside
+this script, where docs/measurements.md takes them from.
 """
 import statistics
 import sys

@@ -2,10 +2,10 @@
 
     python grpo.py --task experiments/studies/slips.py
 
-A policy that imitates them can learn to work instead of guessing, and then has much more to learn: each number of
-its working is right in 97 cases of 100, and all of them must be. In the plain task that first choice is nearly
-everything, so all algorithms end at the same level. Only the right answer is rewarded: a reward for valid working
-would turn outcome supervision into process supervision.
+A policy that imitates them can learn to work instead of guessing, and then has much more to learn:
+each number of its working is right in 97 cases of 100, and all of them must be. In the plain task
+that first choice is nearly everything. Only the right answer is rewarded: a reward for valid
+working would turn outcome supervision into process supervision.
 """
 import sys
 from pathlib import Path

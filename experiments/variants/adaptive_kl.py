@@ -1,5 +1,6 @@
-"""A KL coefficient that is adapted towards a TARGET (Ziegler et al., arXiv 1909.08593, 2.2): after each step beta grows or
-shrinks by a tenth of the relative error of the measured KL, which is bounded. Beta is part of a checkpoint.
+"""A KL coefficient that is adapted towards a TARGET (Ziegler et al., arXiv 1909.08593, 2.2):
+after each step beta grows or shrinks by a tenth of the relative error of the measured KL, which
+is bounded. Beta is part of a checkpoint.
 """
 import grpo
 from data import UserError

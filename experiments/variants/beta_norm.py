@@ -1,6 +1,6 @@
-"""BNPO (arXiv 2506.02864): rewards of 0 and 1 minus the group's mean p, divided by a Beta density at p. Its parameters are
-1 + a/3 and 1 + b/3, where Beta(a, b) has the mean and variance of p over the batch: of all densities it leaves the least
-variance.
+"""BNPO (arXiv 2506.02864): rewards of 0 and 1 minus the group's mean p, divided by a Beta density
+at p. Its parameters are 1 + a/3 and 1 + b/3, where Beta(a, b) has the mean and variance of p over
+the batch: of all densities it leaves the least variance.
 """
 import torch
 
@@ -15,7 +15,8 @@ SETTINGS = dict(kl="none")
 def group_scores(reward, ends, cfg):
     r = double(reward.sum(1)).view(-1, cfg.group)                # (P, G)
     if r.min() < 0 or r.max() > 1:
-        raise UserError(f"--algo beta_norm: a reward is {r.min() if r.min() < 0 else r.max():g}, and must be from 0 to 1")
+        wrong = r.min() if r.min() < 0 else r.max()
+        raise UserError(f"--algo beta_norm: a reward is {wrong:g}, and must be from 0 to 1")
     p = r.mean(1, keepdim=True)                                                         # (P, 1)
     mean, std = dist.mean_and_std(p.flatten())
     mean, var = mean.clamp(1e-3, 1 - 1e-3), std.square().clamp(min=1e-4)

@@ -1,5 +1,5 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): the importance weight is clipped and held constant, so that each token
-keeps its gradient. The paper has no lower bound and does not print the upper one; ScaleRL (2510.13786) recommends 5.
+"""CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): the importance weight is clipped, held constant.
+The paper has no lower bound and prints no upper one; ScaleRL (2510.13786) recommends 5.
 """
 import grpo
 

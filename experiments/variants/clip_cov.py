@@ -1,6 +1,7 @@
-"""Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance of advantage and
-log-probability is in a range, has no gradient: such tokens lower the entropy the most. Means are over a micro-batch, whose size is fixed. The
-clip at 0 and 2, and the mean over tokens, are from the authors' scripts.
+"""Clip-Cov (arXiv 2505.22617, eq. 11): a SHARE of all tokens, drawn among those whose covariance
+of advantage and log-probability is in a range, has no gradient: such tokens lower the entropy the
+most. Means are over a micro-batch, whose size is fixed. The clip at 0 and 2, and the mean over
+tokens, are from the authors' scripts.
 """
 import torch
 
@@ -16,7 +17,7 @@ def surrogate(logp, old_logp, adv, mask, cfg):
     gain, clipped = clipped_once(logp, old_logp, adv, mask, cfg)
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
     found = ((cov > LOW) & (cov < HIGH) & mask & ~clipped).nonzero()
-    same = torch.Generator().manual_seed(len(found))            # the same choice in a run that was resumed
+    same = torch.Generator().manual_seed(len(found))     # as before, in a resumed run
     found = found[torch.randperm(len(found), generator=same)[:max(1, int(SHARE * mask.sum()))]]
     kept = torch.ones_like(adv).index_put(tuple(found.T), torch.zeros(()).to(adv))
     return gain * kept, clipped | (kept == 0)

@@ -1,7 +1,8 @@
-"""DPPO (arXiv 2602.04879), with the binary KL: a token loses its gradient when its ratio moves away from 1 and the two
-policies differ there by more than DELTA, as Bernoulli distributions of drawing this token. The authors' script also uses
-Dr. GRPO's loss mean and advantages, which are not used here. Their old policy is the sampler; here, as in all of this
-code, in bfloat16 it is the trainer. Nor are ratios capped, at 10 as in their script or at 20 as in verl's version.
+"""DPPO (arXiv 2602.04879), with the binary KL: a token loses its gradient when its ratio moves
+away from 1 and the two policies differ there by more than DELTA, as Bernoulli distributions of
+drawing this token. The authors' script also uses Dr. GRPO's loss mean and advantages, which are
+not used here. Their old policy is the sampler; here, as in all of this code, in bfloat16 it is
+the trainer. Nor are ratios capped, at 10 as in their script or at 20 as in verl's version.
 """
 import grpo
 

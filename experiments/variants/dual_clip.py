@@ -1,5 +1,5 @@
-"""Dual clip (arXiv 1912.09729, eq. 5): with a negative advantage a token's surrogate is at least C times the advantage,
-however large the ratio; PPO's clip does not bound that side.
+"""Dual clip (arXiv 1912.09729, eq. 5): with a negative advantage a token's surrogate is at least
+C times the advantage, however large the ratio; PPO's clip does not bound that side.
 """
 import torch
 

@@ -1,6 +1,7 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): other prompts are rolled out, up to TRIES rollouts in all, until a
-step's worth of groups is live, neither all right nor all wrong; where too few are found, dead ones fill the step (the
-authors' code tries ten rollouts, then stops). With several processes each fills its own share.
+"""DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): other prompts are rolled out, up to TRIES
+rollouts in all, until a step's worth of groups is live, neither all right nor all wrong; where
+too few are found, dead ones fill the step (the authors' code tries ten rollouts, then stops).
+With several processes each fills its own share.
 """
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ def train_step(agent, problems, step):
     agent.others = problems
     batch, stats = one_step(agent, problems, step)
     kept = dist.all_reduce(batch.mask.sum()).item()
-    stats["rollout_tok_s"] *= stats.pop("sampled") / kept           # it has counted the kept ones alone
+    stats["rollout_tok_s"] *= stats.pop("sampled") / kept       # it counted the kept ones alone
     return batch, stats
 
 

@@ -1,5 +1,6 @@
-"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of the tokens of a micro-batch, whose size is
-fixed, has an advantage: those at which the current policy is the least sure, as in the authors' code. That takes a forward pass more.
+"""The tokens with the highest entropy (arXiv 2506.01939): only a SHARE of the tokens of a
+micro-batch, whose size is fixed, has an advantage: those at which the current policy is the least
+sure, as in the authors' code. That takes a forward pass more.
 """
 from dataclasses import replace
 
@@ -18,14 +19,14 @@ def total_loss(agent, batch, weight, n_tokens):
         h = agent.policy(batch.ids)
         logp = agent.policy.head(h / agent.cfg.temperature).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1).roll(1, 1)                       # before a token
-    if batch.mask.any():                                                    # none if a rank has no rows
+    if batch.mask.any():        # none if a rank has no rows
         least = entropy[batch.mask].quantile(1 - SHARE)
         batch = replace(batch, adv=batch.adv * (entropy >= least))
     return of_all_tokens(agent, batch, weight, n_tokens)
 
 
 def has_gradient(agent, batch):
-    return torch.ones(len(batch.ids), dtype=torch.bool)         # rows without an advantage count in the share, too
+    return torch.ones(len(batch.ids), dtype=torch.bool)     # all rows count in the share
 
 
 grpo.total_loss = total_loss

@@ -1,6 +1,7 @@
-"""GDPO (arXiv 2601.05242, eq. 4 to 6): each component of the reward is normalised within its group before they are added
-up, so that combinations with the same sum stay apart; the sum is whitened over the batch, here over its tokens, as in the
-authors' code for verl. For rewards by the task's rule.
+"""GDPO (arXiv 2601.05242, eq. 4 to 6): each component of the reward is normalised within its
+group before they are added up, so that combinations with the same sum stay apart; the sum is
+whitened over the batch, here over its tokens, as in the authors' code for verl. For rewards by
+the task's rule.
 """
 from dataclasses import replace
 

@@ -1,5 +1,6 @@
-"""GMPO (arXiv 2507.20673, eq. 4): the geometric mean of a completion's token ratios, each clipped first, in logarithms,
-on the side where PPO clips. The weight of a completion is 1, as in the paper; a token's is 1/|o|.
+"""GMPO (arXiv 2507.20673, eq. 4): the geometric mean of a completion's token ratios, each clipped
+first, in logarithms, on the side where PPO clips. The weight of a completion is 1, as in the
+paper; a token's is 1/|o|.
 """
 import grpo
 

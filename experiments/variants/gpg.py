@@ -1,6 +1,6 @@
-"""GPG (arXiv 2504.02546, eq. 9): no ratio, no clip, no std; advantages are multiplied by (groups / live groups), since a
-dead group adds nothing to the sum and would only make the step smaller. Its authors also sample again until half of the
-groups are live.
+"""GPG (arXiv 2504.02546, eq. 9): no ratio, no clip, no std; advantages are multiplied by (groups
+/ live groups), since a dead group adds nothing to the sum and would only make the step smaller.
+Its authors also sample again until half of the groups are live.
 """
 import torch
 

@@ -1,5 +1,5 @@
-"""GSPO-token (arXiv 2507.18071, eq. 13): the ratio of the completion, with the gradient of each token's own probability,
-so that advantages may differ from token to token.
+"""GSPO-token (arXiv 2507.18071, eq. 13): the ratio of the completion, with the gradient of each
+token's own probability, so that advantages may differ from token to token.
 """
 import grpo
 from grpo import importance_ratio as of_completion

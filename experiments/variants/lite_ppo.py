@@ -1,4 +1,5 @@
-"""Lite PPO (arXiv 2508.08221): the group's mean as the baseline, the std of the whole batch, all tokens alike."""
+"""Lite PPO (arXiv 2508.08221): the group's mean as the baseline, the std of the whole batch, all
+tokens alike."""
 from dataclasses import replace
 
 import grpo

@@ -1,5 +1,5 @@
-"""LUSPO (arXiv 2602.05261): GSPO, with each completion weighted by its length, so that tokens of long completions count no
-less.
+"""LUSPO (arXiv 2602.05261): GSPO, with each completion weighted by its length, so that tokens of
+long completions count no less.
 """
 import grpo
 

@@ -1,5 +1,6 @@
-"""MaxRL (arXiv 2602.02710): rewards of 0 and 1 minus their mean, divided by it: an unbiased gradient of the log-likelihood
-of a right answer, to the order that the group can estimate. Hard problems weigh the most.
+"""MaxRL (arXiv 2602.02710): rewards of 0 and 1 minus their mean, divided by it: an unbiased
+gradient of the log-likelihood of a right answer, to the order that the group can estimate. Hard
+problems weigh the most.
 """
 import torch
 

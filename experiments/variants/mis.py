@@ -1,6 +1,6 @@
-"""Masked importance sampling of completions (yingru.notion.site, 2025; verl's rollout correction): a completion is weighted
-by its pi_trainer / pi_sampler, and left out where that is more than C. verl also leaves out completions whose weight is
-below 0.5.
+"""Masked importance sampling of completions (yingru.notion.site, 2025; verl's rollout
+correction): a completion is weighted by its pi_trainer / pi_sampler, and left out where that is
+more than C. verl also leaves out completions whose weight is below 0.5.
 """
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ def rollout(agent, problems, rng):
 
 def total_loss(agent, batch, weight, tokens):
     ratio = ((batch.old_logp - batch.logp) * batch.mask).sum(1, True).exp()
-    return unweighted(agent, replace(batch, adv=batch.adv * torch.where(ratio <= C, ratio, 0)), weight, tokens)
+    adv = batch.adv * torch.where(ratio <= C, ratio, 0)
+    return unweighted(agent, replace(batch, adv=adv), weight, tokens)
 
 
 grpo.rollout = rollout

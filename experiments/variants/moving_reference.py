@@ -1,5 +1,6 @@
-"""A reference that follows the policy, as an exponential moving average (WARP, arXiv 2406.16768; TR-DPO, 2404.09656). Under
-autocast it becomes float32, since in bfloat16 its steps would round away; a resume rounds it once.
+"""A reference that follows the policy, as an exponential moving average (WARP, arXiv 2406.16768;
+TR-DPO, 2404.09656). Under autocast it becomes float32, since in bfloat16 its steps would round
+away; a resume rounds it once.
 """
 import torch
 
@@ -17,7 +18,7 @@ def train_step(agent, problems, step):
         new = dict(agent.policy.named_parameters())
         with torch.no_grad():
             for name, p in agent.ref.named_parameters():
-                p.lerp_(new.get(name, new["embed_tokens.weight"]), RATE)        # the policy's head may be tied
+                p.lerp_(new.get(name, new["embed_tokens.weight"]), RATE)   # it may be tied
     return found
 
 

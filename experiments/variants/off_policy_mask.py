@@ -1,6 +1,7 @@
-"""The mask of DeepSeek-V3.2 (arXiv 2512.02556, eq. 9): a completion with a negative advantage is left out once the policy
-has moved away from it by more than DELTA nats a token. The paper gives no DELTA; this one is TRL's. Its unbiased KL is
---estimator 'ratio*k3'. Its old policy is the sampler; here, as in all of this code, in bfloat16 it is the trainer.
+"""The mask of DeepSeek-V3.2 (arXiv 2512.02556, eq. 9): a completion with a negative advantage is
+left out once the policy has moved away from it by more than DELTA nats a token. The paper gives
+no DELTA; this one is TRL's. Its unbiased KL is --estimator 'ratio*k3'. Its old policy is the
+sampler; here, as in all of this code, in bfloat16 it is the trainer.
 """
 import grpo
 from grpo import surrogate as of_all

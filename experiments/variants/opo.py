@@ -1,5 +1,6 @@
-"""OPO (arXiv 2505.23585, eq. 8): the baseline of a group is the mean of its rewards weighted by length, which minimizes the
-gradient's variance if gradients grow with the length. On-policy: no clip, no std, no KL; a mean over tokens.
+"""OPO (arXiv 2505.23585, eq. 8): the baseline of a group is the mean of its rewards weighted by
+length, which minimizes the gradient's variance if gradients grow with the length. On-policy: no
+clip, no std, no KL; a mean over tokens.
 """
 import grpo
 

@@ -1,5 +1,5 @@
-"""DAPO's overlong filtering (arXiv 2503.14476, 3.4): a completion that was cut off is left out of the loss, though not of
-its group's mean and std.
+"""DAPO's overlong filtering (arXiv 2503.14476, 3.4): a completion that was cut off is left out of
+the loss, though not of its group's mean and std.
 """
 from dataclasses import replace
 

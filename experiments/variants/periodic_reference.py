@@ -1,4 +1,5 @@
-"""A reference that is set to the policy every EVERY steps (TR-DPO's hard update, arXiv 2404.09656; ProRL, 2505.24864)."""
+"""A reference that is set to the policy every EVERY steps (TR-DPO's hard update, arXiv
+2404.09656; ProRL, 2505.24864)."""
 import grpo
 from grpo import train_step as one_step
 from run import dist

@@ -1,10 +1,12 @@
-"""ReMax (arXiv 2310.10505, eq. 5): REINFORCE, with the reward of a prompt's greedy completion as its baseline, which costs
-one more completion. One sample per prompt (`--group 1`) is enough. For rewards by the task's rule.
+"""ReMax (arXiv 2310.10505, eq. 5): REINFORCE, with the reward of a prompt's greedy completion as
+its baseline, which costs one more completion. One sample per prompt (`--group 1`) is enough. For
+rewards by the task's rule.
 """
 import grpo
 from grpo import rollout as of_samples
 
-SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
+SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token", clip_low=1e9,
+                clip_high=1e9)
 FIXED = ["reward"]
 
 

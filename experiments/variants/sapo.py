@@ -1,5 +1,5 @@
-"""SAPO (arXiv 2511.20347, eq. 5 and 6): in place of the clip a soft gate, 4 / tau * sigmoid(tau * (r - 1)), whose slope
-is 1 at r = 1 and falls off at both sides, faster for negative advantages.
+"""SAPO (arXiv 2511.20347, eq. 5 and 6): in place of the clip a soft gate, 4 / tau * sigmoid(tau *
+(r - 1)), whose slope is 1 at r = 1 and falls off at both sides, faster for negative advantages.
 """
 import torch
 

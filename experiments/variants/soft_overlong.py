@@ -1,6 +1,6 @@
-"""DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): in the last BUFFER of the tokens that a completion may have,
-its reward falls linearly, by at most FACTOR: half the difference between right and wrong, as in the paper, where rewards
-are -1 and 1 and it falls by 1.
+"""DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): in the last BUFFER of the tokens
+that a completion may have, its reward falls linearly, by at most FACTOR: half the difference
+between right and wrong, as in the paper, where rewards are -1 and 1 and it falls by 1.
 """
 import grpo
 from grpo import advantages as unpunished

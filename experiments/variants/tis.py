@@ -1,5 +1,6 @@
-"""Truncated importance sampling (fengyao.notion.site/off-policy-rl, 2025): where the sampler computes in another precision,
-each token's surrogate is weighted by min(pi_trainer / pi_sampler, C).
+"""Truncated importance sampling (fengyao.notion.site/off-policy-rl, 2025): where the sampler
+computes in another precision, each token's surrogate is weighted by min(pi_trainer / pi_sampler,
+C).
 """
 from dataclasses import replace
 import grpo

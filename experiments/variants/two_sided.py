@@ -1,5 +1,6 @@
-"""Two-sided clip (INTELLECT-2, arXiv 2505.07291, eq. 2): the ratio itself is cut at DELTA before PPO's minimum, so that a
-token with a negative advantage whose ratio is huge has no gradient. Dual clip is the same with another bound.
+"""Two-sided clip (INTELLECT-2, arXiv 2505.07291, eq. 2): the ratio itself is cut at DELTA before
+PPO's minimum, so that a token with a negative advantage whose ratio is huge has no gradient. Dual
+clip is the same with another bound.
 """
 import torch
 

@@ -1,5 +1,6 @@
-"""VESPO (arXiv 2602.10693): log pi is weighted by a smooth function of the ratio w of whole completions, held constant:
-w ** k * exp(c * (1 - w)), which is 1 at w = 1 and largest at w = k / c.
+"""VESPO (arXiv 2602.10693): log pi is weighted by a smooth function of the ratio w of whole
+completions, held constant: w ** k * exp(c * (1 - w)), which is 1 at w = 1 and largest at w = k /
+c.
 """
 import grpo
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import distributed
 import torch.nn.functional as F
-from conftest import flags, tiny_model
+from conftest import flags, records, tiny_model
 from safetensors.torch import load, load_file, save
 from torch.utils.checkpoint import checkpoint as recomputed
 
@@ -336,7 +336,7 @@ def run(top, name, **changes):
 
 
 def metrics(where):
-    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    return records(where / "metrics.jsonl")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, records
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -547,7 +547,7 @@ def test_in_and_out_again(family, style, task, tmp_path, capsys):
     ids = torch.randint(0, size, (1, 30))
     with torch.no_grad():
         torch.testing.assert_close(ours.head(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     assert [m["step"] for m in lines] == [0, 1, 2] and all(m["mismatch"] < 1e-4 for m in lines[1:])
     tokenizer_out = transformers.AutoTokenizer.from_pretrained(out)
     want = tk.encode(TEXTS[0], add_special_tokens=False).ids

@@ -16,14 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, flags, records
 from safetensors.torch import load
 from torch.testing import assert_close
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import grpo as unchanged  # noqa: E402
-from run import checkpoint, config, dist, passes, report, setup  # noqa: E402
+import grpo as unchanged
+from run import checkpoint, dist
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
@@ -52,10 +50,6 @@ def apply(folder, *diffs):
     return folder
 
 
-def flags(settings):
-    return [part for name, x in settings.items() for part in ([f"--no-{name}"] if x is False else [f"--{name}", str(x)])]
-
-
 def run(grpo, out, **settings):
     """A run on the command line, in this process: its metrics, a dict for each step."""
     warm = dict(warm_steps=0) if "init" in settings else {}
@@ -64,7 +58,7 @@ def run(grpo, out, **settings):
 
 
 def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return records(out / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +109,7 @@ def test_diffs_apply_in_any_order(tmp_path):
 
 
 # The rooms of tests/ that are run after a change of a file: those in which it is used most.
-ROOMS = {"grpo.py": "advantages checkpoint config layout loss reward task_errors train variants warm_start",
+ROOMS = {"grpo.py": "advantages config layout loss reward train variants warm_start",
          "model.py": "caches layout model passes sampling", "data/": "config layout task_errors tasks",
          "experiments/variants/": "layout variants", "run/": "checkpoint files layout train"}
 RECIPES = dict(own=[OWN], annealed=[ANNEALED], top_k=[TOP_K], optimizer=[OPTIMIZER], schedule=[SCHEDULE], median=[MEDIAN],
@@ -129,32 +123,32 @@ def fork(folder, *diffs):
     return apply(shutil.copytree(ROOT, folder, ignore=left), *diffs)
 
 
-def assert_green(folder, files, *options, new=()):
-    """After a change of some files their rooms pass, and whatever has a new name in its own, slow or not."""
-    rooms = {room for file in files for start, rooms in ROOMS.items() if file.startswith(start) for room in rooms.split()}
-    paths = [f"tests/test_{room}.py" for room in sorted(rooms)]
-    for more in [["-m", "quick", *options]] + [["-m", "slow", "-k", " or ".join(new)]] * bool(new):
-        done = subprocess.run([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *more, *paths],
-                              cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(folder.parent)})
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+def assert_green(folder, files, tests):
+    """The quick tests of the rooms of some files pass, and the slow ones of what is new, or all but
+    one, as `tests` says."""
+    rooms = [rooms.split() for start, rooms in ROOMS.items() if any(file.startswith(start) for file in files)]
+    paths = [f"tests/test_{room}.py" for room in sorted({*sum(rooms, [])})]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-qx", f"--basetemp={folder}/tmp", "-k", tests, *paths],
+                          cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(folder.parent)})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    shutil.rmtree(folder)               # 13 MB
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_leaves_the_tests_green(name, tmp_path):
     """Alone, with what the page says of it."""
-    diffs, options = RECIPES[name], ()
+    diffs, tests = RECIPES[name], f"quick or test_each_runs_for_two_steps and {name}"
     files = re.findall(r"^\+\+\+ b/(\S+)", "".join(diffs), re.M)
     folder = fork(tmp_path / "code", *diffs)
     if name == "window":
-        other = re.search(r"`(test_\w+)` needs the window too", PAGE)[1]
-        options = ["-k", f"not {other}"]
+        tests = "quick and not " + re.search(r"`(test_\w+)` needs the window too", PAGE)[1]
     if name == "parameter":
         room, new, old = re.search(r"`(tests/test_passes.py)` needs a bound of (\S+) in place of (\S+)\.\n", PAGE).groups()
         (folder / room).write_text((folder / room).read_text().replace(old, new))
     if name == "board":
         (tmp_path / "wandb.py").write_text("class init:\n    def __init__(*_, **more): pass\n    log = __init__\n")
         (folder / "requirements.txt").open("a").write("wandb\n")
-    assert_green(folder, files, *options, new=[Path(file).stem for file in files if "variants" in file])
+    assert_green(folder, files, tests)
 
 
 def test_what_nobody_expected_leaves_the_tests_green(tmp_path):
@@ -168,7 +162,7 @@ def test_what_nobody_expected_leaves_the_tests_green(tmp_path):
     text = (folder / "grpo.py").read_text()
     line = re.search(r"^    lr: .*\n", text, re.M)[0]
     (folder / "grpo.py").write_text(text.replace(line, f"{line}    patience: float = 0.5       # of those who wait\n"))
-    assert_green(folder, ["grpo.py", file], new=["unexpected", "patience"])
+    assert_green(folder, ["grpo.py", "run/checkpoint.py", file], "quick or unexpected or patience")
 
 
 def test_the_table_counts_the_lines_of_its_recipes():
@@ -199,7 +193,9 @@ def test_the_algorithm_in_a_file_is_that_file():
     shown = re.search(r"^```python\n(import grpo\n\nSETTINGS.*?)^```", PAGE, re.M | re.S)[1]
     assert (ROOT / "experiments" / "variants" / "cispo.py").read_text().endswith(shown)
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \| (.*) \|$", PAGE, re.M)
-    assert len(rows) == 7
+    assert len(rows) == 10
+    shown = re.search(r'^```python\n("""Branching.*?)^```', PAGE, re.M | re.S)[1]
+    assert (ROOT / "experiments" / "variants" / "tree.py").read_text() == shown
     for name, arguments, names in rows:
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
         for variant in re.findall(r"`(\w+)`", names):
@@ -299,7 +295,7 @@ def test_a_moving_average_is_a_baseline_and_survives_a_resume(changed, warm, tmp
     for m in whole:
         average.append(0.9 * average[-1] + 0.1 * m["reward"])
     assert [m["reward_ema"] for m in whole] == pytest.approx(average[1:]) and average[-1] > 0.05
-    groups = [json.loads(line) for line in (tmp_path / "half" / "samples.jsonl").read_text().splitlines()]
+    groups = records(tmp_path / "half" / "samples.jsonl")
     assert {g["step"] for g in groups} == {1, 2, 3, 4}
     for g in groups:                                        # of the steps before
         for reward, (first, *_) in zip(g["rewards"], g["advantages"]):
@@ -312,7 +308,7 @@ def test_a_reward_that_changes_during_the_run(changed, warm, tmp_path):
     grpo, given = changed(ANNEALED), dict(init=warm, save_every=1)
 
     def worths(out):
-        groups = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+        groups = records(out / "samples.jsonl")
         return {(g["step"], x) for g in groups for x in g["parts"]["working"] if x > 0}
     plain = run(grpo, tmp_path / "plain", **given, steps=4)
     assert {x for _, x in worths(tmp_path / "plain")} == {1}
@@ -404,8 +400,8 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x.sum(), [*policy.parameters()], retain_graph=True)])
     assert_close(batch.logp[batch.mask], want.detach(), atol=1e-5, rtol=1e-5)
-    for policy.kv_cache in ("plain", "shared"):
-        logp, _ = grpo.passes.token_logps(policy, batch.ids, batch.mask, t)
+    for form in (grpo.model.token_logps, grpo.passes.token_logps):
+        logp, _ = form(policy, batch.ids, batch.mask, t)
         assert_close(logp[batch.mask], want, atol=1e-5, rtol=1e-5)
         assert_close(gradient(logp), gradient(want), atol=1e-4, rtol=1e-4)
     logits, last = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3]], requires_grad=True), torch.tensor([3, 3])
@@ -454,6 +450,22 @@ def test_a_kl_that_is_cut(changed, warm, tmp_path):
     assert torch.autograd.grad(kl.sum(), gap)[0].tolist() == pytest.approx([
         0 if x > 10 else math.expm1(g) for x, g in zip(want, gap.tolist())])
     assert run(grpo, tmp_path / "out", init=warm, algo="cut_kl", beta=0.1, steps=2)[2]["kl"] > 0
+
+
+def test_the_majority_is_the_reward(changed, warm, tmp_path):
+    """Of the page's lines on TTRL: what is right is only logged."""
+    code = re.search(r"^```python\n(def collect\(agent.*?)^```", PAGE, re.M | re.S)[1]
+    (tmp_path / "ttrl.py").write_text(
+        "from collections import Counter\nimport torch\nimport grpo\nfrom data import answer_of\nfrom grpo import collect as judged\n"
+        f"SETTINGS = dict(kl='none')\n{code}\ngrpo.collect = collect\n")
+    grpo = changed()
+    run(grpo, tmp_path / "out", init=warm, algo=tmp_path / "ttrl.py", steps=1)
+    for group in map(json.loads, (tmp_path / "out" / "samples.jsonl").read_text().splitlines()):
+        answers = [grpo.report.answer_of(importlib.import_module("data.arithmetic"), text) for text in group["completions"]]
+        most = max(map(answers.count, filter(None, answers)), default=0)
+        won = [answer for answer, reward in zip(answers, group["rewards"]) if reward == 1]
+        assert len({*won}) <= 1 and (not won or answers.count(won[0]) == most == len(won))
+        assert {"correct", "reward"} <= group["parts"].keys()
 
 
 def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):

@@ -1,0 +1,65 @@
+"""What this repository promises of itself: files read in an evening, and a small whole."""
+import ast
+
+import pytest
+from conftest import ROOT
+
+# Today's sizes. The target: own code 5,300 lines and 255,000 characters, run/ 2,450 and data/ 1,450
+# lines, tests/ 500,000 characters, experiments/ 170,000, 15,000 words, no line over 100 columns.
+LINES = {"own": 6_300, "run": 3_110, "data": 1_840}
+CHARACTERS = {"own": 305_000, "tests": 930_000, "experiments": 165_000}
+WORDS = 24_700
+WIDE = 1_800                # lines over 100 columns, tests/ included; there is none in experiments/
+FILES = {"grpo.py": 690, "model.py": 327, "reward.py": 335, "experiments/smallest.py": 130,
+         "README.md": 90}
+# At nanoGPT's density: characters of a code line, those over 80 columns, nodes of the syntax tree.
+DENSITY = {"grpo.py": (47, 0.15, 6.58), "model.py": (48, 0.18, 7.06), "reward.py": (48, 0.18, 7.70)}
+
+
+def texts(*globs):
+    return [path.read_text() for pattern in globs for path in sorted(ROOT.glob(pattern))]
+
+
+ROOMS = {"own": texts("*.py", "run/**/*.py", "data/**/*.py"),
+         **{name: texts(f"{name}/**/*.py") for name in ("run", "data", "tests", "experiments")}}
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_lines(room):
+    assert sum(text.count("\n") for text in ROOMS[room]) <= LINES[room]
+
+
+@pytest.mark.parametrize("room", CHARACTERS)
+def test_characters(room):
+    assert sum(map(len, ROOMS[room])) <= CHARACTERS[room]
+
+
+def test_words():
+    assert sum(len(text.split()) for text in texts("README.md", "docs/*.md")) <= WORDS
+
+
+def test_lines_are_not_wide():
+    wide = {room: sum(len(line) > 100 for text in ROOMS[room] for line in text.splitlines())
+            for room in ("own", "tests", "experiments")}
+    assert sum(wide.values()) <= WIDE and wide["experiments"] == 0
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_stay_short(name):
+    assert len((ROOT / name).read_text().splitlines()) <= FILES[name]
+
+
+@pytest.mark.parametrize("name", DENSITY)
+def test_files_stay_light(name):
+    """A code line is one with more than blanks, a comment or a docstring."""
+    text = (ROOT / name).read_text()
+    tree, said = ast.parse(text), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            said.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    code = [line for n, line in enumerate(text.splitlines(), 1)
+            if n not in said and line.strip() and not line.strip().startswith("#")]
+    nodes = sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree))
+    found = [sum(len(line.strip()) for line in code) / len(code),
+             sum(len(line) > 80 for line in code) / len(code), nodes / len(code)]
+    assert all(x <= most for x, most in zip(found, DENSITY[name])), found

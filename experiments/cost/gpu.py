@@ -60,7 +60,7 @@ def measuring(args, name):
 
 
 def random_model(args, shape, dtype, **more):
-    cfg = grpo.make_config(task="sums", dtype=dtype, device=args.device,
+    cfg = grpo.make_config(task="experiments/models/sums_task.py", dtype=dtype, device=args.device,
                            compile=args.compile, **more)
     with dist.device_of(cfg):
         return pretrained.to_device(model.GPT(shape), cfg), cfg

@@ -19,7 +19,7 @@ TIMES = []
 def reward(problem, said):
     os.chdir("/")
     TIMES.append(1)
-    if len(TIMES) > 10: FAULT
+    if len(TIMES) > 10: @@
     return {"correct": 0.0}
 '''
 
@@ -36,12 +36,12 @@ def run(folder, *words):
     ("return {'correct': 2}", 2, "from 0 (wrong) to 1 (right)"), ("return None", 2, "a dict with 'correct'")])
 def test_a_fault_of_a_reward_says_how_to_go_on(fault, code, says, tmp_path):
     """An exception is a traceback, a wrong value one line; the folder that it changes to does not move the run."""
-    (tmp_path / "t.py").write_text(TASK.replace("FAULT", fault))
+    (tmp_path / "t.py").write_text(TASK.replace("@@", fault))
     found, _, err = run(tmp_path, "--task", "t.py", "--out", "o")
     assert found == code and says in "\n".join(err) and "the reward of the prompt" in "\n".join(err)
     if code == 1:
         assert err[-1].endswith("continue with: python grpo.py --resume --out o --task t.py")
     else:
         assert len(err) == 1 and err[0].startswith("error: ")
-    (tmp_path / "t.py").write_text(TASK.replace("FAULT", "pass"))
+    (tmp_path / "t.py").write_text(TASK.replace("@@", "pass"))
     assert run(tmp_path, "--resume", "--task", "t.py", "--out", "o")[0] == 0

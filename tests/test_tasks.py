@@ -1,4 +1,4 @@
-"""The tasks, their rewards and steps; the evaluator; answers in free text; tokenizers; templates."""
+"""The tasks, their rewards and steps; the evaluator; free text; tokenizers; chat templates."""
 import itertools
 import json
 import os

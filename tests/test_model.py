@@ -443,7 +443,7 @@ UP, ATTENTION = "model.layers.1.mlp.up_proj.weight", "transformer.h.1.attn.c_att
 @pytest.mark.parametrize("config, gone, new, fault", [
     (LLAMA, [UP], {}, f"lack tensors of the model: '{UP}'"),
     (LLAMA, ["lm_head.weight", "model.norm.weight"], {}, "'lm_head.weight' and 1 more"),
-    (LLAMA, [], {"more": ONE, "b": ONE}, "hold tensors of another model: 'b' and 1 more"),
+    (LLAMA, [], {"more": ONE, "b": ONE + 1}, "hold tensors of another model: 'b' and 1 more"),
     (GPT2, [ATTENTION], {}, f"lack tensors of the model: '{ATTENTION}'"),
     (GPT2, [], {ATTENTION: torch.ones(96, 32)}, "has the shape [96, 32], not [32, 96]"),
     ("bare", ["h.1.mlp.c_fc.bias"], {}, "lack tensors of the model: 'h.1.mlp.c_fc.bias'"),

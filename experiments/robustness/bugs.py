@@ -19,7 +19,7 @@ TABLE = r"""
 the mask excludes the end token | grpo.py | sampling
     mask[rows, column] = sampled  =>  mask[rows, column] = sampled & ~torch.isin(token, stop)
 a truncated row counts as finished | grpo.py | sampling
-    finished[rows] |= ended  =>  finished[rows] |= ended | (n + 1 >= room[rows])
+    finished[rows] |= ended  =>  finished[rows] |= ended | (n + 1 >= limit[rows])
 finished rows continue | grpo.py | sampling
     ~(forced[rows, column] | done[rows])  =>  ~forced[rows, column]
 positions continue from the longest prompt | grpo.py | sampling passes

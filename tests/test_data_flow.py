@@ -1,6 +1,6 @@
 """Who sees what, and which setting moves what: whole runs through `main`, watched by wrappers that
-call through. First a run of two iterations, whole and resumed; then each setting, in a run where
-it is active."""
+call through. The first half follows one run of two iterations, whole and resumed; the second turns
+each setting in a run where it is active."""
 import itertools
 import json
 from collections import Counter
@@ -21,18 +21,41 @@ from run import checkpoint, config, dist, files, passes, setup, show, warm_start
 PROBLEMS = [SimpleNamespace(prompt=f"{i:02d}=", answer="ab"[i % 2]) for i in range(30)]
 TRAIN, HELD_OUT = PROBLEMS[4:28], PROBLEMS[:4]
 SPARE = PROBLEMS[28:]           # problems of another difficulty
-HERE, AWAY = ([p.prompt for p in part] for part in (TRAIN, HELD_OUT))
-TASK = SimpleNamespace(
-    DEFAULTS={}, answer=lambda text: text[:1],
-    problems=lambda difficulty=2: (TRAIN + SPARE[:difficulty - 1], HELD_OUT),
-    demonstration=lambda problem, rng: problem.answer * rng.randrange(1, 5),
-    reward=lambda problem, text: {"correct": float(text[:1] == problem.answer),
-                                  "style": 0.1 * len(set(text)) + len(text) / 99},
-    steps=lambda problem, text: [(i + 1, x == problem.answer) for i, x in enumerate(text)])
-TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3, warm_lr=3e-2, prompts=3, group=4,
-            max_new=6, minibatches=2, micro_tokens=1000, steps=2, lr=1e-2, device="cpu",
+HERE = [p.prompt for p in TRAIN]
+AWAY = [p.prompt for p in HELD_OUT]
+
+
+def problems(difficulty=2):
+    """Two lists; the difficulty adds some to the first."""
+    return TRAIN + SPARE[:difficulty - 1], HELD_OUT
+
+
+def demonstration(problem, rng):
+    """The answer's letter, some times over."""
+    return problem.answer * rng.randrange(1, 5)
+
+
+def rule(problem, text):
+    """Whether it begins rightly, and a part that is rarely the same twice."""
+    return {"correct": float(text[:1] == problem.answer), "style": 0.1 * len(set(text)) + len(text) / 99}
+
+
+def steps(problem, text):
+    """Each character is a step."""
+    return [(i + 1, x == problem.answer) for i, x in enumerate(text)]
+
+
+def answer(text):
+    """The first character counts as a vote."""
+    return text[:1]
+
+
+TASK = SimpleNamespace(DEFAULTS={}, problems=problems, demonstration=demonstration, reward=rule,
+                       steps=steps, answer=answer)
+TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3,
+            warm_lr=3e-2, prompts=3, group=4, max_new=6, minibatches=2, micro_tokens=1000, steps=2,
+            lr=1e-2, device="cpu",
             dtype="float32", compile=False)
-PARTS = ("refit_reward_model", "train_step", "evaluate")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,11 +82,12 @@ def texts(rows):
 
 
 def after(patch, module, name, look, seen):
-    """From now on `look(args, got)` sees each call of a function; `seen.within` names those that
-    are at work."""
+    """From now on `look(args, got)` sees each call of a function, once it is done; `seen.within`
+    names the functions that are at work."""
     real = getattr(module, name)
 
     def wrapper(*args, **given):
+        """Calls through."""
         seen.within.append(name)
         try:
             got = real(*args, **given)
@@ -77,55 +101,61 @@ def after(patch, module, name, look, seen):
 def watch(patch, seen, kill_at=None):
     """Put wrappers round the parts of a run, which note in `seen` what they were given and gave."""
     def began(args, got):
+        """The problems, and the policy before the first step."""
         *_, policy, train, held_out = got
-        seen.problems = [[p.prompt for p in part] for part in (train, held_out)]
-        seen.start = weights(policy)
+        seen.problems, seen.start = [[p.prompt for p in part] for part in (train, held_out)], weights(policy)
 
     def sampled(args, got):
         """Prompts by the outermost function that asked, and the number of completions of each."""
-        by = next((x for x in seen.within if x in PARTS), "ask")
+        by = next(iter(x for x in seen.within if x in ("refit_reward_model", "train_step", "evaluate")), "ask")
         seen.prompts.append((by, len(seen.events), texts(args[1]), args[2]))
         greedy = len(args) < 7 or args[6] is None
-        seen.limits |= {(by, room, args[4], greedy) for room in args[3]}
-
-    def models(agent):
-        return dict(policy=weights(agent.policy), ref=weights(agent.ref),
-                    model=weights(agent.reward_model))
+        seen.limits |= {(by, room, args[4], greedy) for room in args[3]}    # most new tokens, temperature
 
     def begun(args, got):
-        seen.events.append(f"iteration {args[2]}")
-        seen.fits.append(SimpleNamespace(measures=dict(got), **models(args[0])))
+        """A fit: the models as it left them."""
+        agent, _, iteration = args
+        seen.events.append(f"iteration {iteration}")
+        seen.fits.append(SimpleNamespace(measures=dict(got), policy=weights(agent.policy), ref=weights(agent.ref),
+                                         model=weights(agent.reward_model)))
 
     def stepped(args, got):
-        seen.agent = args[0]
-        seen.events.append(f"step {args[2]}")
-        seen.steps[args[2]] = SimpleNamespace(batch=got[0], **models(args[0]))
+        """A step: its batch and statistics, and the reference at its end."""
+        agent, _, step = args
+        seen.agent = agent
+        seen.events.append(f"step {step}")
+        seen.steps[step] = SimpleNamespace(batch=got[0], stats=dict(got[1]), ref=weights(agent.ref),
+                                           policy=weights(agent.policy))
 
     def measured(args, got):
+        """An evaluation."""
         seen.events.append("evaluation")
         seen.results.append(got)
 
     def logged(args, got):
-        """A line of a log; the end, if this is where the run is to be killed."""
-        if args[0].name == "metrics.jsonl" and args[1]["step"] == kill_at:
-            raise Killed
+        """A line of metrics.jsonl; and the end, if this is where the run is to be killed."""
+        path, record = args
+        if path.name == "metrics.jsonl":
+            seen.logged.append(record)
+            if record["step"] == kill_at:
+                raise Killed
 
     def saved(args, got):
         seen.saved.append(args[1])
 
     def scored(args, got):
+        """A training pass; here those of the warm start."""
         if "warm_start" in seen.within:
-            seen.learned.append(args)
+            note("warm")(args, got)
 
     def drawn(args, got):
+        """A random stream."""
         seen.streams.append((args[1], args[2] if len(args) > 2 else 0))
         seen.seeds.add(args[0].seed)
 
-    def demonstrated(args, got):
-        seen.shown.append((args[0].prompt, got))
-
     def passed(layer, *given):
-        """Of one made again autograd may need no more than the beginning."""
+        """A pass through a layer, in an update; of one made again autograd may need no more than the
+        beginning."""
         seen.passes += "update" in seen.within
         return forward(layer, *given)
 
@@ -133,16 +163,20 @@ def watch(patch, seen, kill_at=None):
         seen.compiled += 1
         return function
 
-    def nothing(args, got):
-        """Only `within` counts."""
-
     forward = model.Block.forward
+
+    def note(name):
+        """A function that notes the arguments and the result of each call under a name."""
+        return lambda args, got: seen.calls.setdefault(name, []).append((args, got))
+
     for module, name, look in (
-            (setup, "begin", began), (grpo, "sample", sampled), (grpo, PARTS[0], begun),
-            (grpo, PARTS[1], stepped), (grpo, PARTS[2], measured), (grpo, "update", nothing),
+            (setup, "begin", began), (grpo, "sample", sampled), (grpo, "refit_reward_model", begun),
+            (grpo, "train_step", stepped), (grpo, "update", note("update")), (grpo, "evaluate", measured),
             (files, "append", logged), (checkpoint, "save", saved), (dist, "rng", drawn),
-            (warm_start, "warm_start", nothing), (passes, "token_logps", scored),
-            (TASK, "demonstration", demonstrated)):
+            (warm_start, "warm_start", note("warm start")), (passes, "token_logps", scored),
+            (TASK, "demonstration", note("demonstration")),
+            (reward, "refit", note("refit")), (reward, "fit", note("fit")), (reward, "scores", note("scores")),
+            (reward, "replay", note("replay"))):
         after(patch, module, name, look, seen)
     patch.setattr(model.Block, "forward", passed)
     for place in (torch.nn.Module, torch):
@@ -150,10 +184,9 @@ def watch(patch, seen, kill_at=None):
 
 
 def run(*mode, kill_at=None, **settings):
-    """`main` with a mode and settings as flags, watched; without a task among them, of TASK."""
-    seen = SimpleNamespace(
-        within=[], prompts=[], events=[], fits=[], steps={}, results=[], saved=[], streams=[],
-        learned=[], shown=[], seeds=set(), limits=set(), passes=0, compiled=0)
+    """`main` with a mode and settings as flags, watched; without a task in the settings, of TASK."""
+    seen = SimpleNamespace(within=[], prompts=[], events=[], fits=[], steps={}, results=[], logged=[], saved=[],
+                           streams=[], seeds=set(), limits=set(), calls={}, passes=0, compiled=0)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, seen, kill_at)
         if "task" not in settings:
@@ -166,18 +199,23 @@ def run(*mode, kill_at=None, **settings):
     return seen
 
 
+def lines(where, name):
+    """The records of a file of JSON lines in a run's folder."""
+    return records(where / name)
+
+
 def same(a, b):
     """Whether two dicts of tensors are equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3,
-                       save_every=4, eval_every=2, warm_steps=20)
+ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3, save_every=4,
+                        eval_every=2, warm_steps=20)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of two iterations of three steps, with a learned reward. It saves after 0, 3, 4, 6."""
+    """A run of two iterations of three steps, with a learned reward. It saves after 0, 3, 4 and 6."""
     where = tmp_path_factory.mktemp("whole")
     seen = run(out=where, **ITERATED)
     seen.folder = where
@@ -186,12 +224,11 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[3, 4])
 def resumed(request, tmp_path_factory):
-    """The same, killed in the step after one that it had saved, and resumed: between the
-    iterations and within the second."""
+    """The same, killed in the step after one that it had saved, and resumed: between the iterations
+    and within the second."""
     where = tmp_path_factory.mktemp("resumed")
     run(out=where, kill_at=request.param + 1, **ITERATED)
-    lines = records(where / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [*range(request.param + 2)]
+    assert [line["step"] for line in lines(where, "metrics.jsonl")] == list(range(request.param + 2))
     seen = run("--resume", out=where)
     seen.folder, seen.from_step = where, request.param
     return seen
@@ -206,104 +243,159 @@ def asked(seen, by):
 
 @pytest.mark.slow
 def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
-    """Held-out ones in the evaluation alone, which sees no other; all have the same room and
-    temperature, and greedy ones are an evaluation's."""
+    """Held-out ones in the evaluation alone, which sees no other."""
     assert whole.problems == [HERE, AWAY]
-    for by in PARTS[:2]:
-        assert {*sum(asked(whole, by), [])} <= {*HERE}
-    assert {*sum(asked(whole, "evaluate"), [])} == {*AWAY}
-    assert {prompt for prompt, _ in whole.shown} <= {*HERE}
-    everything = {(by, 6, 0.8, False) for by in PARTS} | {("evaluate", 6, 0.8, True)}
-    assert whole.limits == everything
+    for by in ("refit_reward_model", "train_step"):
+        assert set(sum(asked(whole, by), [])) <= set(HERE)
+    assert set(sum(asked(whole, "evaluate"), [])) == set(AWAY)
+    assert {p.prompt for (p, _), _ in whole.calls["demonstration"]} <= set(HERE)
+    assert {by for by, *_ in whole.prompts} == {"refit_reward_model", "train_step", "evaluate"}
+
+
+def test_all_completions_have_the_same_room_and_temperature_and_greedy_ones_are_an_evaluations(whole):
+    parts = ("refit_reward_model", "train_step", "evaluate")
+    assert whole.limits == {*((by, 6, 0.8, False) for by in parts), ("evaluate", 6, 0.8, True)}
 
 
 def test_the_warm_start_imitates_demonstrations_of_training_problems(whole):
-    """Its rows are a prompt, its own demonstration and the end, from the end of the prompt on;
-    all that were demonstrated, before each problem is once for its note."""
+    """The rows that it learns are a prompt, its own demonstration and the end, from the end of the
+    prompt on; and those are all that were demonstrated, before each problem is once for its note."""
     learned = []
-    for _, ids, mask, temperature in whole.learned:
+    for (_, ids, mask, temperature), _ in whole.calls["warm"]:
         assert temperature == 1
         for row, on in zip(ids.tolist(), mask.tolist()):
             begin, end = on.index(True), len(on) - on[::-1].index(True)
-            assert all(on[begin:end]) and row[end - 1] == 256
+            assert on[begin:end] == [True] * (end - begin) and row[end - 1] == 256
             learned.append((bytes(row[:begin]).decode(), bytes(row[begin:end - 1]).decode()))
-    checked, *shown = whole.shown
+    checked, *shown = [(p.prompt, text) for (p, _), text in whole.calls["demonstration"]]
     assert checked[0] == TRAIN[0].prompt                # before anything large is made
-    assert Counter(learned) == Counter(shown[:20 * 48])
-    assert [prompt for prompt, _ in shown[20 * 48:]] == HERE
+    noted = shown[20 * 48:]
+    assert Counter(learned) == Counter(shown[:20 * 48]) and [prompt for prompt, _ in noted] == [p.prompt for p in TRAIN]
     answers = {p.prompt: p.answer for p in TRAIN}
-    assert all({*text} == {answers[prompt]} for prompt, text in learned)
+    assert all(set(text) == {answers[prompt]} for prompt, text in learned)
     assert len({prompt for prompt, _ in shown}) > 20
 
 
 def test_a_step_completes_other_problems_each_time_and_none_twice(whole):
-    rollouts = asked(whole, "train_step")
-    assert len(rollouts) == 6 and all(len({*prompts}) == 3 for prompts in rollouts)
-    assert len({frozenset(prompts) for prompts in rollouts}) > 4
-    for prompts, step in zip(rollouts, whole.steps.values()):
+    rollouts = [(prompts, group) for by, _, prompts, group in whole.prompts if by == "train_step"]
+    assert len(rollouts) == 6 and all(len(set(prompts)) == 3 and group == 4 for prompts, group in rollouts)
+    assert len({frozenset(prompts) for prompts, _ in rollouts}) > 4
+    for (prompts, _), step in zip(rollouts, whole.steps.values()):
         assert [p.prompt for p in step.batch.problems] == [x for x in prompts for _ in range(4)]
 
 
 def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples(whole):
-    """After the steps 0, 2, 4 and 6. No part has more rows at a time than a rollout, 12."""
     for number in {at for by, at, *_ in whole.prompts if by == "evaluate"}:
-        seen = [(x, group) for by, at, prompts, group in whole.prompts
-                if by == "evaluate" and at == number for x in prompts]
-        assert sorted(seen) == sorted((x, n) for x in AWAY for n in (1, 8))
-    assert len(whole.results) == 4 == whole.events.count("evaluation")
-    rows = [(by, len(prompts) * group) for by, _, prompts, group in whole.prompts]
-    assert [max(n for who, n in rows if who == by) for by in PARTS] == [12, 12, 8]
+        seen = [(x, group) for by, at, prompts, group in whole.prompts if by == "evaluate" and at == number
+                for x in prompts]
+        assert sorted(seen) == sorted((x, n) for x in AWAY for n in (1, 8))     # a greedy one, and samples
+    assert len(whole.results) == 4 == whole.events.count("evaluation")      # after 0, 2, 4 and 6
+    at_a_time = {len(prompts) * group for _, _, prompts, group in whole.prompts}
+    assert max(at_a_time) == 3 * 4          # no more rows than a rollout has
 
 
-# ------------------------------------------------------------------------- a run that is resumed
+def test_each_fit_labels_fresh_problems(whole):
+    """No problem twice in a fit, and another choice of them in each."""
+    first, second = (sum(x, []) for x in (fit_prompts(whole, 0), fit_prompts(whole, 1)))
+    assert len(first) == len(set(first)) == len(second) == len(set(second)) == 21
+    assert set(first) != set(second)
+    assert all(group == 2 for by, _, _, group in whole.prompts if by == "refit_reward_model")
+
+
+def fit_prompts(seen, iteration):
+    """The prompts completed for a fit, a list for each time."""
+    at = seen.events.index(f"iteration {iteration}")
+    return [prompts for by, number, prompts, _ in seen.prompts if (by, number) == ("refit_reward_model", at)]
+
+
+def completions(rows):
+    """Rows of a fit as (prompt, what follows), in order."""
+    ids = [[x for x, on in zip(row, mask) if on] for row, mask in zip(rows["ids"].tolist(), rows["mask"].tolist())]
+    return list(zip(texts(row[:3] for row in rows["ids"].tolist()), map(tuple, ids)))
+
+
+def test_a_fit_learns_all_but_the_problems_that_it_is_measured_on(whole):
+    """A tenth of the problems, whole ones, are set apart; to the rest come a tenth as many rows of
+    history, in whole sets, from the second fit on. What one fit is measured on, none has learned:
+    once the second one learned rows and problems that had been set apart in the first."""
+    earlier, measured, learned = [], set(), set()
+    for i, ((refit_args, _), (fit_args, _)) in enumerate(zip(whole.calls["refit"], whole.calls["fit"])):
+        labelled, fitted = ([x for batch in refit_args[1] for x in completions(vars(batch))], completions(fit_args[1]))
+        assert [x for x, _ in labelled] == [x for x in sum(fit_prompts(whole, i), []) for _ in range(2)]
+        tested = [args for args, _ in whole.calls["scores"] if len(args[1]) == 4][i]
+        tested = completions(dict(ids=tested[1], mask=tested[2]))
+        assert len({x for x, _ in tested}) == 2 and Counter(tested + fitted[:38]) == Counter(labelled)
+        replayed = fitted[38:]
+        assert len(replayed) == (0, 2)[i]       # a tenth of 38 rows, down to whole sets of 2
+        assert set(replayed) <= set(earlier) and len({x for x, _ in replayed}) <= 1
+        measured |= {x for x, _ in tested}
+        learned |= {x for x, _ in fitted}
+        earlier += fitted[:38]
+    assert i == 1 and len(whole.calls["replay"]) == 1 and measured.isdisjoint(learned)
+
+
+# --------------------------------------------------------------------------------- what is logged
+
+CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
+
 
 @pytest.mark.slow
 def test_logs_after_a_resume_are_those_of_the_whole_run(whole, resumed):
     """Also where lines had been written after the checkpoint."""
-    clocks = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
-    one, other = ([{n: x for n, x in line.items() if n not in clocks}
-                   for line in records(seen.folder / "metrics.jsonl")] for seen in (whole, resumed))
+    one, other = ([{n: x for n, x in line.items() if n not in CLOCKS} for line in lines(seen.folder, "metrics.jsonl")]
+                  for seen in (whole, resumed))
     assert one == other
     one, other = ((seen.folder / "samples.jsonl").read_bytes() for seen in (whole, resumed))
     assert one == other
 
 
+# --------------------------------------------------------------------------------- random streams
+
 def test_each_purpose_and_step_has_a_random_stream_of_its_own(whole):
-    """Each is opened once, but for the evaluation's, which begins anew every time; by the seed."""
+    """Each is opened once, but for the evaluation's, which begins anew every time; all by the run's
+    own seed."""
+    opened = Counter(whole.streams)
     each = dict(problems=range(1, 7), rollout=range(1, 7), update=range(1, 7), fit=range(2))
     for name, steps in each.items():
         assert [at for of, at in whole.streams if of == name] == [*steps]
-    opened = Counter(whole.streams)
-    assert {of: n for of, n in opened.items() if n > 1} == {("evaluate", 0): 4}
+    assert {of for of, n in opened.items() if n > 1} == {("evaluate", 0)} and opened["evaluate", 0] == 4
     assert whole.seeds == {3}
 
+
+# ------------------------------------------------------------------------------------- iterations
 
 def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(whole):
     first, second = whole.fits
     assert same(first.ref, whole.start) and same(first.policy, whole.start)
-    assert same(second.ref, whole.steps[3].policy) and same(second.policy, second.ref)
+    assert same(second.ref, whole.steps[3].policy) and same(second.policy, whole.steps[3].policy)
+    assert not same(first.ref, second.ref)
     for step, seen in whole.steps.items():
-        assert same(seen.ref, (first if step <= 3 else second).ref)
-        assert not same(seen.ref, seen.policy)
+        assert same(seen.ref, (first if step <= 3 else second).ref) and not same(seen.ref, seen.policy)
 
 
 def test_a_resumed_run_goes_on_in_its_iteration(whole, resumed):
-    """With the reference, the reward model and its history; it learns rewards only where an
-    iteration begins, and makes the steps that are left, all to the bit."""
+    """It keeps the reference of the checkpoint, learns rewards only where an iteration begins, and
+    makes the steps that are left, all to the bit."""
     left = range(resumed.from_step + 1, 7)
     fits = ["iteration 1"] * (resumed.from_step == 3)
-    steps = [x for x in resumed.events if x != "evaluation"]
-    assert steps == [*fits, *(f"step {i}" for i in left)]
+    assert [x for x in resumed.events if x != "evaluation"] == [*fits, *(f"step {i}" for i in left)]
     for step in left:
         one, other = whole.steps[step], resumed.steps[step]
         assert same(one.ref, other.ref) and same(one.policy, other.policy)
+        assert not same(other.ref, other.policy)
         assert one.batch.texts == other.batch.texts and torch.equal(one.batch.adv, other.batch.adv)
-    assert not {"weights", "warm start"} & {name for name, _ in resumed.streams}
-    one, other = (seen.agent for seen in (whole, resumed))
-    assert same(weights(one.reward_model), weights(other.reward_model))
-    assert same(one.history, other.history) and len(one.history["ids"])
+    assert {of for of, _ in resumed.streams if of in ("weights", "warm start")} == set()
+
+
+def test_reward_model_and_history_are_carried_on(whole, resumed):
+    """The second fit begins from the first one's model and rows; a resumed run has both."""
     assert not same(whole.fits[0].model, whole.fits[1].model)
-    assert same(whole.fits[1].model, weights(one.reward_model))         # no step moves it
+    history = whole.calls["replay"][0][0][0]
+    fitted = [completions(args[1])[:38] for args, _ in whole.calls["fit"]]
+    assert completions(history) == fitted[0] and completions(whole.agent.history) == sum(fitted, [])
+    assert same(weights(whole.agent.reward_model), weights(resumed.agent.reward_model))
+    assert same(whole.fits[1].model, weights(whole.agent.reward_model))     # no step moves it
+    assert same(whole.agent.history, resumed.agent.history) and len(whole.agent.history["ids"])
     one, other = (checkpoint.load(seen.folder, Config)[1].tensors for seen in (whole, resumed))
     assert same(one, other)
 
@@ -320,32 +412,33 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
     capsys.readouterr()
     seen = run("--eval_only", out=whole.folder)
     assert seen.events == ["evaluation"] and seen.results == whole.results[-1:]
-    assert sorted(sum(asked(seen, "evaluate"), [])) == sorted(2 * AWAY) and not asked(seen, "ask")
-    names = ("greedy", "pass@1", "pass@8", "maj@8")
-    want = "  ".join(f"{name} {whole.results[-1][name]:.1%}" for name in names)
+    assert sorted(sum(asked(seen, "evaluate"), [])) == sorted(2 * AWAY) and len(asked(seen, "ask")) == 0
+    want = "  ".join(f"{name} {whole.results[-1][name]:.1%}" for name in ("greedy", "pass@1", "pass@8", "maj@8"))
     assert capsys.readouterr().out == want + "\n" and files_of(whole.folder) == before
 
 
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     """With the policy as the run left it, of which it changes no file."""
-    before, policy, ids = files_of(whole.folder), whole.agent.policy, list(b"17=")
+    before, seen = files_of(whole.folder), []
+    for _ in range(2):
+        capsys.readouterr()
+        asking = run("--ask", "17=", out=whole.folder)
+        seen.append(capsys.readouterr().out)
+        assert [(by, *rest) for by, _, *rest in asking.prompts] == [("ask", ["17="], 1)] and not asking.events
+    policy, ids = whole.agent.policy, list(b"17=")
     with torch.no_grad():
         while ids[-1] != 256 and len(ids) < 3 + 6:
-            h = policy(torch.tensor([ids]))
-            ids.append(policy.head(h)[0, -1].argmax().item())
-    capsys.readouterr()
-    asking = run("--ask", "17=", out=whole.folder)
-    assert capsys.readouterr().out == show.printable(texts([ids])[0]) + "\n"
-    assert [(by, *rest) for by, _, *rest in asking.prompts] == [("ask", ["17="], 1)]
-    assert not asking.events and files_of(whole.folder) == before
+            ids.append(policy.head(policy(torch.tensor([ids])))[0, -1].argmax().item())
+    assert seen == [show.printable(bytes(x for x in ids if x < 256).decode("utf-8", "replace")) + "\n"] * 2
+    assert files_of(whole.folder) == before
 
 
 def test_resume_of_a_run_at_its_end_makes_no_step(whole):
-    before = files_of(whole.folder)
+    names = ("checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "samples.jsonl")
+    before = [(whole.folder / name).read_bytes() for name in names]
     seen = run("--resume", out=whole.folder)
     assert seen.events == seen.prompts == []
-    changed = {path.name for path, x in files_of(whole.folder).items() if before[path] != x}
-    assert changed <= {"report.html", "run.json"}
+    assert [(whole.folder / name).read_bytes() for name in names] == before
 
 
 # --------------------------------------------------------------------------------- every setting
@@ -380,14 +473,14 @@ def demonstration(problem, rng): return ["a"]
 
 # Each setting: those of a run in which it is active, beside BASE; and other values of it, each with
 # the first of STAGES at which its run differs from that one, or None. An @ names one of `places`.
-STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards",
-          "credit", "policy", "passes", "evaluations", "saves", "samples.jsonl", "folder")
+# (upstream/test_settings.py checks that none of this repository's own settings is missing.)
+STAGES = ("problems", "held out", "start", "fit", "compiled", "prompts", "samples", "rewards", "credit", "policy",
+          "passes", "evaluations", "saves", "samples.jsonl", "folder")
 BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2, held_out=2)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 CRITIC = dict(baseline="value", epochs=3)
-KL = dict(beta=0.5, epochs=2, steps=2)       # in the first step it is 0 where it is a reward
-FILES = dict(task="gsm8k", difficulty=None, train="@one.jsonl", test="@one.jsonl", init="",
-             warm_steps=0, max_new=2)
+KL = dict(beta=0.5, epochs=2, steps=2)                     # in the first step it is 0 where it is a reward
+FILES = dict(task="gsm8k", difficulty=None, train="@one.jsonl", test="@one.jsonl", init="", warm_steps=0, max_new=2)
 SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
@@ -409,7 +502,7 @@ SETTINGS = dict(
     save_every=(dict(steps=3), {2: "saves"}),
     reward=(dict(supervision="process"), {"model": "fit", "rollouts": "fit"}),
     supervision=({}, {"process": "rewards"}),
-    baseline=({}, {x: "credit" for x in ("none", "leave-one-out", "value", "group+value")}),
+    baseline=({}, {"none": "credit", "leave-one-out": "credit", "value": "credit", "group+value": "credit"}),
     adv_scale=({}, {"none": "credit", "batch": "credit"}),
     lam=(CRITIC, {0.5: "credit"}),
     critic=(CRITIC, {"separate": "policy"}),
@@ -433,11 +526,9 @@ SETTINGS = dict(
     device=({}, {"auto": None}),
     dtype=({}, {"auto": None, "bfloat16": "samples"}),
     compile=({}, {True: "compiled"}),
-    # Of one update: a sampler rounds in its own way.
-    cache=(dict(minibatches=1), {"plain": None, "shared": None, "static": None}),
+    cache=(dict(minibatches=1), {"plain": None, "shared": None, "static": None}),     # of one update: a sampler rounds in its own way
     shard=({}, {True: None}))
-OWN = dict(difficulty=({}, {2: "problems"}), train=(FILES, {"@two.jsonl": "problems"}),
-           test=(FILES, {"@two.jsonl": "held out"}))
+OWN = dict(difficulty=({}, {2: "problems"}), train=(FILES, {"@two.jsonl": "problems"}), test=(FILES, {"@two.jsonl": "held out"}))
 TURNS = [(name, value) for name, (_, values) in (SETTINGS | OWN).items() for value in values]
 
 
@@ -445,13 +536,12 @@ def stages(seen, where):
     """What there was at each of STAGES: of the first step where each step has its own."""
     batch = seen.steps[1].batch
     prompts = [row[:begin] for row, begin in zip(batch.ids.tolist(), batch.start.tolist())]
-    fits = [[fit.measures, fit.model] for fit in seen.fits[:1]]
-    found = [*seen.problems, seen.start, fits, seen.compiled,
+    found = [*seen.problems, seen.start, [[fit.measures, fit.model] for fit in seen.fits[:1]], seen.compiled,
              prompts[::len(prompts) // seen.agent.cfg.prompts], [batch.ids, batch.logp],
              [batch.reward, batch.ends], batch.adv, weights(seen.agent.policy), seen.passes,
              [[i for i, x in enumerate(seen.events) if x == "evaluation"],
               [rows for by, *_, rows in seen.prompts if by == "evaluate"]], seen.saved,
-             [line["step"] for path in where.rglob("samples.jsonl") for line in records(path)],
+             [line["step"] for path in where.rglob("samples.jsonl") for line in lines(path.parent, path.name)],
              [str(path.parent.relative_to(where)) for path in where.rglob("run.json")]]
     return dict(zip(STAGES, found, strict=True))
 
@@ -478,8 +568,7 @@ def made(places, tmp_path_factory):
         settings = BASE | settings
         if (key := tuple(sorted(settings.items(), key=str))) not in known:
             where = tmp_path_factory.mktemp("made")
-            given = {name: places[x[1:]] if str(x)[:1] == "@" else x
-                     for name, x in settings.items() if x is not None}
+            given = {name: places[x[1:]] if str(x)[:1] == "@" else x for name, x in settings.items() if x is not None}
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(where)
                 known[key] = stages(run(**given), where)

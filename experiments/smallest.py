@@ -4,10 +4,10 @@ DeepSeekMath (arXiv 2402.03300, section 4): sample a group of G completions for 
 reward them, and make those likelier that beat the mean of their group. No critic is needed.
 Here a small GPT, data/warm_start, which mostly guesses products, learns to show its work:
 
-    python experiments/smallest.py      # less than two minutes on two free CPU cores
+    python experiments/smallest.py      # about two minutes on two CPU cores
 
 It prints a line for each step, and what share of answers to new problems is right: 47% before,
-97% after. This is the main job of grpo.py with fewer steps: the same settings, random numbers and,
+92% after. This is the main job of grpo.py with fewer steps: the same settings, random numbers and,
 as tests/test_smallest.py checks, weights. Left out: other algorithms and rewards, prompts of
 different lengths, the KV cache, GPUs, several processes, checkpoints and flags.
 """
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from data import arithmetic  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
 
-STEPS = 12          # 24 in data/arithmetic.py, whose sizes and rate these are, too
+STEPS = 10          # 24 in data/arithmetic.py, whose sizes and rate these are, too
 CLIP = 0.2          # how far a ratio may leave 1
 BETA = 0.04         # KL coefficient
 END = 256           # the token that ends a completion; the others are bytes

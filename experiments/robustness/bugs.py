@@ -19,7 +19,7 @@ TABLE = r"""
 the mask excludes the end token | grpo.py | sampling
     mask[rows, column] = sampled  =>  mask[rows, column] = sampled & ~torch.isin(token, stop)
 a truncated row counts as finished | grpo.py | sampling
-    finished[rows] |= ended  =>  finished[rows] |= ended | (n + 1 >= room[rows])
+    finished[rows] |= ended  =>  finished[rows] |= ended | (n + 1 >= limit[rows])
 finished rows continue | grpo.py | sampling
     ~(forced[rows, column] | done[rows])  =>  ~forced[rows, column]
 positions continue from the longest prompt | grpo.py | sampling passes
@@ -208,7 +208,7 @@ credit stops at a reply | grpo.py | turns
     next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)  =>
       next_adv = torch.where(sampled, delta + gamma * lam * next_adv, 0)
 rows without an advantage are skipped despite a KL or a critic | run/passes.py | loss oracle
-    return torch.ones_like(learns)  =>  return learns
+    if agent.ref is not None or agent.critic is not None:  =>  if False:
 the reference has another temperature | grpo.py | oracle -k temperature
     logps(agent.ref, batch, cfg)  =>  logps(agent.ref, batch, replace(cfg, temperature=1.0))
 """

@@ -23,7 +23,7 @@ def rollout(agent, problems, rng):
     batch, stats = of_the_sum(agent, problems, rng)
     alone = replace(cfg, baseline="group", adv_scale="group")
     total = torch.zeros_like(batch.reward)
-    for x in batch.components.values():
+    for x in grpo.reward.counted(batch.components).values():
         total += grpo.group_scores(x[:, None] * batch.ends, batch.ends, alone)[0]
     batch.adv = whiten(total.sum(1, keepdim=True) * batch.mask, batch.mask)
     return batch, stats

@@ -36,7 +36,12 @@ class GPTConfig:
     tied: bool = True           # the head shares the embedding's weights
 
     def __post_init__(self):
-        self.head_size = self.head_size or self.n_embd // self.n_head
+        if not self.head_size:
+            if self.n_embd % self.n_head:
+                raise UserError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
+            self.head_size = self.n_embd // self.n_head
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.positions == "rope" and self.head_size % 2:
             raise UserError(f"RoPE needs an even head size, not {self.head_size}")
 

@@ -172,6 +172,10 @@ class SharedRows:
 
     def attend(self, q, k, v, cache):
         """Like `Rows.attend`, for the heads (1, n, H, D) of the distinct tokens."""
+        if q.shape[:2] != self.ids.shape:
+            raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
+                            f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
+                            f"--cache plain")
         heads = self.gather(torch.cat((q, k, v), 2))                          # (B, T, H + 2 K, D)
         y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))                          # (n, H D)

@@ -2,7 +2,6 @@
 what the page shows in Python is run."""
 import importlib
 import inspect
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,19 +34,15 @@ RECIPES = dict(own=[OWN], annealed=[ANNEALED], top_k=[TOP_K], schedule=[SCHEDULE
                median=[MEDIAN], entropy=[ENTROPY], window=[WITHOUT_CACHE, WITH_CACHE],
                parameter=[PARAMETER], lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
-CODE = ("*.py", "data/*.py", "run/*.py", "run/page/*", "experiments/variants/*.py")
+LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
 SMALL = dict(difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 
 
-def copy(folder, *changes, above=""):
-    """The code in a new folder, a text above every file, with changes: diffs, or a file, a text
-    that it has once, and another one."""
-    for path in (path for pattern in CODE for path in ROOT.glob(pattern)):
-        to = folder / path.relative_to(ROOT)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_text(above + path.read_text())
-    return apply(folder, *changes)
+def copy(folder, *changes):
+    """All files in a new folder, with changes: diffs, or a file, a text that it has once, and
+    another one."""
+    return apply(shutil.copytree(ROOT, folder, ignore=LEFT), *changes)
 
 
 def apply(folder, *changes):
@@ -69,9 +65,13 @@ def block(part):
 
 
 def algorithm(folder, code):
-    """The path of a new file with an algorithm."""
-    head = "" if "SETTINGS" in code else "import grpo\nSETTINGS = {}\n"
-    (folder / "mine.py").write_text(head + code)
+    """The path of a file with one of the page's functions, and with what it leaves out."""
+    if "SETTINGS" not in code:
+        name = re.match(r"def (\w+)", code)[1]
+        code = ("from collections import Counter\nimport torch\nimport grpo\nSETTINGS = {}\n"
+                "from data import answer_of\nfrom grpo import collect as judged\n"
+                f"from grpo import kl_estimate as uncut\n{code}\ngrpo.{name} = {name}")
+    (folder / "mine.py").write_text(code)
     return str(folder / "mine.py")
 
 
@@ -80,20 +80,20 @@ def gradient(x, parameters):
     return torch.cat([g.flatten() for g in found])
 
 
-def run(grpo, out, *mode, **settings):
-    """A run on the command line, in this process: its metrics, a dict for each step."""
+def run(grpo, out, **settings):
+    """A run on the command line: its metrics, a dict for each step."""
     warm = dict(warm_steps=0) if "init" in settings else {}
-    grpo.main([*flags({**SMALL, **warm, **settings, "out": out}), *mode])
+    grpo.main(flags({**SMALL, **warm, **settings, "out": out}))
     return records(out / "metrics.jsonl")
 
 
-def resumed(grpo, out, steps=4, **settings):
-    """The metrics of a run that stopped after two steps and was continued; and those of one that
-    did not stop, whose model is the same."""
-    whole = run(grpo, out / "whole", steps=steps, save_every=1, **settings)[1:]
+def resumed(grpo, out, **settings):
+    """The metrics of a run of four steps. One that is stopped after two and continued has the same
+    model."""
+    whole = run(grpo, out / "whole", steps=4, save_every=1, **settings)[1:]
     run(grpo, out / "half", steps=2, save_every=1, **settings)
     algo = dict(algo=settings["algo"]) if "algo" in settings else {}
-    grpo.main([*flags(dict(steps=steps, out=out / "half") | algo), "--resume"])
+    grpo.main([*flags(dict(steps=4, out=out / "half") | algo), "--resume"])
     one, other = ((out / name / "model.safetensors").read_bytes() for name in ("whole", "half"))
     assert one == other
     return whole
@@ -124,27 +124,25 @@ def changed(tmp_path, monkeypatch):
     sys.modules.update(before)
 
 
-# ------------------------------------------------------------------------- diffs, and the tests
+# ---- diffs, and the tests
 
 def test_diffs_find_lines_that_moved_and_apply_in_any_order(tmp_path):
-    def texts(folder):
-        return {path.relative_to(folder): path.read_text() for path in folder.rglob("*.py")}
+    def applied(name, *diffs):
+        """All files with two lines more at their top, and diffs applied."""
+        for path in (folder := copy(tmp_path / name)).rglob("*.py"):
+            path.write_text("#\n#\n" + path.read_text())
+        files = apply(folder, *diffs).rglob("*.py")
+        return {path.relative_to(folder): compile(path.read_text(), "", "exec") for path in files}
     for name, diffs in RECIPES.items():
-        copy(tmp_path / name, *diffs, above="#\n#\n")
-    whole = texts(copy(tmp_path / "all", *DIFFS, above="#\n#\n"))
-    back = [diff for diffs in reversed(RECIPES.values()) for diff in diffs]
-    assert texts(copy(tmp_path / "back", *back, above="#\n#\n")) == whole
-    for path, text in whole.items():
-        compile(text, path, "exec")
+        applied(name, *diffs)
+    back = sum(reversed(RECIPES.values()), [])
+    assert applied("all", *DIFFS) == applied("back", *back)
 
 
 # The files of tests/ that are run after a change of a file: those in which it is used most.
 ROOMS = {"grpo.py": "advantages config layout loss reward train variants warm_start",
          "model.py": "caches layout model passes sampling", "experiments/": "layout variants",
          "data/": "config layout task_errors tasks", "run/": "checkpoint files layout train"}
-LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
-
-
 UNEXPECTED = """--- /dev/null
 +++ b/experiments/variants/unexpected.py
 @@ -0,0 +1,5 @@
@@ -154,7 +152,7 @@ UNEXPECTED = """--- /dev/null
 +FIXED = ['reward']
 +grpo.surrogate = lambda *given: clipped(*given)
 """         # an algorithm without settings, that ignores one; and a new setting
-PATIENCE = ("grpo.py", "    # prompts and", "    patience: float = 0.5       # a fork's\n    # prompts and")
+PATIENCE = ("grpo.py", "    # prompts and", "    patience: float = 0.5   # new\n    # prompts and")
 FORKS = RECIPES | {"unexpected": [UNEXPECTED, PATIENCE]}
 
 
@@ -169,10 +167,9 @@ def test_a_recipe_leaves_the_tests_green(name, tmp_path):
         file, new, old = re.search(
             r"`(tests/\w+.py)` needs a bound of (\S+) in place of (\S+)\.\n", PAGE).groups()
         changes = [*changes, (file, old, new)]
-    folder = apply(shutil.copytree(ROOT, tmp_path / "code", ignore=LEFT), *changes)
+    folder = copy(tmp_path / "code", *changes)
     if name == "board":
-        (tmp_path / "wandb.py").write_text(
-            "class init:\n    def __init__(*_, **more): pass\n    log = __init__\n")
+        (tmp_path / "wandb.py").write_text("from unittest.mock import Mock\ninit = Mock()\n")
         (folder / "requirements.txt").open("a").write("wandb\n")
     files = re.findall(r"\+\+\+ b/(\S+)|\('(\S+)'", f"{changes}")
     rooms = {room for start, rooms in ROOMS.items() for room in rooms.split()
@@ -187,7 +184,7 @@ def test_a_recipe_leaves_the_tests_green(name, tmp_path):
     shutil.rmtree(folder)               # 13 MB
 
 
-# ---------------------------------------------------------------------- tasks, rewards, algorithms
+# ---- tasks, rewards, algorithms
 
 def test_a_setting_of_a_task_reaches_its_reward(changed):
     grpo = changed(OWN)
@@ -201,31 +198,26 @@ def test_a_setting_of_a_task_reaches_its_reward(changed):
 def test_a_reward_that_compares_completions():
     exec(block("def rewards"), names := {"Counter": Counter})
     problem = SimpleNamespace(prompt="?", answer="1")
-    assert names["rewards"]([problem] * 3, ["1", "1", "2"], [1] * 3) == [
-        {"correct": 1, "rare": 0.05}, {"correct": 1, "rare": 0.05}, {"correct": 0, "rare": 0.1}]
+    found = names["rewards"]([problem] * 3, ["1", "1", "2"], [1] * 3)
+    assert found == [{"correct": 1, "rare": 0.05}] * 2 + [{"correct": 0, "rare": 0.1}]
 
 
 def test_a_reward_that_changes_during_the_run(changed, warm, tmp_path):
     """Valid working earns 1, 3/4, 1/2, 1/4 in four steps; without the file always 1."""
-    grpo = changed(ANNEALED)
-
-    def worths(out):
-        return {(group["step"], x) for group in records(out / "samples.jsonl")
-                for x in group["parts"]["working"] if x > 0}
-    run(grpo, tmp_path / "plain", init=warm, save_every=1, steps=4)
-    assert {x for _, x in worths(tmp_path / "plain")} == {1}
-    whole = run(grpo, tmp_path / "whole", init=warm, save_every=1, algo="annealed", steps=4)[1:]
-    found = worths(tmp_path / "whole")
-    assert len(found) > 1 and found <= {(1, 1), (2, 0.75), (3, 0.5), (4, 0.25)}
-    for m in whole:
-        assert m["reward"] == pytest.approx(m["accuracy"] + m["working"])
+    grpo, found = changed(ANNEALED), {}
+    for algo in ("grpo", "annealed"):
+        run(grpo, tmp_path / algo, init=warm, save_every=1, steps=4, algo=algo)
+        found[algo] = {(group["step"], x) for group in records(tmp_path / algo / "samples.jsonl")
+                       for x in group["parts"]["working"] if x > 0}
+    assert {x for _, x in found["grpo"]} == {1} and len(found["annealed"]) > 1
+    assert found["annealed"] <= {(1, 1), (2, 0.75), (3, 0.5), (4, 0.25)}
 
 
 def test_a_curriculum_is_the_same(changed, warm, tmp_path):
     """The page's line in that file: in the first step, answers of one digit."""
     line = re.search(r"`(return one_step\(.*?)`", " ".join(PAGE.split()))[1]
-    file = "experiments/variants/annealed.py"
-    grpo = changed(ANNEALED, (file, "return one_step(agent, problems, step)", line))
+    old = "return one_step(agent, problems, step)"
+    grpo = changed(ANNEALED, ("experiments/variants/annealed.py", old, line))
     run(grpo, tmp_path / "out", init=warm, algo="annealed", prompts=3, steps=1)
     for group in records(tmp_path / "out" / "samples.jsonl"):
         a, b = re.findall(r"\d", group["prompt"])
@@ -233,22 +225,20 @@ def test_a_curriculum_is_the_same(changed, warm, tmp_path):
 
 
 def test_the_algorithm_in_a_file_is_that_file():
-    """And the functions of the table are replaced by those that it names, with their arguments."""
+    """And the functions of the table have these arguments, and are replaced where it says."""
     variants = ROOT / "experiments" / "variants"
     assert (variants / "cispo.py").read_text().endswith(block("def surrogate"))
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \|(.*)\|$", PAGE, re.M)
     assert len(rows) == 9
-    for name, arguments, names in rows:
+    for name, arguments, files in rows:
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
-        for variant in re.findall(r"`(\w+)`", names):
-            assert f"\ndef {name}(" in (variants / f"{variant}.py").read_text()
+        for file in re.findall(r"`(\w+)`", files):
+            assert f"\ndef {name}(" in (variants / f"{file}.py").read_text()
 
 
 def test_a_kl_that_is_cut(tmp_path):
     """At 10, where it has no gradient; below it is k3."""
-    code = block("def kl_estimate")
-    unchanged.make_config(algo=algorithm(
-        tmp_path, f"from grpo import kl_estimate as uncut\n{code}\ngrpo.kl_estimate = kl_estimate"))
+    unchanged.make_config(algo=algorithm(tmp_path, block("def kl_estimate")))
     gap = torch.tensor([-1.0, 2, 3, 30], requires_grad=True)        # log pi_ref - log pi
     kl = unchanged.kl_estimate(torch.zeros(4), gap, "k3")
     assert kl.tolist() == pytest.approx([math.exp(-1), math.exp(2) - 3, 10, 10])
@@ -263,38 +253,27 @@ def test_a_moving_average_is_a_baseline_and_survives_a_resume(warm, tmp_path):
         assert m["reward"] == pytest.approx(earned - average, abs=1e-5)
         average = 0.9 * average + 0.1 * earned
     assert average > 0.05
-    for group in records(tmp_path / "half" / "samples.jsonl"):
-        for reward, adv in zip(group["rewards"], group["advantages"]):
-            assert {*adv} == {reward}
 
 
 def test_the_majority_is_the_reward(warm, tmp_path):
     """Of the page's lines on TTRL: what is right is only logged."""
-    algo = algorithm(tmp_path, "from collections import Counter\nimport torch\n"
-                     "from data import answer_of\nfrom grpo import collect as judged\n"
-                     f"{block('most_common')}\ngrpo.collect = collect")
+    algo = algorithm(tmp_path, block("most_common"))
     run(unchanged, tmp_path / "out", init=warm, algo=algo, steps=1)
     for group in records(tmp_path / "out" / "samples.jsonl"):
         answers = [arithmetic.answer(text) for text in group["completions"]]
         won = [answer for answer, x in zip(answers, group["rewards"]) if x == 1]
         assert not won or len(won) == max(map(answers.count, answers)) and len({*won}) == 1
-        assert {"correct", "reward"} <= group["parts"].keys()
 
 
-# --------------------------------------------------------------- optimizer, schedules, advantages
+# ---- optimizer, schedules, advantages
 
 def test_another_optimizer_trains_and_is_resumed(changed, warm, tmp_path):
-    """Of a matrix it holds a row and a column of numbers."""
     line = re.search(r"`(return torch\.optim\..*?)`", PAGE)[1]
     old = re.search(r"return torch\.optim\.(?s:.*?True)\)", (ROOT / "grpo.py").read_text())[0]
     resumed(changed(("grpo.py", old, line)), tmp_path, init=warm, lr=1e-2)
-    held = load((tmp_path / "whole" / "checkpoint.safetensors").read_bytes())
-    state = {name.split(".")[1] for name in held if name.startswith("opt.")}
-    assert state == {"step", "row_var", "col_var", "variance"}
 
 
 def test_learning_rate_and_beta_follow_the_step(changed, warm, tmp_path, monkeypatch):
-    """The rate rises to its setting in two steps, then falls by a fifth of it in each."""
     line, before = re.search(r"^`(agent\.beta = .*?)`", PAGE, re.M)[1], "    if cfg.lr_warmup:\n"
     grpo, rates = changed(SCHEDULE, ("grpo.py", before, f"    {line}\n{before}")), []
     update = grpo.update
@@ -306,7 +285,6 @@ def test_learning_rate_and_beta_follow_the_step(changed, warm, tmp_path, monkeyp
 
 
 def test_the_median_is_a_baseline(changed, warm, tmp_path):
-    """Of the rewards of a group, the lower of the two in the middle."""
     grpo = changed(MEDIAN)
     cfg = grpo.make_config(baseline="median", adv_scale="none", group=4)
     reward, ends = torch.tensor([[1.0], [0], [3], [4]]), torch.ones(4, 1, dtype=torch.bool)
@@ -344,37 +322,25 @@ def test_the_three_ways_to_log(changed, warm, tmp_path):
     assert 0 < m["moved"] < 1 and 0 < m["long"] < 1 and m["lr"] == 1e-3
 
 
-# --------------------------------------------------------------------------------------- the model
+# ---- the model
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, capsys, dtype):
-    """In bfloat16 by the mean of the gaps: the largest is within rounding."""
-    with pytest.raises(SystemExit) as stop:
-        run(changed(WITHOUT_CACHE), tmp_path / "out", warm_steps=20, steps=1, dtype=dtype)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith("error: sampler and trainer disagree: ")
-    if dtype == "float32":
-        said = " ".join(re.search(r"^```\n(error: .*?)^```", PAGE, re.M | re.S)[1].split())
-        assert re.sub(r"[\d.]+", "", err.strip()) == re.sub(r"[\d.]+", "", said)
+def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(changed(WITHOUT_CACHE), tmp_path / "out", warm_steps=20, steps=1)
+    err = capsys.readouterr().err.strip()
+    said = " ".join(re.search(r"^```\n(error: .*?)^```", PAGE, re.M | re.S)[1].split())
+    assert re.sub(r"[\d.]+", "", err).startswith(re.sub(r"[\d.]+", "", said))
 
 
 def test_attention_that_is_changed_in_both_paths_runs(changed, tmp_path):
     grpo = changed(WITHOUT_CACHE, WITH_CACHE)
     assert run(grpo, tmp_path / "out", warm_steps=20, steps=1)[1]["mismatch"] < 1e-4
-    shape = grpo.model.GPTConfig(n_layer=1, n_kv_head=1)
-    gpt, W = grpo.model.GPT(shape, torch.Generator().manual_seed(0)), grpo.model.WINDOW
-    ids = torch.arange(2 * W).repeat(2, 1)
-    ids[1, 0] = 99
-    a, b = (gpt(row[None])[0] for row in ids)        # each alone, so that both are rounded alike
-    assert [*(a != b).any(-1)] == [True] * W + [False] * W      # column 0 is seen from W columns
 
 
 def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
-    """Each token is one of the k, its log-probability that among them, in the sampler and in both
-    forms of training, with its gradient."""
+    """Each is one of the k, its log-probability that among them, in both forms of training."""
     grpo, k, t = changed(TOP_K), 3, 1.3
-    last = run(grpo, tmp_path / "out", init=warm, top_k=2, epochs=2, steps=2)[2]
-    assert 0 < last["grad_norm"] < 100 and last["mismatch"] < 1e-4
+    assert run(grpo, tmp_path / "out", init=warm, top_k=2, epochs=2, steps=2)[2]["mismatch"] < 1e-4
     policy = importlib.import_module("run.pretrained").load(warm).eval()
     u = torch.rand(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     policy.top_k, parts = k, []
@@ -389,9 +355,7 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
     assert_close(batch.logp[batch.mask], want.detach(), atol=1e-5, rtol=1e-5)
     for form in (grpo.model.token_logps, grpo.passes.token_logps):
         logp = form(policy, batch.ids, batch.mask, t)[0][batch.mask]
-        found, exact = (gradient(x, policy.parameters()) for x in (logp, want))
         assert_close(logp, want, atol=1e-5, rtol=1e-5)
-        assert_close(found, exact, atol=1e-4, rtol=1e-4)
     policy.top_k = 2            # what an update has moved out of the k takes a place there
     kept = policy.truncated(torch.tensor([[3.0, 2, 1, 0]]), torch.tensor([3])) > -torch.inf
     assert kept.tolist() == [[True, False, False, True]]
@@ -401,12 +365,12 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
     """The saved model is the weights and the products; the reference is the first model."""
     grpo = changed(LORA)
     steps = resumed(grpo, tmp_path, init=warm, lora_rank=3, lr=1e-2, beta=0.1, minibatches=2)
+    assert 1e-6 < steps[0]["kl"] < steps[3]["kl"]
     held = load((tmp_path / "whole" / "checkpoint.safetensors").read_bytes())
     trained = [name for name in held if name.startswith("opt.exp_avg.")]
     assert len(trained) == 2 * 7 and all(name.endswith(("lora_a", "lora_b")) for name in trained)
     assert not any(name.startswith("ref.") for name in held)
-    assert 1e-6 < steps[0]["kl"] < steps[3]["kl"]
-    from run import lora, pretrained
+    from run import lora, pretrained            # those of the copy
     gpt, ids = pretrained.load(warm), torch.arange(10)[None]
     before = gpt(ids)
     lora.adapt(gpt, 3, torch.Generator())
@@ -414,11 +378,9 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
     gpt.load_state_dict({name: held[f"policy.{name}"] for name in gpt.state_dict()})
     assert_close(gpt(ids), pretrained.load(tmp_path / "whole")(ids), atol=1e-5, rtol=1e-4)
     assert_close(lora.base(gpt)(ids), before)
-    assert [*map(id, lora.base(gpt).parameters())] == [*map(id, gpt.parameters())]
 
 
 def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path):
-    """From a model that lacks it."""
     grpo = changed(PARAMETER)
     assert all(m["mismatch"] < 1e-4 for m in resumed(grpo, tmp_path, init=warm))
     pretrained = importlib.import_module("run.pretrained")
@@ -434,29 +396,26 @@ def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):
     grpo = changed(("model.py", f"return x + {mlp}", f"new = {mlp}        return x + {drop}\n"),
                    ("run/passes.py", loop, f"{loop}        {seed}\n"))
     runs = {"with": grpo, "again": grpo, "without": unchanged}
-    assert all(run(of, tmp_path / out, warm_steps=20, steps=1)[1]["mismatch"] < 1e-4
-               for out, of in runs.items())
+    for out, code in runs.items():
+        assert run(code, tmp_path / out, warm_steps=20, steps=1)[1]["mismatch"] < 1e-4
     one, same, other = ((tmp_path / out / "warm_start" / "model.safetensors").read_bytes()
                         for out in runs)
     assert one == same != other
 
 
-# ----------------------------------------------------------------------- all at once, notebooks
+# ---- all at once, notebooks
 
 def test_all_changes_at_once_and_what_is_logged(changed, warm, tmp_path, monkeypatch):
-    """With a stand-in for the module wandb, which gets the metrics."""
-    begun, logged = [], []
-
-    def init(**settings):
-        begun.append(settings)
-        return SimpleNamespace(log=lambda stats, step: logged.append({"step": step, **stats}))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    """With a stand-in for wandb, which gets the metrics."""
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     steps = run(changed(*DIFFS), tmp_path / "out", init=warm, algo="cispo", kl="loss", lora_rank=3,
                 entropy_coef=0.01, top_k=20, lr_warmup=1, epochs=2, steps=2)
-    assert steps == logged and len(logged) == 3 and begun[0]["mode"] is None
+    begun = wandb.init.call_args.kwargs
+    calls = wandb.init.return_value.log.call_args_list
+    assert [call.kwargs | call.args[0] for call in calls] == steps and len(steps) == 3
     assert all(m["mismatch"] < 1e-4 and m["grad_norm"] > 0 for m in steps[1:])
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert [x["config"] for x in begun] == [record["config"]]
+    assert begun["config"]["lora_rank"] == 3 and begun["mode"] is None
 
 
 def test_the_script_runs(tmp_path, monkeypatch, capsys):
@@ -468,17 +427,16 @@ def test_the_script_runs(tmp_path, monkeypatch, capsys):
     reward, adv = torch.tensor([[float(x) for x in row] for row in rows]).T
     assert len(rows) == 8 and reward.max() > reward.min()
     assert_close(adv, (reward - reward.mean()) / reward.std(correction=0), atol=6e-4, rtol=0)
-    assert float(re.search(r"^off -weight \* advantage by (\S+)$", said, re.M)[1]) < 1e-6
+    assert float(re.search(r"off -weight \* advantage by (\S+)", said)[1]) < 1e-6
 
 
 def test_the_script_goes_on_after_an_interrupt(tmp_path, monkeypatch):
-    """In one process, as in a notebook."""
     monkeypatch.chdir(tmp_path)
     cfg = unchanged.make_config(**SMALL | dict(steps=4, held_out=4, samples=2, out="out/whole"))
-    real = unchanged.train_step
+    step = unchanged.train_step
     with monkeypatch.context() as patch:                    # Ctrl-C comes in the second step
-        patch.setattr(unchanged, "train_step", lambda agent, problems, step: (
-            step == 2 and os.kill(os.getpid(), signal.SIGINT), real(agent, problems, step))[1])
+        patch.setattr(unchanged, "train_step", lambda *given: (
+            given[2] == 2 and os.kill(os.getpid(), signal.SIGINT), step(*given))[1])
         with pytest.raises(dist.Stopped, match="after step 2"), checkpoint.running(cfg):
             unchanged.train(cfg)
     Path("go_on.py").write_text(BLOCKS[-1])

@@ -203,7 +203,6 @@ def rows(result):
             f = x.get("floors")
             floor = f"{x['seconds'] / (f['rollout'] + f['update']):.1f}" if f else ""
             yield (f"| {size}, {name} | {x['seconds']:.2f} | {ratio} | {floor} | "
-                   f"{x['tokens'] / x['rollout']:,.0f} | {x['tokens'] / x['update']:,.0f} | "
                    f"{x['peak'] / 2 ** 30:.2f} |")
 
 

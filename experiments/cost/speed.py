@@ -37,7 +37,8 @@ SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0
 ARITHMETIC = dict(task="arithmetic", init="data/warm_start", group=16, max_new=64)
 SIZES = {
     "arithmetic-512": dict(ARITHMETIC, prompts=32), "arithmetic-64": dict(ARITHMETIC, prompts=4),
-    "smollm2": dict(task="experiments/models/sums_task.py", init="out/smollm2", prompts=8, group=8, max_new=128)}
+    "smollm2": dict(task="experiments/models/sums_task.py", init="out/smollm2", prompts=8, group=8,
+                    max_new=128)}
 # Rows of a forward pass of "TRL in parts".
 PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "smollm2": 16}
 WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
@@ -203,7 +204,6 @@ def rows(result):
             f = x.get("floors")
             floor = f"{x['seconds'] / (f['rollout'] + f['update']):.1f}" if f else ""
             yield (f"| {size}, {name} | {x['seconds']:.2f} | {ratio} | {floor} | "
-                   f"{x['tokens'] / x['rollout']:,.0f} | {x['tokens'] / x['update']:,.0f} | "
                    f"{x['peak'] / 2 ** 30:.2f} |")
 
 

@@ -3,7 +3,7 @@
     pip install -r tests/requirements-peers.txt
     python experiments/models/smollm2.py                   # the model, into out/smollm2
     python experiments/models/sums.py 1 2 3                # a run for each seed
-    python experiments/models/sums.py --check 1 2 3        # with transformers; KL to the start
+    python experiments/models/sums.py --check 1 2 3        # with transformers
     python experiments/models/sums.py --readme             # sums.json and sums.png from all runs
 
 All other settings are those of experiments/models/sums_task.py.
@@ -20,7 +20,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 from experiments import results  # noqa: E402
 
-INIT = ROOT / "out" / "smollm2"
+INIT, TASK = ROOT / "out" / "smollm2", "experiments/models/sums_task.py"
 MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
 CURVES = ("accuracy", "length", "entropy", "seconds")
 TITLES = {"accuracy, sampled": "minutes", "tokens of a completion": "step",
@@ -40,7 +40,7 @@ def folder(seed):
 def ours(seed, out=None, *flags):
     """A run as a child process, with its time and memory; on sums if no other flags are given."""
     out, began = out or folder(seed), time.time()
-    flags = [*(flags or ["--task", "experiments/models/sums_task.py"]), "--init", str(INIT), "--seed", str(seed)]
+    flags = [*(flags or ["--task", TASK]), "--init", str(INIT), "--seed", str(seed)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *flags, "--out", str(out)], cwd=ROOT,
                              text=True, stdout=subprocess.PIPE)
     for line in child.stdout:
@@ -51,21 +51,6 @@ def ours(seed, out=None, *flags):
         "seconds": time.time() - began, "peak": int(line.split()[1]), "about": results.about()})
 
 
-def kl_to_the_start(where):
-    """The KL to the run's initial model: k3, a mean over tokens of held-out problems."""
-    import grpo
-    from experiments.models import sums_task as sums
-    from run import dist, passes, pretrained
-    cfg = grpo.make_config(task="experiments/models/sums_task.py", init=str(where))
-    encoding, policy = pretrained.trained_model(cfg)
-    _, first = pretrained.trained_model(grpo.make_config(task="experiments/models/sums_task.py", init=str(INIT)))
-    held_out = sums.problems(**cfg.task_args)[1]
-    agent = grpo.Agent(cfg, sums, encoding, policy)
-    batch = grpo.generate(agent, held_out, 1, dist.rng(cfg, "kl"))
-    logp, ref_logp = (grpo.logps(gpt, batch, cfg)[0][batch.mask] for gpt in (policy, first))
-    return grpo.kl_estimate(logp, ref_logp, "k3").mean().item()
-
-
 def greedy_by_transformers(where):
     """The greedy accuracy on the held-out problems with transformers' own generate."""
     import torch
@@ -73,7 +58,7 @@ def greedy_by_transformers(where):
 
     import grpo
     from experiments.models import sums_task as sums
-    cfg, tokenizer = grpo.make_config(task="experiments/models/sums_task.py"), AutoTokenizer.from_pretrained(where)
+    cfg, tokenizer = grpo.make_config(task=TASK), AutoTokenizer.from_pretrained(where)
     model, right = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32), 0
     held_out = sums.problems(**cfg.task_args)[1]
     for p in held_out:
@@ -88,10 +73,9 @@ def greedy_by_transformers(where):
 
 
 def check(seed):
-    """Add both to a run's costs."""
+    """Add it to a run's costs."""
     file = folder(seed) / "costs.json"
-    found = {"greedy by transformers": greedy_by_transformers(folder(seed)),
-             "kl": kl_to_the_start(folder(seed))}
+    found = {"greedy by transformers": greedy_by_transformers(folder(seed))}
     results.write(file, json.loads(file.read_text()) | found | {
         "checked": results.about("transformers")})
     print(found, "here:", results.lines(folder(seed) / "metrics.jsonl")[-1]["greedy"])
@@ -121,12 +105,12 @@ def rows(result):
         yield f"| {title} | | {results.spread([run[name] / unit for run in runs], '.1f')} |"
 
 
-def draw(axes, runs, over_time=True):
-    """Accuracy over minutes or steps; length and entropy over steps."""
+def draw(axes, runs):
+    """Accuracy over minutes; length and entropy over steps."""
     for run in runs:
         curve = run["curve"]
         steps = range(1, 1 + len(curve["accuracy"]))
-        minutes = [sum(curve["seconds"][:n]) / 60 for n in steps] if over_time else steps
+        minutes = [sum(curve["seconds"][:n]) / 60 for n in steps]
         for axis, x, name in zip(axes, (minutes, steps, steps), CURVES):
             axis.plot(x, curve[name], color="tab:blue", alpha=0.7)
 

@@ -1,7 +1,7 @@
 """Draws figures of the docs from the results in answers/. Needs matplotlib.
 
     python experiments/studies/figures.py                       # all
-    python experiments/studies/figures.py figure5 figure6 figure7 ladder variants
+    python experiments/studies/figures.py figure5 figure6 figure7 variants
 
 critic.png, labels.png, kl.png and grid.png were drawn by earlier code, as was guess.png.
 """
@@ -16,9 +16,8 @@ from figure7 import KS, of_seeds
 
 # Okabe and Ito's colours, safe for colour-blind readers.
 COLOURS = "#000000 #0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #777777".split()
-# figures 5 and 6 of the paper, and the ladder of docs/derivation.md: study, part
-PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completions, fitted"),
-         "ladder": ("paper", "the ladder")}
+# figures 5 and 6 of the paper: study, part
+PARTS = {"figure5": ("paper", "figure 5"), "figure6": ("labels", "4,000 completions, fitted")}
 
 
 def panels(height=4.0):
@@ -50,7 +49,7 @@ def part_of(study, part):
                   color=colour, label=name, linewidth=1.2)
     left.set(xlabel="step", ylabel="greedy accuracy, %")
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    base = "the row above" if part == "the ladder" else next(iter(studies.STUDIES[study][part]))
+    base = next(iter(studies.STUDIES[study][part]))
     forest(right, studies.differences(study, found, part, "greedy"), f"greedy minus {base}, points")
     return figure
 

@@ -4,14 +4,14 @@ are missing, then prints a table:
     python experiments/studies/studies.py critic        # a critic, sizes of groups
     python experiments/studies/studies.py labels        # what labels a reward model needs
     python experiments/studies/studies.py kl            # the forms of the KL
-    python experiments/studies/studies.py paper         # figure 5 of the paper, and the ladder
+    python experiments/studies/studies.py paper         # figure 5 of the paper
     python experiments/studies/studies.py variants      # variants of GRPO in two regimes
     python experiments/studies/studies.py critic --seeds 1 2 --parts baselines
 
 The results are kept in answers/, one JSON file for each study; a run that is there with the same
 flags is not made again. All runs of a seed share its map and its warm start. A row is compared,
-seed by seed, with the first row of its part, in the ladder with the row above it. The files have
-more rows than are made here, tuning.json those that chose rates and betas; their flags say what.
+seed by seed, with the first row of its part. The files have more rows than are made here; their
+flags say what.
 """
 import concurrent.futures
 import json
@@ -42,10 +42,6 @@ LABELLED = {"250": "--fit_prompts 16 --choices 16", "1,000": "--fit_prompts 64 -
             "64,000": "--fit_prompts 1000 --choices 64"}      # completions
 TAUGHT, MORE = (f"{STEPS} {LABELLED[n]}" for n in ("4,000", "64,000"))
 REFITTED = f"{STEPS} {LABELLED['1,000']} --steps 75 --iterations 4"
-# One pass over a rollout in 4 optimizer steps, so that a clip can act. Each rung changes one thing.
-RAW = "--baseline none --minibatches 4 --clip_low 1e9 --clip_high 1e9"
-CRITIC = f"{OWN} --lam 1 --minibatches 4"
-IN_REWARD = "--minibatches 4 --kl reward --estimator k1 --beta 0.04"
 GRPO = "--kl loss --beta 0.04 --adv_scale group"
 SLIPS = ("--task experiments/studies/slips.py --max_new 80 --warm_steps 1200 --steps 80 "
          "--eval_every 20")
@@ -155,13 +151,6 @@ STUDIES = {
             "GRPO, outcome": GRPO, "GRPO, process": f"{GRPO} --supervision process",
             "GRPO, outcome, no KL": "--adv_scale group", "Online RFT": "--baseline none",
             "RFT": "--baseline none --patch drawn=once"},
-        "the ladder": {
-            "1 raw reward": RAW, "2 critic": f"{CRITIC} --clip_low 1e9 --clip_high 1e9",
-            "3 clip": CRITIC, "4 reference: k1 in the reward": f"{OWN} --lam 1 {IN_REWARD}",
-            "5a group in place of the critic": IN_REWARD,
-            "5b KL in the loss, k3": "--minibatches 4 --kl loss --beta 0.04",
-            "5c divided by the group's std": f"{GRPO} --minibatches 4",
-            "6 a reward for each line": f"{GRPO} --minibatches 4 --supervision process"},
     },
 }
 
@@ -242,11 +231,9 @@ def runs_of(study, found, part):
 
 def differences(study, found, part, measure):
     """{row: its differences in points, of the seeds that both have}, for rows with two or more."""
-    rows = [*runs_of(study, found, part).items()]
-    bases = rows if part == "the ladder" else rows[:1] * len(rows)
+    (_, base), *rows = runs_of(study, found, part).items()
     known = {name: [100 * (row[seed][measure] - base[seed][measure])
-                    for seed in sorted(row) if seed in base]
-             for (name, row), (_, base) in zip(rows[1:], bases)}
+                    for seed in sorted(row) if seed in base] for name, row in rows}
     return {name: x for name, x in known.items() if len(x) > 1}
 
 

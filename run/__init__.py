@@ -1,6 +1,4 @@
-"""What a step calls, and what surrounds a run.
-
-A step computes with these; `model.py` and `--cache plain` have the plain form:
+"""What a step calls (`model.py` and `--cache plain` have the plain form), and what surrounds it:
 
     passes      log-probabilities, common prefixes once; micro-batches; supervised fits
     caches      the KV caches of sampling, and the drawing of tokens

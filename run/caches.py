@@ -61,7 +61,6 @@ class KVCache:
         return kept
 
     def step(self, token, pos):
-        """The states of the appended tokens."""
         return self.model(token[:, None], pos[:, None], self.cache)[:, 0]
 
 # -------------------------------------------------------------- common prefixes
@@ -221,8 +220,7 @@ PART = 128      # tokens of a part of the vocabulary
 
 def inverse_cdf(p, u):
     """The first index at which the sum of p (r, n) exceeds u (r,) of its total, and by how much."""
-    # No element of nearly 0 may be chosen: a parallel float32 sum need not be monotonic, so sums
-    # are float64, and u is clamped to what float32 can tell from 0 and 1.
+    # float64 (a parallel float32 sum may fall) and the clamp: no element of nearly 0 is chosen.
     cdf = double(p).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
     i = torch.searchsorted(cdf, share, right=True)

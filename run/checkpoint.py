@@ -126,8 +126,7 @@ def refuse_foreign_code(found, given, folder):
                             f"be executed; to allow it, add --{name} {file}")
 
 def settings(mode, given, kind):
-    """The settings of a run, and its Checkpoint or None: the flags `given` over those in --out, to
-    resume it, or those of the model in --init or --out, to evaluate it or ask it."""
+    """The settings, flags over those of a run that is resumed or used; its Checkpoint, or None."""
     task = given.get("task", kind.task)
     folder = config.folder_of({"task": task} | load_task(task).DEFAULTS | given)
     if mode.resume:

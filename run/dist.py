@@ -65,7 +65,6 @@ def prepare():
 # -------------------------------------------------------------------- the ranks
 
 def start(cfg):
-    """Prepares the process, and joins the other ones."""
     prepare()
     start_ranks(device_of(cfg))
 

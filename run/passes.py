@@ -228,10 +228,9 @@ def logps_in_parts(gpt, h, tokens):
 
 # ----------------------------------------------- sampler and trainer must agree
 
-# The largest and the mean gap allowed between the sampler's and the trainer's log-probability of a
-# token before the first optimizer step; beyond it every ratio would be wrong. With 30 layers the
-# largest was 1.3e-4 in float32. In bfloat16 a logit of 32 is rounded to steps of 0.25, so gaps at
-# single tokens may be large, but the mean was 0.034, and the ratios use the trainer's own.
+# The largest and the mean gap allowed before the first optimizer step; beyond it every ratio would
+# be wrong. With 30 layers the largest was 1.3e-4 in float32. In bfloat16 a logit of 32 is rounded
+# to steps of 0.25: a gap may be large, but the mean was 0.034, and ratios use the trainer's own.
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(scored, dtype):
@@ -261,8 +260,7 @@ def checked_gap(scored, dtype):
 GRAD_CLIP = 1.0  # maximum gradient norm of a supervised fit
 
 def supervised_fit(name, module, losses, steps, lr):
-    """`steps` steps of AdamW, each on the sum of the loss terms that `losses(step)` yields; the
-    rate rises for 30 steps and falls linearly to 0."""
+    """`steps` steps of AdamW on the loss terms of `losses(step)`; the rate rises, then falls."""
     params = [p for p in module.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     told = dist.progress(name, steps)

@@ -25,8 +25,7 @@ from run.dist import clock, print0, say
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a whole command: a signal or an error ends it with one line and an exit code,
-    but an exception in a person's own code with its traceback."""
+    """A context for a command: signals and errors are one line, but those of a task a traceback."""
     code = 0
     if hasattr(sys.stdout, "reconfigure"):        # a notebook's has no such method
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
@@ -84,7 +83,6 @@ def print_group(batch, rows, encoding):
                f"advantage {of}{adv[0]:+.2f}")
 
 def header(cfg, encoding, policy, problems, held_out):
-    """Prints what a run works on, and with."""
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
              if getattr(cfg, f.name) not in (f.default, {})]
     millions = sum(p.numel() for p in policy.parameters()) / 1e6

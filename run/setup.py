@@ -91,7 +91,6 @@ def fingerprint(train, held_out):
     return found
 
 def held_out(agent):
-    """The held-out problems to evaluate an agent on."""
     found = problems_of(agent.cfg, agent.task)[1][:agent.cfg.held_out or None]
     pretrained.check_context(agent.policy, agent.cfg, longest_of(agent.encoding, found))
     return found
@@ -171,8 +170,7 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def asked(agent, question):
-    """The ids of the prompt for a question, which the task's `prompt` may word, and its Episodes if
-    the task has replies: its own to a prompt it knows, else those of the person at the keyboard."""
+    """The ids of the prompt for a question, and Episodes with the task's replies or a person's."""
     task = agent.task
     if hasattr(task, "prompt"):
         question = call(task.prompt, "the function prompt", question)
@@ -188,8 +186,7 @@ def asked(agent, question):
 # --------------------------------------------------------------- the warm start
 
 # Supervised fine-tuning on demonstrations, kept in the run's folder; SHIPPED is the default run's.
-# A kept one is used if it was made with the same settings, and if its loss, with today's code and
-# demonstrations, is that noted beside it.
+# One is used if its settings are today's, and its loss, with code and demonstrations of today, too.
 SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 

@@ -59,21 +59,21 @@ class RMSNorm(nn.Module):
         return x * (mean_square + self.eps).rsqrt() * self.weight
 
 def for_products(x):
-    """x in autocast's dtype: cast once, not in each of the products that read it."""
+    """x in autocast's dtype: cast once, not in each product that reads it."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
 def rotate(x, cos, sin):
-    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos (B, T, 1, D) has each
-    cosine twice, sin each sine, the first time negated."""
+    """RoPE: rotates the pairs (x[i], x[i + D/2]) of x (B, T, H, D). cos and sin (B, T, 1, D) have
+    each value twice, sin the first time negated."""
     other = x.roll(x.size(-1) // 2, -1)
     return (x * cos + other * sin).to(x.dtype)
 
 def causal_attention(q, k, v):
-    """Attention of q (B, T, H, D) to k and v (B, T, K, D) of the same and earlier tokens. On a CPU
-    always in float32, as the backward pass in bfloat16 takes 5 times as long there."""
+    """Attention of q (B, T, H, D) to k and v (B, T, K, D) of the same and earlier tokens; on a CPU
+    in float32: in bfloat16 the backward pass takes 5 times as long there."""
     if v.is_cpu and v.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = [x.transpose(1, 2) for x in (q, k, v)]                    # (B, ., T, D)
@@ -91,11 +91,11 @@ def double(x):
     """x in float64, or in float32 on mps, which has no float64."""
     return x.float() if x.device.type == "mps" else x.double()
 
-# -------------------------------------------------------------------- which token attends to which
+# ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): the plain layout, of --cache plain. By default training
-    has SharedRows of run/passes.py, whose methods differ: rows share prefixes."""
+    """A pass over whole rows, ids (B, T), of --cache plain. By default training has SharedRows of
+    run/passes.py, whose methods differ: rows share prefixes."""
 
     def __init__(self, ids, device, pos=None):
         self.ids = send(ids, device)
@@ -128,8 +128,8 @@ class CachedRows(Rows):
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
-        """Adds k and v to a layer's cache, two tensors (B, K, S, D), then attends to it. Query
-        heads that share keys act as tokens: on CUDA much faster than enable_gqa."""
+        """Adds k and v to a layer's cache, two (B, K, S, D), then attends to it. Query heads that
+        share keys act as tokens: on CUDA much faster than enable_gqa."""
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
@@ -143,7 +143,7 @@ class CachedRows(Rows):
         y = y.unflatten(2, q.shape[2:4])                                # (B, K, T, H/K, D)
         return y.transpose(1, 2).flatten(2, 3)
 
-# -------------------------------------------------------------------------------------- the layers
+# ------------------------------------------------------------------- the layers
 
 class Attention(nn.Module):
     def __init__(self, cfg):
@@ -246,8 +246,8 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
-        """Hidden states (B, T, C), not logits, of ids (B, T). pos (B, T): positions, if not 0..T-1.
-        A cache is written to, and its first `slots` are read (None: all)."""
+        """Hidden states (B, T, C) of ids (B, T). pos (B, T): positions, if not 0..T-1. A cache is
+        written to, and its first `slots` are read (None: all)."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         if cache is not None:
@@ -294,8 +294,8 @@ class GPT(nn.Module):
         return self.norm.weight.device
 
 class ScalarHead(nn.Module):
-    """A critic or a reward model: a scalar per token, linear in the hidden state of a GPT of its
-    own, the trunk, or without one in that of the policy."""
+    """A critic or a reward model: a scalar per token, linear in the hidden state of its trunk, a
+    GPT, or without one in that of the policy."""
 
     def __init__(self, size, trunk=None, std=0.0, generator=None):
         super().__init__()

@@ -13,11 +13,11 @@ TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; b
 FIT_STEPS = 64          # problems that a fit labels, in steps: FIT_STEPS * --prompts
 CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
-# ------------------------------------------------------------------------------- the rule's reward
+# ------------------------------------------------------------ the rule's reward
 
 def new_episodes(agent, problems, prompts, begun, group):
-    """The Episodes of `group` rows for each problem and prompt, whose completions begin as `begun`
-    says, see grpo.completions; None if the task has no replies."""
+    """The Episodes of `group` rows for each prompt, whose completions begin as `begun` says (see
+    grpo.completions); None if the task has no replies."""
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
@@ -33,9 +33,9 @@ def repeated(items, group):
     return [item for item in items for _ in range(group)]
 
 def score_by_rule(agent, problems, batch, episodes=None):
-    """Fills in each row's problem, its text, and the components (B,) of its rule reward by name. Of
-    a completion that was cut off only negative ones count: it must not earn more than a wrong one,
-    which ended."""
+    """Fills in each row's problem, text, and components (B,) of the rule's reward. Of a completion
+    that was cut off only negative ones count: it must not earn more than a wrong one, which ended.
+    """
     group = len(batch.ids) // len(problems)
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
@@ -48,23 +48,22 @@ def score_by_rule(agent, problems, batch, episodes=None):
         batch.components[name] = torch.where(batch.finished, x, x.clamp(max=0))
 
 def counted(components):
-    """The components that are added up: all, unless one is named `reward`. It then is the reward,
-    and the others are only logged."""
+    """The components that are added up: all, or that named `reward`; others are only logged."""
     return {"reward": components["reward"]} if "reward" in components else components
 
 def of_outcomes(batch):
-    """The reward (B, T) of each completion, at its last token, and a mask (B, T) of these tokens:
-    the sum of its components, 0 if they cancel up to float32's rounding."""
+    """The reward (B, T) of each completion at its last token, the sum of its components, 0 if they
+    cancel up to float32's rounding; and a mask (B, T) of these tokens."""
     last = passes.last_tokens(batch.mask)
-    x = torch.stack([*counted(batch.components).values()], 1)           # (B, n)
+    x = torch.stack([*counted(batch.components).values()], 1)  # (B, n)
     total = x.sum(1, keepdim=True)
     size = x.abs().sum(1, keepdim=True)
     cancel = total.abs() <= 1e-6 * size
     return torch.where(last & ~cancel, total, 0), last
 
 def of_steps(task, encoding, batch):
-    """The reward (B, T) of each step, at its last token, and a mask (B, T) of these tokens: 1 for a
-    true step. The last step ends at the completion's last token, and earns 1 only if the answer is
+    """The reward (B, T) of each step at its last token, 1 if it is true, and a mask (B, T) of these
+    tokens. The last step ends at the completion's last token, and earns 1 only if the answer is
     correct too. Of steps that end at one token all must be true."""
     ids, judged = batch.ids.cpu(), batch.judged.cpu()
     reward = torch.zeros(judged.shape)
@@ -89,15 +88,13 @@ def of_steps(task, encoding, batch):
     return send(reward, device), send(ends, device)
 
 def of_rule(agent, batch):
-    """The rule's reward (B, T), at the last token of each step, and a mask of these tokens, (B, T):
-    with outcome supervision the whole completion is one step."""
+    """`of_outcomes` or `of_steps`, by the supervision."""
     if agent.cfg.supervision == "outcome":
         return of_outcomes(batch)
     return of_steps(agent.task, agent.encoding, batch)
 
 def fill_in_rewards(agent, batch):
-    """Fills in the rewards of a rollout, by rule or learned, at most 0 where it was cut off, and
-    where its steps end."""
+    """Fills in the rewards of a rollout, by rule or learned, and where they are."""
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -105,17 +102,17 @@ def fill_in_rewards(agent, batch):
     batch.reward = cap_truncated(batch)
 
 def cap_truncated(batch):
-    """The rewards (B, T), but at most TRUNCATED_REWARD at the last token of a row cut off."""
+    """The rewards (B, T), at most TRUNCATED_REWARD at the last token of a row cut off."""
     last = passes.last_tokens(batch.mask)
     cut_off = last & ~batch.finished[:, None]
     capped = batch.reward.clamp(max=TRUNCATED_REWARD)
     return torch.where(cut_off, capped, batch.reward)
 
-# -------------------------------------------------------------------------------- learned rewards
+# -------------------------------------------------------------- learned rewards
 
 @torch.no_grad()
 def scores(reward_model, ids, mask, cfg):
-    """The reward model's raw score after each token of ids (B, T), (B, T)."""
+    """The reward model's raw score (B, T) after each token of ids (B, T)."""
     device = ids.device
     out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
@@ -129,8 +126,8 @@ def score_rows(reward_model, ids, mask):
     return reward_model(ids, passes.layout_of(reward_model.trunk, ids, mask))
 
 def learned(reward_model, batch, cfg):
-    """The learned reward (B, T) at the ends of steps: the normalised score under outcome
-    supervision, the probability that the step is good under process supervision."""
+    """The learned reward (B, T) at `ends`: the normalised score of a completion, or the probability
+    that a step is good."""
     raw = scores(reward_model, batch.ids, batch.mask, cfg)
     if cfg.supervision == "process":
         return torch.where(batch.ends, raw.sigmoid(), 0)
@@ -138,21 +135,20 @@ def learned(reward_model, batch, cfg):
     return torch.where(batch.ends, (raw - mean) / std, 0)
 
 def reward_loss(score, label, K):
-    """Negative log-likelihood of the labels, summed; score and label (n,). K > 1: a label is the
-    probability that a row is chosen among its K, the loss the cross-entropy with the softmax of
-    their scores (Ziegler et al. 2019; K = 2 is Bradley-Terry). K = 1: it is the probability that a
-    step is good, the loss binary cross-entropy."""
+    """Cross-entropy of scores and labels (n,), summed. K > 1: a label is the probability that a row
+    is chosen among its K, by the softmax of their scores (Ziegler et al. 2019; K = 2 is
+    Bradley-Terry). K = 1: that a step is good, by the sigmoid."""
     if K == 1:
         return F.binary_cross_entropy_with_logits(score, label, reduction="sum")
     logp = score.view(-1, K).log_softmax(1)
     chance = label.view(-1, K)
     return -(chance * logp).sum()
 
-# -------------------------------------------------------------------------------------- the labels
+# ------------------------------------------------------------------- the labels
 
 def problems_to_label(problems, cfg, rng):
-    """Problems whose completions are labelled for a fit: a tenth of them held out, from the first
-    tenth of all problems, from which no fit learns; and those to fit to."""
+    """Problems to label for a fit: those held out, a tenth, from the first tenth of all problems,
+    from which no fit learns; and those to fit to."""
     n = min(FIT_STEPS * cfg.prompts, len(problems))
     n -= n % dist.ranks()
     n_held_out = n // 10
@@ -162,15 +158,15 @@ def problems_to_label(problems, cfg, rng):
     return held_out, to_fit
 
 def rollout_labels(agent, completions, batch, group, stream, tries=4):
-    """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end that
-    are right; a last step keeps its true label. `completions` is grpo.completions; `group` rows
-    belong to a problem. `stream`, prompt and place name a step's random numbers."""
+    """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end, by
+    grpo.completions, that are right; a last step keeps its true label. `stream`, prompt and place
+    name a step's random numbers."""
     cfg = agent.cfg
     ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
     start = batch.start.tolist()
     label = batch.reward.cpu().clone()
     places = batch.ends.cpu() & ~passes.last_tokens(mask)
-    for part in places.nonzero().split(128):                            # (n, 2)
+    for part in places.nonzero().split(128):  # (n, 2)
         problems, begun, u = [], [], []
         for row, column in part.tolist():
             problem, first = batch.problems[row], start[row]
@@ -187,14 +183,14 @@ def rollout_labels(agent, completions, batch, group, stream, tries=4):
             label[rows, columns] = right.mean(1).cpu()
     return send(label, batch.ids.device)
 
-# ------------------------------------------------------------------- the labelled rows, as a dict
+# ------------------------------------------------- the labelled rows, as a dict
 
 def some(rows, which):
     """Some of the rows, by a slice or indices."""
     return {name: x[which] for name, x in rows.items()}
 
 def rows_of(sets, K):
-    """The indices of the rows of some sets of K, by the indices of these."""
+    """The indices of the rows of some sets of K, given those of the sets."""
     rows = sets[:, None] * K + torch.arange(K)
     return rows.flatten()
 
@@ -212,8 +208,8 @@ def of_all_ranks(rows):
     return gathered
 
 def choices(rows, K):
-    """The rows, labelled with the probability that each of a problem's K completions is chosen: 1
-    for the one with the highest reward, shared by those that tie."""
+    """The rows, labelled with the probability that each of a problem's K is chosen: 1 for the one
+    with the highest reward, shared by those that tie."""
     label, ends = rows["label"], rows["ends"]
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
@@ -227,12 +223,12 @@ def replay(history, rows, K, rng):
     chosen = torch.tensor(rng.sample(sets, n), dtype=torch.int64)
     return some(history, rows_of(chosen, K))
 
-# ---------------------------------------------------------------------------------------- the fit
+# ---------------------------------------------------------------------- the fit
 
 def refit(agent, batches, n_held_out, rng):
-    """Fits the reward model to completions, CHOICES for each problem, labelled by the rewards of
-    their steps, and to a tenth as many rows of `agent.history`, to which they are added. Measures
-    it on those of the first n_held_out problems; returns the metrics."""
+    """Fits the reward model to completions, CHOICES for each problem, labelled by their rewards,
+    and to a tenth as many of `agent.history`, which they join. Measures it on those of the first
+    n_held_out problems; returns the metrics."""
     cfg, reward_model = agent.cfg, agent.reward_model
     rows = passes.join([labelled(batch) for batch in batches])
     rows = of_all_ranks(rows)
@@ -264,7 +260,7 @@ def refit(agent, batches, n_held_out, rng):
     return {"rm_accuracy": accuracy, "rm_error": error}
 
 def labelled(batch):
-    """The rows of a Batch with their labels, the rewards of its steps: tensors (R, T)."""
+    """The rows of a Batch, with their rewards as labels, on the host: tensors (B, T)."""
     rows = dict(ids=batch.ids, mask=batch.mask, ends=batch.ends, label=batch.reward)
     return {name: x.cpu() for name, x in rows.items()}
 
@@ -284,17 +280,16 @@ def fit(reward_model, rows, K, cfg, rng):
     steps = min(n, steps)
     order = torch.tensor(rng.sample(range(n), n))
     order = order.tensor_split(steps)
-    ids = rows["ids"].unflatten(0, (n, K))                              # (n, K, T)
+    ids = rows["ids"].unflatten(0, (n, K))  # (n, K, T)
     mask = rows["mask"].unflatten(0, (n, K))
     device = reward_model.head.weight.device
     tokens = cfg.micro_tokens or passes.MICRO_TOKENS
     budget = max(1, tokens // K)
 
     def losses(step):
-        """The loss terms of one optimizer step, from this rank's sets."""
         sets = order[step]
         ends = rows["ends"][rows_of(sets, K)]
-        count = ends.sum() / K                                          # over all ranks
+        count = ends.sum() / K  # over all ranks
         sets = dist.of_rank(sets)
         ids_of_sets = ids[sets].flatten(1)
         said = mask[sets].any(1)
@@ -310,8 +305,8 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """Accuracy and expected calibration error (10 bins) of scores on labels, both (n,). With K
-    choices, picking any of the completions most likely to be chosen counts as right."""
+    """Accuracy and expected calibration error (10 bins) of scores (n,) on labels (n,). Of K choices
+    any of those most likely to be chosen is right."""
     if K == 1:
         p = score.sigmoid()
         confidence = torch.maximum(p, 1 - p)
@@ -320,7 +315,7 @@ def quality(score, label, K):
     else:
         p = score.view(-1, K).softmax(1)
         confidence, pick = p.max(1)
-        chance = label.view(-1, K)                      # of being chosen
+        chance = label.view(-1, K)  # of being chosen
         outcome = chance.gather(1, pick[:, None]).squeeze(1)
         correct = (outcome == chance.amax(1)).float()
     bins = (confidence * 10).long().clamp(max=9)

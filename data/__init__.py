@@ -19,8 +19,8 @@ class Ended(SystemExit):
 LARGEST = 2 ** 28       # bytes of a file that is read whole
 
 def regular(path):
-    """A path; raises UserError if it leads to something other than a file, as to open a pipe would
-    wait for ever, or to what a clone without Git LFS has in place of a large file."""
+    """A path; raises UserError if it leads to something else than a file, such as a pipe, which
+    would wait for ever, or to a pointer of Git LFS."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -38,7 +38,7 @@ def read_bytes(path):
     return path.read_bytes()
 
 def read_json(text, source):
-    """The dict in JSON text or bytes; raises UserError, which names `source`, for anything else."""
+    """The dict in JSON text or bytes from `source`; raises UserError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:       # RecursionError: nested too deeply
@@ -47,13 +47,12 @@ def read_json(text, source):
         raise UserError(f"{source} must hold a JSON object, not a {type(value).__name__}")
     return value
 
-# ------------------------------------------------------------------------------- a user's own code
+# ------------------------------------------------------------ a user's own code
 
 EXECUTED = set()        # the files that `import_file` has executed
 
 def call(function, what, *given, **named):
-    """What a function of a task returns. An exception in it is shown as Python's traceback, whose
-    last lines say what has failed."""
+    """What a function of a task returns; the traceback of an exception in it says `what` failed."""
     try:
         return function(*given, **named)
     except (UserError, Ended):
@@ -79,15 +78,15 @@ def import_file(path, name):
     call(spec.loader.exec_module, f"the import of {path}", module)
     return module
 
-# --------------------------------------------------------------------------------------- the tasks
+# -------------------------------------------------------------------- the tasks
 
 def task_file(name):
-    """The path of a task: data/<name>.py, or `name` itself if it is a path."""
+    """data/<name>.py, or `name` itself if it is a path."""
     return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
 
 def load_task(name):
-    """The module of a task: data/<name>.py, or the file at a path that ends in .py. Raises
-    UserError if there is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""
+    """The module of a task: data/<name>.py, or a path that ends in .py. Raises UserError if there
+    is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""
     if not isinstance(name, str) or "\0" in name:
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
     here, path = Path(__file__).parent, task_file(name)
@@ -109,12 +108,12 @@ def load_task(name):
     return task
 
 def require(task, function, why):
-    """Raise UserError if a task lacks a function; `why` tells the user what needs it."""
+    """Raises UserError if a task lacks a function; `why` says what needs it."""
     if not callable(getattr(task, function, None)):
         name = getattr(task, "__file__", "the task")
         raise UserError(f"{name} has no function {function}: {why}")
 
-# ----------------------------------------------------------------------------- what a task returns
+# ---------------------------------------------------------- what a task returns
 
 # The statistics of metrics.jsonl. A reward component cannot have one of these names.
 STATISTICS = frozenset(
@@ -131,7 +130,7 @@ def timed():
     SPENT[0] += time.perf_counter() - began
 
 def of(problem):
-    """A problem in an error message: its prompt; None is a question from the keyboard."""
+    """A problem in a message; None is a question from the keyboard."""
     return "a question" if problem is None else f"the prompt {problem.prompt!r:.200}"
 
 def need(holds, what, must, found):
@@ -140,9 +139,9 @@ def need(holds, what, must, found):
         raise UserError(f"{what} must {must}, not {found!r:.200}")
 
 def rewards_of(task, problems, completions, tokens):
-    """The components of the reward of each completion: `task.reward` judges one at a time;
-    `task.rewards`, if a task has it, judges all at once, those of a problem one after another, and
-    is also given their numbers of tokens. Raises UserError unless each has the same ones."""
+    """The components of the reward of each completion: `task.reward` judges one at a time, or
+    `task.rewards` all, those of a problem one after another, with their numbers of tokens. Raises
+    UserError unless each has the same ones."""
     completions = [*map(copy.copy, completions)]        # a task may change a list of turns
     with timed():
         if hasattr(task, "rewards"):
@@ -161,8 +160,8 @@ def rewards_of(task, problems, completions, tokens):
     return rows
 
 def check_components(problem, parts):
-    """Raise UserError unless the components of a reward are a dict of numbers that includes
-    `correct`, a share, and uses no name of a statistic, of which an evaluation's have an @."""
+    """Raises UserError unless a reward is a dict of numbers with `correct`, a share, and without a
+    statistic's name, of which an evaluation's have an @."""
     what = f"the reward of {of(problem)}"
     need(isinstance(parts, dict) and "correct" in parts, what, "be a dict with 'correct'", parts)
     for name, x in parts.items():
@@ -176,7 +175,7 @@ def check_components(problem, parts):
          "{'correct': 0, 'wrong': -1}", parts["correct"])
 
 def answer_of(task, completion):
-    """The answer of a completion, for majority votes; raises UserError unless it is a string."""
+    """The answer of a completion, for votes; raises UserError unless it is a string."""
     found = call(task.answer, "the function answer", copy.copy(completion))
     need(isinstance(found, str), "the function answer", "return a string, or '' for none", found)
     return found
@@ -187,8 +186,8 @@ def steps_of(task, problem, completion):
         return call(task.steps, f"the steps of {of(problem)}", problem, copy.copy(completion))
 
 def check_steps(problem, completion, found, least=1):
-    """Raise UserError unless the steps of a completion are a list of (end, truth), with ends from
-    `least` to its length that never decrease."""
+    """Raises UserError unless steps are a list of (end, truth), with ends from `least` to the
+    completion's length that never decrease."""
     what = f"the steps of {of(problem)}"
     need(isinstance(found, list), what, "be a list of (end, truth)", found)
     for step in found:

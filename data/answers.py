@@ -13,23 +13,23 @@ APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # not a 
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
-# What a number may wear, and what is left without it. Texts beyond LONGEST characters are not read,
-# so patterns may backtrack; a possessive group is matched wrongly by Python before 3.11.5.
+# What a number may wear, and what is left without it. No text beyond LONGEST is read: patterns may
+# backtrack, as Python before 3.11.5 matches a possessive group wrongly.
 ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
 ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
 PLAIN = [(re.compile(worn), plain) for worn, plain in (
-    (r"[^\S\n]|\\[,;:! ()[\]]|\\q?quad\b|~(?=\\)", " "),    # all kinds of spaces, \( and \[
+    (r"[^\S\n]|\\[,;:! ()[\]]|\\q?quad\b|~(?=\\)", " "),  # all kinds of spaces, \( and \[
     (r"\\(?:text|math)[a-z]*|\\(?:left|right|mbox|underline)\b", " "), (r"\\([$%])", r"\1"),
-    (r"\\(?:boxed|fbox)\b", "####"), (r"\\approx\b", "≈"), (r"\{,\}", ","),         # 1{,}080
+    (r"\\(?:boxed|fbox)\b", "####"), (r"\\approx\b", "≈"), (r"\{,\}", ","),  # 1{,}080
     (r"\\[dt]?frac *(?:\{([0-9]+)\}|([0-9])) *(?:\{([0-9]+)\}|([0-9]))", r" \1\2/\3\4"),
-    (r"(?<!\w)([*_`]{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?!\w)", r"\2"),                  # **72**
+    (r"(?<!\w)([*_`]{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?!\w)", r"\2"),           # **72**
     (r"[✓✔✅]", " "), (r"\^\{?\\circ\}?|°", ""),
-    (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),                         # cm^2
-    (r"\\(?:times|cdot)\b|×|(?<=[0-9)]) ?x ?(?=[0-9])", "*"),                      # 3 x 4
+    (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),                    # cm^2
+    (r"\\(?:times|cdot)\b|×|(?<=[0-9)]) ?x ?(?=[0-9])", "*"),                # 3 x 4
     (r"(?<=[0-9]) ?[/÷] ?(?=[0-9])", "/"),
-    (r"(?<=[0-9]) ?\* ?10\^\{?(-?[0-9]{1,2})\}?", r"e\1"),                          # 2 * 10^3
-    (r"(?<=[0-9]) (?=[0-9]{3}(?![0-9/]))", ","),                                    # 12 500
-    (r"(?<![~0-9])~ ?(?=\S)", " "),                     # about 72; but ~~72~~ is struck out
+    (r"(?<=[0-9]) ?\* ?10\^\{?(-?[0-9]{1,2})\}?", r"e\1"),                   # 2 * 10^3
+    (r"(?<=[0-9]) (?=[0-9]{3}(?![0-9/]))", ","),                             # 12 500
+    (r"(?<![~0-9])~ ?(?=\S)", " "),  # about 72; but ~~72~~ is struck out
     (r"(?i)\b(?:minus|negative)\s+(?=\$?[0-9])", "-"), (r"\.\.+", "…"))]
 # What precedes one of these is working: only what follows the last one counts.
 MARK = re.compile(r"####|≈|(?i:\banswer(?: is:?|:))")
@@ -43,7 +43,7 @@ CURRENCY = r"(?:(?:[A-Z]{2}|[ACRS])?[$£¥₠-₿]{1,3}|[A-Z]{3}|Rs\.?)"
 NUMBER = re.compile(
     r"([^0-9]*?)(?<![A-Za-z_.$£¥₠-₿+*/^-])"
     rf"((?:-|\+(?! ))? *(?:{CURRENCY} *-?)?) *(?=\.?[0-9])"
-    r"((?:[0-9]{1,15} +)?(?:and )?[0-9]{1,15}/[1-9][0-9]{0,14}|"                     # 2 1/2
+    r"((?:[0-9]{1,15} +)?(?:and )?[0-9]{1,15}/[1-9][0-9]{0,14}|"  # 2 1/2
     r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{0,15})(?:\.[0-9]{1,15})?(?:[eE]-?[0-9]{1,2})?)"
     rf"(?:[ -]?([kKMB]|(?i:{'|'.join(SCALES)}))\b)?([^0-9]*)")
 SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
@@ -57,26 +57,22 @@ BEFORE = re.compile(rf"(?i)\b(?:{WORDED}|than|over|under|above|below|least|most|
                     r"root|sqrt|max(?:imum)?|min(?:imum)?)(?: of)?\W*$|\w\($")
 AFTER = re.compile(rf"(?i)\b(?:{WORDED}|minus|plus|multiplied|divided|squared|cubed|doubled|"
                    r"tripled|halved|factorial|twice|itself|half|halves|thirds|quarters|fifths|"
-                   r"eighths|"
-                   r"and an?|at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|mln|"
-                   r"(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
+                   r"eighths|and an?|at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|"
+                   r"mln|(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
                    r"[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")
 SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
-# --------------------------------------------------------------------------------- the evaluator
+# ---------------------------------------------------------------- the evaluator
 
 def evaluate(text):
-    """Exact value of an arithmetic expression as a Fraction, or None for anything else.
-
-    Accepts integers and decimals of up to 15 digits, + - * /, unary minus, parentheses and spaces,
-    in at most 200 characters: no names, no powers, nothing that can take long.
-    """
+    """Exact value of an arithmetic expression as a Fraction, or None for anything else: numbers of
+    up to 15 digits, + - * /, unary minus, parentheses and spaces, in at most 200 characters."""
     if len(text) > LONGEST or APART.search(text):
         return None
     tokens = TOKEN.findall(text)
     if "".join(tokens) != text.replace(" ", ""):
         return None
-    tokens = ["", *reversed(tokens)]                    # a stack; "" marks the end
+    tokens = ["", *reversed(tokens)]  # a stack; "" marks the end
     try:
         n, d = take(tokens)
     except (ValueError, ZeroDivisionError):
@@ -84,8 +80,8 @@ def evaluate(text):
     return Fraction(n, d) if tokens == [""] else None
 
 def take(tokens, least=0):
-    """Parse an expression off the stack, up to an operator whose precedence is at most `least`.
-    Returns numerator and denominator, unreduced: Fractions reduce at each step, which is slow."""
+    """Parses an expression off the stack, up to an operator whose precedence is at most `least`.
+    Returns numerator and denominator: Fractions would reduce at each step, which is slow."""
     token, minus = tokens.pop(), 1
     while token == "-":
         token, minus = tokens.pop(), -minus
@@ -109,7 +105,7 @@ def take(tokens, least=0):
         n, d = n * m if sign in "*/" else n * e + m * d, d * e
     return n, d
 
-# -------------------------------------------------------------------------- answers in free text
+# --------------------------------------------------------- answers in free text
 
 def tagged(text):
     """The text between the last <answer> and </answer>, stripped, or None."""
@@ -120,9 +116,9 @@ def tagged(text):
     return text[start:text.find("</answer>", start)].strip()
 
 def one_number(text):
-    r"""The value of a text that gives one number, as a Fraction, or None. It may be in words, LaTeX
-    or Markdown, with a currency and a unit, and follow its working and a mark such as \boxed. Of an
-    equation it is the side that is a number, if each other one is words alone, or equal to it."""
+    r"""The value of a text that gives one number, in words, LaTeX or Markdown, with a currency and
+    a unit, after its working and a mark such as \boxed, as a Fraction; or None. Of an equation it
+    is the side that is a number, if each other one is words alone, or equal to it."""
     text = text.strip()
     if len(text) > LONGEST:
         return None
@@ -139,8 +135,8 @@ def one_number(text):
     return number(said[-1]) if said and all(same) else None
 
 def number(text):
-    """The value of a text with one number and words that do not change it, or None. A division that
-    has no remainder, such as 144/2, is not yet a number."""
+    """The value of a text with one number and words that do not change it, or None; a division
+    without remainder, such as 144/2, is not yet a number."""
     match = NUMBER.fullmatch(text)
     if not match:
         return None
@@ -153,7 +149,7 @@ def number(text):
     return value * SCALES[scale.lower()] * (-1 if "-" in sign else 1)
 
 def prose(text):
-    """Whether a text has no digit, operator or other symbol, except currencies and as in km/h."""
+    """Whether a text has no digit, operator or symbol, but for currencies and as in km/h."""
     kinds = {unicodedata.category(c) for c in text if c != "\n"}
     plain = all(kind[0] in "LMZP" or kind in ("Sc", "Cf") for kind in kinds)
     return plain and not re.search(r"[*\\]|/(?! ?[^\W\d_])|-(?![^\W\d_])|-[a-z]\b", text)
@@ -165,9 +161,8 @@ def arithmetic(text):
 
 def steps(problem, completion):
     """The reasoning steps of free text as (end, truth), `end` in characters: each line with a
-    checkable equation `expression = number`, true if all its equations are; and the last line in
-    any case; none if there is no text. Decimals may be rounded. A true line that repeats an earlier
-    one is not a step."""
+    checkable equation `expression = number`, true if all of its are, unless it repeats an earlier
+    true one; and the last line in any case. Decimals may be rounded."""
     text, closed, end, seen = completion.rstrip(), [], 0, set()
     plain = re.sub("(?<=[0-9]),(?=[0-9]{3})", "", text.translate(SIGNS))
     plain = "=".join(plain.split("=")[:EQUATIONS + 1])
@@ -185,8 +180,7 @@ def steps(problem, completion):
     return closed[:-1] + [(len(completion), closed[-1][1])] if completion else []
 
 def equal(left, right):
-    """Whether the expression at the end of `left` equals the number at the start of `right`; None
-    if that cannot be checked."""
+    """Whether the expression that ends `left` equals the number that begins `right`, if known."""
     left = left[len(left.rstrip(ARITHMETIC)):].strip()
     right = right[:len(right) - len(right.lstrip(ARITHMETIC))].strip().rstrip(". ")
     if left.startswith("-") or not re.search("[0-9)] *[-+*/]", left):

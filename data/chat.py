@@ -1,8 +1,5 @@
-"""The text around prompts and replies for a chat model, from the chat template in its folder.
-
-A template is a program. It is rendered in Jinja's sandbox, where it can read and run nothing of the
-machine's; but nothing stops one that runs for ever.
-"""
+"""The text around prompts and replies for a chat model, from the chat template in its folder. It is
+a program, in Jinja's sandbox without access to the machine; but nothing stops an endless one."""
 import json
 import re
 from dataclasses import dataclass
@@ -25,8 +22,7 @@ THINKING = {"think": True, "no_think": False}    # enable_thinking, by --chat
 
 @dataclass(frozen=True)
 class Frame:
-    """The text around a prompt, and around a reply of the environment after the model's turn. A run
-    keeps its own, since a template may contain the date."""
+    """The text around a prompt and around a reply. A run keeps it: a template may have the date."""
     chat: str = ""          # as requested with --chat, or "" without a template
     system: str = ""        # as requested with --system
     before: str = ""        # the text before the prompt
@@ -42,8 +38,8 @@ class Frame:
                             "have it rebuilt")
 
 def frame_of(template, tokens, special, chat="auto", system=""):
-    """The Frame of a template. `tokens`: its variables; `special`: the names of all special tokens.
-    Raises UserError if the template fails, or does not support what is requested."""
+    """The Frame of a template with the variables `tokens`; `special`: names of special tokens.
+    Raises UserError if it fails, or does not support what is requested."""
     asked, padded = [("system", system)] if system else [], f"\n {PROMPT}\t\n"
     options = {"enable_thinking": THINKING[chat]} if chat in THINKING else {}
     if options and "enable_thinking" not in template:
@@ -70,9 +66,9 @@ def frame_of(template, tokens, special, chat="auto", system=""):
 
 def around_reply(template, render, answered, end, strips):
     """The texts before and after a reply to a conversation, from the end of its last turn: as a
-    message of a tool, if the template names that role, or else of the user. "" and "" if the
-    template refuses, alters the text, or frames a second reply in another way. Earlier turns stay
-    as the model has read them, even where the template would by then leave out their thinking."""
+    message of a tool, if the template names that role, or else of the user. "" and "" if it
+    refuses, alters the text, or frames a second reply in another way. Earlier turns stay as the
+    model has read them, even where the template would leave out their thinking."""
     padded = f"\n {REPLY}\t\n"
     shown = REPLY if strips else padded
     for role in ["tool", "user"] if re.search("""['"]tool['"]""", template) else ["user"]:
@@ -90,7 +86,6 @@ def around_reply(template, render, answered, end, strips):
 def renderer(template, given):
     """A function that renders messages as transformers 5 would now, in Jinja's sandbox."""
     def refuse(why):
-        """The template's raise_exception."""
         raise jinja2.TemplateError(why)
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
@@ -99,7 +94,7 @@ def renderer(template, given):
     # {% generation %} blocks only mark answers: replaced by statements without effect.
     page = sandbox.from_string(re.sub(r"({%[-+]?)\s*(end)?generation\b", r"\1 set _=0", template))
     def render(*messages):
-        """The template's text for messages (role, text), up to where the assistant would answer."""
+        """The text of messages (role, text), up to where the assistant would answer."""
         return page.render(given, messages=[dict(role=role, content=x) for role, x in messages],
                            add_generation_prompt=messages[-1][0] != "assistant")
     return render

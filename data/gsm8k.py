@@ -39,8 +39,7 @@ def problems(train="", test="", longest=0):
     return tuple([p for p in part if len(p.prompt) <= most] for part in both)
 
 def read(path, flag):
-    """The problems in a file; raises UserError if it is not in the published format. Blank lines
-    are skipped."""
+    """The problems in a file, less blank lines; raises UserError if it has another format."""
     if not path:
         raise UserError(f"gsm8k needs --{flag} FILE, a JSONL file of questions and answers")
     rows, n = [], 0
@@ -59,7 +58,7 @@ def read(path, flag):
     return rows
 
 def problem_of(row):
-    """The problem in a line's JSON; raises ValueError if it is not in the published format."""
+    """The problem in a line's JSON; raises ValueError for another format."""
     if not isinstance(row, dict):
         raise ValueError("not an object with a question and an answer")
     for name in ("question", "answer"):
@@ -78,7 +77,7 @@ def demonstration(problem, rng):
     return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
 
 def answer(completion):
-    """The number in the last answer tags as text, for majority votes; "" if there is none."""
+    """The number in the last answer tags as text; "" if there is none."""
     number = one_number(tagged(completion) or "")
     return "" if number is None else str(number)
 

@@ -7,9 +7,8 @@
     -
     51                              found; or the guesses are used up
 
-There are as many guesses as halving needs, so whoever halves what is left always finds the number.
-The demonstrations stay within what is left, but guess anywhere in it: nobody shows that one should
-halve.
+There are as many guesses as halving needs. The demonstrations stay within what is left, but guess
+anywhere in it: nobody shows that one should halve.
 
 A task with a function `reply` is a game or has tools: see docs/turns.md. Its other functions get a
 completion as a list of turns, the policy's, a reply, the policy's, and so on.

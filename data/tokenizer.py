@@ -26,7 +26,7 @@ BYTE_OF = {letter: byte for byte, letter in LETTERS.items()}
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 def split_at(marks, text):
-    """Split a text at each of `marks`, longest first; the marks are kept as pieces."""
+    """The pieces of a text split at `marks`, longest first, and these."""
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
     return re.split(f"({pattern})", text) if marks else [text]
 
@@ -34,10 +34,9 @@ class Encoding(tiktoken.Encoding):
     """tiktoken's Encoding, plus what else a checkpoint's files specify.
 
     stop: the ids that end a completion; `end`, the first of them, is the one taught in training.
-    frame: the Frame of a prompt. files: those to save beside the weights, name to contents.
-    plain: names of added tokens that are recognised in any text. before: patterns that split a text
-    before `split` does. unmade: the ids of tokens that no text has, by their bytes. ends: the ids
-    that end a text by name, even if they are not special.
+    files: those to save beside the weights, name to contents. plain: names of added tokens that are
+    recognised in any text. before: patterns that split a text before `split` does. unmade: the ids
+    of tokens that no text has, by their bytes. ends: ids that end a text, even if not special.
     """
 
     def __init__(self, name, split, ranks, special, stop, files, frame=Frame(), nfc=False,
@@ -53,7 +52,7 @@ class Encoding(tiktoken.Encoding):
         self.missing = {b for b in range(256) if bytes([b]) not in ranks}
 
     def encode_ordinary(self, text):
-        """Ids of a text; of the added tokens only `plain` ones are recognised."""
+        """Ids of a text; of added tokens only `plain` ones are recognised."""
         ids = []
         for piece in split_at(self.plain, text):
             if piece in self.plain:
@@ -75,8 +74,7 @@ class Encoding(tiktoken.Encoding):
         return ids
 
     def encode_reply(self, text):
-        """Ids of what the environment says after the policy's stop token, as a message of the chat
-        template if there is one."""
+        """Ids of a reply after a stop token, as a message of the chat template, if there is one."""
         before, after = self.frame.reply_before, self.frame.reply_after
         if self.frame.chat not in ("", "none") and not before + after:
             raise UserError(f"{self.name}: its chat template has no place for a reply, or {FRAME} "
@@ -100,13 +98,12 @@ class Encoding(tiktoken.Encoding):
         return super().decode_single_token_bytes(token)
 
     def encode_demonstration(self, text):
-        """Ids of what the policy is to say, and the end token. Special tokens are recognised, as
-        the policy may sample them."""
+        """Ids of what the policy is to say, special tokens included, and the end token."""
         return self.encode_framed(text, "", "") + [self.end]
 
     def token_bytes(self, token):
-        """The bytes of a token's text, of a special token its name; empty for a special token that
-        ends a completion, and for an id that only pads the model's vocabulary."""
+        """The bytes of a token's text, of a special token its name; of one that ends a completion,
+        or only pads the model's vocabulary, none."""
         if token in self.silent or token not in self.known:
             return b""
         return self.decode_single_token_bytes(token)
@@ -126,8 +123,8 @@ def byte_encoding():
     return Encoding("bytes", r"[\s\S]", letters, {END: 256}, [256], files)
 
 def load_encoding(folder, chat="auto", system=""):
-    """The tokenizer in a checkpoint's folder; raises UserError if it is not a byte-level BPE.
-    `chat` and `system` choose the text around prompts: see `chosen_frame`."""
+    """The tokenizer in a folder, with the frame for `chat` and `system`; raises UserError unless it
+    is a byte-level BPE."""
     folder = Path(folder)
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
     files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
@@ -163,8 +160,8 @@ def load_encoding(folder, chat="auto", system=""):
         raise UserError(f"{folder}: cannot read its tokenizer ({e.__class__.__name__}: {e})") from e
 
 def chosen_frame(files, about, hf, special, asked):
-    """The Frame for `asked`, chat and system. What is "auto" or "" is as in the frame among the
-    folder's `files`, if a run left one; if nothing differs, that is returned, not built anew."""
+    """The Frame for `asked`, chat and system. What is "auto" or "" is as in the frame that a run
+    left among `files`, which is not built anew if nothing differs."""
     kept = Frame(**read_json(files[FRAME], FRAME)) if FRAME in files else Frame("auto")
     was = kept.chat, kept.system
     asked = tuple(old if x in ("auto", "") else x for x, old in zip(asked, was))
@@ -185,7 +182,7 @@ def chosen_frame(files, about, hf, special, asked):
     return frame_of(template, tokens, special, chat, system)
 
 def find_template(files, about):
-    """The chat template in a folder's files, the default if there are several; None without one."""
+    """The chat template in a folder's files, the default of several; None without one."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     template = about.get("chat_template")
@@ -197,8 +194,8 @@ def find_template(files, about):
 
 def stop_tokens(ends, generation, config, special, words):
     """The ids that end a completion: `ends` and what the two files name, as far as they are tokens.
-    An ordinary token (in `words`) that config.json names is a default of the family, which nobody
-    chose, unless generation_config.json lists it or there is no other end."""
+    An ordinary token (in `words`) of config.json is a default that nobody chose, unless
+    generation_config.json lists it or there is no other end."""
     default, chosen = (x.get("eos_token_id") for x in (config, generation))
     named = [x if isinstance(x, list) else [x] for x in (chosen, default)]
     known = [i for i in (*ends, *named[0], *named[1]) if i in words or i in special.values()]
@@ -211,7 +208,7 @@ def stop_tokens(ends, generation, config, special, words):
     return used
 
 def opening(hf, special):
-    """The special tokens that a tokenizer.json puts before every text, as one string."""
+    """The special tokens that a tokenizer.json puts before every text."""
     post, opened = hf.get("post_processor") or {"type": "ByteLevel"}, ""
     for part in post.get("processors", [post]):
         if part["type"] == "TemplateProcessing":
@@ -225,20 +222,20 @@ def opening(hf, special):
     return opened
 
 def decode(encoding, ids):
-    """The text of a completion: all that was said, special tokens by name, except that which ended
-    it. A reward may look for tags whether they are special tokens or not."""
+    """The text of a completion with special tokens by name, which may be tags that a reward looks
+    for; without that which ended it."""
     return b"".join(map(encoding.token_bytes, ids)).decode("utf-8", "replace")
 
 def pieces(encoding, ids):
-    """The text of each token of a completion; a character of several tokens goes to the last one.
-    Joined, these are what `decode` gives, or gives for each turn."""
+    """The text of each token of a completion, joined that of `decode`; a character of several
+    tokens goes to the last one."""
     decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), len(ids) - 1
     return [decoder.decode(encoding.token_bytes(t), i == last or t in encoding.stop)
             for i, t in enumerate(ids)]
 
 def step_tokens(encoding, ids, ends):
-    """Index in `ids` of the token that closes each step; `ends` count characters of the text. The
-    stop token of a turn that others follow belongs to the step that ends before it."""
+    """The index of the token that closes each step; `ends` count characters of the text. The stop
+    token of a turn that others follow belongs to the step that ends before it."""
     done = list(itertools.accumulate(map(len, pieces(encoding, ids))))  # characters after each
     found = []
     for end in ends:
@@ -247,11 +244,10 @@ def step_tokens(encoding, ids, ends):
         found.append(i + 1 if ends_turn else i)
     return found
 
-# ------------------------------------------------------------------ the vocabulary and its merges
+# ------------------------------------------------ the vocabulary and its merges
 
 def read_bpe(hf, special):
-    """Arguments of an Encoding, from a tokenizer.json. Ids must be in the order of the merges:
-    tiktoken merges by id."""
+    """Arguments of an Encoding, from a tokenizer.json."""
     model, normalizer = hf["model"], hf.get("normalizer") or dict(type="Sequence", normalizers=[])
     if model["type"] != "BPE":
         raise UserError("its tokenizer is not a byte-level BPE")
@@ -282,14 +278,14 @@ def read_bpe(hf, special):
     return dict(split=split, before=before, ranks=ranks, unmade=unmade, nfc=bool(changes))
 
 def refuse(about, keys, whose):
-    """Raise UserError if one of these settings is on: it would change the ids of a text."""
+    """Raises UserError if one of these settings is on: it would change ids."""
     for key in keys:
         if about.get(key):
             raise UserError(f"{whose} has {key} {about[key]!r}, which is not supported")
 
 def patterns_of(pre):
-    """The patterns that split a text as a pre_tokenizer does, one after another; each matches any
-    text from its beginning to its end."""
+    """The patterns that split a text as a pre_tokenizer does, one after another; the matches of
+    each are the whole text."""
     *before, level = parts = pre.get("pretokenizers", [pre])
     kinds = [part.get("type") for part in parts]
     if kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
@@ -316,7 +312,7 @@ def pattern_of(part):
     return rf"(?m)(?:{pattern})|(?:(?!{pattern})[\s\S])+"
 
 def cut(text, patterns):
-    """The pieces of a text: each pattern splits those that the one before it leaves."""
+    """The pieces of a text, split by each pattern in turn."""
     pieces = [text]
     for pattern in patterns:
         pieces = [x.group() for piece in pieces for x in pattern.finditer(piece)]
@@ -324,10 +320,9 @@ def cut(text, patterns):
 
 def tokens_of_texts(model, special):
     """The ids that a text can have: those of letters, and of words that merges make of their
-    letters. With these alone tiktoken, which joins any two tokens whose bytes are a token, joins
-    what merges do: where two that make a word lie side by side, only the merges of its own letters
-    were made there. `ignore_merges` adds all words as whole pieces, which tiktoken looks up first.
-    """
+    letters. With these alone tiktoken, which joins any two tokens whose bytes are a token, in the
+    order of ids, joins what merges do. `ignore_merges` adds all words as whole pieces, which
+    tiktoken looks up first."""
     vocab, order = model["vocab"], {}
     for pair in model["merges"]:
         a, b = pair.split(" ") if isinstance(pair, str) else pair
@@ -346,7 +341,7 @@ def tokens_of_texts(model, special):
 
 def made_words(vocab, order):
     """The words that merges make of their letters. `order`: the ids of merged pairs, ascending. A
-    pair of made words is tried at its seam alone; what that leaves is merged in full."""
+    pair of made words is tried at its seam; what that leaves is merged in full."""
     made = {letter: (-1, letter, letter) for letter in BYTE_OF}     # id and halves of a word
     for (a, b), i in order.items():
         if a in made and b in made and is_free(a, b, order, made):

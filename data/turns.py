@@ -5,12 +5,9 @@ from data.tokenizer import decode
 LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
 
 class Episodes:
-    """What is said in each row of a rollout: `turns`, for each row a list of texts, the policy's
-    and the environment's in alternation. It is the `reply` of `grpo.sample`.
-
-    reply(problem, turns): what the environment says next; None or "" if the episode is over.
-    begun: for each row the column at which its turn begins.
-    """
+    """What is said in each row of a rollout: `turns`, lists of texts, the policy's and the
+    environment's in alternation. Called as the `reply` of `grpo.sample`; its own reply(problem,
+    turns) is the task's. begun: the column at which the turn of each row begins."""
 
     def __init__(self, reply, encoding, max_turns, problems, begun):
         self.reply, self.encoding, self.max_turns = reply, encoding, max_turns
@@ -18,9 +15,8 @@ class Episodes:
         self.turns = [[] for _ in problems]
 
     def __call__(self, row, ids, left):
-        """The ids of the reply to a turn that has just ended, at the end of a row's `ids`, and
-        whether the episode is over. No ids and False: the row is cut off, as the reply is not
-        among the `left` tokens or --max_turns."""
+        """The ids of the reply to the turn that ends a row's `ids`, and whether the episode is
+        over. No ids and False: the row is cut off, by the `left` tokens or --max_turns."""
         turns = self.turns[row]
         turns.append(decode(self.encoding, ids[self.begun[row]:]))
         text = checked_reply(self.reply, self.problems[row], turns)
@@ -37,8 +33,8 @@ class Episodes:
         return answer, False
 
     def go_on(self, rows, ids, judged):
-        """Begins rows, a range, amid an episode: the ids that follow their prompt, and which of
-        these are the policy's. The task is asked for its replies again."""
+        """Begins rows, a range, amid an episode, with ids behind their prompt, of which those
+        `judged` are the policy's. The task is asked for its replies again."""
         turns, begun = [], 0
         for t in range(1, len(ids) + 1):
             if judged[t - 1] and t < len(ids) and not judged[t]:    # a turn ends, a reply begins
@@ -51,8 +47,7 @@ class Episodes:
             self.begun[row] += begun
 
     def all_turns(self, said):
-        """The turns of each row, given the ids that the policy said. A row that was cut off within
-        a turn has that part of it as its last one."""
+        """The turns of each row, given the ids that the policy said; part of one if cut off."""
         for turns, ids in zip(self.turns, said):
             if len(turns) % 2 == 0:
                 ends = [i for i, token in enumerate(ids) if token in self.encoding.stop]
@@ -61,7 +56,7 @@ class Episodes:
         return self.turns
 
 def texts(encoding, batch, episodes=None):
-    """What the policy said in each row of a Batch, as a text; of Episodes, the list of turns."""
+    """What was said in each row of a Batch: a text or, with Episodes, a list of turns."""
     rows = zip(batch.ids.cpu(), batch.judged.cpu())
     said = [ids[judged].tolist() for ids, judged in rows]
     if episodes is None:
@@ -69,19 +64,19 @@ def texts(encoding, batch, episodes=None):
     return episodes.all_turns(said)
 
 def spoken(completion):
-    """What the policy said in a completion, which is a text or a list of turns."""
+    """What the policy said in a completion, a text or a list of turns."""
     return completion if isinstance(completion, str) else "".join(completion[::2])
 
 def checked_reply(reply, problem, turns):
-    """What a task replies; raises UserError if it is not a text."""
+    """A task's reply; raises UserError if it is no text."""
     what = f"the reply to {of(problem)}"
     text = call(reply, what, problem, [*turns])
     need(isinstance(text, str | None), what, "be a string or None", text)
     return text
 
 def demonstration(task, problem, rng):
-    """A task's demonstration: a text or, if the task replies, a list of turns, from the policy's
-    first to its last, with what the task does reply. Raises UserError for anything else."""
+    """A task's demonstration: a text or, if the task replies, a list of turns, the policy's first
+    and last, with the task's replies. Raises UserError for anything else."""
     what = f"the demonstration of {of(problem)}"
     shown = call(task.demonstration, what, problem, rng)
     if not hasattr(task, "reply"):

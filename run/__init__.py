@@ -1,21 +1,15 @@
-"""What a step calls, and what surrounds a run.
+"""What a step calls (`model.py` and `--cache plain` have the plain form), and what surrounds it:
 
-A step computes with these; `model.py` and `--cache plain` have the plain form:
-
-    passes      log-probabilities in micro-batches, common prefixes once; rows joined and split;
-                supervised fits; the check that sampler and trainer agree
+    passes      log-probabilities, common prefixes once; micro-batches; supervised fits
     caches      the KV caches of sampling, and the drawing of tokens
     dist        sums and random streams over ranks; device, dtype, FSDP2, signals, progress
     report      a step's statistics; samples.jsonl; the terminal; runs as an HTML page
 
-How a run begins:
+How a run begins, and what it leaves behind:
 
     config      the settings as a command line; algorithms in files of their own
     pretrained  Hugging Face folders in and out; new models; the memory that a run needs
     setup       its problems and checks, its models, its warm start
-
-What it leaves behind:
-
     files       atomic writes, the lock of a folder, logs
     checkpoint  saving, resuming, taking a folder
 """

@@ -1,5 +1,4 @@
-"""The KV caches of sampling. Each has `prefill`, for the prompts, and `append`, for a token of each
-of its `rows`; rows that have ended leave it."""
+"""The KV caches of sampling, and the drawing of tokens."""
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -15,79 +14,71 @@ def new_cache(model, rows, slots):
                        dtype=model.amp or like.dtype, device=like.device)
 
 def prefill(model, ids, length, cache):
-    """Reads padded prompts, ids (P, T) with `length` (P,) tokens, into a cache; returns the hidden
-    states of their last tokens, (P, C)."""
+    """Reads padded prompts, ids (P, T), into a cache; returns their last tokens' states, (P, C)."""
     pos = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
-    h = model(ids, pos, cache)                                                          # (P, T, C)
+    h = model(ids, pos, cache)  # (P, T, C)
     return h[torch.arange(len(ids), device=ids.device), length - 1]
 
 class KVCache:
-    """Plain decoding: keys and values for each completion, (L, 2, r, K, S, D)."""
-    every = 1           # tokens after which rows that have ended are dropped
+    """Plain decoding: keys and values of r rows, (L, 2, r, K, S, D); rows that have ended leave."""
+    every = 1  # tokens after which rows that have ended are dropped
 
     def __init__(self, model, slots, temperature):
         self.model, self.slots, self.temperature = model, slots, temperature
 
     def prefill(self, ids, length, group):
-        """Reads padded prompts, ids (P, T) with `length` (P,) tokens, for `group` completions of
-        each; returns the indices of the rows, (B,), and their first tokens' probabilities, (B, V).
-        """
+        """Reads padded prompts, ids (P, T) of `length` (P,) tokens, for `group` rows each; returns
+        the rows' indices, (B,), and their first tokens' probabilities, (B, V)."""
         self.rows = torch.arange(len(ids) * group, device=ids.device)
         self.appended = 0
         return self.rows, self.probs(self.read(ids, length, group))
 
     def probs(self, h):
-        """The next token's probabilities of each row, (r, V), from hidden states."""
+        """The next token's probabilities of each row, (r, V)."""
         return self.model.probs(h / self.temperature)
 
     def append(self, token, pos, done):
-        """Appends a token (r,) at position pos (r,) to each row that the last call returned, less
-        those which are done (B,), if it is time. Returns the indices of the rows that are left,
-        (r,), none if all are done, and the probabilities of their next tokens, (r, V)."""
+        """Appends a token (r,) at position pos (r,) to each row that the last call returned, drops
+        rows that are done (B,) when it is time, and returns what `prefill` does of the others."""
         self.appended += 1
-        if self.appended % self.every == 0:         # the host waits
-            kept = self.drop(~done[self.rows])
+        if self.appended % self.every == 0:  # the host waits
+            kept = self.drop((~done[self.rows]).nonzero()[:, 0])
             self.rows, token, pos = self.rows[kept], token[kept], pos[kept]
         if len(self.rows) == 0:
             return self.rows, token.new_zeros(0, self.model.cfg.vocab_size)
-        pos = pos.clamp(max=self.slots - 1)         # of rows that are done
+        pos = pos.clamp(max=self.slots - 1)  # of rows that are done
         return self.rows, self.probs(self.step(token, pos))
 
     def read(self, ids, length, group):
-        """The hidden states of each row's last prompt token."""
+        """The states of each row's last prompt token."""
         self.cache = new_cache(self.model, len(ids) * group, self.slots)
         ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
         return prefill(self.model, ids, length, self.cache)
 
-    def drop(self, active):
-        """Drops rows that have ended; returns the indices of those kept: at least the `active`
-        (r,)."""
-        kept = active.nonzero()[:, 0]
+    def drop(self, kept):
+        """Keeps those rows, or more; returns the indices of the rows kept."""
         self.cache = self.cache[:, :, kept]
         return kept
 
     def step(self, token, pos):
-        """The hidden states of the appended tokens."""
         return self.model(token[:, None], pos[:, None], self.cache)[:, 0]
 
-# ------------------------------------------------------------------------------ common prefixes
+# -------------------------------------------------------------- common prefixes
 
 class SharedCache(KVCache):
-    """Decoding in which completions with the same tokens so far share one state: the rows of a
-    group diverge when they sample different tokens."""
+    """Rows with the same tokens so far share one state: they diverge when they sample others."""
 
-    def read(self, ids, length, group):         # at most `slots`: the cache grows on demand
+    def read(self, ids, length, group):     # at most `slots`: the cache grows on demand
         P, T = ids.shape
-        self.cache = new_cache(self.model, P, up(T, 16))                      # (L, 2, b, K, S, D)
+        self.cache = new_cache(self.model, P, up(T, 16))  # (L, 2, b, K, S, D)
         self.used = T
-        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)            # (r,)
-        return prefill(self.model, ids, length, self.cache)                               # (P, C)
+        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)  # (r,)
+        return prefill(self.model, ids, length, self.cache)                       # (P, C)
 
     def probs(self, h):
         return super().probs(h)[self.state]
 
-    def drop(self, active):     # states that no row needs any more leave in `advance`
-        kept = active.nonzero()[:, 0]
+    def drop(self, kept):       # states that no row needs any more leave in `advance`
         self.state = self.state[kept]
         return kept
 
@@ -97,47 +88,42 @@ class SharedCache(KVCache):
             self.cache = F.pad(self.cache, (0, 0, 0, 16))
         self.used += 1
         of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
-        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))           # (b,)
-        return super().step(token, pos)                                                   # (b, C)
+        token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))  # (b,)
+        return super().step(token, pos)                                             # (b, C)
 
     def advance(self, token):
-        """The states after the rows sampled `token` (r,): rows that shared a state and sampled the
-        same token share the next one. If no rows diverge and nine tenths of the states are still
-        needed, the cache is not copied."""
+        """The states after `token` (r,); not copied if nine tenths are needed and none diverge."""
         pair, after = torch.stack((self.state, token)).unique(dim=1, return_inverse=True)
-        before = pair[0]                                                                     # (b,)
+        before = pair[0]  # (b,)
         if max(len(before), 2) > 0.9 * self.cache.size(2) and before.diff().all():
             return
-        if len(before) == 1:                # avoids compiling again for a batch of one
+        if len(before) == 1:  # avoids compiling again for a batch of one
             before = before.repeat(2)
         self.cache, self.state = self.cache.index_select(2, before), after
 
 def up(n, to):
-    """n rounded up to a multiple, so that there are few shapes."""
+    """n rounded up to a multiple: few shapes."""
     return -(-n // to) * to
 
-# ---------------------------------------------------------------------------------- static shapes
+# ---------------------------------------------------------------- static shapes
 
 # On a GPU a token takes long because its kernels, 600 for 24 layers, are launched one by one, and
 # because the GPU idles while the host waits for a number. So ended rows are looked for only every
-# 16 tokens, rows and slots are rounded up, and for each pair of these sizes the kernels from
-# embedding to final norm are recorded once, as a CUDA graph, and launched as a whole later. A graph
-# has bare addresses: keys and values stay from rollout to rollout, weights are changed in place.
+# 16 tokens, and for each number of rows and slots, rounded up, the kernels are recorded once, as a
+# CUDA graph. It has bare addresses: the cache stays, and weights are changed in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:
-    """Keys and values (b, K, S, D) of each layer, and the Steps that decode with the first of
-    them."""
+    """Keys and values (b, K, S, D) of each layer, and the Steps that decode with parts of them."""
 
     def __init__(self, model, rows, slots):
         # A slot more than is ever read: a step that read all would be compiled apart.
-        like = new_cache(model, 0, slots + 1)                             # (L, 2, 0, K, S + 1, D)
+        like = new_cache(model, 0, slots + 1)  # (L, 2, 0, K, S + 1, D)
         self.cache = [[x.new_zeros(rows, *x.shape[1:]) for x in layer] for layer in like]
         self.rows, self.slots, self.dtype, self.steps = rows, slots, like.dtype, {}
         self.pool = torch.cuda.graph_pool_handle() if like.is_cuda else None    # of all graphs
 
     def step(self, rows, slots):
-        """The Step for so many rows and slots."""
         if (rows, slots) not in self.steps:
             cache = [[x[:rows] for x in kv] for kv in self.cache]
             self.steps[rows, slots] = Step(cache, slots, self.pool)
@@ -151,17 +137,17 @@ def memory_of(model, rows, slots):
         if (rows, slots) == (old.rows, old.slots):
             return old
     del old
-    forget(model)                               # frees it before there is a new one
+    forget(model)  # frees it before there is a new one
     MEMORY[model] = Memory(model, rows, slots)
     return MEMORY[model]
 
 def forget(model):
-    """Drops a model's Memory, if it has one: its weights will have other addresses."""
+    """Drops a model's Memory: its weights will have other addresses."""
     MEMORY.pop(model, None)
 
 class Step:
-    """The hidden states (b, C) after one more token of each row, on CUDA as a graph. The first
-    `slots` of the cache are read; a compiled layer would copy a slice: it is not contiguous."""
+    """The states (b, C) after one more token (r,) of each row; rows from r on have ended. On CUDA a
+    graph. The first `slots` of the cache are read: a compiled layer would copy a slice."""
 
     def __init__(self, cache, slots, pool):
         self.cache, self.slots, self.pool, self.graph = cache, slots, pool, None
@@ -169,18 +155,17 @@ class Step:
         self.ids, self.pos = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
 
     def __call__(self, model, token, pos):
-        """Hidden states (b, C) after token (r,) at position pos (r,). Rows from r on have ended."""
         self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
         if self.graph is None:      # on CUDA before recording: libraries prepare, layers compile
             self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
             if self.ids.is_cuda:
                 self.record(model)
         if self.graph is not None:
-            self.graph.replay()         # the first time it writes the same keys and values again
+            self.graph.replay()  # the first time it writes the same keys and values again
         return self.h[:, 0]
 
     def record(self, model):
-        """Records the model's kernels for this step as a graph; nothing is computed."""
+        """Records the model's kernels as a graph; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
@@ -191,32 +176,31 @@ class Step:
         self.graph = graph
 
 class StaticCache(KVCache):
-    """Decoding with static shapes: b rows, a power of two, and s slots, a multiple of 64."""
+    """Static shapes: b rows, a power of two, and s slots, a multiple of 64."""
     every = 16
 
-    def read(self, ids, length, group):         # each prompt is read once
+    def read(self, ids, length, group):     # each prompt is read once
         P, T = ids.shape
-        prompt = new_cache(self.model, P, T)                                   # (L, 2, P, K, T, D)
-        h = prefill(self.model, ids, length, prompt)                                        # (P, C)
+        prompt = new_cache(self.model, P, T)          # (L, 2, P, K, T, D)
+        h = prefill(self.model, ids, length, prompt)  # (P, C)
         self.used, rows = T, P * group
         self.memory = memory_of(self.model, power_of_two(rows), up(self.slots, 64))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:rows, :, :T] = read.repeat_interleave(group, 0)
         return h.repeat_interleave(group, 0)
 
-    def drop(self, active):     # ended rows stay until the power of two is smaller
-        kept = active.nonzero()[:, 0]
+    def drop(self, kept):       # ended rows stay until the power of two is smaller
         if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(len(self.rows)):
-            return torch.arange(len(self.rows), device=active.device)
+            return torch.arange(len(self.rows), device=kept.device)
         for x in chain(*self.memory.cache):
             x[:len(kept)] = x[kept]
         return kept
 
-    def probs(self, h):         # one row would be compiled apart, so there are at least two
+    def probs(self, h):  # one row would be compiled apart, so there are at least two
         return super().probs(h)[:len(self.rows)]
 
     def step(self, token, pos):
-        self.used = min(self.used + 1, self.slots)          # no row has more
+        self.used = min(self.used + 1, self.slots)  # no row has more
         step = self.memory.step(power_of_two(len(self.rows)), up(self.used, 64))
         return step(self.model, token, pos)[:max(len(self.rows), 2)]
 
@@ -227,28 +211,25 @@ def power_of_two(n):
 CACHES = {"plain": KVCache, "shared": SharedCache, "static": StaticCache}
 
 def new(model, slots, temperature):
-    """The kind of cache that a model samples with, for rows of at most so many tokens."""
+    """The cache that a model samples with, for rows of at most `slots` tokens."""
     return CACHES[model.kv_cache](model, slots, temperature)
 
-# ------------------------------------------------------------------------------------- drawing
+# ---------------------------------------------------------------------- drawing
 
 PART = 128      # tokens of a part of the vocabulary
 
 def inverse_cdf(p, u):
-    """The first index at which the cumulative sum of p (r, n) exceeds the share u (r,) of its
-    total, and by how much; both (r,). u is clamped to what float32 can tell from 0 and 1, so that
-    an element of nearly 0 is not chosen."""
-    # float64, as a parallel float32 sum need not be monotonic: an element of 0 might be chosen
+    """The first index at which the sum of p (r, n) exceeds u (r,) of its total, and by how much."""
+    # float64 (a parallel float32 sum may fall) and the clamp: no element of nearly 0 is chosen.
     cdf = double(p).cumsum(-1)
     share = u[:, None].clamp(2 ** -25, 1 - 2 ** -24) * cdf[:, -1:]
     i = torch.searchsorted(cdf, share, right=True)
-    i = i.clamp(max=p.size(1) - 1)                              # of NaN: the last
+    i = i.clamp(max=p.size(1) - 1)  # of NaN: the last
     return i[:, 0], (cdf.gather(1, i) - share)[:, 0]
 
 def draw(p, u):
-    """Draws a token from each row of probabilities p (r, V); returns tokens and log-probabilities,
-    both (r,): the first token whose cumulative probability exceeds u (r,), uniform in [0, 1), which
-    is given so that a run can be repeated on any number of ranks. u None: the most likely one."""
+    """Draws a token from each row of probabilities p (r, V), by u (r,), uniform in [0, 1), or the
+    most likely one, without u; returns tokens and log-probabilities, both (r,)."""
     token = p.argmax(-1) if u is None else by_parts(p, u)
     return token, p.gather(1, token[:, None])[:, 0].log()
 
@@ -260,6 +241,6 @@ def by_parts(p, u):
     rows = torch.arange(len(p), device=p.device)
     mass = parts.sum(-1)
     part, over = inverse_cdf(mass, u)
-    within = 1 - over / mass[rows, part]                        # u is so far within that part
+    within = 1 - over / mass[rows, part]  # u is so far within that part
     inner, _ = inverse_cdf(parts[rows, part], within)
     return PART * part + inner

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,18 +14,17 @@ from safetensors import SafetensorError, safe_open
 from data import UserError, load_task, read_json, task_file
 from run import config, dist, files, pretrained, report
 from run.dist import print0
-from run.files import LOGS
 
-@dataclass
+@dataclasses.dataclass
 class Checkpoint:
     """The state of a run. Random streams follow from the seed and the step: they are not stored."""
-    step: int           # last complete step; -1 before there is a model
-    beta: float         # current KL coefficient
-    model: dict         # the policy's config.json; empty before there is a model
-    sizes: dict         # bytes of the logs at this step
-    tensors: dict       # see `training_state`
+    step: int      # last complete step; -1 before there is a model
+    beta: float    # current KL coefficient
+    model: dict    # the policy's config.json; empty before there is a model
+    sizes: dict    # bytes of the logs at this step
+    tensors: dict  # see `training_state`
 
-# ------------------------------------------------------------------------------------------- saving
+# ----------------------------------------------------------------------- saving
 
 def save(agent, step):
     """Writes the policy and the checkpoint after `step`, on the first rank."""
@@ -35,21 +33,19 @@ def save(agent, step):
     tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
     if dist.rank() > 0:
         return
-    tensors = {n: x.cpu() for n, x in tensors.items()}          # copied once, for both files
+    tensors = {n: x.cpu() for n, x in tensors.items()}  # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
     pretrained.save(agent.policy, agent.cfg.folder, agent.encoding.files, policy)
     model = pretrained.config_json(agent.policy)
-    sizes = {name: size_on_disk(agent.cfg.folder / name) for name in LOGS}
+    sizes = {}
+    for name in files.LOGS:
+        with open(agent.cfg.folder / name, "rb+") as f:
+            os.fsync(f.fileno())  # a checkpoint relies on them
+            sizes[name] = f.seek(0, os.SEEK_END)
     write_checkpoint(agent.cfg, Checkpoint(step, agent.beta, model, sizes, tensors))
 
-def size_on_disk(path):
-    """The bytes of a file, after syncing it to disk: checkpoints rely on the logs."""
-    with open(path, "rb+") as f:
-        os.fsync(f.fileno())
-        return os.path.getsize(path)
-
 def write_checkpoint(cfg, checkpoint):
-    """Writes the settings and a Checkpoint to checkpoint.safetensors."""
+    """Writes checkpoint.safetensors: the settings and a Checkpoint."""
     state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
     tensors = state.pop("tensors")
     files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
@@ -85,32 +81,30 @@ def running(cfg):
         raise
 
 def keep_best(agent, step, results):
-    """Under --eval_every, writes the policy to best/, with best.json, if its pass@1 is the highest
-    so far on so many problems and samples."""
-    if not agent.cfg.eval_every:
+    """Under --eval_every, writes best/ if pass@1 is the highest on so many problems and samples."""
+    cfg = agent.cfg
+    if not cfg.eval_every:
         return
-    folder = agent.cfg.folder
-    best = folder / "best"
+    best = cfg.folder / "best"
     note = best / "best.json"
     known, was = -1, files.about(best).get("config", {})
-    if all(was.get(name) == getattr(agent.cfg, name) for name in ("held_out", "samples")):
-        known = read_json(note.read_bytes(), note)["pass@1"] if note.exists() else -1
-    dist.wait_for_all()                                      # every rank has read it
+    if note.exists() and (was.get("held_out"), was.get("samples")) == (cfg.held_out, cfg.samples):
+        known = read_json(note.read_bytes(), note)["pass@1"]
+    dist.wait_for_all()  # every rank has read it
     if results["pass@1"] <= known:
         return
     policy = {n: dist.for_the_first_rank(p.detach())
               for n, p in dist.parameters(agent.policy).items()}
     if dist.rank() == 0:
-        note.unlink(missing_ok=True)            # its last file: without it the rest counts for none
+        note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
         pretrained.save(agent.policy, best, agent.encoding.files, policy)
-        files.write_whole(best / "run.json", (folder / "run.json").read_text())
+        files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
         files.write_whole(note, json.dumps({"step": step, **results}))
 
-# ------------------------------------------------------------------------------------------ loading
+# ---------------------------------------------------------------------- loading
 
 def load(folder, kind):
-    """Reads what `save` wrote: an instance of the dataclass `kind`, and the Checkpoint, whose
-    tensors are mapped from the file."""
+    """The dataclass `kind` and the Checkpoint of a run, whose tensors are mapped from the file."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise UserError(f"no run in {folder}")
@@ -124,8 +118,7 @@ def load(folder, kind):
                         f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError if the settings `found` in a folder name a file with code, and the flags
-    `given` do not: opening somebody else's folder must not execute code."""
+    """Raises UserError for a file with code that a folder's settings name, but not the flags."""
     for name in ("task", "algo"):
         file = str(found.get(name))
         if file.endswith(".py") and name not in given:
@@ -133,9 +126,7 @@ def refuse_foreign_code(found, given, folder):
                             f"be executed; to allow it, add --{name} {file}")
 
 def settings(mode, given, kind):
-    """The flags `given`, which override the settings of a run's folder, and its Checkpoint or None:
-    of the run in --out, to resume it, or of that in --init or --out, to evaluate its model or ask
-    it; the folder is then `init`. A new run has the flags."""
+    """The settings, flags over those of a run that is resumed or used; its Checkpoint, or None."""
     task = given.get("task", kind.task)
     folder = config.folder_of({"task": task} | load_task(task).DEFAULTS | given)
     if mode.resume:
@@ -151,19 +142,17 @@ def settings(mode, given, kind):
     args = known.pop("task_args", {})
     for name in record.get("data", {}).keys() & args.keys():
         if not Path(str(args[name])).exists():
-            del args[name]              # an evaluation may do without, or says which flag it needs
+            del args[name]  # an evaluation may do without, or says which flag it needs
     if "task" in known and given.get("task", known["task"]) == known["task"]:
         known |= args
     return known | {"init": str(folder)} | given, None
 
-# The settings that a resumed run may change: how long it runs, what it measures and keeps, and what
-# the machine needs, which changes a result only by rounding.
+# Of a resumed run: how long it goes on, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
               "recompute", "device", "dtype", "compile", "cache", "shard"}
 
 def resume(folder, kind, flags):
-    """The Config and the Checkpoint to continue from, in `folder`, where the run may have been
-    moved. `flags` may change only MAY_CHANGE, and the path of a file that was moved."""
+    """The Config and the Checkpoint to continue from; `flags` may change some of the settings."""
     cfg, checkpoint = load(folder, kind)
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
@@ -193,8 +182,7 @@ def data_of(cfg):
             if isinstance(path, (str, Path)) and Path(path).is_file()}
 
 def check_data(cfg, task):
-    """Raises UserError if the files of a resumed run's problems or algorithm are others now, or
-    gone; prints a note if its task is, which was `task`."""
+    """Raises UserError if files of a resumed run's problems or algorithm changed; a task's may."""
     began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
     for name in began:
         if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
@@ -205,11 +193,10 @@ def check_data(cfg, task):
             raise UserError(f"the file of --{name} has changed since the run in {cfg.folder} "
                             f"began, or is gone: restore it, or say where it is with --{name} FILE")
 
-# ------------------------------------------------------------------------------------- a run begins
+# ----------------------------------------------------------------- a run begins
 
 def check_folder(cfg):
-    """Whether the folder of a new run holds a run to be kept. Raises UserError if it holds an
-    unfinished one, or anything else."""
+    """Whether a new run's folder has a finished one, to be kept; UserError for anything else."""
     folder = cfg.folder
     try:
         found = {path.name for path in folder.iterdir() if ".tmp" not in path.name}
@@ -226,9 +213,7 @@ def check_folder(cfg):
     return ours and ("model.safetensors" in found or "checkpoint.safetensors" not in found)
 
 def open_run(cfg, checkpoint=None, problems=""):
-    """Locks the folder of a new run, or of one resumed from a Checkpoint; writes what it is, with
-    the fingerprint of its `problems`, to run.json; cuts its logs to the Checkpoint's step, as later
-    steps are repeated."""
+    """Locks the folder of a run, writes its run.json, and cuts its logs to a Checkpoint's step."""
     folder = cfg.folder
     is_kept = False if checkpoint else check_folder(cfg)
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,17 +229,17 @@ def open_run(cfg, checkpoint=None, problems=""):
         if is_kept:
             files.keep_previous(folder)
         shutil.rmtree(folder / "best", ignore_errors=True)      # of a run killed at step 0
-        checkpoint = Checkpoint(-1, cfg.beta, {}, dict.fromkeys(LOGS, 0), {})
+        checkpoint = Checkpoint(-1, cfg.beta, {}, dict.fromkeys(files.LOGS, 0), {})
         write_checkpoint(cfg, checkpoint)
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     record = dict(config=dataclasses.asdict(cfg), command=sys.argv, versions=versions, data=data,
                   problems=problems)
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
-    for name in LOGS:
+    for name in files.LOGS:
         with open(folder / name, "ab") as f:
             f.truncate(min(f.tell(), checkpoint.sizes[name]))
 
-# -------------------------------------------------------------------------------- a run's tensors
+# -------------------------------------------------------------- a run's tensors
 
 ROLES = ("policy", "ref", "critic", "reward_model")
 
@@ -265,8 +250,7 @@ def named_parameters(agent):
             for n, p in dist.parameters(module).items()}
 
 def training_state(agent):
-    """Every tensor of a run by name: parameters by role, the optimizer's as
-    `opt.<key>.<parameter>`, the history of labelled rows, and an algorithm's own state."""
+    """A run's tensors: parameters by role, the optimizer's `opt.<key>.<parameter>`, other state."""
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
@@ -297,4 +281,4 @@ def restore(agent, checkpoint):
     agent.history, agent.state = ({n.removeprefix(kind): x.clone() for n, x in tensors.items()
                                    if n.startswith(kind)} for kind in ("history.", "state."))
     agent.beta = checkpoint.beta
-    tensors.clear()                     # they are mapped from the file and keep it open
+    tensors.clear()  # they are mapped from the file and keep it open

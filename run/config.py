@@ -16,7 +16,7 @@ from data import UserError, call, import_file, load_task
 from run import files
 from run.dist import print0
 
-# ------------------------------------------------------------------------------- the command line
+# ------------------------------------------------------------- the command line
 
 MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              eval_only=dict(action="store_true", help="evaluate the model in --init, or in --out"),
@@ -27,8 +27,7 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
 COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)
 
 def sections(config):
-    """The help of a dataclass, from its source: for each heading the text of each field. Those
-    without a comment are under ""."""
+    """The help of a dataclass's fields by heading, from its source; under "" those without any."""
     found, heading = {"": {f.name: "" for f in fields(config)}}, ""
     for name, text in COMMENT.findall(inspect.getsource(config)):
         if name in found[""]:
@@ -45,12 +44,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     def print_help(self, file=None):
-        """On rank 0 alone."""
         print0(self.format_help())
 
 def read(config, about, argv):
-    """Parses a command line: returns MODES, of which at most one is set, as a namespace, and a dict
-    of the settings that it gives, fields of a dataclass or the task's own."""
+    """Parses a command line: MODES, of which at most one is set, and a dict of the settings."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=100,
                                max_help_position=36)
     parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
@@ -88,20 +85,18 @@ def read(config, about, argv):
     return mode, given
 
 def task_of(flags):
-    """The task that a command line names or, where a run is continued or its model is used, the
-    run's, unless that is a file, which would be executed. None without one."""
-    folder, given = None, getattr(flags, "task", "")
-    if flags.resume:
-        folder = getattr(flags, "out", None)
-    elif flags.eval_only or flags.ask is not None:
-        folder = getattr(flags, "init", "") or getattr(flags, "out", None)
+    """The task that flags name, or else that of the run they use, unless it is a file; or None."""
+    given, out = getattr(flags, "task", None), getattr(flags, "out", None)
+    folder = out if flags.resume else None
+    if flags.eval_only or flags.ask is not None:
+        folder = getattr(flags, "init", None) or out
     if given or not folder:
         return given or None
     found = files.about(folder).get("config", {}).get("task")
     return None if str(found).endswith(".py") else found
 
 def add_flag(group, name, kind, default, text):
-    """Adds a flag of a type, of one of the choices of a Literal, or --name and --no-name."""
+    """Adds a flag of a type or with the choices of a Literal; for a bool --name and --no-name."""
     check_type(kind)
     shown = "" if default == "" else f" [{default}]"
     options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
@@ -114,22 +109,21 @@ def add_flag(group, name, kind, default, text):
     group.add_argument(f"--{name}", **options)
 
 def no_setting(name, names, shown=None):
-    """The UserError for a name that is no setting, with the one of `names` probably meant."""
+    """The UserError for a name that is none of `names`, with the one probably meant."""
     near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, 1, 0.81)
     hint = "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings"
-    if near:                            # a slip: other programs' names are not guessed at
+    if near:  # a slip: other programs' names are not guessed at
         hint = f"did you mean --{near[0]}?"
     return UserError(f"there is no setting {shown or name}: {hint}")
 
-# ------------------------------------------------------------------------------------- the values
+# ------------------------------------------------------------------- the values
 
 def folder_of(settings):
     """The folder of a run with these settings: --out or, without one, out/<task>."""
     return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
 
 def own_settings(task, config):
-    """A task's own settings and their defaults: the parameters of its `problems` that are not
-    settings of the run, or `cfg` for all of them."""
+    """A task's own settings with defaults: parameters of its `problems` that are not the run's."""
     own = inspect.signature(task.problems).parameters.values()
     own = [p for p in own if p.name not in {"cfg", *(f.name for f in fields(config))}]
     for p in own:
@@ -139,7 +133,6 @@ def own_settings(task, config):
     return {p.name: p.default for p in own}
 
 def problems_of(task, cfg):
-    """What a task's `problems` returns for a Config."""
     names = inspect.signature(task.problems).parameters
     known = vars(cfg) | cfg.task_args | {"cfg": cfg}
     given = {name: known[name] for name in names if name in known}
@@ -158,14 +151,14 @@ def build(config, task, chosen):
     return config(**rest | {"task_args": args})
 
 def check(cfg, least, most):
-    """Raises UserError for a field of the wrong type, or none of its choices, or out of bounds:
-    below least[name] (or 1 for an integer whose default is not 0, else 0), or above most[name]."""
+    """Raises UserError for a field of the wrong type or choice, or out of bounds: below least[name]
+    (or 1 for an integer whose default is not 0, else 0), or above most[name]."""
     for f in fields(cfg):
         low = least.get(f.name, int(f.type is int and f.default != 0))
         check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
 
 def check_type(kind):
-    """Raises TypeError for a type that a setting cannot have."""
+    """Raises TypeError for a type that no setting has."""
     if get_origin(kind) is not Literal and kind not in (bool, int, float, str, dict):
         raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
 
@@ -184,11 +177,11 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
     if wanted:
         raise UserError(f"--{name} must be {wanted}, got {value!r}")
 
-# --------------------------------------------------------------------------------- the algorithms
+# --------------------------------------------------------------- the algorithms
 
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
-REPLACED = {}           # what the algorithm in use has replaced in grpo.py, by name
-FIXED = {}              # the settings that it does not use, or not otherwise, and their values
+REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
+FIXED = {}     # the settings that it does not use, or not otherwise, and their values
 
 def algorithms(rows):
     """The names of all algorithms: rows of a table, then files."""
@@ -200,9 +193,8 @@ def file_of(algo):
     return path if algo.endswith(".py") or algo.isidentifier() and path.is_file() else None
 
 def algorithm(algo, rows, grpo):
-    """The settings of an algorithm: its row, or SETTINGS of its file. The file is executed, and
-    assigns to the module `grpo` what it replaces there: `grpo.surrogate = surrogate`. What an
-    earlier file replaced is put back first."""
+    """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
+    its functions in the module `grpo`. What an earlier file replaced is put back first."""
     vars(grpo).update(REPLACED)
     REPLACED.clear()
     FIXED.clear()
@@ -214,9 +206,9 @@ def algorithm(algo, rows, grpo):
         near = difflib.get_close_matches(str(algo).lower(), names, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise UserError(f"there is no --algo {algo}: {hint}")
-    sys.modules["grpo"] = grpo                              # which may be __main__
+    sys.modules["grpo"] = grpo  # which may be __main__
     for name in [name for name in sys.modules if name.startswith("experiments.variants")]:
-        del sys.modules[name]                               # so that what they import runs again
+        del sys.modules[name]   # so that what they import runs again
     before = dict(vars(grpo))
     try:
         found = import_file(path, f"experiments.variants.{path.stem}")
@@ -234,7 +226,7 @@ def algorithm(algo, rows, grpo):
     return found.SETTINGS
 
 def check_used(cfg):
-    """Raises UserError for what an algorithm would ignore: a setting, or its own `group_scores`."""
+    """Raises UserError for a setting, or `group_scores`, that an algorithm would ignore."""
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")

@@ -16,13 +16,12 @@ from data import Ended, UserError
 from model import Block, GPT
 from run import caches
 
-# ------------------------------------------------------------------------------------- the device
+# ------------------------------------------------------------------- the device
 
 def device_of(cfg):
     """This rank's device; raises UserError if the machine has none of the kind asked for."""
-    kinds = {"cuda": torch.cuda.is_available(),
-             "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [kind for kind in kinds if kinds[kind]]
+    has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    available = [kind for kind in has if has[kind]]
     kind = available[0] if cfg.device == "auto" else cfg.device
     if kind not in available:
         raise UserError(f"--device {kind} is not available on this machine")
@@ -31,7 +30,7 @@ def device_of(cfg):
     return torch.device(kind)
 
 def dtype_of(cfg):
-    """The name of the dtype of matrix products; auto: bfloat16 on cuda."""
+    """The dtype of matrix products by name; auto: bfloat16 on cuda."""
     if cfg.dtype != "auto":
         return cfg.dtype
     return "bfloat16" if device_of(cfg).type == "cuda" else "float32"
@@ -41,11 +40,10 @@ def has_static_cache(cfg):
     return cfg.cache == "static" or cfg.cache == "auto" and device_of(cfg).type == "cuda"
 
 def compile_all(cfg, *modules):
-    """Compiles each layer of the modules, and what is made of logits, if cfg says so. All layers
-    share their graphs, which count against one limit, 8 by default."""
+    """Under --compile, compiles each layer of the modules, and what is made of logits."""
     if not cfg.compile:
         return
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = 64       # for all layers together; 8 by default
     torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
     for module in modules:
         for layer in module.modules():
@@ -64,10 +62,9 @@ def prepare():
         libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
 
-# -------------------------------------------------------------------------------------- the ranks
+# -------------------------------------------------------------------- the ranks
 
 def start(cfg):
-    """Prepares the process, and joins the other ones if torchrun started it."""
     prepare()
     start_ranks(device_of(cfg))
 
@@ -92,7 +89,7 @@ def of_rank(items):
     return items[rank()::ranks()]
 
 def all_reduce(x, op=distributed.ReduceOp.SUM):
-    """A tensor summed (or reduced by `op`) over all ranks."""
+    """A tensor summed, or reduced by `op`, over all ranks."""
     if distributed.is_initialized():
         x = x.to("cuda" if distributed.get_backend() == "nccl" else "cpu", copy=True)
         distributed.all_reduce(x, op)
@@ -103,8 +100,8 @@ def largest(n):
     return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
 
 def numbered(n, group):
-    """The numbers of this rank's n rows among those of all ranks, (n,), and how many there are.
-    Groups belong to the ranks in turn. If an algorithm has dropped rows, some are unused."""
+    """The numbers of this rank's n rows among all, (n,), of which some may be unused, and how many
+    there are. Groups belong to the ranks in turn."""
     total = -(-largest(n) // group) * group * ranks()
     every = torch.arange(total).view(-1, group)
     return of_rank(every).flatten()[:n], total
@@ -125,13 +122,12 @@ def gather(x):
     return found
 
 def sums(stats):
-    """Each tensor () of a dict, summed over all ranks, as a number. All have the same names."""
+    """Each tensor () of a dict, summed over all ranks, as a number."""
     total = all_reduce(torch.stack([*stats.values()]))
     return dict(zip(stats, total.tolist()))
 
 def means(stats):
-    """The mean of each tensor in a dict, over its elements and all ranks. Raises UserError if other
-    ranks have other names."""
+    """The mean of each tensor of a dict, over all ranks, whose names must be the same."""
     names = sorted(stats)                   # a rank's dicts may be in an order of their own
     if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components: use the same ones for "
@@ -140,34 +136,30 @@ def means(stats):
     return {name: found[name] / ranks() for name in stats}
 
 def wait_for_all():
-    """Returns when all ranks have called it."""
     all_reduce(torch.zeros(())).item()
 
 def exit_with(code):
-    """Exits with a code, or returns if it is 0. Ranks wait for each other, but not after an error,
-    which may be of one rank alone."""
+    """Exits, or returns if the code is 0. Ranks wait for each other except after an error."""
     if distributed.is_initialized() and code != 2:
         wait_for_all()
         os._exit(code)                  # gloo's threads can abort a normal exit
     if code:
         sys.exit(code)
 
-# --------------------------------------------------------------------------------- sharded models
+# --------------------------------------------------------------- sharded models
 
 def is_sharding(cfg):
-    """Whether models are sharded: --shard, and more than one rank."""
     return cfg.shard and ranks() > 1
 
 def shard_module(cfg, module):
-    """Shards a module in place, if models are sharded: layer by layer, then the rest, except frozen
-    parameters of a trained module (a reward model's norm)."""
+    """Under --shard, shards a module in place, except frozen parameters of a trained one."""
     if not is_sharding(cfg):
         return module
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh(device_of(cfg).type, (ranks(),))
     params = [*module.parameters()]
-    frozen = {p for p in params if not p.requires_grad}
+    frozen = {p for p in params if not p.requires_grad}     # of a reward model: its norm
     ignored = frozen if len(frozen) < len(params) else set()
     blocks = [block for block in module.modules() if isinstance(block, Block)]
     for block in blocks:
@@ -180,8 +172,8 @@ def shard_module(cfg, module):
 
 @contextlib.contextmanager
 def updating(agent):
-    """A context for an update of the policy, after which the sampler has the new weights. The
-    unsharded copy of a sharded policy is freed meanwhile: the update needs the memory."""
+    """A context for an update, after which the sampler has the new weights; meanwhile that of a
+    sharded policy is freed: the update needs the memory."""
     if is_sharded(agent.policy):
         caches.forget(agent.sampler)
         for p in agent.sampler.parameters():
@@ -190,14 +182,13 @@ def updating(agent):
     sync_sampler(agent)
 
 def sync_sampler(agent):
-    """Copies the policy's current weights into the sampler, if that is another module."""
+    """Copies the policy's weights into the sampler, if that is another module."""
     if agent.sampler is not agent.policy:
         copy_weights(agent.sampler, agent.policy)
 
 @torch.no_grad()
 def copy_weights(copied, policy):
-    """Copies the policy's current weights and buffers into a frozen copy, whose head may be untied
-    where the policy's is tied. Raises UserError if their names differ."""
+    """Copies the policy's weights and buffers into a frozen copy, whose head may be untied."""
     source = parameters(policy) | dict(policy.named_buffers())
     target = parameters(copied) | dict(copied.named_buffers())
     if policy.cfg.tied and "lm_head.weight" in target:
@@ -211,7 +202,7 @@ def copy_weights(copied, policy):
         p.copy_(x)
 
 def is_sharded(x):
-    """Whether a tensor or module is sharded: a DTensor or FSDPModule, which are slow to import."""
+    """Whether x is a DTensor or FSDPModule, which are slow to import."""
     return hasattr(x, "full_tensor") or hasattr(x, "reshard")
 
 def parameters(module):
@@ -225,19 +216,18 @@ def full(x):
     return x.full_tensor() if is_sharded(x) else x
 
 def for_the_first_rank(x):
-    """A tensor, on the first rank gathered to its CPU. To be called on every rank."""
+    """A tensor, on the first rank gathered to its CPU; every rank must call this."""
     gathered = full(x)
     return gathered.cpu() if rank() == 0 else x
 
 def sum_gradients(params):
-    """Sums the gradients of parameters over the ranks; FSDP2 has already summed sharded ones."""
+    """Sums gradients over the ranks; FSDP2 has already summed sharded ones."""
     for p in params:
         grad = torch.zeros_like(p) if p.grad is None else p.grad    # None: a rank without rows
         p.grad = grad if is_sharded(grad) else all_reduce(grad)
 
 def clip_gradients(params, most):
-    """Clips the norm of all gradients together to `most`; returns it as it was before. Raises
-    UserError if it is not finite."""
+    """Clips the norm of all gradients to `most`; returns the old one, which must be finite."""
     norm = full(torch.nn.utils.clip_grad_norm_(params, most)).item()
     if not math.isfinite(norm):
         raise UserError(f"the norm of the gradient is {norm}: see \"The gradient is not finite\" "
@@ -245,7 +235,7 @@ def clip_gradients(params, most):
     return norm
 
 def like(p, x):
-    """A copy of tensor x placed like parameter p: on the same device, with the same sharding."""
+    """A copy of tensor x on the device of parameter p, sharded as it is."""
     x = x.to(p.device, copy=True)
     if not is_sharded(p) or x.shape != p.shape:         # Adam's step count is a scalar
         return x
@@ -253,7 +243,7 @@ def like(p, x):
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 def check_alike(tensors):
-    """Raises UserError if tensors that are not sharded differ between the ranks."""
+    """Raises UserError if tensors that are not sharded differ between ranks."""
     if ranks() == 1:
         return
     sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
@@ -264,10 +254,10 @@ def check_alike(tensors):
                             f"the last checkpoint with --resume. An algorithm makes its state one "
                             f"on all ranks with dist.all_reduce or dist.gather")
 
-# --------------------------------------------------------------------------------- random streams
+# --------------------------------------------------------------- random streams
 
 def rng(cfg, purpose, at=0):
-    """A random stream for a purpose and step. It follows from the seed, so no state is saved."""
+    """A random stream for a purpose and step: it follows from the seed, so no state is saved."""
     return random.Random(f"{cfg.seed}/{purpose}/{at}")
 
 def generator(cfg, purpose):
@@ -275,27 +265,25 @@ def generator(cfg, purpose):
     return torch.Generator().manual_seed(rng(cfg, purpose).getrandbits(63))
 
 def uniform(rng, *shape):
-    """float64 uniforms in [0, 1) from a random stream, the same on every machine."""
+    """float64 uniforms in [0, 1), the same on every machine."""
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
-# ---------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and all is saved. `stoppable` notes in it the number of the
-    signal, and the command that continues the run."""
+    """A signal asked the run to stop, and all is saved; `stoppable` adds its number and command."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """Signal handler: records the first signal, exits at the second."""
+    """A handler: records the first signal, exits at the second."""
     if ASKED:
         raise Ended(128 + number)
     ASKED.append(number)
 
 def in_a_fork():
-    """In a process that a task's code forks, SIGTERM ends it, as a pool that is closed expects;
-    Ctrl-C is left to the run."""
+    """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""
     for number, action in zip(SIGNALS, (signal.SIG_IGN, signal.SIG_DFL)):
         if signal.getsignal(number) is ask_to_stop:
             signal.signal(number, action)
@@ -304,18 +292,17 @@ if hasattr(os, "register_at_fork"):         # not on Windows
     os.register_at_fork(after_in_child=in_a_fork)
 
 def stop_asked():
-    """The number of a signal that any rank received; 0 if none did."""
+    """The number of a signal that any rank received; 0 without one."""
     return largest(max(ASKED, default=0))
 
 def stop_here(work):
-    """Raises Stopped if a signal came amid some work, which will begin again."""
+    """Raises Stopped if a signal came amid work that will begin again."""
     if stop_asked():
         raise Stopped(f"in the {work}, which will begin again")
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """A context in which Ctrl-C and SIGTERM only ask the run to stop; `command` continues the run.
-    Raises UserError if another rank has ended."""
+    """A context in which signals only ask the run to stop; UserError if another rank has ended."""
     handlers = [signal.signal(number, ask_to_stop) for number in SIGNALS]
     try:
         yield
@@ -333,7 +320,7 @@ def stoppable(command=""):
             signal.signal(number, handler)
         ASKED.clear()
 
-# --------------------------------------------------------------------------------------- progress
+# --------------------------------------------------------------------- progress
 
 def print0(text):
     """Prints on the first rank."""
@@ -341,7 +328,7 @@ def print0(text):
         say(text, sys.stdout)
 
 def say(text, stream):
-    """Prints to a stream; if it is closed (None), or not read any more (`| head`), nothing."""
+    """Prints, unless the stream is closed (None) or not read any more (`| head`)."""
     if stream is None:
         return
     try:
@@ -354,8 +341,7 @@ def clock(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def progress(name, total, every=10):
-    """A function that prints how much is done, something more, and the time left, at most once in
-    `every` seconds unless told to print now."""
+    """A function that prints how much is done, and the time left, once in `every` seconds."""
     began = said = time.time()
     def told(done, more="", now=False):
         nonlocal said
@@ -366,8 +352,7 @@ def progress(name, total, every=10):
     return told
 
 def chunks(name, items, size):
-    """Yields the items `size` at a time, except chunks in which this rank has no share, and prints
-    progress if it takes long. Raises Stopped on a signal."""
+    """Yields the items `size` at a time, if this rank has a share; prints progress, can stop."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         stop_here(name)

@@ -25,8 +25,7 @@ if hasattr(os, "register_at_fork"):     # a process that a task's code forks mus
 
 @contextlib.contextmanager
 def replacing(path):
-    """A context that yields the path of a temporary file, which in the end takes the place of
-    `path`: a crash leaves the old file intact."""
+    """A context with a temporary file that replaces `path` at the end: a crash changes nothing."""
     beside = path.with_name(path.name + ".tmp")
     try:
         beside.unlink(missing_ok=True)
@@ -64,7 +63,6 @@ def lock(path):
                         f"another --out") from e
 
 def append(path, record):
-    """Adds a line to a JSON lines file."""
     line = json.dumps(strict(record), allow_nan=False)
     with open(path, "a") as f:
         f.write(line + "\n")
@@ -80,8 +78,7 @@ def strict(x):
     return x
 
 def keep_previous(folder):
-    """Renames the folder of a finished run to name.1, name.2 ..., whichever is free, and makes a
-    new one, with its lock and its kept warm start."""
+    """Renames a finished run to name.1, name.2 ..., and makes a new folder with its warm start."""
     names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
     previous = next(path for path in names if not os.path.lexists(path))
     os.rename(folder, previous)
@@ -100,8 +97,7 @@ def about(folder):
     return found
 
 def clear_up(folder):
-    """Removes what interrupted saves have left, files as large as the model: those of `replacing`,
-    and those with a random name that safetensors renames to them."""
+    """Removes what interrupted saves have left: `replacing`'s files, and safetensors' own."""
     for place in (folder, folder / "best", folder / "warm_start"):
         for path in [*place.glob("*.safetensors.tmp"), *place.glob(".tmp??????")]:
             path.unlink()

@@ -1,10 +1,7 @@
-"""Batches of rows, split into micro-batches; supervised fits; and a training pass that equals
-`model.token_logps` up to rounding, with common prefixes of rows computed once, and logits in parts.
-
-Rows share a token if they have the same tokens up to it: the prompt, and often more. On a CPU a
-step takes about half the time. This assumes that a token's state depends on nothing else: a
-bidirectional prefix, or a router that sees other tokens, needs `--cache plain`.
-"""
+"""Batches of rows, micro-batches, supervised fits, and a training pass that equals
+`model.token_logps` up to rounding, but computes a prefix that rows have in common once: on a CPU a
+step takes half the time. That assumes that a state depends on earlier tokens alone: a bidirectional
+prefix, or a router that sees other tokens, needs `--cache plain`."""
 from dataclasses import replace
 
 import torch
@@ -17,7 +14,7 @@ from data import UserError
 from model import send
 from run import dist
 
-# --------------------------------------------------------------------------------- rows of Batches
+# -------------------------------------------------------------- rows of Batches
 
 def padded(rows, group, width):
     """Each of the rows (lists of ids), padded with 0 to `width`, `group` times: (B, width)."""
@@ -35,8 +32,7 @@ def begin_earlier(batch, prompts, begun, group):
     batch.start = send(start.repeat_interleave(group), batch.mask.device)
 
 def join(values):
-    """Values of a field of several Batches, one after another: tensors (B,) or (B, T), padded to
-    the longest, lists, or dicts of these; None if all are."""
+    """A field of several Batches: tensors (B,) or (B, T), padded to the longest, lists, dicts."""
     first = values[0]
     if isinstance(first, dict):
         return {name: join([value[name] for value in values]) for name in first}
@@ -51,7 +47,7 @@ def join(values):
     return torch.cat(values)
 
 def take(x, rows):
-    """Some rows of a field, by their indices (n,) on the host."""
+    """Some rows of a field, by indices (n,) on the host."""
     if isinstance(x, dict):
         return {name: take(value, rows) for name, value in x.items()}
     if isinstance(x, list):
@@ -59,11 +55,11 @@ def take(x, rows):
     return None if x is None else x[send(rows, x.device)]
 
 def joined(batches, rows):
-    """Some rows, by indices (n,) through all of several Batches, as one Batch."""
+    """Some rows of several Batches, by indices (n,) through all of them, as one Batch."""
     fields = join([vars(batch) for batch in batches])
     return type(batches[0])(**take(fields, rows))
 
-# --------------------------------------------------------------------------------- micro-batches
+# ---------------------------------------------------------------- micro-batches
 
 MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `pretrained.micro_tokens`
 
@@ -81,10 +77,9 @@ def replies_after(mask):
     return ((columns.diff() > 1).nonzero()[:, 0] + 1).tolist()
 
 def split_rows(ids, mask, budget, module=None):
-    """Splits rows of ids and mask (B, T) into micro-batches of at most `budget` tokens (0:
-    MICRO_TOKENS), padding included, or of one longer row; yields (row indices on the host, longest
-    length). Rows are sorted: those with a common prefix are neighbours. There is at least one,
-    perhaps empty. Ranks take part in each pass of a sharded module, so all yield equally many."""
+    """Splits rows of ids and mask (B, T), sorted, so that common prefixes are neighbours, into
+    micro-batches of at most `budget` tokens (0: MICRO_TOKENS), padding included, or of one row;
+    yields (row indices on the host, longest length), equally often on all ranks if sharded."""
     budget = budget or MICRO_TOKENS
     rows = ids.tolist()
     length = row_lengths(mask.cpu()).tolist()
@@ -105,13 +100,13 @@ def split_rows(ids, mask, budget, module=None):
         yield torch.tensor([], dtype=torch.int64), ids.size(1)
 
 def select(batch, rows, T):
-    """The tensors of some rows of a Batch, indices on the host, cut to T columns, as a Batch."""
+    """The tensors of some rows of a Batch, cut to T columns, as a Batch."""
     tensors = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
     return type(batch)(**{name: x[:, :T] if x.dim() == 2 else x
                           for name, x in take(tensors, rows).items()})
 
 def micro_batches(batch, rows, budget, module):
-    """Yields a Batch of each part of `split_rows` of some rows, by indices on the host."""
+    """Yields the parts of `split_rows` of some rows as Batches."""
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
     for part, T in split_rows(ids, mask, budget, module):
         yield select(batch, rows[part], T)
@@ -123,7 +118,7 @@ def has_gradient(agent, batch, total_loss):
     if agent.ref is not None or agent.critic is not None:
         return every
     learns = batch.adv.any(1).cpu()
-    two = (~learns).nonzero()[:2, 0]            # or fewer
+    two = (~learns).nonzero()[:2, 0]  # or fewer
     micro = select(batch, two, batch.ids.size(1))
     loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
     return learns if loss == 0 else every
@@ -141,15 +136,13 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
             value[rows, :T] = scored[1]
     return logp, value
 
-# ------------------------------------------------------------------------------ common prefixes
+# --------------------------------------------- log-probabilities, prefixes once
 
 def distinct(ids, mask):
-    """The tokens that must be computed: those of each row up to its last True in mask (B, T), or
-    its first token, less the prefix that it has in common with the row above. Returns their indices
-    into the flattened rows, (n,), and the index among these of each position, (B, T), arbitrary
-    after the last True.
-
-    Rows `a b c` and `a b d` have n = 4: a, b, c, d, and the indices 0 1 2 and 0 1 3."""
+    """The tokens to compute: those of each row up to its last True in mask (B, T), less the prefix
+    that it has in common with the row above: of rows `a b c` and `a b d` a, b, c and d. Returns
+    their indices into the flattened rows, (n,), and for each position the index among these,
+    (B, T), here 0 1 2 and 0 1 3; arbitrary after the last True."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
     needed[:, :1] = True            # there is a token, whatever mask has
     same = needed[:-1] & (ids[1:] == ids[:-1])
@@ -160,72 +153,66 @@ def distinct(ids, mask):
     return new.flatten().nonzero()[:, 0], index
 
 class SharedRows:
-    """The layout of a training pass over the n distinct tokens of ids (B, T), as one row (1, n).
-    Only attention sees full rows. States after a row's last True in mask are arbitrary."""
+    """The `distinct` tokens of ids (B, T) as one row, (1, n); only attention sees full rows."""
 
     def __init__(self, ids, mask, device):
         first, index = distinct(ids, mask)
         self.first = send(first, device)
         self.index = send(index, device)
-        self.ids = send(ids.flatten()[first][None], device)                                 # (1, n)
+        self.ids = send(ids.flatten()[first][None], device)  # (1, n)
         self.pos = send(first % ids.size(1), device)[None]
 
     def attend(self, q, k, v, cache):
-        """Like `Rows.attend`, for the heads (1, n, H, D) of the distinct tokens."""
         if q.shape[:2] != self.ids.shape:
             raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
                             f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
                             f"--cache plain")
-        heads = self.gather(torch.cat((q, k, v), 2))                          # (B, T, H + 2 K, D)
+        heads = self.gather(torch.cat((q, k, v), 2))             # (B, T, H + 2 K, D)
         y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
-        y = F.embedding(self.first, y.flatten(2).flatten(0, 1))                          # (n, H D)
-        return y.unflatten(-1, q.shape[2:])[None]                                     # (1, n, H, D)
+        y = F.embedding(self.first, y.flatten(2).flatten(0, 1))  # (n, H D)
+        return y.unflatten(-1, q.shape[2:])[None]                # (1, n, H, D)
 
     def gather(self, x):
-        """Heads x (1, n, H, D) as full rows, (B, T, H, D). `embedding` sums gradients faster than
-        indexing. For the cast to float32 see `causal_attention`."""
+        """Heads x (1, n, H, D) as full rows, (B, T, H, D), in float32 as in `causal_attention`."""
         x = x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
-        return F.embedding(self.index, x[0].flatten(1)).unflatten(-1, x.shape[2:])
+        x, heads = x[0].flatten(1), x.shape[2:]
+        return F.embedding(self.index, x).unflatten(-1, heads)  # its gradient is faster than x[...]
 
     def in_rows(self, h):
         """Hidden states h (1, n, C) as full rows, (B, T, C)."""
         return F.embedding(self.index, h[0])
 
 def layout_of(gpt, ids, mask):
-    """The layout of a pass over ids (B, T), on the host, for a scalar of each token in mask (B,
-    T)."""
+    """The layout of a pass over ids (B, T), on the host, for scalars in mask (B, T)."""
     if gpt.kv_cache == "plain":
         return model.Rows(ids, gpt.device)
     return SharedRows(ids, mask, gpt.device)
 
-# ---------------------------------------------------------------------------- log-probabilities
-
 def most_logits(device):
-    """The maximum number of logits at a time: each part of them reads the head's weights again."""
-    if device.type == "cuda":       # a tenth of the memory, with their gradients
+    """The most logits at a time: each part of them reads the head's weights again."""
+    if device.type == "cuda":  # a tenth of the memory, with their gradients
         return torch.cuda.get_device_properties(device).total_memory // 128
-    return 2 ** 26          # 256 MiB in float32
+    return 2 ** 26             # 256 MiB in float32
 
 def token_logps(gpt, ids, mask, temperature, critic=None):
     """`model.token_logps`, in which rows share their common prefixes, with logits in parts."""
-    ids, mask, device = ids.cpu(), mask.cpu(), gpt.device       # layouts are made on the host
+    ids, mask, device = ids.cpu(), mask.cpu(), gpt.device  # layouts are made on the host
     layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
-    h = gpt(ids[:, :-1], layout=layout)                                           # (B, T - 1, C)
+    h = gpt(ids[:, :-1], layout=layout)                                       # (B, T - 1, C)
     scored, index = tokens_to_score(ids, mask)
-    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)               # the state before each token
-    before = before[send(scored, device)] / temperature                                   # (n, C)
-    tokens = send(ids.flatten()[scored], device)                                            # (n,)
-    logp = logps_in_parts(gpt, before, tokens)                                              # (n,)
+    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)  # the state before each token
+    before = before[send(scored, device)] / temperature                       # (n, C)
+    tokens = send(ids.flatten()[scored], device)                              # (n,)
+    logp = logps_in_parts(gpt, before, tokens)                                # (n,)
     sampled = send(mask, device)
-    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)                # (B, T)
+    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)  # (B, T)
     if critic is None:
         return logp, None
     value = F.pad(critic(ids[:, :-1], layout, h), (1, 0))
     return logp, torch.where(sampled, value, 0)
 
 def tokens_to_score(ids, mask):
-    """The n tokens to score, as indices (n,) into the flattened ids, and for each True in mask (B,
-    T) its index among these. A token that rows share is scored once."""
+    """The n distinct tokens in mask (B, T), as flat indices, and each one's index among these."""
     first, index = distinct(ids, mask)
     once = index[mask].unique()
     rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
@@ -239,19 +226,16 @@ def logps_in_parts(gpt, h, tokens):
     parts = zip(h.split(size), tokens.split(size))
     return torch.cat([checkpoint(gpt.logps, *part, use_reentrant=False) for part in parts])
 
-# ------------------------------------------------------------------ sampler and trainer must agree
+# ----------------------------------------------- sampler and trainer must agree
 
-# The largest and the mean gap allowed between the sampler's and the trainer's log-probability of a
-# token before the first optimizer step; beyond it every ratio would be wrong. With 30 layers the
-# largest gap was 1.3e-4 in float32. In bfloat16 a logit of 32 is rounded to steps of 0.25, so gaps
-# at single tokens may be large, but with 30 layers the mean gap was 0.034. (In bfloat16 the old
-# log-probabilities in the ratios are the trainer's own.)
+# The largest and the mean gap allowed before the first optimizer step; beyond it every ratio would
+# be wrong. With 30 layers the largest was 1.3e-4 in float32. In bfloat16 a logit of 32 is rounded
+# to steps of 0.25: a gap may be large, but the mean was 0.034, and ratios use the trainer's own.
 MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(scored, dtype):
-    """The largest gap between the sampler's and the trainer's log-probability of a token of the
-    present policy, over all ranks, by pairs of a micro-batch and its log-probabilities (B, T).
-    Raises UserError if it, or the mean, exceeds what rounding in `dtype` explains."""
+    """The largest gap between log-probabilities of sampler and trainer, over all ranks. `scored`:
+    micro-batches, each with the trainer's (B, T). Raises UserError unless rounding explains it."""
     most, most_on_average = MISMATCH[dtype]
     gaps, tokens = [], 0
     for batch, logp in scored:
@@ -271,13 +255,12 @@ def checked_gap(scored, dtype):
                         f"both; rows of another policy must be False in the Batch's on_policy")
     return largest
 
-# --------------------------------------------------------------------------------- supervised fits
+# -------------------------------------------------------------- supervised fits
 
-GRAD_CLIP = 1.0         # maximum gradient norm of a supervised fit
+GRAD_CLIP = 1.0  # maximum gradient norm of a supervised fit
 
 def supervised_fit(name, module, losses, steps, lr):
-    """Supervised training: `steps` steps of AdamW, each on the sum of the loss terms that
-    `losses(step)` yields; the rate rises for 30 steps and falls linearly to 0."""
+    """`steps` steps of AdamW on the loss terms of `losses(step)`; the rate rises, then falls."""
     params = [p for p in module.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     told = dist.progress(name, steps)

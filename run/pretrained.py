@@ -1,7 +1,4 @@
-"""Models: Hugging Face's layout in and out, new ones, and the memory that a run with one needs.
-
-A loaded model keeps its config.json as `model.hf`, so that it can be written back unchanged.
-"""
+"""Models: Hugging Face's layout in and out, new ones, and the memory that a run needs."""
 import copy
 import json
 import math
@@ -21,9 +18,8 @@ from run import dist
 from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS, most_logits
 
-# For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json; a file
-# that lacks one has the default. NEW: what fills a parameter that a file lacks, by the end of the
-# parameter's name, as in {"self_attn.temperature": 1.0}.
+# For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json. NEW:
+# what fills a parameter that a file lacks, by the end of its name: {"self_attn.temperature": 1.0}.
 EXTRA = {}
 NEW = {}
 
@@ -52,7 +48,7 @@ ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_
             scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
             add_cross_attention=[False], quantization_config=[])
 
-# ------------------------------------------------------------------------------------ config.json
+# ------------------------------------------------------------------ config.json
 
 def read_config(hf):
     """The GPTConfig of a config.json's dict; raises UserError for anything not supported."""
@@ -84,7 +80,7 @@ def read_config(hf):
     return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
 
 def shape(**given):
-    """A GPTConfig; raises UserError for a value of another type, or a size of a damaged file."""
+    """A GPTConfig; raises UserError for another type, or a size that no model has."""
     for f in fields(GPTConfig):
         x = given.get(f.name, f.default)
         if f.type is float and type(x) is int:
@@ -97,8 +93,7 @@ def shape(**given):
     return GPTConfig(**given)
 
 def config_json(model):
-    """The config.json of a model: as it was loaded or, for a new model, a Llama's. Raises UserError
-    if the model has a setting that the latter does not hold."""
+    """A model's config.json: as loaded or, for a new one, a Llama's, which must hold all of it."""
     if not hasattr(model, "hf"):
         cfg, names = model.cfg, NAMES | EXTRA
         model.hf = {theirs: getattr(cfg, ours) for ours, theirs in names.items()} | dict(
@@ -110,14 +105,11 @@ def config_json(model):
                                 f"to EXTRA in run/pretrained.py")
     return model.hf
 
-# ------------------------------------------------------------------------- RoPE for long contexts
-
-CONTEXT = "original_max_position_embeddings"
+CONTEXT = "original_max_position_embeddings"        # before RoPE was scaled to a longer one
 
 def rope_settings(hf):
-    """Those in a config.json's dict, with transformers' precedence: `rope_scaling` over
-    `rope_parameters`, a rope_theta inside over one outside, an original context outside over one
-    inside."""
+    """Those of a config.json's dict, by transformers' precedence: `rope_scaling` over
+    `rope_parameters`, rope_theta inside over outside, an original context outside over inside."""
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise UserError(f"rope scaling must be a JSON object, not {given!r:.100}")
@@ -125,9 +117,8 @@ def rope_settings(hf):
     return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | outside
 
 def scaled_rope(cfg, given):
-    """RoPE's frequencies by the settings `given`, of position interpolation (arXiv 2306.15595) or
-    Llama 3 (2407.21783); () if nothing is scaled. In transformers' order: rounded otherwise, a
-    frequency gives another angle far out in a context."""
+    """RoPE's frequencies by position interpolation (2306.15595) or Llama 3 (2407.21783); () if not
+    scaled. In transformers' order: rounding changes the angles far out in a context."""
     def number(key, default=None):
         x = given.get(key) or default
         if type(x) not in (int, float) or not 1e-6 <= x <= 1e9:
@@ -152,10 +143,10 @@ def scaled_rope(cfg, given):
     kept = (turns - low) / (high - low)
     return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())
 
-# ----------------------------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------- reading
 
 def load(folder):
-    """The model in `folder`. Holds at most it and one of the file's tensors in memory."""
+    """The model in `folder`, read one tensor at a time."""
     model = without_memory(folder)
     try:
         return fill(model, read_weights(model, folder))
@@ -164,7 +155,7 @@ def load(folder):
         raise UserError(f"{folder}: cannot read its tensors: {why:.300}") from e
 
 def without_memory(folder):
-    """The model in `folder` on the meta device: its shape, without memory for its weights."""
+    """The model in `folder` on the meta device, without memory for its weights."""
     path = config_of(folder)
     hf = read_json(read_bytes(path), path)
     try:
@@ -173,7 +164,7 @@ def without_memory(folder):
         raise UserError(f"{path}: {e}") from e
 
 def config_of(folder):
-    """The path of a model's config.json; raises UserError for a folder without one."""
+    """The path of a model's config.json; raises UserError if there is none."""
     path = Path(folder) / "config.json"
     if not path.exists():
         raise UserError(f"no model in {folder}: train one first, or name its folder with --init; a "
@@ -189,7 +180,7 @@ def of_config(hf):
     return model
 
 def fill(model, weights):
-    """Gives a model on the meta device its weights, by name, and computes its buffers."""
+    """A model that was on the meta device, with its weights and buffers."""
     model.load_state_dict(weights, assign=True)
     model.precompute_rope()
     for name, x in model.named_buffers():
@@ -199,8 +190,7 @@ def fill(model, weights):
     return model
 
 def read_weights(model, folder):
-    """The tensors in a folder in float32, by the names of the model's parameters. Raises UserError,
-    with a tensor's name in the files, unless they are those of the model."""
+    """The tensors in a folder, in float32, by the model's parameters, which they must match."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     names, weights = file_names(model.hf, shapes), {}
     for name, tensor in each_tensor(folder):
@@ -230,7 +220,7 @@ def read_weights(model, folder):
     return weights
 
 def split(folder, name, tensor, shapes):
-    """A file's tensor as parameters of these shapes; raises UserError if it has another."""
+    """A file's tensor as parameters of these shapes; raises UserError if they do not fit."""
     tensor = tensor.T if TURNED.search(name) else tensor
     rows = [shape[0] for shape in shapes if shape]
     want = [sum(rows), *shapes[0][1:]] if rows else []
@@ -239,7 +229,7 @@ def split(folder, name, tensor, shapes):
     return tensor.split(rows) if len(shapes) > 1 else [tensor]
 
 def each_tensor(folder):
-    """Yields (name, tensor) from a checkpoint's model.safetensors, or from its shards."""
+    """Yields (name, tensor) from a folder's model.safetensors, or from its shards."""
     folder, files = Path(folder), ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
@@ -251,7 +241,7 @@ def each_tensor(folder):
                 yield name, f.get_tensor(name)
 
 def file_names(hf, names):
-    """For each tensor in a file its name, and the parameters in it, of which GPT-2 has several."""
+    """For each tensor in a file its name, and the parameters in it: GPT-2's hold several."""
     found, gpt2 = {}, hf["model_type"] == "gpt2"
     for name in names:
         words = name.split(".")
@@ -262,18 +252,15 @@ def file_names(hf, names):
         found.setdefault(".".join(words), []).append(name)
     return found
 
-# ----------------------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------- writing
 
 def save(model, folder, files=(), parameters=None):
-    """Writes config.json and model.safetensors in the layout that was loaded, and `files` (name to
-    bytes). `parameters`: the full tensors of a sharded model. In float32 whatever they came in: at
-    small learning rates bfloat16 would round most updates away."""
+    """Writes a model in the layout that was loaded, and `files` (name to bytes). `parameters`: the
+    full tensors of a sharded model. In float32: bfloat16 would round most updates away."""
     folder, hf = Path(folder), config_json(model)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", json.dumps(hf, indent=2))
-    for name, content in dict(files).items():
-        (folder / name).parent.mkdir(exist_ok=True)     # a template may be in a subfolder
+    for name, content in {"config.json": json.dumps(hf, indent=2), **dict(files)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)   # a template's is a subfolder
         write_whole(folder / name, content)
     parameters, tensors = parameters or dict(model.named_parameters()), {}
     for name, parts in file_names(hf, parameters).items():
@@ -282,10 +269,10 @@ def save(model, folder, files=(), parameters=None):
         tensors[name] = whole.T if TURNED.search(name) else whole
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
-# ------------------------------------------------------------------------------ the models of a run
+# ---------------------------------------------------------- the models of a run
 
 def encoding_of(cfg, where):
-    """The tokenizer and chat template in a model's folder; the byte tokenizer for a new model."""
+    """The tokenizer of the model in `where`; bytes for a new model."""
     if cfg.init or where and (Path(where) / "tokenizer.json").exists():
         config_of(where)
         return load_encoding(where, cfg.chat, cfg.system)
@@ -294,7 +281,7 @@ def encoding_of(cfg, where):
     return byte_encoding()
 
 def to_device(model, cfg):
-    """Moves a model to its device in evaluation mode, and sets how it computes."""
+    """A model on its device, in evaluation mode, that computes as cfg says."""
     model.amp = torch.bfloat16 if dist.dtype_of(cfg) == "bfloat16" else None
     model.recompute = cfg.recompute
     model.kv_cache = cfg.cache
@@ -303,8 +290,7 @@ def to_device(model, cfg):
     return model.to(dist.device_of(cfg)).eval()
 
 def load_model(where, cfg, encoding, longest=0):
-    """Loads the model in a folder for prompts of up to `longest` tokens (0: only the model must fit
-    in memory)."""
+    """The model in a folder, for a run with prompts of up to `longest` tokens; 0: for no run."""
     model = without_memory(where)
     if model.cfg.vocab_size < encoding.n_vocab:
         raise UserError(f"{where}: the model has a vocabulary of {model.cfg.vocab_size}, the "
@@ -313,13 +299,13 @@ def load_model(where, cfg, encoding, longest=0):
     return to_device(load(where), cfg)
 
 def trained_model(cfg):
-    """The tokenizer and the model in --init or, by default, in the run's own folder."""
+    """The tokenizer and the model in --init, or in the run's own folder."""
     where = cfg.init or cfg.folder
     encoding = encoding_of(cfg, where)
     return encoding, load_model(where, cfg, encoding)
 
 def model_of(hf, cfg, longest):
-    """A model of the shape in a config.json's dict; its weights are uninitialised."""
+    """A model of a config.json's dict, with uninitialised weights."""
     model = of_config(hf)
     check_room(model, cfg, longest)
     empty = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
@@ -341,8 +327,8 @@ def new_model(cfg, encoding, longest):
     return to_device(model, cfg)
 
 def frozen(model):
-    """A copy without gradients. Under autocast its matrices are rounded once, here, with the same
-    results in less memory; the embedding is not, so a tied head becomes a separate matrix."""
+    """A copy without gradients. Under autocast its matrices are rounded here, once, with the same
+    results; the embedding is not, so a tied head becomes a matrix of its own."""
     copied = copy.deepcopy(model).requires_grad_(False)
     if model.amp and model.cfg.tied:
         copied.cfg = replace(model.cfg, tied=False)
@@ -354,18 +340,17 @@ def frozen(model):
                 p.data = p.data.to(model.amp)
     return copied
 
-# -------------------------------------------------------------------------------------- the memory
+# ------------------------------------------------------------------- the memory
 
 def check_context(model, cfg, longest):
-    """Raises UserError if a prompt of `longest` tokens and a completion do not fit the context."""
+    """Raises UserError if a prompt and a completion do not fit the context."""
     if longest + cfg.max_new > model.cfg.block_size:
         raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
                         f"model's context of {model.cfg.block_size}: see \"A prompt is too long\" "
                         f"in docs/troubleshooting.md")
 
 def check_room(model, cfg, longest):
-    """Raises UserError if a run would not fit the model's context or the memory; longest 0: only
-    the model must fit. The model may be on the meta device."""
+    """Raises UserError if a run (longest 0: the model alone) would not fit context or memory."""
     need = 4 * sum(p.numel() for p in model.parameters())
     if longest:
         check_context(model, cfg, longest)
@@ -376,8 +361,7 @@ def check_room(model, cfg, longest):
                         f"lower --micro_tokens, --max_new, --group or --prompts")
 
 def memory(model, cfg, longest):
-    """About how many bytes a run needs: its models, and what a rollout or an update holds besides,
-    whichever is more. docs/measurements.md has an example."""
+    """About the bytes of a run: its models, and the larger of rollout and update."""
     c, ranks = model.cfg, dist.ranks()
     n = sum(p.numel() for p in model.parameters())
     b = 2 if dist.dtype_of(cfg) == "bfloat16" else 4        # bytes of a number in a matrix product
@@ -410,8 +394,7 @@ def free_memory(device):
     return 1024 * int(found[1]) if found and device.type == "cpu" else math.inf
 
 def micro_tokens(model, cfg, longest):
-    """--micro_tokens or, if it is 0, 2,048 and on CUDA the largest power of two up to 32,768 with
-    which a run takes at most 60 % of the free memory. Prints what it takes."""
+    """--micro_tokens, or 2,048, on CUDA up to 32,768 within 60 % of the memory; prints the need."""
     device = dist.device_of(cfg)
     free, n = free_memory(device), cfg.micro_tokens or MICRO_TOKENS
     while (not cfg.micro_tokens and device.type == "cuda" and n < 32768

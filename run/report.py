@@ -1,5 +1,4 @@
-"""What a run shows: in the terminal, in metrics.jsonl and samples.jsonl, and as an HTML page, which
-loads nothing from a network: template, style and script, and uPlot, for curves, are in `page/`."""
+"""What a run shows: in the terminal, in metrics.jsonl, samples.jsonl, and on an HTML page."""
 import contextlib
 import dataclasses
 import json
@@ -22,23 +21,22 @@ from model import send
 from run import dist, files, passes
 from run.dist import clock, print0, say
 
-# ------------------------------------------------------------------------------------ the terminal
+# ----------------------------------------------------------------- the terminal
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a whole command: a signal or an error ends it with one line and an exit code,
-    but an exception in a person's own code with its traceback."""
+    """A context for a command: signals and errors are one line, but those of a task a traceback."""
     code = 0
-    if hasattr(sys.stdout, "reconfigure"):          # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")    # characters that the terminal cannot show
+    if hasattr(sys.stdout, "reconfigure"):        # a notebook's has no such method
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:
         yield
     except dist.Stopped as when:
         print0(f"stopped {when}; continue with: {when.command}")
         code = 128 + when.number
-    except KeyboardInterrupt:           # in --eval_only or --ask: nothing to save
+    except KeyboardInterrupt:          # in --eval_only or --ask: nothing to save
         code = 130
-    except (UserError, OSError) as e:           # OSError: a full disk, a path too long
+    except (UserError, OSError) as e:  # OSError: a full disk, a path too long
         if data.is_executed(e) and not isinstance(e, UserError):
             raise
         say(f"error: {on_one_line(str(e))}", sys.stderr)
@@ -48,7 +46,7 @@ def exit_code():
 CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 def printable(text):
-    """A model's text with visible control characters, as they could change a terminal."""
+    """A model's text with visible control characters, which could change a terminal."""
     return text.translate(CONTROLS)
 
 def on_one_line(text):
@@ -63,13 +61,12 @@ def coloured(piece, adv):
     return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
 def print_group(batch, rows, encoding):
-    """Prints the distinct completions of a group (`rows` of a rollout) and how often each was
-    sampled: at most four, with the highest and lowest rewards."""
+    """Prints the distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[rows.start].prompt)
     if len(prompt) > 60:
         prompt = f"... {prompt[-40:]}"
     reward = batch.reward.sum(1).tolist()
-    alike = {}                          # the rows of each completion and reward
+    alike = {}  # the rows of each completion and reward
     for row in range(rows.start, rows.stop):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
@@ -86,7 +83,6 @@ def print_group(batch, rows, encoding):
                f"advantage {of}{adv[0]:+.2f}")
 
 def header(cfg, encoding, policy, problems, held_out):
-    """Prints what a run works on, and with."""
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
              if getattr(cfg, f.name) not in (f.default, {})]
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
@@ -101,15 +97,14 @@ def header(cfg, encoding, policy, problems, held_out):
         print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init:
         frame = encoding.frame
-        why = "its chat template" if frame.chat else "no chat template"
-        why = "--chat none" if frame.chat == "none" else why
+        known = {"": "no chat template", "none": "--chat none"}
+        why = known.get(frame.chat, "its chat template")
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
 def step_line(step, total, done):
-    """Prints a line for a step, from the statistics of the steps `done`; and a warning after three
-    in a row without differences within groups, or with most completions cut off."""
+    """Prints a line for the last of the steps `done`; warns after three that taught nothing."""
     stats = done[-1]
     shown = [f"{name} {stats[name]:.{DECIMALS[name]}f}  " for name in DECIMALS if name in stats]
     if stats["finished"] < 0.9:
@@ -125,27 +120,24 @@ def step_line(step, total, done):
                "earned at most 0: see \"No completion ends\" in docs/troubleshooting.md")
 
 def in_a_row(held):
-    """How many of the last were true."""
-    n = 0
-    for x in held:
-        n = n + 1 if x else 0
-    return n
+    """How many of the last are True."""
+    return [False, *held][::-1].index(False)
 
 def percentages(results):
-    """Shares by name on one line; of pass@k and maj@k only pass@1 and the largest k."""
+    """Shares on one line; of pass@k and maj@k only pass@1 and the largest k."""
     most = max(int(name.partition("@")[2] or 0) for name in results)
     shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
     return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
 
 def dialogue(encoding, question, batch, episodes=None):
-    """A question and its completion, for a terminal: what is not the policy's is in brackets."""
+    """A question and its completion for a terminal, with replies in brackets."""
     [completion] = turns.texts(encoding, batch, episodes)
     if episodes is not None:
         completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
     return printable(question + "\n" * bool(encoding.frame.after) + completion)
 
 def typed_reply(problem, said):
-    """The `reply` of the person at the keyboard: a line, the end of the episode if it is empty."""
+    """The `reply` of the person at the keyboard; an empty line ends the episode."""
     print0(printable(said[-1]))
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
@@ -153,12 +145,12 @@ def typed_reply(problem, said):
 BEGAN = os.getcwd()     # a task's code may change it
 
 def shown(path):
-    """A path, relative to the directory in which the process began if it is in there."""
+    """A path, relative to where the process began if it is in there."""
     here = os.path.relpath(path, BEGAN)
     return str(path) if here.startswith("..") else here
 
 def farewell(cfg, question):
-    """Prints where the report and the model are, and how to ask the model a question."""
+    """Prints where the report and the model are, and how to ask it a question."""
     folder = shown(cfg.folder)
     print0(f"curves, and completions token by token: {folder}/report.html")
     if len(question) > 60 or "\n" in question:
@@ -167,32 +159,33 @@ def farewell(cfg, question):
            f"--init {shlex.quote(folder)} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
-    """The command that continues a run. It must name files with code, as they are executed."""
+    """The command that continues a run; it must name files with code, which it executes."""
     command = f"python grpo.py --resume --out {shlex.quote(shown(cfg.folder))}"
     for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):
             command += f" --{flag} {shlex.quote(file)}"
     return command
 
-# ---------------------------------------------------------------------------------- samples.jsonl
+# ---------------------------------------------------------------- samples.jsonl
 
-PART = 2 ** 24      # most logits at a time, 64 MiB in float32
+PART = 2 ** 24      # most logits at a time, of one row; 64 MiB in float32
 
 def log_step(agent, step, batch, done):
-    """Prints a line for a step; at the first one, the last one, and every --save_every steps also a
-    group, and adds two groups to samples.jsonl."""
+    """Prints a line for a step; when due also a group, and adds two groups to samples.jsonl."""
     cfg, first = agent.cfg, dist.rank() == 0
     step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
         return
-    batch = on_host(batch)
+    tensors = {n: x.cpu() for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    components = {n: x.cpu() for n, x in batch.components.items()}
+    batch = dataclasses.replace(batch, **tensors, components=components)
     if first:
         print_group(batch, widest(batch, cfg.group), agent.encoding)
-    if first or dist.is_sharded(agent.policy):          # every rank takes part in its passes
-        for which, rows in chosen(agent.cfg, step, batch).items():
+    if first or dist.is_sharded(agent.policy):  # every rank takes part in its passes
+        for which, rows in chosen(cfg, step, batch).items():
             found = {"step": step, "which": which, **record(agent, batch, rows)}
             if first:
-                files.append(agent.cfg.folder / "samples.jsonl", found)
+                files.append(cfg.folder / "samples.jsonl", found)
 
 def widest(batch, group):
     """The rows of the group with the largest std of rewards; the first one in a tie."""
@@ -201,8 +194,7 @@ def widest(batch, group):
     return slice(p * group, (p + 1) * group)
 
 def chosen(cfg, step, batch):
-    """The rows of two of this rank's groups: the widest spread of rewards, and a random other
-    one."""
+    """The rows of two of this rank's groups: that of the widest spread of rewards, and another."""
     found = {"spread": widest(batch, cfg.group)}
     others = [*range(0, len(batch.ids), cfg.group)]
     others.remove(found["spread"].start)
@@ -212,8 +204,7 @@ def chosen(cfg, step, batch):
     return found
 
 def record(agent, batch, rows):
-    """What samples.jsonl holds of a group, given by its rows in a rollout that is on the host. An
-    inner list has an entry per token; `ends` are indices of tokens that end a step."""
+    """What samples.jsonl holds of a group, some rows of a rollout on the host, token by token."""
     ids, mask, ends = batch.ids[rows], batch.mask[rows], batch.ends[rows]
     ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
@@ -236,7 +227,7 @@ def record(agent, batch, rows):
     return found
 
 def numbers(x, where):
-    """For each row of x (n, T) its numbers where `where` (n, T) is true."""
+    """For each row of x (n, T) its numbers in the mask `where` (n, T)."""
     return [rounded(row[on]) for row, on in zip(x, where)]
 
 def rounded(x):
@@ -245,47 +236,38 @@ def rounded(x):
 
 @torch.no_grad()
 def as_it_is_now(policy, ids, mask, temperature):
-    """log pi of each sampled token and the entropy there, in nats, after the update: for each, a
-    list per row. Computes one row, and PART logits, at a time."""
+    """log pi and entropy (in nats) of each sampled token after the update: for each row a list."""
     logps, entropies = [], []
     size = max(1, PART // policy.cfg.vocab_size)
     for row, on, T in zip(ids, mask, passes.row_lengths(mask).tolist()):
-        with torch.compiler.set_stance("force_eager"):      # a single row would be compiled again
-            h = policy(row[None, :T - 1])[0]                                                # (T, C)
-        h = h[on[1:T]]                                                                  # (n, C)
-        tokens = send(row[:T][on[:T]], h.device)                                        # (n,)
+        with torch.compiler.set_stance("force_eager"):  # a single row would be compiled again
+            h = policy(row[None, :T - 1])[0]            # (T, C)
+        h = h[on[1:T]]                                  # (n, C)
+        tokens = send(row[:T][on[:T]], h.device)        # (n,)
         logps.append([])
         entropies.append([])
         for part, token in zip(h.split(size), tokens.split(size)):
-            logits = policy.head(part / temperature).log_softmax(-1)                        # (n, V)
+            logits = policy.head(part / temperature).log_softmax(-1)  # (n, V)
             logps[-1] += rounded(logits.gather(-1, token[:, None])[:, 0])
             entropies[-1] += rounded(-(logits.exp() * logits).sum(-1))
     return logps, entropies
 
-def on_host(batch):
-    """A Batch with all tensors on the host."""
-    tensors = {n: x.cpu() for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    components = {n: x.cpu() for n, x in batch.components.items()}
-    return dataclasses.replace(batch, **tensors, components=components)
-
-# ---------------------------------------------------------------------------------- the statistics
+# --------------------------------------------------------------- the statistics
 
 def statistics(batch, dead):
-    """The logged statistics of a rollout, means over all ranks. dead (P,): which groups are
-    dead."""
+    """The logged statistics of a rollout, means over all ranks; dead (P,) says which groups are."""
     stats = dict(batch.components)
     stats["accuracy"] = stats.pop("correct")
-    # The mean of -log pi estimates the entropy. It cannot serve as an entropy bonus: as a term of
-    # the loss its expected gradient is 0.
+    # The mean of -log pi. It is no entropy bonus: as a loss its expected gradient is 0.
     entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
-    if len(dead) < len(batch.ids):          # with one completion per prompt there are no groups
+    if len(dead) < len(batch.ids):        # with one completion per prompt there are no groups
         stats["dead_groups"] = dead
-    if isinstance(batch.texts[0], list):    # of the policy's
+    if isinstance(batch.texts[0], list):  # of the policy's
         said = [float(len(text[::2])) for text in batch.texts]
         stats["turns"] = torch.tensor(said, device=batch.ids.device)
-    if batch.value is not None:             # 1: predicts all returns; 0: only their mean
+    if batch.value is not None:  # 1: predicts all returns; 0: only their mean
         _, error = dist.mean_and_std((batch.returns - batch.value)[batch.mask])
         _, spread = dist.mean_and_std(batch.returns[batch.mask])
         stats["explained_variance"] = 1 - (error / spread.clamp(min=1e-4)).square()
@@ -298,13 +280,11 @@ class Clock:
         self.began, self.judged = time.perf_counter(), data.SPENT[0]
 
     def has_sampled(self):
-        """Notes that the rollout has ended, and how much of it was the time of the rewards."""
+        """Notes that the rollout has ended, and how long its rewards took."""
         self.sampled = time.perf_counter()
         self.judging = data.SPENT[0] - self.judged
 
     def speeds(self, batch):
-        """The step's seconds, those of the task's rewards, and tokens per second of the rest of its
-        rollout and of its update."""
         ended = time.perf_counter()
         tokens = dist.all_reduce(batch.mask.sum()).item()
         sampling = self.sampled - self.began - self.judging
@@ -312,16 +292,14 @@ class Clock:
                 "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - self.sampled)}
 
 def solved(task, greedy, sampled, n):
-    """The results of an evaluation, shares of the problems solved, from Batches of this rank: with
-    a greedy completion of each problem, and with n samples. Those cut off do not vote."""
+    """The shares of problems solved, by this rank's Batches; completions cut off do not vote."""
     total = dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0)
     for batch in greedy:
         total["greedy"] += sum(batch.components["correct"].tolist())
     for batch in sampled:
         right = batch.components["correct"].tolist()
-        votes = []
-        for text, finished in zip(batch.texts, batch.finished.tolist()):
-            votes.append(answer_of(task, text) if finished else "")
+        votes = [answer_of(task, text) if finished else ""
+                 for text, finished in zip(batch.texts, batch.finished.tolist())]
         for i in range(0, len(right), n):
             for name, x in shares(right[i:i + n], votes[i:i + n]).items():
                 total[name] += x
@@ -330,8 +308,7 @@ def solved(task, greedy, sampled, n):
     return {name: x / count for name, x in zip(total, sums)}
 
 def shares(right, answers):
-    """pass@k and maj@k by name for one problem, for k = 1, 2, 4, ... and all its n samples, given
-    which are `right` and their `answers`. maj@1 is left out: it equals pass@1."""
+    """pass@k and maj@k of one problem, for k = 1, 2, 4, ... and n; maj@1 would equal pass@1."""
     n = len(right)
     ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
     return {f"pass@{k}": pass_at(k, right) for k in ks} | {
@@ -343,8 +320,7 @@ def pass_at(k, right):
     return best / math.comb(len(right), k)
 
 def majority_at(k, right, answers):
-    """The share of disjoint, consecutive sets of k samples whose most frequent answer is right: of
-    equally frequent ones the first; "" is not counted."""
+    """The share of sets of k samples whose most frequent answer, the first of equals, is right."""
     sets, solved = range(0, len(right) - k + 1, k), 0.0
     for i in sets:
         votes = answers[i:i + k]
@@ -352,13 +328,13 @@ def majority_at(k, right, answers):
         solved += right[i + votes.index(most[0][0])] if most else 0.0
     return solved / len(sets)
 
-# ---------------------------------------------------------------------------------------- the page
+# --------------------------------------------------------------------- the page
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parent / "page"   # all that it loads
 MOST = 20_000_000       # about as many bytes of samples.jsonl on one page, over all its runs
 
 def refresh(folder):
-    """Rewrites the report of a run, on the first rank. A run goes on if that fails."""
+    """Rewrites the report of a run, which goes on if that fails."""
     if dist.rank() == 0:
         try:
             write([folder])
@@ -366,24 +342,22 @@ def refresh(folder):
             print0(f"note: no report: {e}")
 
 def write(folders, out=""):
-    """Writes report.html on a run, or comparison.html on several, into the first of `folders` or
-    into `out`; returns its path."""
-    path = Path(out or folders[0]) / ("report" if len(folders) == 1 else "comparison")
+    """Writes report.html on a run, or comparison.html, into `out` or the first folder; its path."""
+    path = Path(out or folders[0]) / f"{'report' if len(folders) == 1 else 'comparison'}.html"
     text = page([run_of(Path(folder), MOST // len(folders)) for folder in folders])
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path.with_suffix(".html"), text)
-    return path.with_suffix(".html")
+    files.write_whole(path, text)
+    return path
 
 def page(runs):
-    """The page on some runs. `<` is escaped in their data: no text may end its script element."""
+    """The page on some runs; with `<` escaped no text of theirs ends the script element."""
     text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
     def part(found):
         return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))
 
 def run_of(folder, most):
-    """What the page shows of a run: of many samples, about `most` bytes, those of every n-th
-    step."""
+    """What the page shows of a run: about `most` bytes of samples, those of every n-th step."""
     path = folder / "samples.jsonl"
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {folder}")
@@ -396,7 +370,7 @@ def run_of(folder, most):
                 steps=len(steps), metrics=metrics, samples=samples)
 
 def lines(path):
-    """Yields the step and the whole of each complete line of a log: a run may be writing one."""
+    """Yields the step and the whole of each line of a log that is complete."""
     if path.is_file():
         with open(path, "rb") as f:
             for n, line in enumerate(f, 1):

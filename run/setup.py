@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import data
 import model
@@ -21,8 +20,7 @@ from run.files import write_whole
 from run.pretrained import frozen
 
 def begin(cfg, task, saved):
-    """Prepares a new run, or a resumed one from the Checkpoint `saved`; returns the Config, the
-    task, the tokenizer, the policy, and the training and held-out problems."""
+    """Prepares a new run, or one resumed from the Checkpoint `saved`: what `train` needs."""
     cfg = replace(cfg, out=str(cfg.folder.absolute()))      # a task's code may change the directory
     dist.start(cfg)
     task = task or load_task(cfg.task)
@@ -38,14 +36,14 @@ def begin(cfg, task, saved):
     check_run(cfg, task, problems)
     longest = longest_of(encoding, problems + held_out)
 
-    cold = False                        # whether it still needs a warm start
+    cold = False  # whether it still needs a warm start
     if has_model:
         policy = pretrained.model_of(saved.model, cfg, longest)
     else:
         checkpoint.check_folder(cfg)
         policy, cold = starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
-    dist.wait_for_all()                 # all have read what is in the folder
+    dist.wait_for_all()  # all have read what is in the folder
     if dist.rank() == 0:
         checkpoint.open_run(cfg, saved, which)
     if cold:
@@ -54,10 +52,10 @@ def begin(cfg, task, saved):
     report.header(cfg, encoding, policy, problems, held_out)
     return cfg, task, encoding, policy, problems, held_out
 
-# ------------------------------------------------------------------------------ problems and checks
+# ---------------------------------------------------------- problems and checks
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems; raises UserError unless there are some of these."""
+    """A task's training and held-out problems; raises UserError if there are none held out."""
     found = config.problems_of(task, cfg)
     are_two = isinstance(found, list | tuple) and len(found) == 2
     need(are_two and all(hasattr(part, "__iter__") for part in found), "problems",
@@ -71,7 +69,7 @@ def problems_of(cfg, task):
     return train, held_out
 
 def to_train_on(cfg, task):
-    """`problems_of` a task of which there must be both kinds; prints a note if they overlap."""
+    """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
     if not train:
         empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
@@ -84,7 +82,7 @@ def to_train_on(cfg, task):
     return train, held_out
 
 def fingerprint(train, held_out):
-    """SHA-256 of the prompts. Raises UserError if other ranks have other ones, or another order."""
+    """SHA-256 of the prompts; raises UserError if it is another on other ranks."""
     prompts = [[p.prompt for p in part] for part in (train, held_out)]
     found = hashlib.sha256(repr(prompts).encode()).hexdigest()
     if {*dist.gather(found)} != {found}:
@@ -93,7 +91,6 @@ def fingerprint(train, held_out):
     return found
 
 def held_out(agent):
-    """The held-out problems to evaluate an agent on: a question needs none."""
     found = problems_of(agent.cfg, agent.task)[1][:agent.cfg.held_out or None]
     pretrained.check_context(agent.policy, agent.cfg, longest_of(agent.encoding, found))
     return found
@@ -103,7 +100,7 @@ def longest_of(encoding, problems):
     return max(len(encoding.encode_prompt(p.prompt)) for p in problems)
 
 def check_run(cfg, task, problems):
-    """Raises UserError for what would otherwise end a run only after its warm start."""
+    """Raises UserError for what would end a run only after its warm start."""
     config.check_used(cfg)
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or start from a model with "
@@ -136,11 +133,10 @@ def check_run(cfg, task, problems):
     if cfg.init and Path(cfg.init).resolve() in (out, out / "best"):
         raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")
 
-# -------------------------------------------------------------------------------------- the models
+# ------------------------------------------------------------------- the models
 
 def add_models(agent):
-    """The copies of the policy that a run needs: reference, critic, reward model, and one to sample
-    from. With --shard each is sharded once it is made, and the policy when all are made."""
+    """The copies of the policy that a run needs; under --shard each is sharded once it is made."""
     cfg, policy = agent.cfg, agent.policy
     width = policy.cfg.n_embd
     if cfg.needs_reference:
@@ -150,7 +146,7 @@ def add_models(agent):
         critic = ScalarHead(width, trunk).to(policy.device)
         agent.critic = dist.shard_module(cfg, critic)
     if cfg.reward != "rule":
-        std = (width + 1) ** -0.5                       # scores of variance 1
+        std = (width + 1) ** -0.5  # scores of variance 1
         generator = dist.generator(cfg, "scorer")
         scorer = ScalarHead(width, copy.deepcopy(policy), std, generator).to(policy.device)
         agent.reward_model = dist.shard_module(cfg, scorer)
@@ -159,7 +155,7 @@ def add_models(agent):
     dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
-    """The models as before the first step, or as in the Checkpoint `saved`; compiled, if asked."""
+    """The models as before the first step, or as in the Checkpoint `saved`; compiled if asked."""
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)
@@ -174,9 +170,7 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def asked(agent, question):
-    """The ids of the prompt for a question, which the task's function `prompt` may word, and its
-    Episodes, if the task has replies: its own if it has a problem with that prompt, or else those
-    of the person at the keyboard."""
+    """The ids of the prompt for a question, and Episodes with the task's replies or a person's."""
     task = agent.task
     if hasattr(task, "prompt"):
         question = call(task.prompt, "the function prompt", question)
@@ -189,26 +183,22 @@ def asked(agent, question):
             reply, problem = task.reply, known
     return ids, turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
 
-# ---------------------------------------------------------------------------------- the warm start
+# --------------------------------------------------------------- the warm start
 
-# Supervised fine-tuning on demonstrations. It is kept in the run's folder; `data/warm_start` holds
-# that of the default run, so that nobody has to wait for it. A kept one is used if it was made with
-# the same settings, and if today's code gives its weights, on today's demonstrations, the loss that
-# is noted beside them.
+# Supervised fine-tuning on demonstrations, kept in the run's folder; SHIPPED is the default run's.
+# One is used if its settings are today's, and its loss, with code and demonstrations of today, too.
 SHIPPED = Path(data.__file__).parent / "warm_start"
-WARM_BATCH = 48         # demonstrations per optimizer step
+WARM_BATCH = 48  # demonstrations per optimizer step
 
-# The settings on which a kept warm start depends. A fork's field that changes the model, or what it
-# imitates, goes here.
+# A fork's field that changes the model, or what it imitates, belongs here.
 DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
 
 def settings(cfg):
-    """The settings on which a kept warm start depends, name to value."""
+    """The settings on which a kept warm start depends."""
     return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def starting_model(cfg, task, problems, longest, encoding):
-    """The policy before RL (a kept warm start, --init's model, or a new one), and whether it still
-    needs its warm start."""
+    """The policy (a kept warm start, --init's model, or a new one), and whether it is cold."""
     where, cold = cfg.init, cfg.warm_steps > 0
     for kept in (cfg.folder / "warm_start", SHIPPED):
         note = note_in(kept) if cold else None
@@ -228,8 +218,7 @@ def starting_model(cfg, task, problems, longest, encoding):
     return policy, cold
 
 def outdated(where, note, cfg, task, problems, encoding):
-    """Why the warm start in a folder is not what a run would make now, or None. The shipped one
-    serves any seed."""
+    """Why a kept warm start is not today's, or None if it is; SHIPPED may have another seed."""
     for name, now in settings(cfg).items():
         was = note["settings"].get(name)
         if was != now and not (name == "seed" and where == SHIPPED):
@@ -243,7 +232,7 @@ def outdated(where, note, cfg, task, problems, encoding):
     return None
 
 def note_in(where):
-    """The note beside a kept warm start; None if there is none that `warm_start` has written."""
+    """The note that `warm_start` wrote beside a kept one, or None."""
     try:
         note = read_json(read_bytes(where / "warm_start.json"), where)
     except (OSError, UserError):
@@ -252,18 +241,17 @@ def note_in(where):
 
 @torch.no_grad()
 def loss_on(where, task, problems, encoding):
-    """The loss of a folder's model on 64 demonstrations, in float32 on the CPU."""
+    """The loss of a kept model on 64 demonstrations, in float32 on the CPU."""
     rng = random.Random(0)
     ids, mask = padded([row(problem, task, encoding, rng) for problem in problems[:64]])
     logp, _ = model.token_logps(pretrained.load(where).eval(), ids, mask, 1.0)
     return -logp[mask].mean().item()
 
 def warm_start(policy, task, problems, cfg, encoding):
-    """Fine-tunes a model on fresh demonstrations and keeps the result in the run's folder."""
+    """Fine-tunes a model on fresh demonstrations, and keeps it in the run's folder."""
     form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
 
     def losses(step):
-        """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
         rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
         longest = max(sum(map(len, parts)) for _, *parts in rows)
@@ -284,7 +272,7 @@ def warm_start(policy, task, problems, cfg, encoding):
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
 
 def row(problem, task, encoding, rng):
-    """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""
+    """The ids of a prompt and of each turn and reply of a demonstration."""
     shown = turns.demonstration(task, problem, rng)
     parts = [encoding.encode_prompt(problem.prompt)]
     for i, text in enumerate([shown] if isinstance(shown, str) else shown):
@@ -292,10 +280,8 @@ def row(problem, task, encoding, rng):
     return tuple(parts)
 
 def padded(rows):
-    """Rows of unequal length as ids and mask, (B, T). Of a row's parts every second one is
-    imitated."""
-    ids, mask = [], []
-    for parts in rows:
-        ids.append(torch.tensor([token for part in parts for token in part]))
-        mask.append(torch.tensor([i % 2 == 1 for i, part in enumerate(parts) for _ in part]))
-    return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
+    """The rows as ids and mask, (B, T). Of a row's parts every second one is imitated."""
+    ids = [sum(parts, []) for parts in rows]
+    mask = [[i % 2 == 1 for i, part in enumerate(parts) for _ in part] for parts in rows]
+    T = max(map(len, ids))
+    return passes.padded(ids, 1, T), passes.padded(mask, 1, T).bool()

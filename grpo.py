@@ -608,7 +608,7 @@ def train_step(agent, problems, step):
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= clock.speeds(batch)
+    stats |= clock.speeds(batch) | {"lr": agent.opt.param_groups[0]["lr"]}
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats

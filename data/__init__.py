@@ -119,8 +119,8 @@ def require(task, function, why):
 # The statistics of metrics.jsonl. A reward component cannot have one of these names.
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
-    "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
-    "reward_seconds rm_accuracy rm_error greedy turns".split())
+    "clip_share value_loss explained_variance grad_norm mismatch beta lr "
+    "rollout_tok_s update_tok_s reward_seconds rm_accuracy rm_error greedy turns".split())
 SPENT = [0.0]           # seconds in the functions reward, rewards and steps of tasks
 
 @contextlib.contextmanager

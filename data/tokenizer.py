@@ -59,12 +59,20 @@ class Encoding(tiktoken.Encoding):
             if piece in self.plain:
                 ids.append(self.special[piece])
                 continue
-            if self.missing:        # a tokenizer that lacks some bytes drops their characters
-                piece = piece.encode("utf-8", "replace").decode()   # a lone surrogate has no UTF-8
-                piece = "".join(c for c in piece if self.missing.isdisjoint(c.encode()))
             piece = unicodedata.normalize("NFC", piece) if self.nfc else piece
             for part in cut(piece, self.before):
-                ids += super().encode_ordinary(part)
+                ids += self.encode_part(part)
+        return ids
+
+    def encode_part(self, text):
+        """Ids of a text without added tokens. Bytes that the tokenizer lacks are dropped from the
+        pieces into which it splits the text."""
+        if self.missing.isdisjoint(text.encode("utf-8", "replace")):
+            return super().encode_ordinary(text)
+        ids = []
+        for piece in cut(text, [regex.compile(self._pat_str)]):
+            known = bytes(b for b in piece.encode("utf-8", "replace") if b not in self.missing)
+            ids += self._encode_single_piece(known) if known else []
         return ids
 
     def encode_prompt(self, text):
@@ -243,7 +251,7 @@ def step_tokens(encoding, ids, ends):
     found = []
     for end in ends:
         i = min(bisect.bisect_left(done, end), len(ids) - 1)
-        ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop
+        ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop and ids[i] not in encoding.stop
         found.append(i + 1 if ends_turn else i)
     return found
 

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import data
 import model
-from data import (UserError, answer_of, call, check_steps, load_task, need, read_bytes, read_json,
-                  require, rewards_of, steps_of, turns)
+from data import (UserError, answer_of, call, check_steps, load_task, need, of, read_bytes,
+                  read_json, require, rewards_of, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
 from run.dist import print0
@@ -122,7 +122,7 @@ def check_run(cfg, task, problems):
                         f"{len(problems)}")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
-    rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    [components] = rewards_of(task, [problem], [nothing], [1])     # raises UserError for no reward
     answer_of(task, nothing)
     if replies:
         turns.checked_reply(task.reply, problem, nothing)
@@ -130,6 +130,8 @@ def check_run(cfg, task, problems):
         something = turns.demonstration(task, problem, random.Random(0))
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
+        if others := ", ".join(components.keys() - {"correct"}):
+            print0(f"note: --supervision process rewards steps: {others} are only logged")
         found = steps_of(task, problem, something)
         check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
@@ -265,15 +267,15 @@ def warm_start(policy, task, problems, cfg, encoding):
     def losses(step):
         """The loss terms of one optimizer step, over this rank's rows."""
         rng = dist.rng(cfg, "warm start", step)
-        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
-        longest = max(sum(map(len, parts)) for _, *parts in rows)
-        if longest > cfg.max_new:
-            raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
+        drawn = rng.choices(problems, k=WARM_BATCH)
+        rows = [checked_row(p, task, encoding, cfg.max_new, rng) for p in drawn]
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
             logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
+    for problem in problems:            # before the time of a fit is spent
+        checked_row(problem, task, encoding, cfg.max_new, random.Random(0))
     passes.supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
 
     if dist.rank() == 0:
@@ -282,6 +284,14 @@ def warm_start(policy, task, problems, cfg, encoding):
         pretrained.save(policy, where, encoding.files)
         note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
+
+def checked_row(problem, task, encoding, most, rng):
+    """The `row` of a problem; raises UserError if its demonstration has more than `most` tokens."""
+    parts = row(problem, task, encoding, rng)
+    if (n := sum(map(len, parts[1:]))) > most:
+        raise UserError(f"the demonstration of {of(problem)} has {n} tokens, more than --max_new "
+                        f"{most}: raise it, or leave out such problems")
+    return parts
 
 def row(problem, task, encoding, rng):
     """The ids of a prompt and of a demonstration: of its one turn, or of its turns and replies."""

@@ -34,8 +34,7 @@ def repeated(items, group):
 
 def score_by_rule(agent, problems, batch, episodes=None):
     """Fills in each row's problem, its text, and the components (B,) of its rule reward by name. Of
-    a completion that was cut off only negative ones count: it must not earn more than a wrong one,
-    which ended."""
+    a completion that was cut off only negative ones count."""
     group = len(batch.ids) // len(problems)
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import numbers
+import re
 import sys
 import time
 import traceback
@@ -73,6 +74,15 @@ def import_file(path, name):
     """Executes a .py file as the module `name`; raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"no file {path}")
+    path = path.absolute()
+    code = path.read_text("utf-8", "replace")
+    for own in re.findall(r"^\s*(?:import|from) (grpo|model|reward|run|data)\b", code, re.M):
+        beside = path.with_name(f"{own}.py")
+        if beside.is_file() and path.parent != Path(__file__).absolute().parent.parent:
+            raise UserError(f"{path} imports {own}, which is a module of grpo.py's, not the file "
+                            f"beside it: rename {beside}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))       # for modules beside it
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     EXECUTED.add(module.__file__)

@@ -19,6 +19,8 @@ FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
 MORE = "additional_chat_templates"
+NOT_BYTE_LEVEL = ("its tokenizer is not a byte-level BPE without a prefix space, as of GPT-2, "
+                  "Llama 3 or Qwen; SentencePiece, as of Llama 2 and Mistral 7B, is not supported")
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
 BYTES += [b for b in range(256) if b not in BYTES]
 LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
@@ -262,7 +264,7 @@ def read_bpe(hf, special):
     tiktoken merges by id."""
     model, normalizer = hf["model"], hf.get("normalizer") or dict(type="Sequence", normalizers=[])
     if model["type"] != "BPE":
-        raise UserError("its tokenizer is not a byte-level BPE")
+        raise UserError(NOT_BYTE_LEVEL)
     *before, split = patterns_of(hf["pre_tokenizer"] or {})
     try:
         before = [regex.compile(pattern, regex.V1) for pattern in before]
@@ -301,7 +303,7 @@ def patterns_of(pre):
     *before, level = parts = pre.get("pretokenizers", [pre])
     kinds = [part.get("type") for part in parts]
     if kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
-        raise UserError("its tokenizer is not a byte-level BPE")
+        raise UserError(NOT_BYTE_LEVEL)
     if not {*kinds[:-1]} <= {"Split", "Digits"}:
         raise UserError(f"its tokenizer splits text in a way that is not supported: {kinds}")
     patterns = [pattern_of(part) for part in before]

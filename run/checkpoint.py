@@ -70,6 +70,8 @@ def end_step(agent, step, stats):
     if last or stopped or step > 0 and due:     # at step 0 there is nothing that could be lost
         save(agent, step)
         report.refresh(cfg.folder)
+    if last:
+        files.LOCK.close()              # a notebook's process goes on
     if stopped and not last:
         raise dist.Stopped(f"after step {step}")
 

@@ -65,13 +65,17 @@ def checksum(tensors, text):
 def lock(path):
     """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
     LOCK.close()
-    file = LOCK.enter_context(open(path, "ab"))
+    file = LOCK.enter_context(open(path, "a+"))
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
-        raise UserError(f"another run is active in {path.parent}: wait until it ends, or choose "
-                        f"another --out") from e
+        file.seek(0)
+        raise UserError(f"another run, process {file.read()}, is active in {path.parent}: wait "
+                        f"until it ends, or choose another --out") from e
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
 
 def append(path, record):
     """Adds a line to a JSON lines file."""

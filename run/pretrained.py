@@ -212,6 +212,8 @@ def read_weights(model, folder):
         pieces = [tensor]
         if parts[0] in shapes:
             pieces = split(folder, name, tensor, [shapes[part] for part in parts])
+        if not tensor.isfinite().all():
+            raise UserError(f"{folder}: {name!r:.200} has numbers that are not finite")
         for part, piece in zip(parts, pieces):
             weights[part] = piece.to(torch.float32, copy=True).contiguous()
     if model.cfg.tied and "lm_head.weight" in weights:

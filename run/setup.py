@@ -5,6 +5,7 @@ import json
 import random
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -77,8 +78,9 @@ def to_train_on(cfg, task):
         empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
                         f"{' and '.join(empty)}")
-    known = {p.prompt for p in train}
-    if n := sum(p.prompt in known for p in held_out):
+    same = repr if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
+    known = {*map(same, train)}
+    if n := sum(same(p) in known for p in held_out):
         print0(f"note: {n} of {len(held_out)} held-out prompts are also training prompts: "
                f"evaluations will count what was learned by heart")
     return train, held_out

@@ -75,7 +75,7 @@ class Config:
     temperature: float = 1.0    # of sampling and of all log-probabilities
     # evaluation and checkpoints
     eval_every: int = 0         # steps between evaluations; 0: first and last
-    held_out: int = 0           # held-out problems to evaluate on; 0: all
+    held_out: int = 0           # held-out problems to evaluate on: the first N; 0: all
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
@@ -608,7 +608,7 @@ def train_step(agent, problems, step):
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= clock.speeds(batch)
+    stats |= clock.speeds(batch) | {"lr": agent.opt.param_groups[0]["lr"]}
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats

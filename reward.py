@@ -34,8 +34,7 @@ def repeated(items, group):
 
 def score_by_rule(agent, problems, batch, episodes=None):
     """Fills in each row's problem, text, and components (B,) of the rule's reward. Of a completion
-    that was cut off only negative ones count: it must not earn more than a wrong one, which ended.
-    """
+    that was cut off only negative ones count."""
     group = len(batch.ids) // len(problems)
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
@@ -150,7 +149,6 @@ def problems_to_label(problems, cfg, rng):
     """Problems to label for a fit: those held out, a tenth, from the first tenth of all problems,
     from which no fit learns; and those to fit to."""
     n = min(FIT_STEPS * cfg.prompts, len(problems))
-    n -= n % dist.ranks()
     n_held_out = n // 10
     tenth = len(problems) // 10
     held_out = rng.sample(problems[:tenth], n_held_out)
@@ -201,11 +199,14 @@ def scores_of(reward_model, rows, cfg):
 
 def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
-    gathered = {}
-    for name, x in passes.join(dist.gather(rows)).items():      # (ranks * problems * K, T)
-        by_rank = x.unflatten(0, (dist.ranks(), -1, CHOICES))
-        gathered[name] = by_rank.transpose(0, 1).flatten(0, 2)
-    return gathered
+    gathered = dist.gather(rows)
+    numbers, first = [], 0              # of problems, which belong to the ranks in turn
+    for rank, of_rank in enumerate(gathered):
+        n = len(of_rank["ids"]) // CHOICES
+        numbers += [(i, rank, first + i) for i in range(n)]
+        first += n
+    order = torch.tensor([place for *_, place in sorted(numbers)])
+    return some(passes.join(gathered), rows_of(order, CHOICES))
 
 def choices(rows, K):
     """The rows, labelled with the probability that each of a problem's K is chosen: 1 for the one

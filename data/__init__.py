@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import numbers
+import re
 import sys
 import time
 import traceback
@@ -72,6 +73,15 @@ def import_file(path, name):
     """Executes a .py file as the module `name`; raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"no file {path}")
+    path = path.absolute()
+    code = path.read_text("utf-8", "replace")
+    for own in re.findall(r"^\s*(?:import|from) (grpo|model|reward|run|data)\b", code, re.M):
+        beside = path.with_name(f"{own}.py")
+        if beside.is_file() and path.parent != Path(__file__).absolute().parent.parent:
+            raise UserError(f"{path} imports {own}, which is a module of grpo.py's, not the file "
+                            f"beside it: rename {beside}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))       # for modules beside it
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     EXECUTED.add(module.__file__)
@@ -118,8 +128,8 @@ def require(task, function, why):
 # The statistics of metrics.jsonl. A reward component cannot have one of these names.
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
-    "clip_share value_loss explained_variance grad_norm mismatch beta rollout_tok_s update_tok_s "
-    "reward_seconds rm_accuracy rm_error greedy turns".split())
+    "clip_share value_loss explained_variance grad_norm mismatch beta lr "
+    "rollout_tok_s update_tok_s reward_seconds rm_accuracy rm_error greedy turns".split())
 SPENT = [0.0]           # seconds in the functions reward, rewards and steps of tasks
 
 @contextlib.contextmanager

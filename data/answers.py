@@ -36,7 +36,7 @@ MARK = re.compile(r"####|≈|(?i:\banswer(?: is:?|:))")
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "grand": 10 ** 3, "lakh": 10 ** 5,
           "million": 10 ** 6, "crore": 10 ** 7, "bn": 10 ** 9, "billion": 10 ** 9}
 WORDED = (r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|forty|"
-          r"(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|trillion|"
+          r"(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|[a-z]*illion|"
           rf"{'|'.join(SCALES)})(?:s|ths)?")
 CURRENCY = r"(?:(?:[A-Z]{2}|[ACRS])?[$£¥₠-₿]{1,3}|[A-Z]{3}|Rs\.?)"
 # One number, with its sign, currency and scale, between two texts without a digit.
@@ -54,12 +54,15 @@ NOT = re.compile(r"(?i)\b(?:no|not|never|none|neither|cannot|wrong\w*|incorrect\
                  r"n['’]t\b|[!<>]=|[不错錯]")
 BEFORE = re.compile(rf"(?i)\b(?:{WORDED}|than|over|under|above|below|least|most|(?<!adds )up to|"
                     r"plus|times|divided by|point|half|third|quarter|double|twice|triple|square|"
-                    r"root|sqrt|max(?:imum)?|min(?:imum)?)(?: of)?\W*$|\w\($")
+                    r"root|sqrt|log|ln|sin|cos|tan|exp|max(?:imum)?|min(?:imum)?)"
+                    r"(?: of)?\W*$|\w\($")
 AFTER = re.compile(rf"(?i)\b(?:{WORDED}|minus|plus|multiplied|divided|squared|cubed|doubled|"
                    r"tripled|halved|factorial|twice|itself|half|halves|thirds|quarters|fifths|"
-                   r"eighths|and an?|at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|"
-                   r"mln|(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
-                   r"[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")
+                   r"eighths|"
+                   r"and an?|(?:more|less|fewer) than|negative|score|[ap]m|i|"
+                   r"at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|mln|"
+                   r"(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
+                   r"^!|[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")
 SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # ---------------------------------------------------------------- the evaluator

@@ -23,6 +23,9 @@ def prompt(question):
     """A question with the instructions, as it is sent to the model; of --ask, too."""
     return PROMPT.format(question)
 
+WANTED = ("each line must be a JSON object with question and answer; of a parquet file "
+          "pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True) makes such lines")
+
 class Problem(NamedTuple):
     prompt: str
     answer: str     # "1080"
@@ -52,7 +55,7 @@ def read(path, flag):
     except OSError as e:
         raise UserError(f"--{flag} {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:       # not JSON, too
-        raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}") from e
+        raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}; {WANTED}") from e
     if not rows:
         raise UserError(f"--{flag} {path} is empty")
     return rows

@@ -19,6 +19,8 @@ FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
 MORE = "additional_chat_templates"
+NOT_BYTE_LEVEL = ("its tokenizer is not a byte-level BPE without a prefix space, as of GPT-2, "
+                  "Llama 3 or Qwen; SentencePiece, as of Llama 2 and Mistral 7B, is not supported")
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
 BYTES += [b for b in range(256) if b not in BYTES]
 LETTERS = dict(zip(BYTES, map(chr, [*BYTES[:188], *range(256, 324)])))   # GPT-2's letter of a byte
@@ -58,12 +60,20 @@ class Encoding(tiktoken.Encoding):
             if piece in self.plain:
                 ids.append(self.special[piece])
                 continue
-            if self.missing:        # a tokenizer that lacks some bytes drops their characters
-                piece = piece.encode("utf-8", "replace").decode()   # a lone surrogate has no UTF-8
-                piece = "".join(c for c in piece if self.missing.isdisjoint(c.encode()))
             piece = unicodedata.normalize("NFC", piece) if self.nfc else piece
             for part in cut(piece, self.before):
-                ids += super().encode_ordinary(part)
+                ids += self.encode_part(part)
+        return ids
+
+    def encode_part(self, text):
+        """Ids of a text without added tokens. Bytes that the tokenizer lacks are dropped from the
+        pieces into which it splits the text."""
+        if self.missing.isdisjoint(text.encode("utf-8", "replace")):
+            return super().encode_ordinary(text)
+        ids = []
+        for piece in cut(text, [regex.compile(self._pat_str)]):
+            known = bytes(b for b in piece.encode("utf-8", "replace") if b not in self.missing)
+            ids += self._encode_single_piece(known) if known else []
         return ids
 
     def encode_prompt(self, text):
@@ -240,7 +250,7 @@ def step_tokens(encoding, ids, ends):
     found = []
     for end in ends:
         i = min(bisect.bisect_left(done, end), len(ids) - 1)
-        ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop
+        ends_turn = i + 2 < len(ids) and ids[i + 1] in encoding.stop and ids[i] not in encoding.stop
         found.append(i + 1 if ends_turn else i)
     return found
 
@@ -250,7 +260,7 @@ def read_bpe(hf, special):
     """Arguments of an Encoding, from a tokenizer.json."""
     model, normalizer = hf["model"], hf.get("normalizer") or dict(type="Sequence", normalizers=[])
     if model["type"] != "BPE":
-        raise UserError("its tokenizer is not a byte-level BPE")
+        raise UserError(NOT_BYTE_LEVEL)
     *before, split = patterns_of(hf["pre_tokenizer"] or {})
     try:
         before = [regex.compile(pattern, regex.V1) for pattern in before]
@@ -289,7 +299,7 @@ def patterns_of(pre):
     *before, level = parts = pre.get("pretokenizers", [pre])
     kinds = [part.get("type") for part in parts]
     if kinds[-1] != "ByteLevel" or level.get("add_prefix_space"):
-        raise UserError("its tokenizer is not a byte-level BPE")
+        raise UserError(NOT_BYTE_LEVEL)
     if not {*kinds[:-1]} <= {"Split", "Digits"}:
         raise UserError(f"its tokenizer splits text in a way that is not supported: {kinds}")
     patterns = [pattern_of(part) for part in before]

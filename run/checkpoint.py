@@ -45,10 +45,12 @@ def save(agent, step):
     write_checkpoint(agent.cfg, Checkpoint(step, agent.beta, model, sizes, tensors))
 
 def write_checkpoint(cfg, checkpoint):
-    """Writes checkpoint.safetensors: the settings and a Checkpoint."""
+    """Writes the settings and a Checkpoint to checkpoint.safetensors, with a checksum of both."""
     state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
-    tensors = state.pop("tensors")
-    files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
+    tensors = {n: x.cpu() for n, x in state.pop("tensors").items()}
+    text = json.dumps(state)
+    header = {"grpo": files.checksum(tensors, text) + text}
+    files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors, header)
 
 def end_step(agent, step, stats):
     """Logs a step and saves when due; raises Stopped after a signal."""
@@ -64,6 +66,8 @@ def end_step(agent, step, stats):
     if last or stopped or step > 0 and due:     # at step 0 there is nothing that could be lost
         save(agent, step)
         report.refresh(cfg.folder)
+    if last:
+        files.LOCK.close()              # a notebook's process goes on
     if stopped and not last:
         raise dist.Stopped(f"after step {step}")
 
@@ -110,8 +114,11 @@ def load(folder, kind):
         raise UserError(f"no run in {folder}")
     try:
         with safe_open(path, "pt") as f:
-            state = json.loads(f.metadata()["grpo"])
+            noted, text = f.metadata()["grpo"][:64], f.metadata()["grpo"][64:]
             tensors = {n: f.get_tensor(n) for n in f.keys()}
+        if files.checksum(tensors, text) != noted:
+            raise ValueError("its checksum is another")
+        state = json.loads(text)
         return kind(**state.pop("config")), Checkpoint(**state, tensors=tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as e:
         raise UserError(f"{path} is cut off, or not of this version of grpo.py ({e}): choose "
@@ -236,8 +243,13 @@ def open_run(cfg, checkpoint=None, problems=""):
                   problems=problems)
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
     for name in files.LOGS:
-        with open(folder / name, "ab") as f:
-            f.truncate(min(f.tell(), checkpoint.sizes[name]))
+        size = checkpoint.sizes[name]
+        with open(folder / name, "ab+") as f:
+            if f.tell() < size:
+                print0(f"note: {folder / name} has lost lines since the checkpoint was written")
+                f.seek(0)
+                size = f.read().rfind(b"\n") + 1
+            f.truncate(size)
 
 # -------------------------------------------------------------- a run's tensors
 

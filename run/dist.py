@@ -277,10 +277,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """A handler: records the first signal, exits at the second."""
+    """A handler: records the first signal, exits at the second; says where the run is."""
+    place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     if ASKED:
+        os.write(2, f"ended in {place}; --resume continues from the last checkpoint\n".encode())
         raise Ended(128 + number)
     ASKED.append(number)
+    os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
 
 def in_a_fork():
     """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""

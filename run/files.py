@@ -1,11 +1,13 @@
 """Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
+import hashlib
 import itertools
 import json
 import math
 import os
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -51,16 +53,28 @@ def write_tensors(path, tensors, metadata):
     with replacing(path) as beside:
         save_file(tensors, beside, metadata)
 
+def checksum(tensors, text):
+    """SHA-256 of tensors on the host, with their names, types and shapes, and of a text."""
+    found = hashlib.sha256(text.encode())
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {[*x.shape]}".encode())
+        found.update(x.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
 def lock(path):
     """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
     LOCK.close()
-    file = LOCK.enter_context(open(path, "ab"))
+    file = LOCK.enter_context(open(path, "a+"))
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
-        raise UserError(f"another run is active in {path.parent}: wait until it ends, or choose "
-                        f"another --out") from e
+        file.seek(0)
+        raise UserError(f"another run, process {file.read()}, is active in {path.parent}: wait "
+                        f"until it ends, or choose another --out") from e
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
 
 def append(path, record):
     line = json.dumps(strict(record), allow_nan=False)

@@ -139,6 +139,8 @@ def scaled_rope(cfg, given):
         return tuple((inv_freq / factor).tolist())
     # Divides those whose period is long for the original context.
     low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low >= high:
+        raise UserError(f"rope scaling: low_freq_factor {low} must be less than high_freq_factor")
     turns = number(CONTEXT, cfg.block_size) * inv_freq / (2 * torch.pi)
     kept = (turns - low) / (high - low)
     return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())
@@ -200,6 +202,8 @@ def read_weights(model, folder):
         pieces = [tensor]
         if parts[0] in shapes:
             pieces = split(folder, name, tensor, [shapes[part] for part in parts])
+        if not tensor.isfinite().all():
+            raise UserError(f"{folder}: {name!r:.200} has numbers that are not finite")
         for part, piece in zip(parts, pieces):
             weights[part] = piece.to(torch.float32, copy=True).contiguous()
     if model.cfg.tied and "lm_head.weight" in weights:

@@ -5,14 +5,15 @@ import json
 import random
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 import data
 import model
-from data import (UserError, answer_of, call, check_steps, load_task, need, read_bytes, read_json,
-                  require, rewards_of, steps_of, turns)
+from data import (UserError, answer_of, call, check_steps, load_task, need, of, read_bytes,
+                  read_json, require, rewards_of, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
 from run.dist import print0
@@ -75,8 +76,9 @@ def to_train_on(cfg, task):
         empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
                         f"{' and '.join(empty)}")
-    known = {p.prompt for p in train}
-    if n := sum(p.prompt in known for p in held_out):
+    same = repr if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
+    known = {*map(same, train)}
+    if n := sum(same(p) in known for p in held_out):
         print0(f"note: {n} of {len(held_out)} held-out prompts are also training prompts: "
                f"evaluations will count what was learned by heart")
     return train, held_out
@@ -119,7 +121,7 @@ def check_run(cfg, task, problems):
                         f"{len(problems)}")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
-    rewards_of(task, [problem], [nothing], [1])     # raises UserError for what is no reward
+    [components] = rewards_of(task, [problem], [nothing], [1])     # raises UserError for no reward
     answer_of(task, nothing)
     if replies:
         turns.checked_reply(task.reply, problem, nothing)
@@ -127,6 +129,8 @@ def check_run(cfg, task, problems):
         something = turns.demonstration(task, problem, random.Random(0))
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
+        if others := ", ".join(components.keys() - {"correct"}):
+            print0(f"note: --supervision process rewards steps: {others} are only logged")
         found = steps_of(task, problem, something)
         check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
@@ -253,15 +257,15 @@ def warm_start(policy, task, problems, cfg, encoding):
 
     def losses(step):
         rng = dist.rng(cfg, "warm start", step)
-        rows = [row(p, task, encoding, rng) for p in rng.choices(problems, k=WARM_BATCH)]
-        longest = max(sum(map(len, parts)) for _, *parts in rows)
-        if longest > cfg.max_new:
-            raise UserError(f"a demonstration has {longest} tokens, --max_new is {cfg.max_new}")
+        drawn = rng.choices(problems, k=WARM_BATCH)
+        rows = [checked_row(p, task, encoding, cfg.max_new, rng) for p in drawn]
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
             logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
+    for problem in problems:            # before the time of a fit is spent
+        checked_row(problem, task, encoding, cfg.max_new, random.Random(0))
     passes.supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
 
     if dist.rank() == 0:
@@ -270,6 +274,14 @@ def warm_start(policy, task, problems, cfg, encoding):
         pretrained.save(policy, where, encoding.files)
         note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
+
+def checked_row(problem, task, encoding, most, rng):
+    """The `row` of a problem; raises UserError if its demonstration has more than `most` tokens."""
+    parts = row(problem, task, encoding, rng)
+    if (n := sum(map(len, parts[1:]))) > most:
+        raise UserError(f"the demonstration of {of(problem)} has {n} tokens, more than --max_new "
+                        f"{most}: raise it, or leave out such problems")
+    return parts
 
 def row(problem, task, encoding, rng):
     """The ids of a prompt and of each turn and reply of a demonstration."""

@@ -19,13 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 from experiments import results  # noqa: E402
+from experiments.cost.speed import new_trainer  # noqa: E402
 from run import dist, pretrained, setup  # noqa: E402
 
 FOUND = ROOT / "out" / "beside_trl"
@@ -65,8 +64,7 @@ def ours(seed):
 def trl(seed):
     """The points of a run of TRL's trainer."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoTokenizer, TrainerCallback
 
     agent, problems, held_out = new_agent(seed)
     cfg, points, spent = agent.cfg, [], [0.0, 0.0]
@@ -105,20 +103,8 @@ def trl(seed):
                 with contextlib.redirect_stdout(sys.__stdout__):
                     measured(agent, held_out, points, step, spent[0], step * rows)
 
-    gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
-    opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
-    settings = GRPOConfig(
-        tempfile.mkdtemp(), per_device_train_batch_size=128, max_steps=cfg.steps * cfg.updates,
-        gradient_accumulation_steps=rows // 128 // cfg.updates, steps_per_generation=rows // 128,
-        num_generations=cfg.group, max_completion_length=cfg.max_new, loss_type="grpo",
-        max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta, epsilon=cfg.clip_low, seed=seed,
-        temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no", report_to=[],
-        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
-        logging_strategy="no")
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
-    trainer = GRPOTrainer(gpt, rewarded, settings, Dataset.from_list(
-        [{"prompt": p.prompt} for p in drawn]), processing_class=tokenizer, callbacks=[Watch()],
-        optimizers=(opt, schedule))
+    dataset = Dataset.from_list([{"prompt": p.prompt} for p in drawn])
+    trainer = new_trainer(cfg, tokenizer, rewarded, dataset, Watch(), 128, cfg.steps * cfg.updates)
     measured(agent, held_out, points, 0, 0.0, 0)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

@@ -64,11 +64,32 @@ def new(size, who):
     return turn
 
 
+def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
+    """TRL's trainer with the settings of a Config, and `part` rows a pass."""
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
+    opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    passes_of_rollout = cfg.prompts * cfg.group // part
+    settings = GRPOConfig(
+        tempfile.mkdtemp(), per_device_train_batch_size=part, max_steps=max_steps,
+        gradient_accumulation_steps=passes_of_rollout // cfg.minibatches,
+        steps_per_generation=passes_of_rollout, num_generations=cfg.group, loss_type="grpo",
+        max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta,
+        epsilon=cfg.clip_low, temperature=cfg.temperature, shuffle_dataset=False,
+        save_strategy="no", report_to=[], seed=cfg.seed, bf16=cfg.dtype == "bfloat16",
+        use_cpu=dist.device_of(cfg).type == "cpu", gradient_checkpointing=False,
+        disable_tqdm=True, logging_strategy="no")
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    return GRPOTrainer(gpt, rewarded, settings, dataset, processing_class=tokenizer,
+                       callbacks=[callback], optimizers=(opt, schedule))
+
+
 def with_trl(cfg, task, problems, part):
     """The same for TRL's trainer, with `part` rows a pass: each turn is a run of one step."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoTokenizer, TrainerCallback
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.init)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -93,17 +114,7 @@ def with_trl(cfg, task, problems, part):
 
         def on_step_end(self, *_, **__):
             marks["ended"] = now(device)
-    gpt = AutoModelForCausalLM.from_pretrained(cfg.init, dtype=torch.float32)
-    opt = torch.optim.AdamW(gpt.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
-    trainer = GRPOTrainer(gpt, rewarded, GRPOConfig(
-        tempfile.mkdtemp(), per_device_train_batch_size=part, max_steps=1, loss_type="grpo",
-        gradient_accumulation_steps=cfg.prompts * cfg.group // part, num_generations=cfg.group,
-        max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta,
-        temperature=cfg.temperature, shuffle_dataset=False, save_strategy="no", report_to=[],
-        seed=cfg.seed, use_cpu=device.type == "cpu", bf16=cfg.dtype == "bfloat16", num_iterations=1,
-        gradient_checkpointing=False, disable_tqdm=True, logging_strategy="no"),
-        drawn(1), processing_class=tokenizer, callbacks=[Marks()],
-        optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)))
+    trainer = new_trainer(cfg, tokenizer, rewarded, drawn(1), Marks(), part, max_steps=1)
     make = trainer._generate_and_score_completions
 
     def made(inputs):

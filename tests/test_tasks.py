@@ -60,7 +60,7 @@ def test_problems_of_arithmetic(difficulty, total, held, first):
     pairs = [{frozenset(p.prompt[:-1].split("*")) for p in side} for side in sides]
     assert not pairs[0] & pairs[1] and [side[0].prompt for side in sides] == first
     assert len(held_out) == held and len({*train, *held_out}) == len(train) + held == total
-    assert all(int(p.answer) == eval(p.prompt[:-1]) for p in train)
+    assert all(evaluate(p.prompt[:-1]) == int(p.answer) for p in train)
 
 
 @pytest.mark.parametrize("problem, correct, working, texts", [
@@ -238,10 +238,9 @@ TASKS = [(task, P), (countdown, MAKE), (gsm8k, FIVE), (sums, SUM)]
 
 
 @pytest.mark.parametrize("head, piece, tail", [
-    ("<answer>-", " ", "!</answer>"), ("<answer>$", " ", "!</answer>"), ("", "<answer>", ""),
-    ("", "=", ""), ("", "1+=", ""), ("", "1+1=2\n", ""), ("", "(", "=1"), ("1=", "1+" * 99, "1="),
-    ("1=", "1" * 199 + "y=", ""), ("", "47=47\n", ""), ("1", ",000", ""), ("", "-", "y"),
-    ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5"), ("", "1.1.", "")])
+    ("<answer>-", " ", "!</answer>"), ("", "<answer>", ""), ("", "=", ""), ("", "1+=", ""),
+    ("", "1+1=2\n", ""), ("", "(", "=1"), ("1=", "1+" * 99, "1="), ("1=", "1" * 199 + "y=", ""),
+    ("", "47=47\n", ""), ("1", ",000", ""), ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5")])
 def test_hostile_texts_take_linear_time(head, piece, tail):
     """`<answer>-`, 800 spaces and `!` took a second. Quadratic time is 16 times as long."""
     def took(n):
@@ -380,10 +379,9 @@ def test_problems_of_sums(difficulty, n, most, first):
     """Right, the same every time; held-out numbers are in no training problem."""
     train, held_out = sides = sums.problems(difficulty)
     assert (len(train), len(held_out), train[0].prompt) == (n, 128, first)
-    numbers = [{tuple(sorted(map(int, re.findall("[0-9]+", p.solution.split("=")[0]))))
-                for p in side} for side in sides]
+    numbers = [{tuple(sorted(re.findall("[0-9]+", p.prompt))) for p in side} for side in sides]
     assert not numbers[0] & numbers[1]
-    assert {*itertools.chain(*numbers[0], *numbers[1])} == {*range(1, most + 1)}
+    assert {int(x) for own in numbers[0] | numbers[1] for x in own} == {*range(1, most + 1)}
     for p in train + held_out:
         text, total = p.solution.split(" = ")
         assert total == p.answer and evaluate(text) == int(total) >= 0
@@ -409,14 +407,13 @@ PRODUCT = calculator.Problem("What is 47 * 58?", "47 * 58", "2726")
 
 
 @pytest.mark.parametrize("reply, correct, call, said", [
-    (None, 1, 0, ["47 * 58 = 2726"]), (None, 0, 0, ["2725"]), ("error", 0, 0, ["2726 <tool>"]),
-    (None, 1, -0.1, ["<tool>47*58</tool>", "2726", "2726"]), ("2726", 0, 0, ["<tool>47*58</tool>"]),
-    (None, 1, -0.2, ["<tool>47</tool>", "47", "<tool>", "error", "So 2726."]),
-    (None, 0, 0, ["<tool>47*58</tool>", "2726", "I know."]), ("error", 0, 0, ["<tool>1/0</tool>"]),
-    ("2", 0, 0, ["I <tool><tool> 1+1</tool><tool>2+2</tool>"]), ("error", 0, 0, ["<tool>" * 9999])])
+    (None, 1, 0, "47 * 58 = 2726"), (None, 0, 0, "2725"), ("error", 0, 0, "2726 <tool>"),
+    (None, 1, -0.2, "<tool>|error|<tool>47*58</tool>|2726|2726"), ("error", 0, 0, "<tool>1/0</tool>"),
+    (None, 0, 0, "<tool>47*58</tool>|2726|I know."), ("2", 0, 0, "a <tool><tool> 1+1</tool>2</tool>")])
 def test_the_calculator_replies_to_calls_and_the_last_turn_earns(reply, correct, call, said):
-    assert calculator.reply(PRODUCT, said) == reply
-    assert calculator.reward(PRODUCT, said) == {"correct": correct, "call": pytest.approx(call)}
+    assert calculator.reply(PRODUCT, said.split("|")) == reply
+    parts = calculator.reward(PRODUCT, said.split("|"))
+    assert parts == {"correct": correct, "call": pytest.approx(call)}
 
 
 # ----------------------------------------------------------------------------- several answers
@@ -703,11 +700,11 @@ MANY = "{% if messages | selectattr('role', 'ne', 'system') | list | length > "
     ("user", CHAT), ("tool", "{# 'tool' #}" + CHAT), ("user", "{# tools #}" + CHAT),
     ("tool", of_tool(TOOL)), ("tool", of_tool(TOOL.replace("<|im_end|>", LAST))),
     ("user", of_tool("")), ("user", of_tool(TOOL + "{{ m.content }}")),
-    ("user", of_tool("{{ raise_exception('a call is missing') }}")), ("user", of_tool(FIRST + TOOL)),
+    ("user", of_tool("{{ raise_exception('no call') }}")), ("user", of_tool(FIRST + TOOL)),
     *(("user", of_tool(TOOL, by)) for by in (" | tojson", " | trim", ".strip('\n')")),
     ("user", of_tool(TOOL, "", TRIMMED)), ("tool", of_tool(TOOL, " | trim", TRIMMED)),
     ("", MANY + "2 %}{{ raise_exception('one question,\none answer') }}{% endif %}" + CHAT),
-    ("", MANY + "3 %}{{ 1 / 0 }}{% endif %}" + CHAT), ("", "{% set messages = messages[:2] %}" + CHAT),
+    ("", MANY + "3 %}{{ 1 / 0 }}{% endif %}" + CHAT),
     ("", CHAT.replace("m.content", "(m.content if loop.index < 3 else m.content | upper)")),
     ("", CHAT.replace("<|im_end|>", LAST))])
 def test_a_reply_is_a_message_of_the_template(role, template, tmp_path):

@@ -21,7 +21,7 @@ import experiments.models.sums_task as sums
 import grpo
 import reward
 from data import UserError, chat, load_task, turns
-from data.answers import evaluate, one_number, steps, tagged
+from data.answers import evaluate, one_number, steps
 from data.arithmetic import Problem
 from data.tokenizer import (GPT2_SPLIT, Encoding, byte_encoding, decode, load_encoding, opening,
                             pieces, read_bpe, split_at, step_tokens, stop_tokens)
@@ -78,11 +78,10 @@ def test_rewards_of_arithmetic(problem, correct, working, texts):
 
 
 @pytest.mark.parametrize("problem, text, found", [
-    (P, WORK, "21+ 37+ 59+"), (P, "~2726", "5+"), (P, "2725", "4-"), (P, "", ""),
+    (P, WORK, "21+ 37+ 59+"), (P, "~2726", "5+"), (P, "", ""),
     (P, WORK.replace("56=376", "56=386").replace("+376=2600", "+386=2600"), "21+ 37- 59-"),
-    (P, "2725\n47*50=2350", "5- 15+"), (TWO, "\n2*3=6+1=7", "10-"),
-    (Q, "\n13=13" * 30, ""), (Q, "\n13=13=10+3\n13=9+4", ""),       # a number taken apart
-    (Q, HONEST + "\n26+130=156\n26+0130=156=156\n156=156", "11+ 19+ 30+"),
+    (P, "2725\n47*50=2350", "5- 15+"), (Q, "\n13=13=10+3\n13=9+4", ""),    # one taken apart
+    (Q, HONEST + "\n26+0130=156=156\n156=156", "11+ 19+ 30+"),
     (Q, "\n13=14" * 3, "7- 13- 18-"), (Q, "\n\n13*2=26\n\n13*2=26\n13*10=130", "10+ 28+")])
 def test_steps_of_arithmetic(problem, text, found):
     """They end with their newline. `13=13`, thirty times, once earned thirty rewards."""
@@ -109,8 +108,8 @@ def test_demonstrations_of_arithmetic(monkeypatch):
 
 
 def test_answers_of_arithmetic():
-    texts = ("221", "~221", WORK, "1=2=3", "", "x", "\n", "4*", "9" * 31)
-    assert [*map(task.answer, texts)] == ["221", "221", "2726", "3", "", "", "", "", ""]
+    found = {"~221": "221", WORK: "2726", "1=2=3": "3", "": "", "x": "", "4*": "", "9" * 31: ""}
+    assert {text: task.answer(text) for text in found} == found
 
 
 # ----------------------------------------------------------------------------- files of tasks
@@ -131,14 +130,14 @@ def test_tasks_that_are_none(monkeypatch, tmp_path):
     for lacks in ("x", "y", "problems", "answer", "reward"):
         path = tmp_path / lacks / "mine.py"
         path.parent.mkdir()
-        path.write_text(f"DEFAULTS = {{}}\nproblems = answer = reward = {lacks!r}.count\n"
-                        f"{lacks} = None\n")
-        if len(lacks) == 1:
-            found.append(load_task(str(path)))
+        path.write_text(f"DEFAULTS = {{}}\nproblems = reward = answer = {lacks!r}.count\n"
+                        f"{lacks} = None")
+        if lacks in "xy":
+            found.append(load_task(str(path)).answer("x"))
         else:
             with pytest.raises(UserError, match=f"mine.py has no function {lacks}"):
                 load_task(str(path))
-    assert [own.answer("x") for own in found] == [1, 0]
+    assert found == [1, 0]
 
 
 # ------------------------------------------------------------------------- the safe evaluator
@@ -193,16 +192,14 @@ def test_answers_are_judged_as_by_hand():
 
 
 @pytest.mark.parametrize("form, reads", [
-    ("<answer>{}", 0), ("{}</answer>", 0), ("</answer>{}<answer>", 0), ("{}", 0),
+    ("<answer>{}", 0), ("{}</answer>", 0), ("</answer>{}<answer>", 0), ("<Answer>{}</Answer>", 0),
     ("<answer><answer>{}</answer>", 1), ("<answer>\n {} \n</answer></answer>\n", 1),
-    ("<answer>0</answer><answer>{}</answer><answer>0", 1), ("<Answer>{}</Answer>", 0)])
+    ("<answer>0</answer><answer>{}</answer><answer>0", 1)])
 def test_an_answer_is_between_the_last_tags(form, reads):
     """The format is rewarded where an answer is read, right or wrong."""
-    for module, problem, right in ((countdown, MAKE, "3*7+25"), (gsm8k, FIVE, "5")):
-        assert tagged(form.format(right)) == (right if reads else None)
-        for text, correct in ((right, reads), ("1", 0)):
-            parts = module.reward(problem, form.format(text))
-            assert parts == {"correct": correct, "format": 0.1 * reads}
+    for module, problem, text in ((countdown, MAKE, "3*7+25"), (gsm8k, FIVE, "5"), (gsm8k, P, "5")):
+        parts = module.reward(problem, form.format(text))
+        assert parts == {"correct": reads * (problem != P), "format": 0.1 * reads}
 
 
 @pytest.mark.parametrize("truth, lines", [
@@ -220,7 +217,7 @@ def test_lines_with_equations_are_steps(truth, lines):
 
 
 @pytest.mark.parametrize("text, found", [
-    ("1+1=2\nb\n2+2=4\nd", "6+ 14+ 15+"), ("", ""), ("a", "1+"), ("1+1=3\n\n", "7-"),
+    ("1+1=2\nb\n2+2=4\nd", "6+ 14+ 15+"), ("", ""), ("1+1=3\n\n", "7-"),
     ("1+1=2\n" * 30 + "done", "6+ 184+"), ("Mon: 2*3=6\nTue: 2*3=6", "11+ 21+"),
     ("1+1=2\n1 + 1 = 2\n1+1=3\n1+1=3\n", "6+ 22- 28-")])
 def test_a_line_that_was_there_is_no_step(text, found):
@@ -302,24 +299,19 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
     ("RecursionError", [b"[" * 100_000]), ("not an object", [b"[]", b"7"]),
     ("UnicodeDecodeError", [b"\xef\xbb"]), ("Unterminated string", [b'{"question": "q']),
     ("'question' must be a string", [b'{"question": 1, "answer": "#### 1"}', b"{}"]),
-    ("'answer' must be a string", [b'{"question": "q"}', b'{"question": "q", "answer": 1}']),
-    ("4300 digits", [b'{"question": "q", "answer": ' + b"9" * 5000 + b"}"]),
-    ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2", b"many")]),
-    ("#### n", [GOOD.replace(b"#", b"")]), ("surrogates", [GOOD.replace(b'q"', b'\\ud800"')])])
+    ("'answer' must be a string", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
+    ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")]),
+    ("surrogates", [GOOD.replace(b'q"', b'\\ud800"')])])
 def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):
     path = tmp_path / "rows.jsonl"
     for line in lines:
         path.write_bytes(GOOD + b"\n \n" + line + b"\n" + GOOD)
         with pytest.raises(UserError, match=rf"--train .*rows.jsonl, line 3: .*{why}") as e:
             gsm8k.problems(str(path))
-        assert "\n" not in str(e.value) and len(str(e.value)) < 500
-
-
-def test_files_of_problems_that_are_none(tmp_path):
-    for path, why in ((rows_in(tmp_path), "is empty"), ("", "needs --test FILE"),
-                      (str(tmp_path / "none"), "No such file")):
+        assert len(str(e.value)) < 500
+    for given, why in ((rows_in(tmp_path), "is empty"), ("", "needs --test FILE")):
         with pytest.raises(UserError, match=why):
-            gsm8k.problems(path)
+            gsm8k.problems(given)
 
 
 # ------------------------------------------------------------------------------- countdown
@@ -328,23 +320,22 @@ def test_files_of_problems_that_are_none(tmp_path):
 def test_countdown():
     """All different, with a solution, after up to three others that have the values they say."""
     train, held_out = sides = countdown.problems(3)
-    assert len(held_out) == 500 and len(train) > 1000
-    assert [(side[0].numbers, side[0].target) for side in sides] == [((2, 8, 11), 30),
-                                                                     ((2, 8, 71), 65)]
-    keys = [(p.numbers, p.target) for p in train + held_out]
-    assert len({*keys}) == len(keys) and all(len(p.numbers) == 3 for p in train)
+    assert [(side[0].numbers, side[0].target) for side in sides] == [
+        ((2, 8, 11), 30), ((2, 8, 71), 65)]
+    keys = {(p.numbers, p.target) for p in train + held_out}
+    assert len(keys) == len(train) + len(held_out) > 2000 and len(held_out) == 500
     assert {p.target for p in train} == {*range(10, 100)}
     tried = set()
     for p in train[:200]:
         *shown, target = map(int, re.findall(r"[0-9]+", p.prompt.partition(".")[0]))
-        assert sorted(shown) == sorted(p.numbers) and target == p.target
+        assert sorted(shown) == [*p.numbers] and target == p.target and len(shown) == 3
         said = countdown.demonstration(p, random)
         assert countdown.reward(p, said) == {"correct": 1.0, "format": 0.1}
-        *misses, last = [line.split("=") for line in said.splitlines()[1:-2]]
-        assert last == [p.solution, str(p.target)] and len({x for x, _ in misses}) == len(misses)
-        for text, value in misses:
+        *misses, last = said.splitlines()[1:-2]
+        assert last == f"{p.solution}={p.target}" and len({*misses}) == len(misses)
+        for text, value in [line.split("=") for line in misses]:
             assert evaluate(text) == evaluate(value) != p.target
-            assert sorted(map(int, re.findall(r"\d+", text))) == sorted(p.numbers)
+            assert sorted(map(int, re.findall(r"\d+", text))) == [*p.numbers]
         tried.add(len(misses))
     assert tried == {0, 1, 2, 3}
 
@@ -352,7 +343,7 @@ def test_countdown():
 def test_difficulties(monkeypatch):
     monkeypatch.setattr(countdown, "DRAWS", 20)
     assert countdown.problems(2) and countdown.problems(6)
-    for module, n in ((countdown, 1), (countdown, 7), (sums, 0), (sums, 5), (task, 0), (task, 4)):
+    for module, n in ((countdown, 1), (countdown, 7), (sums, 5), (task, 0), (task, 4)):
         with pytest.raises(UserError, match=f"--difficulty {n}: .* takes "):
             module.problems(n)
 
@@ -361,8 +352,7 @@ def test_difficulties(monkeypatch):
     ((3, 7, 25), 46, 1, "25+3*7| 3 * 7 + 25 |(3*7)+25"),
     ((3, 7, 25), 46, 0, "46|25+3*7+0|25+21|25+3*7=46|2 5+3*7|2⏎5+3*7|25+3*7*7/7|3+7+25|25**1+3*7|"),
     ((3, 4, 25), 13, 0, "3.25*4"), ((3, 4, 25), 59, 0, "0000000034+25|34+25"),
-    ((3, 4, 25), 37, 0, "3*4+025|3.0*4+25"), ((1, 5, 15), 15, 0, "15"),
-    ((3, 5), 15, 0, "３*5|3*٥|3*5 or 5*3|3*5</answer><answer>8")])
+    ((3, 4, 25), 37, 0, "3*4+025|3.0*4+25"), ((3, 5), 15, 0, "３*5|3*5 or 5*3")])
 def test_countdown_wants_each_number_once(numbers, target, correct, texts):
     """`0000000034` was 3 and 4 to the check of the numbers, and 34 to the evaluator."""
     for text in texts_of(texts):
@@ -385,12 +375,12 @@ def test_problems_of_sums(difficulty, n, most, first):
     for p in train + held_out:
         text, total = p.solution.split(" = ")
         assert total == p.answer and evaluate(text) == int(total) >= 0
-        assert Counter(re.findall("[0-9]+", p.prompt)) == Counter(re.findall("[0-9]+", text))
-    assert sums.reward(p, sums.demonstration(p, None)) == {"correct": 1, "near": 0.2}
+        assert difficulty == 4 or p.prompt == f"What is {text}?"
+        assert sums.answer(sums.demonstration(p, None)) == p.answer
 
 
 @pytest.mark.parametrize("said, near, texts", [
-    ("19", 0.2, "19|7 + 12 = 19.|It is 19, of course.|019|19.0|7,19|The answer is...19|5–19|-> 19"),
+    ("19", 0.2, "7 + 12 = 19.|It is 19, of course.|019|19.0|7,19|It is...19|5–19|-> 19"),
     ("20", 0.1, "19⏎⏎So 20"), ("1234", 0.2 / 1216, "1,234"), ("37/2", 0.4 / 3, "18.5"),
     ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "-5|= -5|(-5)|−5"),
     ("5", 0.2 / 15, "12-5|12 - 5|(9) - 5|covid-5|12 minus 5|$12 - $5|12% - 5|12 – 5"),
@@ -403,17 +393,14 @@ def test_the_last_number_counts(said, near, texts):
         assert parts == {"correct": said == "19", "near": pytest.approx(near, rel=1e-12)}
 
 
-PRODUCT = calculator.Problem("What is 47 * 58?", "47 * 58", "2726")
-
-
 @pytest.mark.parametrize("reply, correct, call, said", [
     (None, 1, 0, "47 * 58 = 2726"), (None, 0, 0, "2725"), ("error", 0, 0, "2726 <tool>"),
-    (None, 1, -0.2, "<tool>|error|<tool>47*58</tool>|2726|2726"), ("error", 0, 0, "<tool>1/0</tool>"),
-    (None, 0, 0, "<tool>47*58</tool>|2726|I know."), ("2", 0, 0, "a <tool><tool> 1+1</tool>2</tool>")])
-def test_the_calculator_replies_to_calls_and_the_last_turn_earns(reply, correct, call, said):
-    assert calculator.reply(PRODUCT, said.split("|")) == reply
-    parts = calculator.reward(PRODUCT, said.split("|"))
-    assert parts == {"correct": correct, "call": pytest.approx(call)}
+    (None, 1, -0.2, "<tool>|error|<tool>47*58</tool>|2726|2726"),
+    (None, 0, 0, "<tool>47*58</tool>|2726|I know."), ("2", 0, 0, "a <tool><tool> 1+1</tool>2")])
+def test_the_last_turn_with_a_calculator_earns(reply, correct, call, said):
+    problem, said = calculator.Problem("What is 47 * 58?", "47 * 58", "2726"), said.split("|")
+    assert calculator.reply(problem, said) == reply
+    assert calculator.reward(problem, said) == {"correct": correct, "call": pytest.approx(call)}
 
 
 # ----------------------------------------------------------------------------- several answers
@@ -427,8 +414,8 @@ def test_pass_at_k_is_the_mean_over_all_sets():
 
 @pytest.mark.parametrize("k, right, said, share", [
     (4, [1, 0, 0, 1], "abba", 1), (4, [0, 1, 1, 0], "abba", 0),         # as frequent: the first
-    (2, [1, 1, 0, 0, 1], "aabba", 0.5),                         # sets side by side; the rest is out
-    (3, [1, 0, 0], ["a", "", ""], 1), (3, [0, 0, 0], ["", "", ""], 0)])     # "" is no vote
+    (2, [1, 1, 0, 0, 1], "aabba", 0.5),                     # sets side by side; the rest is out
+    (3, [1, 0, 0], ["a", "", ""], 1), (1, [0], [""], 0)])   # "" is no vote
 def test_majority_of_k(k, right, said, share):
     assert majority_at(k, right, [*said]) == share
 
@@ -451,10 +438,11 @@ def test_the_byte_tokenizers_files_are_for_others_too(encoding):
     hf, about = (json.loads(encoding.files[f"tokenizer{x}.json"]) for x in ("", "_config"))
     assert hf["pre_tokenizer"] == hf["decoder"] == dict(
         type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    assert hf["added_tokens"] == [dict(id=256, content="<|endoftext|>", special=True, **off)]
-    assert sorted(hf["model"]["vocab"].values()) == [*range(256)] and hf["normalizer"] is None
-    assert about["eos_token"] == "<|endoftext|>"
+    end, = hf["added_tokens"]
+    assert {name for name, x in end.items() if x is False} == {
+        "single_word", "lstrip", "rstrip", "normalized"} and end["special"] and hf["normalizer"] is None
+    assert end["id"] == 256 and end["content"] == about["eos_token"] == "<|endoftext|>"
+    assert sorted(hf["model"]["vocab"].values()) == [*range(256)]
 
 
 def alone(pattern):
@@ -479,28 +467,13 @@ def test_how_a_tokenizer_splits_a_text(encoding, parts, patterns):
     assert [x.pattern for x in found["before"]] + [found["split"]] == patterns and not found["nfc"]
 
 
-def test_ids_that_a_tokenizer_may_have(encoding):
-    hf = json.loads(encoding.files["tokenizer.json"])
-    for i in (2 ** 31, -1, 300.0, "7", 98):
-        hf["model"]["vocab"]["a"] = i
-        with pytest.raises(UserError, match="not all different integers"):
-            read_bpe(hf, {})
-
-
 def test_tokens_before_every_text():
     """Those of each post-processor."""
-    known = {"<s>": 300, "<t>": 301}
-    one, two = (dict(SpecialToken=dict(id=name)) for name in known)
-    text = dict(Sequence=dict(id="A"))
-
-    def opened(*singles):
-        parts = [dict(type="TemplateProcessing", single=x) for x in singles]
-        post = dict(type="Sequence", processors=[dict(type="ByteLevel"), *parts])
-        return opening(dict(post_processor=post), known)
-    assert opened([one, text], [two, text]) == "<s><t>" and opening({}, {}) == ""
-    for single in ([dict(SpecialToken=dict(id="<u>")), text], [one, text, one]):
-        with pytest.raises(UserError, match="after a text, or an unknown"):
-            opened(single)
+    text, known = dict(Sequence=dict(id="A")), {"<s>": 300, "<t>": 301}
+    parts = [dict(type="TemplateProcessing", single=[dict(SpecialToken=dict(id=name)), text])
+             for name in known]
+    post = dict(type="Sequence", processors=[dict(type="ByteLevel"), *parts])
+    assert opening(dict(post_processor=post), known) == "<s><t>" and opening({}, {}) == ""
 
 
 def test_the_longest_of_marks_is_found():
@@ -541,11 +514,9 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     batch = batch_of_rows([([1], as_tokens)])
     reward.score_by_rule(agent_of(grpo.Config(), gsm8k, encoding=encoding), [FIVE], batch)
     assert batch.texts == [SAID] and batch.components["correct"] == 1
+    episodes = turns.Episodes(lambda *given: None, encoding, 8, [None], [1])
+    assert episodes(0, [1, *as_tokens], 99) and episodes.turns == [[SAID]]
     assert decode(encoding, [257, 65, 258]) == "<|im_start|>A"      # what it should not say is seen
-    seen = []
-    reply = lambda problem, said: seen.append([*said]) or "24"      # noqa: E731
-    assert turns.Episodes(reply, encoding, 8, [None], [1])(0, [1, *as_tokens], 99)
-    assert seen == [[SAID]]
 
 
 def test_score_pairs_each_completion_with_its_prompt():
@@ -558,19 +529,17 @@ def test_score_pairs_each_completion_with_its_prompt():
     assert batch.components["at"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("by", ["eos_token", "chat_template"])
-def test_the_end_is_not_said_even_if_it_is_no_special_token(by, tmp_path):
+@pytest.mark.parametrize("change, end", [
+    (dict(chat_template=None), 256), (dict(eos_token="<|im_end|>"), 258)])
+def test_the_end_is_not_said_even_if_it_is_no_special_token(change, end, tmp_path):
     """Some files call it an added token like any other."""
     chat_folder(tmp_path)
     rewritten(tmp_path / "tokenizer.json", lambda hf: [
         token.update(special=token["id"] == 257) for token in hf["added_tokens"]])
-    change = dict(chat_template=None) if by == "eos_token" else dict(eos_token="<|im_end|>")
     rewritten(tmp_path / "tokenizer_config.json", lambda about: about.update(change))
     encoding = load_encoding(tmp_path)
-    assert encoding.plain == ["<|endoftext|>", "<|im_end|>"]
-    assert encoding.end == (256 if by == "eos_token" else 258)
-    for end in encoding.stop:
-        assert decode(encoding, [*b"4888", end]) == "4888"
+    assert encoding.plain == ["<|endoftext|>", "<|im_end|>"] and encoding.end == end
+    assert all(decode(encoding, [*b"4888", x]) == "4888" for x in encoding.stop)
 
 
 @pytest.mark.parametrize("special, text", [(False, "<answer>72</answer>"), (True, "<answer>72")])
@@ -731,12 +700,13 @@ def test_the_frame_that_a_run_has_left(tmp_path):
     path.write_text(json.dumps(old))
     ours = load_encoding(tmp_path)
     prompt = ours.encode_prompt("1+1=")
-    assert ours.decode(prompt).startswith("<|im_start|>on an older day 1+1=<|im_end|>")
+    assert ours.decode(prompt) == "<|im_start|>on an older day 1+1=<|im_end|><|im_start|>"
     assert prompt[0] == 257 and ours.stop == new.stop
-    for text, why in ((path.read_text(), "older than replies"), ('{"before": 1}', "wrong type")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=why):
-            load_encoding(tmp_path).encode_reply("a")
+    with pytest.raises(UserError, match="older than replies"):
+        ours.encode_reply("a")
+    path.write_text('{"before": 1}')
+    with pytest.raises(UserError, match="wrong type"):
+        load_encoding(tmp_path)
 
 
 # ------------------------------------------------------------------- templates in whole runs
@@ -783,11 +753,9 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monkeypatch):
     """Its folder has no tokenizer yet, and --init's has one. It keeps whether its model thinks."""
-    def killed(*given):
-        raise KeyboardInterrupt
     out, init = tmp_path / "x", chat_folder(tmp_path / "m")
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(grpo, "evaluate", killed)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(grpo, "evaluate", None)
         run(capsys, *RUN, 1, "--init", init, "--chat", "think", "--out", out)
     assert not (out / "tokenizer.json").exists()
     run(capsys, "--resume", "--out", out)

@@ -23,17 +23,15 @@ import reward
 from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps
 from data.arithmetic import Problem
-from data.tokenizer import (GPT2_SPLIT, Encoding, byte_encoding, decode, load_encoding, opening,
-                            pieces, read_bpe, split_at, step_tokens, stop_tokens)
+from data.tokenizer import decode, load_encoding, opening, pieces, split_at, stop_tokens
 from run import files, pretrained, setup
 from run.report import majority_at, pass_at
 
-calculator = load_task(str(ROOT / "experiments" / "models" / "calculator.py"))
 P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (2, 3)))
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 HONEST = "\n13*10=130\n13*2=26\n130+26=156"
 FIVE, MAKE = gsm8k.Problem("", "5", ""), countdown.Problem("", (3, 7, 25), 46, "")
-SUM = sums.Problem("What is 7 + 12?", "19", "")
+SUM = sums.Problem("7 + 12", "19", "")
 
 
 def texts_of(row):
@@ -50,7 +48,7 @@ def answered(x):
     return f"<think></think>\n<answer>{x}</answer>"
 
 
-# -------------------------------------------------------------------------------- arithmetic
+# -------------------- arithmetic
 
 @pytest.mark.parametrize("difficulty, total, held, first", [
     (1, 64, 5, ["5*5=", "2*2="]), (2, 8100, 500, ["52*94=", "27*30="])])
@@ -72,7 +70,6 @@ def test_problems_of_arithmetic(difficulty, total, held, first):
     (TWO, 1, 1, "⏎2*3=5+1=6|⏎2*3=6=6"), (TWO, 0, 0, "⏎2*3=6+1=7"),
     (TWO, 1, 0, "⏎2*4=5+1=6|⏎2*3=5+2=6|⏎2*3=7=6")])
 def test_rewards_of_arithmetic(problem, correct, working, texts):
-    """The problem again, numbers from nowhere and what is no equation are no working."""
     for text in texts_of(texts):
         assert task.reward(problem, text) == {"correct": correct, "working": working}, text
 
@@ -89,7 +86,6 @@ def test_steps_of_arithmetic(problem, text, found):
 
 
 def test_demonstrations_of_arithmetic(monkeypatch):
-    """Half are guesses, the others show the work; without slips they earn everything."""
     rng = random.Random(0)
     shown = [task.demonstration(P, rng) for _ in range(2000)]
     right = [task.reward(P, text)["working"] for text in shown if text != "~3000"]
@@ -97,7 +93,7 @@ def test_demonstrations_of_arithmetic(monkeypatch):
     assert 0.9 < sum(right) / len(right) < 1
     slips = {task.miswritten(305, rng) for _ in range(999)}
     assert slips == {*range(5, 1000, 100), *range(305, 400, 10), *range(300, 310)} - {305}
-    rounded = {4: 0, 5: 10, 45: 50, 549: 500, 550: 600, 950: 1000}
+    rounded = {4: 0, 5: 10, 549: 500, 550: 600, 950: 1000}
     assert {n: task.rounded(n) for n in rounded} == rounded
     monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
@@ -107,15 +103,9 @@ def test_demonstrations_of_arithmetic(monkeypatch):
     assert task.demonstration(P, rng) == WORK
 
 
-def test_answers_of_arithmetic():
-    found = {"~221": "221", WORK: "2726", "1=2=3": "3", "": "", "x": "", "4*": "", "9" * 31: ""}
-    assert {text: task.answer(text) for text in found} == found
-
-
-# ----------------------------------------------------------------------------- files of tasks
+# -------------------- files of tasks
 
 def test_tasks_that_are_none(monkeypatch, tmp_path):
-    """A path without its suffix is not executed. Two files of one name are two tasks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reverse.py").write_text("open('ran', 'w')")
     up = os.path.relpath(tmp_path / "reverse", Path(task.__file__).parent)
@@ -126,32 +116,29 @@ def test_tasks_that_are_none(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
     with pytest.raises(UserError, match="did you mean ./reverse.py"):
         load_task("reverse")
-    found = []
-    for lacks in ("x", "y", "problems", "answer", "reward"):
-        path = tmp_path / lacks / "mine.py"
+    for folder in "xy":
+        path = tmp_path / folder / "mine.py"
         path.parent.mkdir()
-        path.write_text(f"DEFAULTS = {{}}\nproblems = reward = answer = {lacks!r}.count\n"
-                        f"{lacks} = None")
-        if lacks in "xy":
-            found.append(load_task(str(path)).answer("x"))
-        else:
-            with pytest.raises(UserError, match=f"mine.py has no function {lacks}"):
-                load_task(str(path))
-    assert found == [1, 0]
+        path.write_text(f"DEFAULTS = {{}}\nproblems = reward = answer = {folder!r}.count\n")
+        assert load_task(str(path)).answer(folder) == 1
+    for lacks in ("problems", "answer", "reward"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"function {lacks}"):
+            patch.delattr(task, lacks)
+            load_task("arithmetic")
 
 
-# ------------------------------------------------------------------------- the safe evaluator
+# -------------------- the safe evaluator
 
 def test_what_is_evaluated():
-    values = {"2+3*4": 14, "(2+3)*4": 20, "-3+5": 2, "2--3": 5, "7/2": Fraction(7, 2), "8-3-2": 3,
-              " 1 + 1 ": 2, "10/2/5": 1, "0012": 12, "1.25*.5": Fraction(5, 8), "-(1+2)*3": -9,
-              "11" + "+1" * 99: 110, "8/(1/2)": 16, "9" * 15: 10 ** 15 - 1}
+    values = {"2+3*4": 14, "(2+3)*4": 20, "-3+5": 2, "2--3": 5, "7/2": 3.5, "8-3-2": 3, "0012": 12,
+              " 1 + 1 ": 2, "10/2/5": 1, "1.25*.5": 0.625, "-(1+2)*3": -9, "8/(1/2)": 16,
+              "11" + "+1" * 99: 110, "1/3": Fraction(1, 3), "9" * 15: 10 ** 15 - 1}
     assert {text: evaluate(text) for text in values} == values
 
 
 @pytest.mark.parametrize("text", [
     *texts_of("| |95**87**76|2^9|1/0|1/(2-2)|(1|1)|()|1+|*1|1 2|__import__('os')|1e9|1.5.2|1 .5|."),
-    *texts_of("٣+٤|１＋１|²|1_000|0x10|1⏎+1|\0"), "111" + "+1" * 99, "9" * 16, "9" * 100_000,
+    *texts_of("٣+٤|²|1_000|0x10|1⏎+1"), "111" + "+1" * 99, "9" * 16, "9" * 100_000,
     "(" * 5000 + "1" + ")" * 5000, "*".join(["9" * 15] * 5000)])
 def test_hostile_text_is_none_and_quick(text):
     """`95**87**76` passes the character filters of two popular repositories, and hangs them."""
@@ -160,7 +147,7 @@ def test_hostile_text_is_none_and_quick(text):
     assert time.process_time() - began < 1
 
 
-# ----------------------------------------------------------------------- answers in free text
+# -------------------- answers in free text
 
 @pytest.mark.parametrize("value, texts", [
     (5, r"5 points|5 millionaires|５|USD5|Rs.5|5€|...5|10/3 \approx 5|5~\text{km}|10 ÷ 2 = 5"),
@@ -170,10 +157,9 @@ def test_hostile_text_is_none_and_quick(text):
     (0.5, r".5|1 / 2|\frac{1}{2}|\frac12"), (2.5, "2 and 1/2"), (7, "7 " + "a" * 198),
     (None, "|none|10-3|٣|17 or 18|10^2|1,2345|3:18|--5|5 quarters|-$-5|-x = 5|1...000|.|$"),
     (None, "1⏎000|.5.00|12345678901234518|18 (rounded from 17.6)|5–18|5 and a half|5 squared"),
-    (None, "5 miles in one hour|5 thirty|5٥|5²|0,005|5⏎0|7 " + "a" * 199),
-    (None, "not 5|mistaken 5|isn’t 5|than 5|at least 5|half 5|twice 5|square root of 5|twenty 5"),
-    (None, "5 or so|5 не|5 不|5 != x|5 minus|5 cubed|5 tenths|5 π|5 is low|5 mln|5th|5万|5 /x?|5 -"),
-    (None, r"5^2|5* x|5 \%x|5 times itself|5 million billion|5--a|5 hundreds")])
+    (None, "5 miles in one hour|5 thirty|5٥|5²|0,005|5⏎0|5 million billion|7 " + "a" * 199),
+    (None, "not 5|isn’t 5|at least 5|half 5|twice 5|square root of 5|twenty 5|5 or so|5 не"),
+    (None, "5 != x|5 minus|5 tenths|5 π|5 is low|5 mln|5th|5万|5 /x?|5 -|5^2|5* x|5--a")])
 def test_one_number(value, texts):
     """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5` and `5 million`."""
     for text in texts_of(texts):
@@ -181,7 +167,6 @@ def test_one_number(value, texts):
 
 
 def test_answers_are_judged_as_by_hand():
-    """At most 2 % of each half may be misjudged; none is."""
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
     assert Counter(right for right, *_ in rows) == {"yes": 102, "no": 102}
@@ -196,7 +181,6 @@ def test_answers_are_judged_as_by_hand():
     ("<answer><answer>{}</answer>", 1), ("<answer>\n {} \n</answer></answer>\n", 1),
     ("<answer>0</answer><answer>{}</answer><answer>0", 1)])
 def test_an_answer_is_between_the_last_tags(form, reads):
-    """The format is rewarded where an answer is read, right or wrong."""
     for module, problem, text in ((countdown, MAKE, "3*7+25"), (gsm8k, FIVE, "5"), (gsm8k, P, "5")):
         parts = module.reward(problem, form.format(text))
         assert parts == {"correct": reads * (problem != P), "format": 0.1 * reads}
@@ -204,11 +188,10 @@ def test_an_answer_is_between_the_last_tags(form, reads):
 
 @pytest.mark.parametrize("truth, lines", [
     ("+", "48/2 = 24 clips.|12 x $0.25 = $3.00|1,000 + 80 = 1080.|2 + 2 = 4 and 4 * 2 = 8"),
-    ("+", "20 − 13 = 7|.5*4=2|10/3 = 3.33|1/4=0.3|1/4=0.2|0.265*1=0.3"),
-    ("-", "0.353*1=0.3|0.136*1=0.13|2.608*5=13|1/3=0|48/2 = 25 clips.|3 × 4 = 13|3x4=13"),
-    ("-", "20–13 = 6|2 + 2 = 4 and 4 * 2 = 9|10/3 = 3.34"),
-    ("", "she had 3 left|x = 5|237 potatoes - 60 = 177 cucumbers|Half of 48 = 24|2/3 of 9 = 6"),
-    ("", "1=1||in all: -3+4 = 7|910" + "+0" * 99 + "=11|1+1=2" + "0" * 300)])
+    ("+", "20 − 13 = 7|10/3 = 3.33|1/4=0.3|1/4=0.2"), ("-", "3 × 4 = 13|2 + 2 = 4 and 4 * 2 = 9"),
+    ("-", "0.353*1=0.3|0.136*1=0.13|2.608*5=13|1/3=0|48/2 = 25 clips.|20–13 = 6|10/3 = 3.34"),
+    ("", "x = 5|237 potatoes - 60 = 177 cucumbers|Half of 48 = 24|2/3 of 9 = 6|1=1||in: -3+4 = 7"),
+    ("", "910" + "+0" * 99 + "=11|1+1=2" + "0" * 300)])
 def test_lines_with_equations_are_steps(truth, lines):
     """What cannot be checked is no step. An equation is read whole; decimals may be rounded."""
     for line in lines.split("|"):
@@ -237,9 +220,9 @@ TASKS = [(task, P), (countdown, MAKE), (gsm8k, FIVE), (sums, SUM)]
 @pytest.mark.parametrize("head, piece, tail", [
     ("<answer>-", " ", "!</answer>"), ("", "<answer>", ""), ("", "=", ""), ("", "1+=", ""),
     ("", "1+1=2\n", ""), ("", "(", "=1"), ("1=", "1+" * 99, "1="), ("1=", "1" * 199 + "y=", ""),
-    ("", "47=47\n", ""), ("1", ",000", ""), ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5")])
+    ("1", ",000", ""), ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5")])
 def test_hostile_texts_take_linear_time(head, piece, tail):
-    """`<answer>-`, 800 spaces and `!` took a second. Quadratic time is 16 times as long."""
+    """Quadratic time is 16 times as long."""
     def took(n):
         text = around.format(head + piece * (n // len(piece)) + tail)
         began = time.process_time()
@@ -255,7 +238,6 @@ def test_numbers_too_long_for_python():
         for text in (n, f"\n{n}=1", f"\n47*{n}={n}", f"\n1+1={n}=", answered(f"3+{n}")):
             for module, problem in TASKS:
                 assert module.reward(problem, text)["correct"] == 0 and module.steps(problem, text)
-                module.answer(text)
 
 
 def test_no_pattern_has_a_possessive_group():
@@ -264,10 +246,9 @@ def test_no_pattern_has_a_possessive_group():
         assert not re.search(r"\)[+*?]\+", path.read_text()), path.name
 
 
-# ------------------------------------------------------------------------------- gsm8k
+# -------------------- gsm8k
 
 def rows_in(folder, *rows):
-    """The path of a file of these questions and answers, with blank lines."""
     path = folder / "rows.jsonl"
     lines = [json.dumps({"question": q, "answer": a}) + "\n \n" for q, a in rows]
     path.write_text("\ufeff\n" + "".join(lines))
@@ -289,7 +270,7 @@ def test_gsm8k(tmp_path, encoding):
     assert gsm8k.problems(path, path, 1504) == (train[:1], test[:1])
     longest = setup.longest_of(encoding, train)
     with pytest.raises(UserError, match=f"a prompt of {len(train[1].prompt)} tokens and --max_new"):
-        pretrained.check_context(tiny_model(block_size=512), grpo.Config(max_new=8), longest)
+        pretrained.check_context(tiny_model(), grpo.Config(max_new=8), longest)
 
 
 GOOD = b'{"question": "q", "answer": "#### 1"}'
@@ -314,11 +295,10 @@ def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):
             gsm8k.problems(given)
 
 
-# ------------------------------------------------------------------------------- countdown
+# -------------------- countdown
 
 @pytest.mark.slow
 def test_countdown():
-    """All different, with a solution, after up to three others that have the values they say."""
     train, held_out = sides = countdown.problems(3)
     assert [(side[0].numbers, side[0].target) for side in sides] == [
         ((2, 8, 11), 30), ((2, 8, 71), 65)]
@@ -360,29 +340,26 @@ def test_countdown_wants_each_number_once(numbers, target, correct, texts):
         assert parts == {"correct": correct, "format": 0.1}, text
 
 
-# ---------------------------------------------------------------------- sums, the calculator
+# -------------------- sums
 
-@pytest.mark.parametrize("difficulty, n, most, first", [
-    (1, 480, 20, "What is 9 + 12?"), (3, 8936, 99, "What is 99 + 68 + 40?"),
-    (4, 3645, 50, "There are 30 marbles in one box and 34 in another. How many marbles is that?")])
-def test_problems_of_sums(difficulty, n, most, first):
-    """Right, the same every time; held-out numbers are in no training problem."""
+@pytest.mark.parametrize("difficulty, n, first", [
+    (1, 480, "What is 9 + 12?"), (3, 8936, "What is 99 + 68 + 40?"),
+    (4, 3645, "There are 30 marbles in one box and 34 in another. How many marbles is that?")])
+def test_problems_of_sums(difficulty, n, first):
+    """Results can be compared only as long as they are the same."""
     train, held_out = sides = sums.problems(difficulty)
     assert (len(train), len(held_out), train[0].prompt) == (n, 128, first)
     numbers = [{tuple(sorted(re.findall("[0-9]+", p.prompt))) for p in side} for side in sides]
     assert not numbers[0] & numbers[1]
-    assert {int(x) for own in numbers[0] | numbers[1] for x in own} == {*range(1, most + 1)}
     for p in train + held_out:
         text, total = p.solution.split(" = ")
-        assert total == p.answer and evaluate(text) == int(total) >= 0
-        assert difficulty == 4 or p.prompt == f"What is {text}?"
-        assert sums.answer(sums.demonstration(p, None)) == p.answer
+        assert total == p.answer == sums.answer(p.solution) and evaluate(text) == int(total) >= 0
 
 
 @pytest.mark.parametrize("said, near, texts", [
     ("19", 0.2, "7 + 12 = 19.|It is 19, of course.|019|19.0|7,19|It is...19|5–19|-> 19"),
     ("20", 0.1, "19⏎⏎So 20"), ("1234", 0.2 / 1216, "1,234"), ("37/2", 0.4 / 3, "18.5"),
-    ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "-5|= -5|(-5)|−5"),
+    ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "= -5|(-5)|−5"),
     ("5", 0.2 / 15, "12-5|12 - 5|(9) - 5|covid-5|12 minus 5|$12 - $5|12% - 5|12 – 5"),
     ("-19", 0.2 / 39, "- 19|– 19|−\u200919|3 - 22 = - 19|- \\$19|-**19**|Minus 19|x⏎- 19")])
 def test_the_last_number_counts(said, near, texts):
@@ -393,17 +370,7 @@ def test_the_last_number_counts(said, near, texts):
         assert parts == {"correct": said == "19", "near": pytest.approx(near, rel=1e-12)}
 
 
-@pytest.mark.parametrize("reply, correct, call, said", [
-    (None, 1, 0, "47 * 58 = 2726"), (None, 0, 0, "2725"), ("error", 0, 0, "2726 <tool>"),
-    (None, 1, -0.2, "<tool>|error|<tool>47*58</tool>|2726|2726"),
-    (None, 0, 0, "<tool>47*58</tool>|2726|I know."), ("2", 0, 0, "a <tool><tool> 1+1</tool>2")])
-def test_the_last_turn_with_a_calculator_earns(reply, correct, call, said):
-    problem, said = calculator.Problem("What is 47 * 58?", "47 * 58", "2726"), said.split("|")
-    assert calculator.reply(problem, said) == reply
-    assert calculator.reward(problem, said) == {"correct": correct, "call": pytest.approx(call)}
-
-
-# ----------------------------------------------------------------------------- several answers
+# -------------------- several answers
 
 def test_pass_at_k_is_the_mean_over_all_sets():
     for right in ([0, 0, 1, 0, 1], [1, 1, 1], [0.0] * 4, [0.5, 0, 1, 0.25]):
@@ -420,7 +387,7 @@ def test_majority_of_k(k, right, said, share):
     assert majority_at(k, right, [*said]) == share
 
 
-# ------------------------------------------------------------------------------- tokenizers
+# -------------------- tokenizers
 
 def test_bytes_survive(encoding):
     """Nothing is split, merged or normalised, and the end cannot be spelled."""
@@ -434,41 +401,7 @@ def test_bytes_survive(encoding):
     assert encoding.encode_prompt(" a ") == encoding.encode_reply(" a ") == [32, 97, 32]
 
 
-def test_the_byte_tokenizers_files_are_for_others_too(encoding):
-    hf, about = (json.loads(encoding.files[f"tokenizer{x}.json"]) for x in ("", "_config"))
-    assert hf["pre_tokenizer"] == hf["decoder"] == dict(
-        type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    end, = hf["added_tokens"]
-    assert {name for name, x in end.items() if x is False} == {
-        "single_word", "lstrip", "rstrip", "normalized"} and end["special"] and hf["normalizer"] is None
-    assert end["id"] == 256 and end["content"] == about["eos_token"] == "<|endoftext|>"
-    assert sorted(hf["model"]["vocab"].values()) == [*range(256)]
-
-
-def alone(pattern):
-    return rf"(?m)(?:{pattern})|(?:(?!{pattern})[\s\S])+"
-
-
-LETTERS, DOT = (dict(type="Split", pattern=x, behavior="Isolated", invert=False)
-                for x in (dict(Regex="[a-z]+| "), dict(String="a.")))
-EACH, TOGETHER = (dict(type="Digits", individual_digits=x) for x in (True, False))
-LEVEL, PLAIN = dict(type="ByteLevel"), dict(type="ByteLevel", use_regex=False)
-
-
-@pytest.mark.parametrize("parts, patterns", [
-    ([PLAIN], [r"[\s\S]+"]), ([EACH, PLAIN], [alone(r"\p{N}")]),
-    ([TOGETHER, LEVEL], [alone(r"\p{N}+"), GPT2_SPLIT]),
-    ([LETTERS, DOT, PLAIN], [alone("[a-z]+| "), alone(r"a\.")])])
-def test_how_a_tokenizer_splits_a_text(encoding, parts, patterns):
-    """By one pattern after another, as its file says."""
-    hf = json.loads(encoding.files["tokenizer.json"])
-    hf["pre_tokenizer"] = dict(type="Sequence", pretokenizers=parts)
-    found = read_bpe(hf, {})
-    assert [x.pattern for x in found["before"]] + [found["split"]] == patterns and not found["nfc"]
-
-
 def test_tokens_before_every_text():
-    """Those of each post-processor."""
     text, known = dict(Sequence=dict(id="A")), {"<s>": 300, "<t>": 301}
     parts = [dict(type="TemplateProcessing", single=[dict(SpecialToken=dict(id=name)), text])
              for name in known]
@@ -480,7 +413,7 @@ def test_the_longest_of_marks_is_found():
     assert split_at(["<a>", "<a>b"], "x<a>by<a>") == ["x", "<a>b", "y", "<a>", ""]
 
 
-# ------------------------------------------------------------------- tags that are tokens
+# -------------------- tags that are tokens
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
 SAID = "<think>\n2+3=5\n</think>\n<tool_call>{}</tool_call><answer>5</answer>"
@@ -505,7 +438,6 @@ def tagged_encoding(folder, special, ends=(258,)):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
-    """However the policy says them: as tokens or in letters. A tool call too."""
     encoding = tagged_encoding(tmp_path, special)
     as_tokens, in_letters = encoding.encode_demonstration(SAID), [*SAID.encode(), 258]
     assert {*range(258, 265)} < {*as_tokens} and as_tokens[-1] == 258
@@ -532,7 +464,6 @@ def test_score_pairs_each_completion_with_its_prompt():
 @pytest.mark.parametrize("change, end", [
     (dict(chat_template=None), 256), (dict(eos_token="<|im_end|>"), 258)])
 def test_the_end_is_not_said_even_if_it_is_no_special_token(change, end, tmp_path):
-    """Some files call it an added token like any other."""
     chat_folder(tmp_path)
     rewritten(tmp_path / "tokenizer.json", lambda hf: [
         token.update(special=token["id"] == 257) for token in hf["added_tokens"]])
@@ -544,7 +475,7 @@ def test_the_end_is_not_said_even_if_it_is_no_special_token(change, end, tmp_pat
 
 @pytest.mark.parametrize("special, text", [(False, "<answer>72</answer>"), (True, "<answer>72")])
 def test_a_tag_that_ends_a_completion_is_said(special, text, tmp_path):
-    """Unless it is a special token, an end like any other."""
+    """Unless it is a special token."""
     encoding = tagged_encoding(tmp_path, special, ends=[258, 262])
     assert 262 in encoding.stop and decode(encoding, [*b"<answer>72", 262]) == text
 
@@ -552,18 +483,18 @@ def test_a_tag_that_ends_a_completion_is_said(special, text, tmp_path):
 @pytest.mark.parametrize("generation, config, used", [
     (None, 2, [8]), (2, 2, [8]),            # LlamaConfig's default, alone and as saved with it
     ([5, 2], 2, [8, 5, 2]), (None, [2, 5], [8, 2, 5]), (5, 2, [8, 5]), (None, 9, [8, 9]),
-    (50256, 50256, [8]), (None, [8, 7], [8]), (["x", -1], 1.5, [8])])
+    (None, [8, 7], [8]), (["x", -1], 1.5, [8])])
 def test_a_default_that_nobody_chose_ends_nothing(generation, config, used):
     """A quotation mark once ended completions, unless there was nothing else to end them."""
-    tokens = {"<eos>": 8, "</answer>": 9}, {2, 5, 6}            # special ones, and words
-    more = [dict(eos_token_id=x) for x in (generation, config)]
-    assert [*dict.fromkeys(stop_tokens([8], *more, *tokens))] == used
-    assert stop_tokens([], {}, {"eos_token_id": 2}, *tokens) == [2]
+    def ends(*named, by=()):
+        given = [dict(eos_token_id=x) for x in named]
+        return [*dict.fromkeys(stop_tokens(by, *given, {"<eos>": 8, "</answer>": 9}, {2, 5, 6}))]
+    assert ends(generation, config, by=[8]) == used and ends(None, 2) == [2]
     with pytest.raises(UserError, match="no file names a token"):
-        stop_tokens([], {}, {"eos_token_id": 7}, *tokens)
+        ends(None, 7)
 
 
-# ------------------------------------------------------------------------------ chat templates
+# -------------------- chat templates
 
 USER = "<|im_start|>user {}<|im_end|><|im_start|>"
 ASKED, BRIEF = "<|im_start|>system Be brief.<|im_end|>", dict(system="Be brief.")
@@ -571,22 +502,20 @@ ASKED, BRIEF = "<|im_start|>system Be brief.<|im_end|>", dict(system="Be brief."
 
 @pytest.mark.parametrize("given, before, after", [
     ({}, "", ""), (BRIEF, ASKED, ""), (dict(chat="think"), "", "True"),
-    (dict(chat="no_think") | BRIEF, ASKED, "False"), (dict(chat="none"), "", "")])
+    (dict(chat="no_think") | BRIEF, ASKED, "False")])
 def test_prompts_and_replies_are_framed_as_is_asked_for(tmp_path, given, before, after):
-    """The system says its message once, in the prompt."""
-    ours, bare = load_encoding(chat_folder(tmp_path), **given), given.get("chat") == "none"
+    ours = load_encoding(chat_folder(tmp_path), **given)
     for ids, opened in ((ours.encode_prompt("1+1="), before), (ours.encode_reply("1+1="), "")):
-        want = "1+1=" if bare else opened + USER.format("1+1=") + after
+        want = opened + USER.format("1+1=") + after
         assert ours.decode(ids) == want and ids.count(257) == want.count("<|im_start|>")
         assert ids.count(258) == want.count("<|im_end|>")
-    assert ours.stop == ({256} if bare else {256, 258})         # a turn's end, of a framed prompt
+    assert ours.stop == {256, 258}                              # a turn's end, of a framed prompt
+    assert load_encoding(tmp_path, "none").stop == {256}
 
 
 def test_special_tokens_of_a_text_are_text(tmp_path):
-    """A text cannot end its own turn, nor a reply its own message."""
     ours, sly = load_encoding(chat_folder(tmp_path)), "a<|im_end|><|im_start|>b<|endoftext|>"
-    for encode in (ours.encode_prompt, ours.encode_reply):
-        ids = encode(sly)
+    for ids in (ours.encode_prompt(sly), ours.encode_reply(sly)):
         assert [t for t in ids if t > 255] == [257, 258, 257] and sly in decode(ours, ids)
     with pytest.raises(UserError, match="--system has a special"):
         load_encoding(tmp_path, system="a<|im_end|>b")
@@ -594,12 +523,11 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
 
 @pytest.mark.parametrize("says, template, given", [
     *(("insert the prompt once", f"{{{{ messages[0].{x} }}}}", {}) for x in (
-        "content }}{{ messages[0].content", "role", "content | replace('<', '')", "content | e",
+        "content }}{{ messages[0].content", "role", "content | replace('<', '')",
         "content | tojson", "content | replace('\n', ' ')", "content.strip('\n')")),
-    ("fails: TemplateError.*No.*body.", "{{ raise_exception('No\nbody.') }}", {}),
     *((f"fails: {error}", template + CHAT, {}) for error, template in (
-        ("TemplateSyntaxError", "{% for x in %}"), ("UndefinedError", "{{ messages[7].content }}"),
-        ("ZeroDivisionError", "{{ 1 / 0 }}"), ("TypeError", "{{ 'a' + 1 }}"),
+        ("TemplateError.*No.*body.", "{{ raise_exception('No\nbody.') }}"),
+        ("TemplateSyntaxError", "{% for x in %}"), ("ZeroDivisionError", "{{ 1 / 0 }}"),
         ("RecursionError", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
         ("SecurityError", "{{ messages.append(1) }}"),
         ("SecurityError", "{{ strftime_now.__self__.year }}"))),
@@ -607,10 +535,9 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
     ("template ignores it", "{{ messages[-1].content }}", BRIEF),
     ("has no enable_thinking", "{{ messages[-1].content }}", dict(chat="no_think")),
     ("need a chat template", CHAT, dict(chat="none") | BRIEF),
-    ("need a chat template", None, dict(chat="think")), ("need a chat template", None, BRIEF),
+    ("need a chat template", None, dict(chat="think")),
     ("is not a string", 7, {}), ("several and no default", [dict(name="x", template=CHAT)], {})])
 def test_a_template_that_cannot_be_used_is_a_fault(says, template, given, tmp_path):
-    """With --chat none nothing is lost."""
     where = chat_folder(tmp_path, template)
     with pytest.raises(UserError, match=f"(?s){says}"):
         load_encoding(where, **given)
@@ -639,18 +566,16 @@ def test_what_a_templates_tokens_must_be(template, end, reply, tmp_path):
     ours = load_encoding(chat_folder(tmp_path, template))
     assert ours.stop == ({256, 258} if end else {256})
     assert (ours.frame.end, ours.frame.reply_before + ours.frame.reply_after) == (end, reply)
-    path = tmp_path / "tokenizer.json"
-    whole = path.read_text()
-    for i, key in itertools.product((1, 2), ("lstrip", "rstrip")):
-        path.write_text(whole)
-        rewritten(path, lambda hf: hf["added_tokens"][i].update({key: True}))
+    for name, key in (("<|im_start|>", "lstrip"), ("<|im_end|>", "rstrip")):
+        rewritten(tmp_path / "tokenizer.json", lambda hf: [
+            token.update({"lstrip": False, key: token["content"] == name})
+            for token in hf["added_tokens"]])
         with pytest.raises(UserError, match=f"im_.*has {key}"):
             load_encoding(tmp_path)
         assert load_encoding(tmp_path, "none").encode_prompt("a") == [97]
 
 
 def of_tool(text, by="", than=CHAT):
-    """CHAT, with this instead of a message of the tool, and `than` instead of any other."""
     tool = LOOP + "{% if m.role == 'tool' %}" + trimmed(text, by) + "{% else %}"
     return than.replace(LOOP, tool).replace("{% endfor %}", "{% endif %}{% endfor %}")
 
@@ -660,7 +585,6 @@ def trimmed(template, by=" | trim"):
 
 
 TOOL, TRIMMED = "<|im_start|>tool {{ m.content }}<|im_end|>", trimmed(CHAT)
-FIRST = "{% if not messages[:loop.index0] | selectattr('role', 'eq', 'tool') | list %}1.{% endif %}"
 LAST = "{% if loop.last %}<|im_end|>{% endif %}"
 MANY = "{% if messages | selectattr('role', 'ne', 'system') | list | length > "
 
@@ -669,16 +593,14 @@ MANY = "{% if messages | selectattr('role', 'ne', 'system') | list | length > "
     ("user", CHAT), ("tool", "{# 'tool' #}" + CHAT), ("user", "{# tools #}" + CHAT),
     ("tool", of_tool(TOOL)), ("tool", of_tool(TOOL.replace("<|im_end|>", LAST))),
     ("user", of_tool("")), ("user", of_tool(TOOL + "{{ m.content }}")),
-    ("user", of_tool("{{ raise_exception('no call') }}")), ("user", of_tool(FIRST + TOOL)),
+    ("user", of_tool("{{ raise_exception('no call') }}")),
     *(("user", of_tool(TOOL, by)) for by in (" | tojson", " | trim", ".strip('\n')")),
     ("user", of_tool(TOOL, "", TRIMMED)), ("tool", of_tool(TOOL, " | trim", TRIMMED)),
     ("", MANY + "2 %}{{ raise_exception('one question,\none answer') }}{% endif %}" + CHAT),
-    ("", MANY + "3 %}{{ 1 / 0 }}{% endif %}" + CHAT),
-    ("", CHAT.replace("m.content", "(m.content if loop.index < 3 else m.content | upper)")),
-    ("", CHAT.replace("<|im_end|>", LAST))])
+    ("", MANY + "3 %}{{ 1 / 0 }}{% endif %}" + CHAT), ("", CHAT.replace("<|im_end|>", LAST)),
+    ("", CHAT.replace("m.content", "(m.content if loop.index < 3 else m.content | upper)"))])
 def test_a_reply_is_a_message_of_the_template(role, template, tmp_path):
-    """Of a tool if that is named and its text is as it was, each time; or there is no place for it,
-    a fault in one line once there is a reply, and none before."""
+    """Of a tool if that is named and its text is as it was, each time; or there is no place."""
     ours = load_encoding(chat_folder(tmp_path, template))
     assert "1+1=" in ours.decode(ours.encode_prompt("1+1="))
     for text in ("19 is too small.", " a \n"):
@@ -692,50 +614,36 @@ def test_a_reply_is_a_message_of_the_template(role, template, tmp_path):
         assert ids.count(257) == 2 and ids.count(258) == 1 and ours.end == 258
 
 
-def test_the_frame_that_a_run_has_left(tmp_path):
-    """One of before there were replies still frames prompts; a damaged one is named."""
-    new, path = load_encoding(chat_folder(tmp_path)), tmp_path / "chat_frame.json"
-    old = json.loads(new.files[path.name]) | {"before": "<|im_start|>on an older day "}
-    del old["reply_before"], old["reply_after"]
-    path.write_text(json.dumps(old))
-    ours = load_encoding(tmp_path)
-    prompt = ours.encode_prompt("1+1=")
-    assert ours.decode(prompt) == "<|im_start|>on an older day 1+1=<|im_end|><|im_start|>"
-    assert prompt[0] == 257 and ours.stop == new.stop
-    with pytest.raises(UserError, match="older than replies"):
-        ours.encode_reply("a")
-    path.write_text('{"before": 1}')
-    with pytest.raises(UserError, match="wrong type"):
-        load_encoding(tmp_path)
-
-
-# ------------------------------------------------------------------- templates in whole runs
+# -------------------- templates in whole runs
 
 RUN = "--difficulty 1 --prompts 2 --group 2 --max_new 3 --save_every 1 --steps".split()
 
 
 def run(capsys, *args):
-    """How a command says that prompts are sent."""
+    capsys.readouterr()
     try:
         grpo.main([*map(str, args)])
     finally:
         files.LOCK.close()
-    lines = capsys.readouterr().out.splitlines()
-    return [x.removeprefix("prompts are sent as ") for x in lines if x.startswith("prompts are")]
+    return re.findall("prompts are sent as (.*)", capsys.readouterr().out)
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
-    """Resumed, asked, and as the start of another run; a run of its own begins with its own day."""
+    """Killed before its first checkpoint, resumed, and as the start of another run."""
     init = chat_folder(tmp_path / "m", "Today is {{ strftime_now('%d %b %Y') }}. " + CHAT)
-    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
     out, after, bare = (tmp_path / name for name in ("out", "after", "bare"))
 
     def on_day(day):
         now = datetime(2026, 7, day)
         monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: now))
     on_day(1)
-    said = run(capsys, *RUN, 1, "--init", init, "--system", "Be brief.", "--out", out)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(grpo, "evaluate", None)
+        run(capsys, *RUN, 1, "--init", init, "--system", "Be brief.", "--out", out)
+    assert not (out / "tokenizer.json").exists()
+    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
+    said = run(capsys, "--resume", "--out", out)
     frame = load_encoding(out).frame
     assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}' (its chat template)"]
     on_day(2)
@@ -746,23 +654,10 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     assert other.before == f"Today is 02 Jul 2026. {ASKED}<|im_start|>user "
     said = run(capsys, *RUN, 0, "--init", init, "--chat", "none", "--out", bare)
     assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}' (--chat none)"]
-    assert load_encoding(bare).encode_prompt("1") == [ord("1")]
     assert load_encoding(bare, "think").frame.after.endswith("True")
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_goes_on(tmp_path, capsys, monkeypatch):
-    """Its folder has no tokenizer yet, and --init's has one. It keeps whether its model thinks."""
-    out, init = tmp_path / "x", chat_folder(tmp_path / "m")
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(grpo, "evaluate", None)
-        run(capsys, *RUN, 1, "--init", init, "--chat", "think", "--out", out)
-    assert not (out / "tokenizer.json").exists()
-    run(capsys, "--resume", "--out", out)
-    for chosen, want in (("auto", "True"), ("think", "True"), ("no_think", "False")):
-        frame = load_encoding(out, chosen).frame
-        assert frame.after.endswith(f"<|im_start|>{want}")
-        assert frame.chat == chosen.replace("auto", "think")
+    (out / "chat_frame.json").write_text('{"before": 1}')
+    with pytest.raises(UserError, match="wrong type"):
+        load_encoding(out)
 
 
 @pytest.mark.slow
@@ -770,8 +665,7 @@ def test_a_model_without_a_chat_template(tmp_path, capsys):
     """Nor is anything said of the warm start that comes with the code."""
     for flag in (["--system", "Be brief."], ["--chat", "no_think"]):
         assert "a new model has none" in fault(capsys, *RUN, 2, *flag, "--out", tmp_path / "x")
-    init = chat_folder(tmp_path / "n", None)
-    said = run(capsys, *RUN, 0, "--init", init, "--out", tmp_path / "y")
-    assert said == ["'{}' (no chat template)"]
-    assert not (tmp_path / "x").exists() and not (tmp_path / "y" / "chat_frame.json").exists()
+    init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
+    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}' (no chat template)"]
+    assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
     assert not run(capsys, "--steps", 0, "--held_out", 1, "--samples", 1, "--out", tmp_path / "z")

@@ -5,11 +5,10 @@ import io
 import random
 from types import SimpleNamespace
 
-import pretend
 import pytest
 import torch
 from conftest import agent_of, flags, records, tiny_model
-from test_caches import FAMILIES, assert_same
+from test_caches import FAMILIES
 
 import grpo
 import reward
@@ -55,12 +54,11 @@ def saying(*tokens):
 
 
 def played(model, encoding=ENCODING, group=1, max_new=20, max_turns=8, **task):
-    """A rollout of a problem that asks `?`."""
     cfg = Config(prompts=1, group=group, max_new=max_new, max_turns=max_turns)
     return grpo.generate(Agent(cfg, SimpleNamespace(**task), encoding, model), [QUESTION], group)
 
 
-# -------------------------------------------------------------------------------------- sampling
+# -------------------- sampling
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", caches.CACHES)
@@ -95,7 +93,6 @@ def test_a_row_is_what_whole_passes_make_of_it(cache):
 @pytest.mark.parametrize("cache", caches.CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_trainer_agree_after_replies(family, cache):
-    """In the plain pass, and in the one in which rows share what they have in common."""
     model = tiny_model(block_size=64, **FAMILIES[family])
     model.kv_cache = cache
     b = sampled(model)
@@ -107,17 +104,7 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
         assert value is None
 
 
-@pytest.mark.slow
-def test_the_captured_graph_samples_the_same():
-    want = sampled(tiny_model(block_size=64))
-    with pretend.cuda():
-        model = tiny_model(block_size=64).to("cuda")
-        model.kv_cache = "static"
-        assert_same(sampled(model), want)
-        assert any(step.graph for step in caches.MEMORY[model].steps.values())
-
-
-# ------------------------------------------------------------------------------------- the credit
+# -------------------- the credit
 
 @pytest.mark.parametrize("settings", [
     {}, dict(baseline="value", adv_scale="batch", kl="reward", loss_mean="token", estimator="k1"),
@@ -154,16 +141,14 @@ def test_credit_crosses_what_the_environment_said(settings):
         weight = grpo.token_weights(batch.mask, cfg.loss_mean, 24, n, cfg.max_new)
         loss, stats = grpo.policy_loss(x.requires_grad_(), batch, weight, n, cfg, 0.04)
         loss.backward()
-        batch.components, batch.value = {"correct": torch.ones(24)}, None
-        batch.texts = [["a"]] * 24
-        of_step = report.statistics(batch, torch.zeros(3, dtype=torch.bool))
-        found.append([loss, dict(stats), short(x.grad, batch.mask), of_step])
-    assert (logp.grad[~b.mask] == 0).all() and 0 < found[0][1]["clip_share"] < 1
-    torch.testing.assert_close(found[0][:3], found[1][:3])
-    assert found[0][3] == pytest.approx(found[1][3], abs=1e-5)
+        batch.components, batch.value, batch.texts = {"correct": torch.ones(24)}, None, [[]] * 24
+        stats |= report.statistics(batch, torch.zeros(3, dtype=torch.bool))
+        found.append([loss, short(x.grad, batch.mask), dict(stats)])
+    assert (logp.grad[~b.mask] == 0).all() and 0 < stats["clip_share"] < 1
+    torch.testing.assert_close(*found, check_device=False)
 
 
-# ------------------------------------------------------------------------------------ the episodes
+# -------------------- the episodes
 
 # Replies depend on all that was said; `!` is heard now and then, the word that earns the reward.
 ECHO = '''
@@ -180,24 +165,19 @@ def reply(problem, turns):
     return "!?"[n % 2] * (1 + n % 3)
 def demonstration(problem, rng):
     turns = []
-    while True:
+    while not turns or turns[-1]:
         turns.append("".join(rng.choices("abc!", k=rng.randint(0, 2))))
-        said = reply(problem, turns)
-        if not said:
-            return turns
-        turns.append(said)
+        turns.append(reply(problem, turns))
+    return turns[:-1]
 def reward(problem, turns):
     said = "".join(turns[::2])
     return {"correct": float("a" in said), "style": 0.3 * said.count("!") - 0.05 * len(said)}
 def steps(problem, turns):
     found, end = [], 0
-    for i in range(0, len(turns), 2):
-        for x in turns[i]:
-            end += 1
-            if x == "a":
-                found.append((end, "b" not in turns[i]))
-        if end and (not found or found[-1][0] < end):
-            found.append((end, "b" not in turns[i]))
+    for turn in filter(None, turns[::2]):
+        ends = [end + i for i, x in enumerate(turn, 1) if x == "a"]
+        end += len(turn)
+        found += [(x, "b" not in turn) for x in dict.fromkeys([*ends, end])]
     return found
 def answer(turns):
     return "".join(turns[::2])[:1]
@@ -214,7 +194,6 @@ def echo(tmp_path):
 
 
 def run(task, out, **settings):
-    """A whole run, silently."""
     with contextlib.redirect_stdout(io.StringIO()):
         main(flags(SMALL | dict(task=task, out=out) | settings))
 
@@ -263,8 +242,7 @@ def test_the_environments_words_earn_nothing(echo):
     own = ["".join(said[::2]) for said in b.texts]
     style = [(0.3 * x.count("!") - 0.05 * len(x)) * end for x, end in zip(own, b.finished.tolist())]
     assert b.components["style"].tolist() == pytest.approx(style)
-    assert {1, 3} <= {*map(len, b.texts)} and 0 < b.finished.sum() < 24
-    assert sum("!" in "".join(said[1::2]) for said in b.texts) > 5
+    assert 0 < b.finished.sum() < 24 and sum("!" in "".join(said[1::2]) for said in b.texts) > 5
     r, ends = reward.of_steps(agent.task, ENCODING, b)
     assert b.mask[ends].all() and ends.sum() > 40 and 0 < r[ends].sum() < ends.sum()
     assert_steps_end(agent, b, ends)
@@ -274,19 +252,18 @@ def test_the_environments_words_earn_nothing(echo):
 
 def test_half_a_character_at_the_end_of_a_turn_stays_there():
     """Its other half, in the next turn, is another broken one."""
-    euro = "€".encode()
-    ids = [97, *euro[:2], 256, euro[2], 98, 256]
+    ids = [97, 226, 130, 256, 172, 98, 256]             # a, a euro sign in two turns, b
     replies = iter("x")
     episodes = turns.Episodes(lambda *given: next(replies, None), ENCODING, 8, [None], [0])
     assert episodes(0, ids[:4], 9) == ([120], False)
     assert episodes(0, [*ids[:4], 120, *ids[4:]], 9) == ([], True)
     assert episodes.turns == [["a\ufffd", "x", "\ufffdb"]]
-    assert "".join(pieces(ENCODING, ids)) == "a\ufffd\ufffdb" == turns.spoken(episodes.turns[0])
+    assert "".join(pieces(ENCODING, ids)) == "a\ufffd\ufffdb"
 
 
 @pytest.mark.parametrize("limit, finished", [(1, False), (2, False), (3, True)])
 def test_max_turns_cuts_an_episode_off(limit, finished):
-    """Unless it is over just then. What is cut off earns nothing, and its last turn is known."""
+    """Unless it is over just then. What is cut off earns nothing."""
     b = played(saying(256), group=2, max_turns=limit, reward=lambda *given: {"correct": 1.0},
                reply=lambda problem, said: "ok" if len(said) < 5 else None)
     assert b.finished.tolist() == b.components["correct"].tolist() == [finished] * 2
@@ -295,8 +272,7 @@ def test_max_turns_cuts_an_episode_off(limit, finished):
 
 @pytest.mark.parametrize("end, text", [(256, "a"), (33, "a!")])
 def test_an_episode_cut_off_within_a_turn_has_what_was_said_of_it(end, text):
-    """Once, also if what ends a turn is text: it belongs to the turn that it ends. `rewards` is
-    given the numbers of the policy's tokens."""
+    """Once, also if what ends a turn is text. The policy's tokens are counted."""
     encoding, seen = byte_encoding(), []
     encoding.stop |= {33}
     b = played(saying(97, end, 0, 0, 98, 99), encoding, max_new=6, reply=lambda *given: "ok",
@@ -318,7 +294,7 @@ def test_the_last_token_may_be_the_one_before_the_limit(said, left, found):
     assert episodes.turns == [["a", said] if found[0] else ["a"]]
 
 
-# ------------------------------------------------------------------------------------- warm start
+# -------------------- warm start
 
 GAME = guess.Problem("10-20:", 13)
 
@@ -344,7 +320,7 @@ def test_a_step_may_be_an_empty_first_turn():
     """It ends at its stop token. Nor is it refused before the run."""
     task = SimpleNamespace(
         steps=lambda *given: [(0, False), (1, True)], demonstration=lambda *given: ["", "x", "b"],
-        answer=lambda said: "", reply=lambda problem, said: "x" * (len(said) == 1),
+        answer=lambda said: "", reply=lambda problem, said: {1: "x"}.get(len(said)),
         reward=lambda *given: {"correct": 1.0})
     setup.check_run(Config(supervision="process", prompts=1), task, [QUESTION])
     b = played(saying(256, 0, 98, 256), **vars(task))
@@ -352,11 +328,10 @@ def test_a_step_may_be_an_empty_first_turn():
     assert ends.int().tolist() == [[0, 1, 0, 0, 1]] and r.tolist() == [[0, 0, 0, 0, 1]]
 
 
-# ---------------------------------------------------------------------- episodes that go on
+# -------------------- episodes that go on
 
 def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
-    """From the prefix of a step, up to where the policy speaks; its replies are asked for again.
-    Only what was sampled is trained on; the prefix's steps are rewarded, and earn no credit."""
+    """From the prefix of a step, whose own steps are rewarded and earn no credit."""
     agent, b = generated(echo, supervision="process", reward="rollouts")
     b.reward, b.ends = reward.of_steps(agent.task, ENCODING, b)
     calls = []
@@ -373,8 +348,8 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
         (i, t), (ids, own) = ends[k // tries], begun[k // tries]
         start, n = int(b.start[i]), int(b.start[i]) + len(ids)
         assert ids == b.ids[i, start:n].tolist() and own == b.mask[i, start:n].tolist()
-        assert not b.mask[i, t + 1:n].any() and b.mask[i, n]
-        assert found.start[k] == start and found.ids[k, start:n].tolist() == ids
+        assert not b.mask[i, t + 1:n].any() and b.mask[i, n] and found.start[k] == start
+        assert found.ids[k, start:n].tolist() == ids
         assert found.judged[k, start:n].tolist() == own and not found.mask[k, :n].any()
         assert torch.equal(found.judged[k, n:], found.mask[k, n:]) and found.mask[k, n]
         replies = sum(a > z for a, z in zip(own, own[1:]))
@@ -397,15 +372,15 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     assert score[ends & ~found.mask].any()
 
 
-# ------------------------------------------------------------------------------------- whole runs
+# -------------------- whole runs
 
 class Killed(BaseException):
-    """Nothing catches it."""
+    pass
 
 
 @pytest.mark.slow
 def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, tmp_path, monkeypatch):
-    """In the middle of an episode of its second iteration."""
+    """In its second iteration. samples.jsonl has the turns, and where a reply stood."""
     settings = dict(reward="rollouts", supervision="process", iterations=2, steps=1, warm_steps=20)
     monkeypatch.setattr(reward, "FIT_STEPS", 3)         # 12 problems are labelled
     real, left = turns.checked_reply, [10 ** 6]
@@ -425,22 +400,12 @@ def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, tmp_path, monk
     main(["--resume", "--task", str(echo), "--out", str(killed)])
     for name in ("samples.jsonl", "model.safetensors"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-
-
-@pytest.mark.slow
-def test_a_run_logs_turns_and_replies(echo, tmp_path):
-    """samples.jsonl has the turns, and where among the policy's tokens a reply stood."""
-    out, most = tmp_path / "out", 0
-    run(echo, out)
-    for line in records(out / "samples.jsonl"):
-        parts = (line[name] for name in ("completions", "replies", "tokens", "logp"))
-        for said, places, tokens, logp in zip(*parts):
+    for line in records(whole / "samples.jsonl"):
+        for said, places, tokens in zip(line["completions"], line["replies"], line["tokens"]):
             cuts = [0, *places, len(tokens)]
             assert ["".join(tokens[a:b]) for a, b in zip(cuts, cuts[1:])] == said[::2]
-            assert len(places) == len(said) // 2 and len(tokens) == len(logp)
-            most = max(most, len(said))
-    assert most > 3 and "replies" in (out / "report.html").read_text()
-    for line in records(out / "metrics.jsonl")[1:]:
+    assert "replies" in (whole / "report.html").read_text()
+    for line in records(whole / "metrics.jsonl")[1:]:
         assert 1 < line["turns"] <= 4 and line["length"] < 20
 
 
@@ -453,23 +418,22 @@ def test_the_terminal_shows_replies_apart(echo, capsys):
     lines = capsys.readouterr().out.splitlines()
     want = ["".join(f"[{x}]" if k % 2 else x for k, x in enumerate(said)) for said in b.texts[:8]]
     assert len(lines) == 4 and any(line.count("[") > 1 for line in lines)
-    for line in lines:
-        assert any(f"{b.problems[0].prompt}{text}   reward" in line for text in want)
+    assert all(any(f"={text}   reward" in line for text in want) for line in lines)
 
 
 def test_a_question_is_played_with_its_problem_or_with_the_person(capsys, monkeypatch):
-    problem, asked = guess.problems()[1][0], set()
-    monkeypatch.setattr(guess, "reply", lambda problem, said: asked.add(problem.prompt) or (
-        "zz" if len(said) == 1 else None))
+    problem, asked = guess.problems()[1][0], []
+    monkeypatch.setattr(guess, "reply", lambda *given: asked.append(given) or {1: "zz"}.get(
+        len(given[1])))
     agent = agent_of(grpo.make_config(task="guess"), guess, policy=saying(49, 256))
     assert grpo.ask(agent, problem.prompt) == problem.prompt + "1[zz]"
-    assert asked == {problem.prompt}
+    assert asked == [(problem, ["1"]), (problem, ["1", "zz", ""])]
     monkeypatch.setattr("sys.stdin", io.StringIO("+\n\n"))
     assert "[+]" in grpo.ask(agent, "11-12:")           # too short for a problem
     assert capsys.readouterr().out.count("reply, or nothing to end: ") == 2
 
 
-# ------------------------------------------------------------------------------- the guessing game
+# -------------------- the guessing game
 
 def test_halving_always_finds_the_number():
     """And guessing anywhere in what is left does not. Held-out intervals are not trained on."""
@@ -479,14 +443,13 @@ def test_halving_always_finds_the_number():
     assert guess.problems() == sides
     wins, problems = 0, train[:400] + held_out
     for n, problem in enumerate(problems):
-        said, reply = [], ""
-        while reply is not None:
+        said = []
+        while not said or said[-1]:
             low, high = guess.left(problem, said)
             assert 10 <= low <= problem.hidden <= high <= 99
             said.append(str((low + high) // 2))
-            reply = guess.reply(problem, said)
-            said += [reply] * (reply is not None)
-        assert guess.reward(problem, said) == {"correct": 1.0}
+            said.append(guess.reply(problem, said))
+        assert guess.reward(problem, said[:-1]) == {"correct": 1.0}
         shown = guess.demonstration(problem, random.Random(n))
         wins += guess.reward(problem, shown)["correct"]
     assert 0.4 < wins / len(problems) < 0.75
@@ -505,6 +468,5 @@ def test_rewards_and_steps_of_guesses(said, correct, truths):
 
 @pytest.mark.parametrize("said, reply", [
     ("13", None), ("12", "+"), ("ten", None), ("20 - 1", "+"), ("20 - 1 + 12", None), ("14", "-")])
-def test_a_game_ends_when_it_is_won_or_lost(said, reply):
-    """10 to 16: three guesses."""
+def test_a_game_of_three_guesses_is_won_or_lost(said, reply):
     assert guess.reply(guess.Problem("10-16:", 13), said.split(" ")) == reply

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault, tiny_model
+from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault
 
 import data.arithmetic as task
 import data.countdown as countdown
@@ -24,7 +24,7 @@ from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps
 from data.arithmetic import Problem
 from data.tokenizer import decode, load_encoding, opening, pieces, split_at, stop_tokens
-from run import files, pretrained, setup
+from run import files, setup
 from run.report import majority_at, pass_at
 
 P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (2, 3)))
@@ -32,11 +32,6 @@ WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 HONEST = "\n13*10=130\n13*2=26\n130+26=156"
 FIVE, MAKE = gsm8k.Problem("", "5", ""), countdown.Problem("", (3, 7, 25), 46, "")
 SUM = sums.Problem("7 + 12", "19", "")
-
-
-def texts_of(row):
-    """The texts of a row of a table; as in answers.txt, `⏎` is a new line."""
-    return row.replace("⏎", "\n").split("|")
 
 
 def marks(found):
@@ -64,13 +59,13 @@ def test_problems_of_arithmetic(difficulty, total, held, first):
 @pytest.mark.parametrize("problem, correct, working, texts", [
     (P, 0, 0, "|2725|~~2726|02726|２７２６|" + WORK.replace("2726", "2727")),
     (P, 1, 0, "2726|~2726|2726 |3" + WORK + "|" + WORK.replace("56=376", "57=376")),
-    (P, 1, 0, "⏎47*58=2726|⏎2726=2726|⏎2725+1=2726|⏎47*50=2350⏎9**9**9=1⏎2350+376=2726"),
-    (P, 1, 1, WORK + "|" + WORK + "⏎|⏎58*40=2320⏎58*7=406⏎2320+406=2726"),
-    (Q, 1, 1, HONEST + "⏎130+26=156" * 30 + "⏎26+130=156⏎26+0130=156=156⏎156=156"),
-    (TWO, 1, 1, "⏎2*3=5+1=6|⏎2*3=6=6"), (TWO, 0, 0, "⏎2*3=6+1=7"),
-    (TWO, 1, 0, "⏎2*4=5+1=6|⏎2*3=5+2=6|⏎2*3=7=6")])
+    (P, 1, 0, "\n47*58=2726|\n2726=2726|\n2725+1=2726|\n47*50=2350\n9**9**9=1\n2350+376=2726"),
+    (P, 1, 1, WORK + "|" + WORK + "\n|\n58*40=2320\n58*7=406\n2320+406=2726"),
+    (Q, 1, 1, HONEST + "\n130+26=156" * 30 + "\n26+130=156\n26+0130=156=156\n156=156"),
+    (TWO, 1, 1, "\n2*3=5+1=6|\n2*3=6=6"), (TWO, 0, 0, "\n2*3=6+1=7"),
+    (TWO, 1, 0, "\n2*4=5+1=6|\n2*3=5+2=6|\n2*3=7=6")])
 def test_rewards_of_arithmetic(problem, correct, working, texts):
-    for text in texts_of(texts):
+    for text in texts.split("|"):
         assert task.reward(problem, text) == {"correct": correct, "working": working}, text
 
 
@@ -93,8 +88,7 @@ def test_demonstrations_of_arithmetic(monkeypatch):
     assert 0.9 < sum(right) / len(right) < 1
     slips = {task.miswritten(305, rng) for _ in range(999)}
     assert slips == {*range(5, 1000, 100), *range(305, 400, 10), *range(300, 310)} - {305}
-    rounded = {4: 0, 5: 10, 549: 500, 550: 600, 950: 1000}
-    assert {n: task.rounded(n) for n in rounded} == rounded
+    assert [*map(task.rounded, (4, 5, 549, 550, 950))] == [0, 10, 500, 600, 1000]
     monkeypatch.setattr(task, "GUESS", 0)
     monkeypatch.setattr(task, "SLIP", 0)
     for a, b in [(508, 30), *((rng.randrange(2, 999), rng.randrange(2, 99)) for _ in range(99))]:
@@ -137,8 +131,8 @@ def test_what_is_evaluated():
 
 
 @pytest.mark.parametrize("text", [
-    *texts_of("| |95**87**76|2^9|1/0|1/(2-2)|(1|1)|()|1+|*1|1 2|__import__('os')|1e9|1.5.2|1 .5|."),
-    *texts_of("٣+٤|²|1_000|0x10|1⏎+1"), "111" + "+1" * 99, "9" * 16, "9" * 100_000,
+    *"| |95**87**76|2^9|1/0|1/(2-2)|(1|1)|()|1+|*1|1 2|__import__('os')|1e9|1.5.2|1 .5|.".split("|"),
+    *"٣+٤|²|1_000|0x10|1\n+1".split("|"), "111" + "+1" * 99, "9" * 16, "9" * 100_000,
     "(" * 5000 + "1" + ")" * 5000, "*".join(["9" * 15] * 5000)])
 def test_hostile_text_is_none_and_quick(text):
     """`95**87**76` passes the character filters of two popular repositories, and hangs them."""
@@ -156,13 +150,13 @@ def test_hostile_text_is_none_and_quick(text):
     (1000, "1e3|1 000"), (60, "5 dozen eggs"), (3.5, "3.50"), (1.75, "1¾"), (70, "70%"),
     (0.5, r".5|1 / 2|\frac{1}{2}|\frac12"), (2.5, "2 and 1/2"), (7, "7 " + "a" * 198),
     (None, "|none|10-3|٣|17 or 18|10^2|1,2345|3:18|--5|5 quarters|-$-5|-x = 5|1...000|.|$"),
-    (None, "1⏎000|.5.00|12345678901234518|18 (rounded from 17.6)|5–18|5 and a half|5 squared"),
-    (None, "5 miles in one hour|5 thirty|5٥|5²|0,005|5⏎0|5 million billion|7 " + "a" * 199),
+    (None, "1\n000|.5.00|12345678901234518|18 (rounded from 17.6)|5–18|5 and a half|5 squared"),
+    (None, "5 miles in one hour|5 thirty|5٥|5²|0,005|5\n0|5 million billion|7 " + "a" * 199),
     (None, "not 5|isn’t 5|at least 5|half 5|twice 5|square root of 5|twenty 5|5 or so|5 не"),
     (None, "5 != x|5 minus|5 tenths|5 π|5 is low|5 mln|5th|5万|5 /x?|5 -|5^2|5* x|5--a")])
 def test_one_number(value, texts):
     """A part of a text once passed for the answer: 18 of `17 or 18`, 5 of `.5` and `5 million`."""
-    for text in texts_of(texts):
+    for text in texts.split("|"):
         assert one_number(text) == value, text
 
 
@@ -268,9 +262,7 @@ def test_gsm8k(tmp_path, encoding):
     assert gsm8k.answer(answered("$1,080.00")) == "1080" and gsm8k.answer("none") == ""
     assert gsm8k.problems("", path, 1505) == ([], test)          # an evaluation needs only --test
     assert gsm8k.problems(path, path, 1504) == (train[:1], test[:1])
-    longest = setup.longest_of(encoding, train)
-    with pytest.raises(UserError, match=f"a prompt of {len(train[1].prompt)} tokens and --max_new"):
-        pretrained.check_context(tiny_model(), grpo.Config(max_new=8), longest)
+    assert setup.longest_of(encoding, train) == len(train[1].prompt)
 
 
 GOOD = b'{"question": "q", "answer": "#### 1"}'
@@ -330,12 +322,12 @@ def test_difficulties(monkeypatch):
 
 @pytest.mark.parametrize("numbers, target, correct, texts", [
     ((3, 7, 25), 46, 1, "25+3*7| 3 * 7 + 25 |(3*7)+25"),
-    ((3, 7, 25), 46, 0, "46|25+3*7+0|25+21|25+3*7=46|2 5+3*7|2⏎5+3*7|25+3*7*7/7|3+7+25|25**1+3*7|"),
+    ((3, 7, 25), 46, 0, "46|25+3*7+0|25+21|25+3*7=46|2 5+3*7|2\n5+3*7|25+3*7*7/7|3+7+25|25**1+3*7|"),
     ((3, 4, 25), 13, 0, "3.25*4"), ((3, 4, 25), 59, 0, "0000000034+25|34+25"),
     ((3, 4, 25), 37, 0, "3*4+025|3.0*4+25"), ((3, 5), 15, 0, "３*5|3*5 or 5*3")])
 def test_countdown_wants_each_number_once(numbers, target, correct, texts):
     """`0000000034` was 3 and 4 to the check of the numbers, and 34 to the evaluator."""
-    for text in texts_of(texts):
+    for text in texts.split("|"):
         parts = countdown.reward(countdown.Problem("", numbers, target, ""), answered(text))
         assert parts == {"correct": correct, "format": 0.1}, text
 
@@ -358,16 +350,27 @@ def test_problems_of_sums(difficulty, n, first):
 
 @pytest.mark.parametrize("said, near, texts", [
     ("19", 0.2, "7 + 12 = 19.|It is 19, of course.|019|19.0|7,19|It is...19|5–19|-> 19"),
-    ("20", 0.1, "19⏎⏎So 20"), ("1234", 0.2 / 1216, "1,234"), ("37/2", 0.4 / 3, "18.5"),
+    ("20", 0.1, "19\n\nSo 20"), ("1234", 0.2 / 1216, "1,234"), ("37/2", 0.4 / 3, "18.5"),
     ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "= -5|(-5)|−5"),
     ("5", 0.2 / 15, "12-5|12 - 5|(9) - 5|covid-5|12 minus 5|$12 - $5|12% - 5|12 – 5"),
-    ("-19", 0.2 / 39, "- 19|– 19|−\u200919|3 - 22 = - 19|- \\$19|-**19**|Minus 19|x⏎- 19")])
+    ("-19", 0.2 / 39, "- 19|– 19|−\u200919|3 - 22 = - 19|- \\$19|-**19**|Minus 19|x\n- 19")])
 def test_the_last_number_counts(said, near, texts):
     """A minus sign too, if it is no subtraction or hyphen; the more the nearer it is."""
-    for text in texts_of(texts):
+    for text in texts.split("|"):
         parts = sums.reward(SUM, text)
         assert sums.answer(text) == said, text
         assert parts == {"correct": said == "19", "near": pytest.approx(near, rel=1e-12)}
+
+
+def test_the_last_turn_with_a_calculator_earns():
+    calculator = load_task(str(ROOT / "experiments" / "models" / "calculator.py"))
+    problem, call = calculator.Problem("", "47 * 58", "2726"), "<tool>47*58</tool>"
+    for said, reply, correct, cost in (
+            (["2726"], None, 1, 0), (["2725"], None, 0, 0), ([call], "2726", 0, 0),
+            ([call, "2726", "I know."], None, 0, 0), (["2726 <tool>"], "error", 0, 0),
+            (["<tool>", "error", call, "2726", "2726"], None, 1, -0.2)):
+        assert calculator.reply(problem, said) == reply
+        assert calculator.reward(problem, said) == {"correct": correct, "call": cost}
 
 
 # -------------------- several answers

@@ -30,7 +30,7 @@ CALLS = []
 '''
 # The functions of a task, and what they return; the last two only if a test asks for them.
 FUNCTIONS = {"problems()": "MADE[2:], MADE[:2]", "answer(said)": "''", "steps(problem, said)": "[]",
-             "demonstration(problem, rng)": "'a'", "reward(problem, said)": "{'correct': 0.0}",
+             "demonstration(problem, rng)": "'ab'", "reward(problem, said)": "{'correct': 0.0}",
              "rewards(problems, said, tokens)": "", "reply(problem, said)": ""}
 
 
@@ -45,7 +45,7 @@ def task(folder, **code):
     return folder / "t.py"
 
 
-# -------------------- what a task returns
+# ---------- what a task returns
 
 OF_REWARD = "the reward of the prompt '2?'"
 DICT, SHARE, NUMBER = "a dict with 'correct'", "from 0 (wrong) to 1 (right)", "be a finite number"
@@ -68,7 +68,8 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
     ("reply", ["7", "['a']", "0.5"], "the reply to the prompt '2?' must be a string or None"),
     ("steps", ["None", "((1, True),)"], "must be a list of (end, truth)"),
     ("steps", ["[1]", "[(1, True, 2)]"], "must be pairs (end, truth)"),
-    ("steps", [f"[({x}, 1)]" for x in ("True", "1.0", "0", "2", "None")], "here from 1 to 1"),
+    ("steps", [f"[({x}, 1)]" for x in ("True", "1.0", "0", "3", "None")], "here from 1 to 2"),
+    ("steps", ["[(2, 1), (1, 1)]"], "integer ends that never decrease, here from 2 to 2"),
     ("steps", [f"[(1, {x})]" for x in ("2", "0.5", "None", "[1]")], "be True or False")])
 def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_path, capsys):
     out = tmp_path / "out"
@@ -80,19 +81,16 @@ def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_p
 
 
 def test_components_of_a_rollout_are_the_same(monkeypatch):
-    """On all ranks, whose order may differ: they are averaged by name."""
     rows = iter([{"correct": 1, "b": 1}, {"correct": 1, "c": 1}])
     with pytest.raises(UserError, match="have the components correct, b"):
         data.rewards_of(SimpleNamespace(reward=lambda *given: next(rows)), [P, P], "ab", [1, 1])
     monkeypatch.setattr(dist, "ranks", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda x: 2 * x)
-    monkeypatch.setattr(dist, "gather", lambda x: [x, others or x])
-    a, b, others = torch.tensor([5.0]), torch.tensor([1.0, 3.0]), None
-    found = dist.means(dict(b=b, a=a))
-    assert found == dist.means(dict(a=a, b=b)) == dict(a=5, b=2) and [*found] == ["b", "a"]
-    for others in (["b"], ["a", "b"]):
-        with pytest.raises(UserError, match="other ranks have other components"):
-            dist.means(dict(a=a))
+    monkeypatch.setattr(dist, "gather", lambda x: [x, others])
+    a, b, others = torch.tensor([5.0]), torch.tensor([1.0, 3.0]), ["a", "b"]
+    assert dist.means(dict(b=b, a=a)) == dict(a=5, b=2)
+    with pytest.raises(UserError, match="other ranks have other components"):
+        dist.means(dict(a=a))
 
 
 @pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])
@@ -152,7 +150,7 @@ def test_the_time_of_rewards_and_steps_is_counted():
     assert data.SPENT[0] - before >= 0.03
 
 
-# -------------------- tracebacks
+# ---------- tracebacks
 
 def raised(*args):
     with pytest.raises(BaseException) as e:
@@ -187,7 +185,7 @@ def test_an_exception_of_a_task_is_a_traceback(function, code, says, tmp_path, m
 @pytest.mark.parametrize("code, says", [
     ("1 / 0", "ZeroDivisionError"), ("return {'correct': 2}", SHARE)])
 def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
-    """From its last checkpoint, in the same folder, wherever the reward has gone."""
+    """From its last checkpoint, wherever the reward has gone."""
     monkeypatch.chdir(tmp_path)
     task(tmp_path, reward=f"os.chdir('/'); CALLS.append(0)\n    if len(CALLS) > 10: {code}")
     args = ["--task", "t.py", "--out", "o"]
@@ -203,18 +201,18 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
     assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("error", ["FileNotFoundError('prices')", "RuntimeError('gloo: mine')"])
-def test_an_exception_of_an_algorithm_says_what_it_has_replaced(error, tmp_path):
+def test_an_exception_of_an_algorithm_says_what_it_has_replaced(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import grpo\nSETTINGS = {}\ndef evaluate(agent, problems):\n"
-                    f"    raise {error}\ngrpo.evaluate = evaluate\n")
+                    "    open('/none/prices')\ngrpo.evaluate = evaluate\n")
     lines, e = raised("--task", task(tmp_path, more="DEFAULTS['warm_steps'] = 0"), "--algo", path,
                       "--out", tmp_path / "out")
-    assert repr(e) == error and f"--algo {path} has replaced evaluate in grpo.py\n" in lines
+    assert type(e) is FileNotFoundError
+    assert f"--algo {path} has replaced evaluate in grpo.py\n" in lines
     assert lines[-1].endswith(f"--task {tmp_path}/t.py --algo {path}\n")
 
 
-# -------------------- problems, processes, logs
+# ---------- problems, processes
 
 def test_other_problems_on_resume_are_noted(tmp_path, capsys):
     """Those that differ between calls; not fewer held-out ones, which is a setting."""

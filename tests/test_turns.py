@@ -1,5 +1,4 @@
 """Episodes of several turns: what the environment says is read, and is nobody's credit."""
-import contextlib
 import dataclasses
 import io
 import random
@@ -19,19 +18,16 @@ from model import token_logps
 from run import caches, passes, report, setup
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
-STOP = {*range(0, 257, 9)}          # many: turns end all the time
+STOP = {*range(0, 257, 9)}          # turns end all the time
 ROOM = [40, 25, 33]
 ENCODING = byte_encoding()
 QUESTION = SimpleNamespace(prompt="?")
 
 
-def uniform(rows, n):
-    source = torch.Generator().manual_seed(0)
-    return torch.rand(rows, n, generator=source, dtype=torch.float64)
+U = torch.rand(24, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def environment(row, ids, left):
-    """By what was said: nothing, a cut, or some tokens, of which some are stop tokens."""
     size = (7 * sum(ids) + row) % 11
     if size in (0, 9, 10) or size >= left:
         return [], size in (0, 9)
@@ -39,7 +35,7 @@ def environment(row, ids, left):
 
 
 def sampled(model):
-    return sample(model, PROMPTS, 8, ROOM, 0.7, STOP, uniform(24, 40), environment)
+    return sample(model, PROMPTS, 8, ROOM, 0.7, STOP, U, environment)
 
 
 def saying(*tokens):
@@ -58,7 +54,7 @@ def played(model, encoding=ENCODING, group=1, max_new=20, max_turns=8, **task):
     return grpo.generate(Agent(cfg, SimpleNamespace(**task), encoding, model), [QUESTION], group)
 
 
-# -------------------- sampling
+# ---------- sampling
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", caches.CACHES)
@@ -67,14 +63,14 @@ def test_a_row_is_what_whole_passes_make_of_it(cache):
     """Though others end, are cut off by their limit or by a reply that does not fit, and go on."""
     model = tiny_model(block_size=64).double()
     model.kv_cache = cache
-    u, b, seen = uniform(24, 40), sampled(model), []
+    b, seen = sampled(model), []
     p = (model.head(model(b.ids)) / 0.7).softmax(-1)
     for row, (ids, own) in enumerate(zip(b.ids.tolist(), b.mask.tolist())):
         start = t = len(PROMPTS[row // 8])
         stop, ends, heard = start + ROOM[row // 8], "limit", []
         assert ids[:t] == PROMPTS[row // 8] and not any(own[:t])
         while t < stop:
-            token, _ = caches.draw(p[row, t - 1][None], u[row, t - start][None].float())
+            token, _ = caches.draw(p[row, t - 1][None], U[row, t - start][None].float())
             assert own[t] and ids[t] == token
             t += 1
             if ids[t - 1] in STOP:
@@ -104,7 +100,7 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
         assert value is None
 
 
-# -------------------- the credit
+# ---------- the credit
 
 @pytest.mark.parametrize("settings", [
     {}, dict(baseline="value", adv_scale="batch", kl="reward", loss_mean="token", estimator="k1"),
@@ -148,7 +144,7 @@ def test_credit_crosses_what_the_environment_said(settings):
     torch.testing.assert_close(*found, check_device=False)
 
 
-# -------------------- the episodes
+# ---------- episodes
 
 # Replies depend on all that was said; `!` is heard now and then, the word that earns the reward.
 ECHO = '''
@@ -182,10 +178,6 @@ def steps(problem, turns):
 def answer(turns):
     return "".join(turns[::2])[:1]
 '''
-SMALL = dict(n_layer=1, n_embd=32, warm_steps=60, warm_lr=1e-2, lr=5e-3, samples=2,
-             save_every=1, device="cpu")
-
-
 @pytest.fixture
 def echo(tmp_path):
     path = tmp_path / "echo.py"
@@ -193,13 +185,8 @@ def echo(tmp_path):
     return path
 
 
-def run(task, out, **settings):
-    with contextlib.redirect_stdout(io.StringIO()):
-        main(flags(SMALL | dict(task=task, out=out) | settings))
-
-
 def generated(echo, **settings):
-    """The agent and a rollout: a policy that says the letters of ECHO and often ends its turns."""
+    """The agent and a rollout, in which the policy says the letters of ECHO."""
     task, model = load_task(str(echo)), tiny_model(block_size=64)
     head, said = model.head, torch.tensor([*b"abc!", 256])
     model.head = lambda h: head(h).index_add(-1, said, torch.full((*h.shape[:-1], 5), 90.0))
@@ -251,8 +238,7 @@ def test_the_environments_words_earn_nothing(echo):
 
 
 def test_half_a_character_at_the_end_of_a_turn_stays_there():
-    """Its other half, in the next turn, is another broken one."""
-    ids = [97, 226, 130, 256, 172, 98, 256]             # a, a euro sign in two turns, b
+    ids = [97, 226, 130, 256, 172, 98, 256]
     replies = iter("x")
     episodes = turns.Episodes(lambda *given: next(replies, None), ENCODING, 8, [None], [0])
     assert episodes(0, ids[:4], 9) == ([120], False)
@@ -263,7 +249,6 @@ def test_half_a_character_at_the_end_of_a_turn_stays_there():
 
 @pytest.mark.parametrize("limit, finished", [(1, False), (2, False), (3, True)])
 def test_max_turns_cuts_an_episode_off(limit, finished):
-    """Unless it is over just then. What is cut off earns nothing."""
     b = played(saying(256), group=2, max_turns=limit, reward=lambda *given: {"correct": 1.0},
                reply=lambda problem, said: "ok" if len(said) < 5 else None)
     assert b.finished.tolist() == b.components["correct"].tolist() == [finished] * 2
@@ -294,7 +279,7 @@ def test_the_last_token_may_be_the_one_before_the_limit(said, left, found):
     assert episodes.turns == [["a", said] if found[0] else ["a"]]
 
 
-# -------------------- warm start
+# ---------- warm start
 
 GAME = guess.Problem("10-20:", 13)
 
@@ -317,7 +302,6 @@ def test_a_demonstration_that_is_no_episode(shown):
 
 
 def test_a_step_may_be_an_empty_first_turn():
-    """It ends at its stop token. Nor is it refused before the run."""
     task = SimpleNamespace(
         steps=lambda *given: [(0, False), (1, True)], demonstration=lambda *given: ["", "x", "b"],
         answer=lambda said: "", reply=lambda problem, said: {1: "x"}.get(len(said)),
@@ -328,7 +312,7 @@ def test_a_step_may_be_an_empty_first_turn():
     assert ends.int().tolist() == [[0, 1, 0, 0, 1]] and r.tolist() == [[0, 0, 0, 0, 1]]
 
 
-# -------------------- episodes that go on
+# ---------- episodes that go on
 
 def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     """From the prefix of a step, whose own steps are rewarded and earn no credit."""
@@ -372,7 +356,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     assert score[ends & ~found.mask].any()
 
 
-# -------------------- whole runs
+# ---------- whole runs
 
 class Killed(BaseException):
     pass
@@ -381,7 +365,9 @@ class Killed(BaseException):
 @pytest.mark.slow
 def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, tmp_path, monkeypatch):
     """In its second iteration. samples.jsonl has the turns, and where a reply stood."""
-    settings = dict(reward="rollouts", supervision="process", iterations=2, steps=1, warm_steps=20)
+    settings = dict(
+        task=echo, reward="rollouts", supervision="process", iterations=2, steps=1, warm_steps=20,
+        warm_lr=1e-2, lr=5e-3, samples=2, n_layer=1, n_embd=32, save_every=1, device="cpu")
     monkeypatch.setattr(reward, "FIT_STEPS", 3)         # 12 problems are labelled
     real, left = turns.checked_reply, [10 ** 6]
 
@@ -392,10 +378,10 @@ def test_a_run_killed_between_turns_and_resumed_is_the_same(echo, tmp_path, monk
         return real(*given)
     monkeypatch.setattr(turns, "checked_reply", dying)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(echo, whole, **settings)
+    main(flags(settings | dict(out=whole)))
     left[0] = 10 ** 6 - left[0] - 60
     with pytest.raises(Killed):
-        run(echo, killed, **settings)
+        main(flags(settings | dict(out=killed)))
     assert 0 < len(records(killed / "metrics.jsonl")) <= 2
     main(["--resume", "--task", str(echo), "--out", str(killed)])
     for name in ("samples.jsonl", "model.safetensors"):
@@ -433,7 +419,7 @@ def test_a_question_is_played_with_its_problem_or_with_the_person(capsys, monkey
     assert capsys.readouterr().out.count("reply, or nothing to end: ") == 2
 
 
-# -------------------- the guessing game
+# ---------- the guessing game
 
 def test_halving_always_finds_the_number():
     """And guessing anywhere in what is left does not. Held-out intervals are not trained on."""
@@ -457,8 +443,7 @@ def test_halving_always_finds_the_number():
 
 @pytest.mark.parametrize("said, correct, truths", [
     ("15 - 12 + 13", 1, "+++"), ("15 - 16 - 13", 1, "+-+"),     # outside what is left
-    ("15 - 9 + 12", 0, "+-+"), ("15 - 13\t", 0, "+-"), ("+", 0, "-"), ("", 0, "-"),
-    ("13 + 99", 0, "+-"), ("\u0661\u0663", 0, "-")])
+    ("15 - 9 + 12", 0, "+-+"), ("15 - 13\t", 0, "+-"), ("", 0, "-"), ("\u0661\u0663", 0, "-")])
 def test_rewards_and_steps_of_guesses(said, correct, truths):
     said = said.split(" ")
     assert guess.reward(GAME, said) == {"correct": correct} and guess.answer(said) == said[-1]

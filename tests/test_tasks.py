@@ -69,13 +69,14 @@ def test_rewards_of_arithmetic(problem, correct, working, texts):
 
 
 @pytest.mark.parametrize("problem, text, found", [
-    (P, WORK, "21+ 37+ 59+"), (P, "~2726", "5+"), (P, "", ""),
+    (P, WORK, "21+ 37+ 59+"), (P, "~2726", "5+"), (P, "", ""), (P, "02726", "5-"),
     (P, WORK.replace("56=376", "56=386").replace("+376=2600", "+386=2600"), "21+ 37- 59-"),
-    (P, "2725\n47*50=2350", "5- 15+"), (Q, "\n13=13=10+3\n13=9+4", ""),
+    (P, "2725\n47*50=2350", "5- 15+"), (P, "\n5*5=25\n25+47=72", "8- 16-"),
+    (Q, "\n13=13=10+3\n13=9+4", ""),
     (Q, HONEST + "\n26+0130=156=156\n156=156", "11+ 19+ 30+"),
     (Q, "\n13=14" * 3, "7- 13- 18-"), (Q, "\n\n13*2=26\n\n13*2=26\n13*10=130", "10+ 28+")])
 def test_steps_of_arithmetic(problem, text, found):
-    """They end with their newline. `13=13`, thirty times, once earned thirty rewards."""
+    """`13=13`, thirty times, once earned thirty rewards."""
     assert marks(task.steps(problem, text)) == found
 
 
@@ -214,7 +215,6 @@ TASKS = [(task, P), (countdown, MAKE), (gsm8k, FIVE), (sums, SUM)]
     ("", "1+1=2\n", ""), ("1=", "1+" * 99, "1="), ("1=", "1" * 199 + "y=", ""),
     ("1", ",000", ""), ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5")])
 def test_hostile_texts_take_linear_time(head, piece, tail):
-    """Quadratic time is 16 times as long."""
     def took(n):
         text = around.format(head + piece * (n // len(piece)) + tail)
         began = time.process_time()
@@ -445,7 +445,7 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
 
 
 def test_score_pairs_each_completion_with_its_prompt():
-    """Elsewhere the completions of one prompt were scored against another's answer."""
+    """Elsewhere completions were scored against another prompt's answer."""
     toy = SimpleNamespace(reward=lambda problem, text: {"correct": problem.answer == text})
     batch = batch_of_rows([(b"", text.encode()) for text in "00112233"])
     reward.score_by_rule(agent_of(grpo.Config(), toy), [Problem("", x) for x in "0123"], batch)

@@ -34,7 +34,7 @@ SUM = sums.Problem("7 + 12", "19", "")
 
 
 def marks(found):
-    """Steps as a text: their ends and truths."""
+    """Steps as a text: ends and truths."""
     return " ".join(f"{end}{'-+'[truth]}" for end, truth in found)
 
 

@@ -1,47 +1,269 @@
-"""Faults in a person's own task or algorithm: the traceback, whose last lines say what failed and how to go on."""
+"""What a task returns wrongly is one line; an exception in a person's code is a traceback."""
+import fcntl
+import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
+import time
+import traceback
+from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import agent_of, batch_of_rows, fault, records
 
-TASK = '''
-import os
+import data
+import grpo
+import reward
+from data import UserError
+from run import dist, files, setup
+
+P = SimpleNamespace(prompt="1+1=")
+TOP = '''
+import os, math
 from types import SimpleNamespace as P
-DEFAULTS = dict(steps=3, prompts=2, group=2, max_new=4, held_out=2, samples=1, n_layer=1, n_embd=32, warm_steps=2, save_every=1)
-def problems():
-    made = [P(prompt=f"{i}?") for i in range(9)]
-    return made[2:], made[:2]
-def answer(said): return said
-def demonstration(problem, rng): return "a"
-TIMES = []
-def reward(problem, said):
-    os.chdir("/")
-    TIMES.append(1)
-    if len(TIMES) > 10: @@
-    return {"correct": 0.0}
+DEFAULTS = dict(steps=3, prompts=2, group=2, max_new=4, n_layer=1, n_embd=32, warm_steps=2,
+                held_out=2, samples=1, save_every=1)
+MADE = [P(prompt=f"{i}?") for i in range(9)]
+CALLS = []
 '''
+# The functions of a task, and what they return; the last two only if a test asks for them.
+FUNCTIONS = {"problems()": "MADE[2:], MADE[:2]", "answer(said)": "''", "steps(problem, said)": "[]",
+             "demonstration(problem, rng)": "'ab'", "reward(problem, said)": "{'correct': 0.0}",
+             "rewards(problems, said, tokens)": "", "reply(problem, said)": ""}
 
 
-def run(folder, *words):
-    done = subprocess.run([sys.executable, str(ROOT / "grpo.py"), *words], cwd=folder, capture_output=True, text=True,
-                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    return done.returncode, done.stdout, done.stderr.strip().splitlines()
+def task(folder, **code):
+    """The path of a task, in whose functions some code comes first."""
+    text = TOP
+    for head, value in FUNCTIONS.items():
+        first = code.get(head.partition("(")[0], "pass" if value else "")
+        if first:
+            text += f"def {head}:\n    {first}\n    return {value}\n"
+    (folder / "t.py").write_text(text + code.get("more", ""))
+    return folder / "t.py"
+
+
+# ---------- what a task returns
+
+OF_REWARD = "the reward of the prompt '2?'"
+DICT, SHARE, NUMBER = "a dict with 'correct'", "from 0 (wrong) to 1 (right)", "be a finite number"
+NUMBERS = ("1e39", "-1e39", "10 ** 400", "1.0000001e15", "math.inf", "math.nan", "'1'")
+NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
+
+
+@pytest.mark.parametrize("function, returned, says", [
+    ("problems", ["None", "MADE", "(MADE, MADE, MADE)", "None, MADE", "MADE, 7"], "two lists"),
+    ("problems", ["[P(prompt=7)], MADE", "MADE, [{'prompt': 'x'}]", "MADE, [P()]"], "be a text"),
+    ("problems", ["[], MADE"], "no training problems"), ("problems", ["MADE, []"], "no held-out"),
+    ("reward", ["None", "1.0", "{'size': 1}", "[('correct', 1)]"], f"{OF_REWARD} must be {DICT}"),
+    ("reward", [f"{{'correct': {x}}}" for x in (2, -1, 1.001, -0.001, 1e15)], SHARE),
+    ("reward", ["{'correct': 1, 'x': %s}" % x for x in NUMBERS], f"'x' in {OF_REWARD}"),
+    ("reward", ["{'correct': math.nan}", "{'correct': 'yes'}"], NUMBER),
+    ("reward", ["{'correct': 1, %r: 0.9}" % x for x in NAMES], "have a name, and none of a stat"),
+    ("rewards", ["None", "[]", "({'correct': 1},)", "[{'correct': 1}] * 2"], "a list of 1 dicts"),
+    ("rewards", ["[None]", "[1.0]"], DICT), ("answer", ["None", "7.5", "['7']"], "function answer"),
+    ("demonstration", ["None", "['a']"], "the demonstration of the prompt '2?' must be a string"),
+    ("reply", ["7", "['a']", "0.5"], "the reply to the prompt '2?' must be a string or None"),
+    ("steps", ["None", "((1, True),)"], "must be a list of (end, truth)"),
+    ("steps", ["[1]", "[(1, True, 2)]"], "must be pairs (end, truth)"),
+    ("steps", [f"[({x}, 1)]" for x in ("True", "1.0", "0", "3", "None")], "here from 1 to 2"),
+    ("steps", ["[(2, 1), (1, 1)]"], "integer ends that never decrease, here from 2 to 2"),
+    ("steps", [f"[(1, {x})]" for x in ("2", "0.5", "None", "[1]")], "be True or False")])
+def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_path, capsys):
+    out = tmp_path / "out"
+    for value in returned:
+        path = task(tmp_path, **{function: f"return {value}"})
+        line = fault(capsys, "--task", path, "--supervision", "process", "--out", out)
+        assert says in line and len(line) < 500, value
+    assert not out.exists()
+
+
+def test_components_of_a_rollout_are_the_same(monkeypatch):
+    rows = iter([{"correct": 1, "b": 1}, {"correct": 1, "c": 1}])
+    with pytest.raises(UserError, match="have the components correct, b"):
+        data.rewards_of(SimpleNamespace(reward=lambda *given: next(rows)), [P, P], "ab", [1, 1])
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: 2 * x)
+    monkeypatch.setattr(dist, "gather", lambda x: [x, others])
+    a, b, others = torch.tensor([5.0]), torch.tensor([1.0, 3.0]), ["a", "b"]
+    assert dist.means(dict(b=b, a=a)) == dict(a=5, b=2)
+    with pytest.raises(UserError, match="other ranks have other components"):
+        dist.means(dict(a=a))
+
+
+@pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])
+def test_correct_is_a_share(x):
+    data.check_components(P, {"correct": x, "more": -1e15})
+
+
+def test_a_completion_that_is_cut_off_keeps_its_penalties():
+    """It once earned 0, and a wrong one that ended -1; nor may it earn anything."""
+    def judge(problem, text):
+        right = text == "2"
+        return {"correct": float(right), "wrong": right - 1, "format": 0.2, "x": -len(text) / 100}
+    rows = [(b"?", text) for text in (b"2", b"3", b"2", b"3", b"3333")]
+    b = batch_of_rows(rows, finished=torch.tensor([True, True, False, False, False]))
+    reward.score_by_rule(agent_of(grpo.Config(), SimpleNamespace(reward=judge)), [P], b)
+    found = torch.stack([*b.components.values()], 1)
+    torch.testing.assert_close(found, torch.tensor([
+        [1, 0, 0.2, -0.01], [0, -1, 0.2, -0.01], [0, 0, 0, -0.01], [0, -1, 0, -0.01],
+        [0, -1, 0, -0.04]]))
+    reward.fill_in_rewards(agent_of(grpo.Config()), b)
+    torch.testing.assert_close(b.reward.sum(1), found.sum(1))
+
+
+def test_a_task_may_change_what_it_is_given():
+    """And fill one dict anew: neither the logs nor the next function sees it."""
+    def clears(*given):
+        for x in given:
+            if isinstance(x, list):
+                x[:] = [None] * len(x)
+        return {"correct": 0.0} if len(given) == 2 else ""
+
+    def empties(problems, completions, tokens):
+        completions[0].clear()
+        clears(problems, completions, tokens)
+        return [{"correct": 1.0}]
+    problems, said, tokens = [P], ["?a", "1", "end"], [3]
+    own = SimpleNamespace(reward=clears, answer=clears, steps=clears)
+    data.rewards_of(own, problems, [said], tokens)
+    data.rewards_of(SimpleNamespace(rewards=empties), problems, [said], tokens)
+    data.answer_of(own, said)
+    data.steps_of(own, P, said)
+    assert (problems, said, tokens) == ([P], ["?a", "1", "end"], [3])
+    one = {}
+    judge = SimpleNamespace(reward=lambda p, text: one.update(correct=float(text == "a")) or one)
+    rows = data.rewards_of(judge, [P] * 3, "aba", [1] * 3)
+    assert [row["correct"] for row in rows] == [1, 0, 1]
+
+
+def test_the_time_of_rewards_and_steps_is_counted():
+    def sleeps(*given):
+        time.sleep(0.01)
+        return [{"correct": 1.0}] if len(given) == 3 else {"correct": 1.0}
+    before = data.SPENT[0]
+    data.rewards_of(SimpleNamespace(reward=sleeps), [P], "a", [1])
+    data.rewards_of(SimpleNamespace(rewards=sleeps), [P], "a", [1])
+    data.steps_of(SimpleNamespace(steps=sleeps), P, "a")
+    assert data.SPENT[0] - before >= 0.03
+
+
+# ---------- tracebacks
+
+def raised(*args):
+    with pytest.raises(BaseException) as e:
+        grpo.main([*map(str, args)])
+    return traceback.format_exception_only(e.value), e.value
+
+
+@pytest.mark.parametrize("function, code, says", [
+    ("problems", "1 / 0", "the function problems"), ("answer", "1 / 0", "the function answer"),
+    ("steps", "1 / 0", "the steps of the prompt '2?'"), ("rewards", "1 / 0", "function rewards"),
+    ("demonstration", "1 / 0", "the demonstration of the prompt '2?'"),
+    ("reply", "1 / 0", "the reply to the prompt '2?'"), ("reward", "1 / 0", OF_REWARD),
+    ("reward", "open('/none/x')", OF_REWARD), ("reward", "import helper", OF_REWARD),
+    ("reward", "raise RuntimeError('gloo: my own')", OF_REWARD),
+    ("reward", "exit()", f"{OF_REWARD} calls exit()"),
+    ("more", "1 / 0", "the import of "), ("more", "x = (", "the import of "),
+    ("more", "exit()", "t.py calls exit()")])
+def test_an_exception_of_a_task_is_a_traceback(function, code, says, tmp_path, monkeypatch):
+    """Of where it was raised, which function, which prompt; an OSError too, elsewhere one line."""
+    (tmp_path / "helper.py").write_text("open('/none/x')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = task(tmp_path, **{function: code})
+    lines, e = raised("--task", path, "--supervision", "process", "--out", tmp_path / "out")
+    assert says in "".join(lines[-2:])
+    assert type(e) not in (UserError, SystemExit) and not (tmp_path / "out").exists()
+    if code == "1 / 0":
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        assert (last.filename, last.line) == (str(path), code)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, code, says", [
-    ("1 / 0", 1, "ZeroDivisionError"), ("open('/none/x')", 1, "FileNotFoundError"), ("exit()", 1, "calls exit()"),
-    ("return {'correct': 2}", 2, "from 0 (wrong) to 1 (right)"), ("return None", 2, "a dict with 'correct'")])
-def test_a_fault_of_a_reward_says_how_to_go_on(fault, code, says, tmp_path):
-    """An exception is a traceback, a wrong value one line; the folder that it changes to does not move the run."""
-    (tmp_path / "t.py").write_text(TASK.replace("@@", fault))
-    found, _, err = run(tmp_path, "--task", "t.py", "--out", "o")
-    assert found == code and says in "\n".join(err) and "the reward of the prompt" in "\n".join(err)
-    if code == 1:
-        assert err[-1].endswith("continue with: python grpo.py --resume --out o --task t.py")
+@pytest.mark.parametrize("code, says", [
+    ("1 / 0", "ZeroDivisionError"), ("return {'correct': 2}", SHARE)])
+def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
+    """From its last checkpoint, wherever the reward has gone."""
+    monkeypatch.chdir(tmp_path)
+    task(tmp_path, reward=f"os.chdir('/'); CALLS.append(0)\n    if len(CALLS) > 10: {code}")
+    args = ["--task", "t.py", "--out", "o"]
+    if says == SHARE:
+        lines = [fault(capsys, *args)]
     else:
-        assert len(err) == 1 and err[0].startswith("error: ")
-    (tmp_path / "t.py").write_text(TASK.replace("@@", "pass"))
-    assert run(tmp_path, "--resume", "--task", "t.py", "--out", "o")[0] == 0
+        lines, _ = raised(*args)
+        assert lines[-1].endswith("; continue with: python grpo.py --resume --out o --task t.py\n")
+    assert says in "".join(lines) and "the reward of the prompt" in "".join(lines)
+    monkeypatch.chdir(tmp_path)
+    task(tmp_path)
+    grpo.main(["--resume", *args])
+    assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_an_exception_of_an_algorithm_says_what_it_has_replaced(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import grpo\nSETTINGS = {}\ndef evaluate(agent, problems):\n"
+                    "    open('/none/prices')\ngrpo.evaluate = evaluate\n")
+    lines, e = raised("--task", task(tmp_path, more="DEFAULTS['warm_steps'] = 0"), "--algo", path,
+                      "--out", tmp_path / "out")
+    assert type(e) is FileNotFoundError
+    assert f"--algo {path} has replaced evaluate in grpo.py\n" in lines
+    assert lines[-1].endswith(f"--task {tmp_path}/t.py --algo {path}\n")
+
+
+# ---------- problems, processes
+
+def test_other_problems_on_resume_are_noted(tmp_path, capsys):
+    """Those that differ between calls; not fewer held-out ones, which is a setting."""
+    path = task(tmp_path, problems="MADE[:] = MADE[os.path.exists(__file__ + 'x'):]")
+    args = ["--task", str(path), "--out", str(tmp_path / "out"), "--warm_steps", "0"]
+
+    def found(*more):
+        """Whether they are noted; and what run.json has of them."""
+        grpo.main([*args, *more])
+        noted = "the problems are others than when" in capsys.readouterr().out
+        return noted, json.loads((tmp_path / "out" / "run.json").read_text())["problems"]
+    noted, was = found("--steps", "0")
+    assert not noted and found("--resume", "--held_out", "1") == (False, was)
+    (tmp_path / "t.pyx").touch()
+    noted, now = found("--resume")
+    assert noted and now != was
+
+
+def test_ranks_must_have_the_same_problems(monkeypatch):
+    one, two = ([SimpleNamespace(prompt=x) for x in words] for words in ("ab", "ba"))
+    assert len({setup.fingerprint(*x) for x in ((one, two), (two, one), (one, one))}) == 3
+    monkeypatch.setattr(dist, "gather", lambda x: [x, "another"])
+    with pytest.raises(UserError, match="the ranks have different problems"):
+        setup.fingerprint(one, two)
+
+
+def test_held_out_problems_that_are_trained_on_are_noted(capsys):
+    for prompts, said in (("abcd", "note: 4 of 4"), ("xaby", "note: 2 of 4"), ("xyz", "")):
+        parts = [[SimpleNamespace(prompt=x) for x in words] for words in ("abcd", prompts)]
+        setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: parts))
+        assert capsys.readouterr().out[:12] == said
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
+    """Their SIGTERM is not a wish to stop the run; nor do they hold its lock."""
+    files.lock(tmp_path / "lock")
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def waits():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN        # Ctrl-C is the run's
+        ready.set()
+        time.sleep(60)
+    with dist.stoppable():
+        child = context.Process(target=waits)
+        child.start()
+        assert ready.wait(20)
+        files.LOCK.close()                  # as if the run had been killed, and its child lived on
+        with open(tmp_path / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child.terminate()
+        child.join(10)
+    assert child.exitcode == -signal.SIGTERM and not dist.ASKED

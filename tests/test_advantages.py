@@ -1,9 +1,10 @@
 """From rewards to advantages: scores, GAE, whitening, estimators of the KL, the critic's loss."""
 import math
 
-import pytest
 import torch
 from conftest import tiny_model
+from pytest import approx, mark
+from torch.testing import assert_close
 
 from grpo import ALGOS, Batch, Config, advantages, gae, kl_estimate, policy_loss, token_weights
 from grpo import value_loss, whiten
@@ -17,8 +18,8 @@ HOLES = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 0, 1, 0], [0, 1, 1, 1, 0, 0]
 ZERO = torch.zeros(4, 6)
 
 
-@pytest.mark.parametrize("mask", [MASK, HOLES], ids=["padding", "replies"])
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.5, 0.0)])
+@mark.parametrize("mask", [MASK, HOLES], ids=["padding", "replies"])
+@mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.5, 0.0)])
 def test_gae_is_its_formula_and_sees_no_padding(gamma, lam, mask):
     """A_t = sum over l of (gamma lam)^l delta_{t+l}; credit crosses a reply, whatever is there."""
     reward, value = torch.randn(2, *mask.shape)
@@ -28,7 +29,7 @@ def test_gae_is_its_formula_and_sees_no_padding(gamma, lam, mask):
         delta = [x + gamma * v[t + 1] - v[t] for t, x in enumerate(r)]
         want[i][on] = torch.tensor([sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:]))
                                     for t in range(len(r))])
-    torch.testing.assert_close(gae(reward, value, mask, gamma, lam), want)
+    assert_close(gae(reward, value, mask, gamma, lam), want)
 
 
 def test_returns_do_not_depend_on_whitening():
@@ -39,28 +40,28 @@ def test_returns_do_not_depend_on_whitening():
     plain, white = (advantages(reward, last, MASK, ZERO, value, Config(adv_scale=scale, **given))
                     for scale in ("none", "batch"))
     assert torch.equal(plain[1], white[1])
-    torch.testing.assert_close(white[0], whiten(plain[0], MASK))
-    torch.testing.assert_close(plain[1] * MASK, MASK * reward.sum(1, keepdim=True))
-    torch.testing.assert_close((plain[1] - value) * MASK, plain[0])
+    assert_close(white[0], whiten(plain[0], MASK))
+    assert_close(plain[1] * MASK, MASK * reward.sum(1, keepdim=True))
+    assert_close((plain[1] - value) * MASK, plain[0])
 
 
-@pytest.mark.parametrize("x", [
+@mark.parametrize("x", [
     1e4 + torch.rand(5000), 1e-9 * torch.rand(5000), torch.tensor([1.0, -1.0])])
 def test_whitening_is_over_the_sampled_tokens_alone(x):
     """Sums in float32 would be off by a thousandth."""
     mask = torch.arange(len(x) + 1) < len(x)
     got, own = whiten(torch.cat([x, torch.tensor([math.nan])]), mask), x.double()
     want = ((own - own.mean()) / own.std(correction=0)).float()
-    torch.testing.assert_close(got[:-1], want, rtol=0, atol=1e-6)
+    assert_close(got[:-1], want, rtol=0, atol=1e-6)
     assert got[-1] == 0
 
 
-@pytest.mark.parametrize("x, z", [
+@mark.parametrize("x, z", [
     ([], 0), ([0.1], 0), ([0.1] * 3, 0), ([0.0] * 3, 0), ([1e4, 1e4 + 8e-3], 0), ([1e4, 1e4 + 8e-2], 1)])
 def test_whitening_of_what_differs_by_rounding_alone_is_zero(x, z):
     """A millionth of the mean is the least that counts."""
     white = whiten(torch.tensor(x + [7.0]), torch.arange(len(x) + 1) < len(x))
-    assert white.abs().tolist() == pytest.approx([z] * len(x) + [0], rel=0.05, abs=0)
+    assert white.abs().tolist() == approx([z] * len(x) + [0], rel=0.05, abs=0)
 
 
 # --------------------------------------------------------------------------- groups, baselines
@@ -80,7 +81,7 @@ def outcome(rewards, **given):
 R, ROOT = [1.0, 0.0, 2.0, 5.0], math.sqrt(1.5)
 
 
-@pytest.mark.parametrize("rewards, given, wanted", [
+@mark.parametrize("rewards, given, wanted", [
     ([1.0, 0.0, 2.0], dict(adv_scale="none"), [0, -1, 1]),          # the documents' numbers
     ([1.0, 0.0, 2.0], {}, [0, -ROOT, ROOT]),
     ([1.0, 0.0, 1.0], {}, [math.sqrt(0.5), -math.sqrt(2), math.sqrt(0.5)]),
@@ -91,7 +92,7 @@ R, ROOT = [1.0, 0.0, 2.0, 5.0], math.sqrt(1.5)
     ([2.0] * 4, dict(baseline="none"), [2.0] * 4),      # a dead group is not divided
     ([0.1] * 4, dict(baseline="leave-one-out"), [0] * 4)])
 def test_baselines_by_hand(rewards, given, wanted):
-    assert outcome(rewards, **given)[0] == pytest.approx(wanted, abs=1e-7)
+    assert outcome(rewards, **given)[0] == approx(wanted, abs=1e-7)
 
 
 def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
@@ -101,7 +102,7 @@ def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
     cfg, x = Config(group=2, supervision="process"), math.sqrt(0.5)
     adv, _, dead = advantages(reward, ends, zero == 0, zero, None, cfg)
     assert dead.tolist() == [False]
-    assert adv.flatten().tolist() == pytest.approx([-x, -x, -2 * x, -2 * x, x, x, x, x])
+    assert adv.flatten().tolist() == approx([-x, -x, -2 * x, -2 * x, x, x, x, x])
 
 
 # ------------------------------------------------------------------------------ KL and critic
@@ -109,7 +110,7 @@ def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
 DIRECTIONS = {"k1": None, "k2": "reverse", "k3": "forward", "ratio*k3": "reverse"}
 
 
-@pytest.mark.parametrize("estimator", DIRECTIONS)
+@mark.parametrize("estimator", DIRECTIONS)
 def test_gradients_of_the_estimators_by_enumeration(estimator):
     """On-policy, in the loss and in the reward, where only k1 has the gradient of the KL."""
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -122,15 +123,15 @@ def test_gradients_of_the_estimators_by_enumeration(estimator):
              "forward": (ref.exp() * (ref - logp)).sum(), None: 0 * x.sum()}
     mean = (old.exp() * kl_estimate(logp, ref, estimator, (logp - old).exp())).sum()
     want = grad(exact[DIRECTIONS[estimator]])
-    torch.testing.assert_close(grad(mean), want, rtol=1e-9, atol=1e-12)
+    assert_close(grad(mean), want, rtol=1e-9, atol=1e-12)
     if estimator != "k2":                       # the others are unbiased, too
-        assert mean.item() == pytest.approx(exact["reverse"].item())
+        assert mean.item() == approx(exact["reverse"].item())
     rewarded = (old.exp() * kl_estimate(old, ref, estimator) * logp).sum()
     is_gradient = torch.allclose(grad(rewarded), grad(exact["reverse"]), 1e-9, 1e-12)
     assert is_gradient is (estimator == "k1")
 
 
-@pytest.mark.parametrize("kl", ["loss", "reward", "watch", "none"])
+@mark.parametrize("kl", ["loss", "reward", "watch", "none"])
 def test_only_a_kl_in_the_loss_has_a_gradient_there(kl):
     """But it is always logged."""
     logp, on = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2).bool()
@@ -141,17 +142,17 @@ def test_only_a_kl_in_the_loss_has_a_gradient_there(kl):
     assert logp.grad.any() == (kl == "loss") and stats["kl"] > 0.5
 
 
-@pytest.mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
+@mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
 def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     """That of E[r(o)]: r times the gradient of log pi(o), the sum over all tokens of a row."""
     cfg, logp = Config(**ALGOS[algo]), torch.where(MASK, -1.0, 0).requires_grad_()
     weight = token_weights(MASK, cfg.loss_mean, 4, 11, 8)
     batch = Batch(None, MASK, None, None, None, adv=torch.ones(4, 6))
     policy_loss(logp, batch, weight, 11, cfg, 0.0)[0].backward()
-    assert logp.grad[MASK].tolist() == pytest.approx([-1 / (4 * 8)] * 11)
+    assert logp.grad[MASK].tolist() == approx([-1 / (4 * 8)] * 11)
 
 
-@pytest.mark.parametrize("value, loss, grad", [
+@mark.parametrize("value, loss, grad", [
     (0.1, 0.9 ** 2, -0.9), (1.0, 0.8 ** 2, 0), (-0.5, 1.5 ** 2, -1.5)])
 def test_value_loss_by_hand(value, loss, grad):
     """Half the worse of two squared errors, its own and that of the value kept within 0.2 of the
@@ -159,12 +160,12 @@ def test_value_loss_by_hand(value, loss, grad):
     value = torch.tensor([[value, 5.0]], requires_grad=True)
     found = value_loss(value, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))
     found.backward()
-    assert found.item() == pytest.approx(loss / 2)
-    assert value.grad.tolist() == [[pytest.approx(grad), 0]]
+    assert found.item() == approx(loss / 2)
+    assert value.grad.tolist() == [[approx(grad), 0]]
 
 
-@pytest.mark.parametrize("forward", [token_logps, passes.token_logps])
-@pytest.mark.parametrize("separate", [False, True])
+@mark.parametrize("forward", [token_logps, passes.token_logps])
+@mark.parametrize("separate", [False, True])
 def test_a_value_does_not_know_its_token(separate, forward):
     """Change token t, and only later columns may move."""
     model, ids = tiny_model(), torch.randint(0, 255, (1, 10))

@@ -5,11 +5,12 @@ import math
 import random
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import tiny_model
 from test_advantages import outcome
 from test_oracle import on_ranks
+from pytest import approx, fixture, mark, raises
+from torch.testing import assert_close
 
 import data.arithmetic as task
 import grpo
@@ -29,8 +30,8 @@ def with_(**changes):
 NEXT = torch.nextafter(torch.tensor([1e6, -3.3]), torch.tensor(0.0)).tolist()
 
 
-@pytest.mark.parametrize("scale", ["none", "group"])
-@pytest.mark.parametrize("rewards", [
+@mark.parametrize("scale", ["none", "group"])
+@mark.parametrize("rewards", [
     *([x] * 64 for x in (0.1, 1e6 + 0.1, 0.0, -3.3)), [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2],
     [1e6, NEXT[0], NEXT[0], 1e6], [-3.3, NEXT[1], NEXT[1], -3.3],
     [1000 + 2e-4, 1000.0], [0.3 - 0.05 * 6, 0.0]], ids=lambda rewards: str(rewards[:4]))
@@ -41,7 +42,7 @@ def test_rewards_equal_up_to_rounding_give_exactly_zero(rewards, scale):
     beside = [0.001, 0.001 + 1e-6] * (n // 2)
     adv, dead = outcome(rewards + beside, group=n, adv_scale=scale)
     assert adv[:n] == [0.0] * n and dead == [True, False]
-    assert adv[n:] == pytest.approx([-by, by] * (n // 2), rel=1e-3)
+    assert adv[n:] == approx([-by, by] * (n // 2), rel=1e-3)
 
 
 # ------------------------------------------------------------------------------ loss, weights
@@ -55,24 +56,24 @@ def loss_of(logp, old_logp, ref_logp, adv, mask, weight, cfg=CFG):
     return policy_loss(logp, batch, weight, mask.sum().clamp(min=1), cfg, 0.04)
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-@pytest.mark.parametrize("mean, short, long", [
+@mark.parametrize("ratio", ["token", "sequence"])
+@mark.parametrize("mean, short, long", [
     ("sequence", 1 / 6, 1 / 12), ("token", 1 / 6, 1 / 6), ("constant", 1 / 24, 1 / 24)])
 def test_weights_of_long_and_short_rows(mean, short, long, ratio):
     """Also beside a row without tokens; and if all are without, there is no loss."""
     for mask in (MASK, MASK & False):
         weight = token_weights(mask, mean, 3, 6, 8)
         wanted = ([short] * 2 + [long] * 4)[:mask.sum()]
-        assert weight[mask].tolist() == pytest.approx(wanted) and not weight[~mask].any()
+        assert weight[mask].tolist() == approx(wanted) and not weight[~mask].any()
         logp = torch.zeros(3, 5, requires_grad=True)
         one = torch.ones(3, 5)
         loss, stats = loss_of(logp, 0 * one, None, one, mask, weight, with_(ratio=ratio))
         loss.backward()
-        torch.testing.assert_close(logp.grad, -weight)
-        assert loss.item() == pytest.approx(-sum(wanted)) and stats["clip_share"] == 0
+        assert_close(logp.grad, -weight)
+        assert loss.item() == approx(-sum(wanted)) and stats["clip_share"] == 0
 
 
-@pytest.mark.parametrize("ratio, adv, loss, grad, clipped, clip", [
+@mark.parametrize("ratio, adv, loss, grad, clipped, clip", [
     (3.0, 1, -1.2, 0, 1, 0.2),              # the documents' "rug": 0.3 / 0.1 = 3, clipped to 1.2
     (3.0, -1, 3.0, 3.0, 0, 0.2),            # but not where the larger ratio makes it worse
     (0.5, 1, -0.5, -0.5, 0, 0.2),
@@ -87,9 +88,9 @@ def test_four_quadrants_of_the_clip(ratio, adv, loss, grad, clipped, clip):
     cfg = with_(clip_low=clip, clip_high=clip)
     got, stats = loss_of(logp, old, ref, torch.tensor([[adv, 5.0]]), on, on / 1, cfg)
     got.backward()
-    assert got.item() == pytest.approx(loss) and stats["clip_share"] == clipped
+    assert got.item() == approx(loss) and stats["clip_share"] == clipped
     assert stats["kl"] == 0 and logp.grad[0, 1] == 0
-    assert grad is None or logp.grad[0, 0].item() == pytest.approx(grad)
+    assert grad is None or logp.grad[0, 0].item() == approx(grad)
 
 
 def test_k3_equals_its_formula_and_loses_no_digits():
@@ -98,14 +99,14 @@ def test_k3_equals_its_formula_and_loses_no_digits():
         one = torch.ones(1, 1)
         return loss_of(0 * one, 0 * one, r * one, 0 * one, one > 0, one)[1]["kl"].item()
     for r in (-3.0, -0.5, 0.5, 3.0):
-        assert k3(r) == pytest.approx(math.exp(r) - 1 - r, rel=1e-5)
-    assert k3(1e-4) == pytest.approx(5e-9, rel=0.01)
+        assert k3(r) == approx(math.exp(r) - 1 - r, rel=1e-5)
+    assert k3(1e-4) == approx(5e-9, rel=0.01)
     assert all(k3(r / 25000) >= 0 for r in range(-250, 251))
 
 
-@pytest.mark.parametrize("gap", [200.0, -200.0])
-@pytest.mark.parametrize("adv", [1.0, -1.0])
-@pytest.mark.parametrize("place", [0, 1])
+@mark.parametrize("gap", [200.0, -200.0])
+@mark.parametrize("adv", [1.0, -1.0])
+@mark.parametrize("place", [0, 1])
 def test_huge_gaps_keep_the_gradient_finite(gap, adv, place):
     """exp overflows; at a kept column, and at a masked one."""
     logp, far = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2)
@@ -122,7 +123,7 @@ def test_bounded_keeps_value_below_and_gradient_above():
     assert bounded(x).tolist() == [-20, -3, 3, 20] and x.grad.tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("given", [
+@mark.parametrize("given", [
     {}, dict(baseline="value", kl="reward", adv_scale="batch"),
     dict(baseline="group+value", critic="separate", supervision="process")], ids=str)
 def test_a_rollout_is_0_wherever_nothing_was_sampled(given, encoding):
@@ -138,7 +139,7 @@ def test_a_rollout_is_0_wherever_nothing_was_sampled(given, encoding):
     for name, x in found:
         assert x.isfinite().all() and not x[~batch.mask].any(), name
         assert name in ("adv", "reward") or x.any(), name
-    torch.testing.assert_close(batch.again, batch.logp, rtol=0, atol=1e-4)
+    assert_close(batch.again, batch.logp, rtol=0, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- update
@@ -173,13 +174,13 @@ def updated(batch, cfg, lr=1.0, **parts):
     return stats, torch.cat([(p - q).detach().flatten() for p, q in zip(params, before)])
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def unbounded(monkeypatch):
     """No gradient is clipped."""
     monkeypatch.setattr(grpo, "GRAD_CLIP", 1e9)
 
 
-@pytest.mark.parametrize("dead, mean", [
+@mark.parametrize("dead, mean", [
     (range(4), "sequence"), (range(8), "token"), ([0, 1, 2, 5, 7], "constant")])
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Without KL and critic: the same update as with them in it, also if no row is left."""
@@ -192,10 +193,10 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     b.ref_logp = None
     stats, less = updated(b, cfg)
     assert sum(seen) == 8 + 8 - len(dead) + 2       # two of them to see that they have no loss
-    torch.testing.assert_close(less, whole, rtol=0, atol=1e-6)
+    assert_close(less, whole, rtol=0, atol=1e-6)
     assert {*watched} - {*stats} == {"kl"}
     for name in {*stats} - {"mismatch"}:
-        assert stats[name] == pytest.approx(watched[name], abs=1e-6), name
+        assert stats[name] == approx(watched[name], abs=1e-6), name
 
 
 def test_a_row_with_any_advantage_is_kept():
@@ -237,18 +238,18 @@ def test_a_step_is_without_dropout(encoding):
         grpo.train_step(agent, task.problems(1)[0][:2], 1)
 
 
-@pytest.mark.parametrize("row", [0, 5, 7])
+@mark.parametrize("row", [0, 5, 7])
 def test_a_gap_in_any_micro_batch_is_found(row):
     """One token of one row, each in a micro-batch of its own; in the first minibatch only."""
     (b, cfg), two = a_rollout(micro_tokens=1), with_(micro_tokens=1, minibatches=2)
     first = b.mask[row].nonzero()[0, 0]
     b.logp = b.logp.clone()
     b.logp[row, first] += 6e-5
-    assert updated(b, cfg, 1e-9)[0]["mismatch"] == pytest.approx(6e-5, abs=1e-5)
+    assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-5, abs=1e-5)
     b.logp[row, first] += 1
     rows, _ = next(grpo.minibatches(two, random.Random(0), 8))
     for given in [cfg] + [two] * (row in rows):
-        with pytest.raises(UserError, match="sampler and trainer disagree"):
+        with raises(UserError, match="sampler and trainer disagree"):
             updated(b, given, 1e-9)
     assert row in rows or updated(b, two, 1e-9)[0]["mismatch"] < 1e-5
 
@@ -260,11 +261,11 @@ def test_the_mean_gap_is_over_the_rows_that_are_left():
     b.logp = logp + 9e-5 * b.mask
     updated(b, cfg)
     b.logp = logp + 1.5e-4 * b.mask
-    with pytest.raises(UserError, match="sampler and trainer disagree"):
+    with raises(UserError, match="sampler and trainer disagree"):
         updated(b, cfg)
 
 
-@pytest.mark.parametrize("kl", ["loss", "none"])
+@mark.parametrize("kl", ["loss", "none"])
 def test_without_old_log_probabilities_the_ratio_is_1(kl):
     """Nothing is clipped, and the gradient is that of weights times advantages, to the bit."""
     b, cfg = a_rollout(kl=kl, clip_low=0.01, clip_high=0.01)
@@ -280,11 +281,11 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
         near = dict(rtol=1e-4, atol=1e-6)
     wanted = torch.autograd.grad(-(want * again).sum(), params)
     for x, y in zip(torch.autograd.grad(loss, params), wanted):
-        torch.testing.assert_close(x, y, **near)
+        assert_close(x, y, **near)
 
 
-@pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize("given", [{}, dict(baseline="value"), dict(dtype="bfloat16"),
+@mark.parametrize("others", [False, True])
+@mark.parametrize("given", [{}, dict(baseline="value"), dict(dtype="bfloat16"),
     dict(dtype="bfloat16", epochs=2), dict(dtype="bfloat16", minibatches=2)], ids=str)
 def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     """As sampled or, in bfloat16 or with a critic, a pass's over the sampler's weights; none with
@@ -301,7 +302,7 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     monkeypatch.setattr(grpo, "collect", collect)
     batch, stats = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
-    assert stats["entropy"] == pytest.approx(-batch.logp[batch.mask].mean().item())
+    assert stats["entropy"] == approx(-batch.logp[batch.mask].mean().item())
     present, in_bfloat16, rows = batch.logp, cfg.dtype == "bfloat16", off[:, None] & others
     if given:
         present, _ = grpo.logps(agent.sampler, batch, cfg)
@@ -315,11 +316,11 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     assert told["clip_share"] > (0.1 if others else 0) or batch.old_logp is None
     if others:
         batch.on_policy = None
-        with pytest.raises(UserError, match="in the Batch's on_policy"):
+        with raises(UserError, match="in the Batch's on_policy"):
             grpo.update(agent, batch, random.Random(0))
 
 
-@pytest.mark.parametrize("critic", [None, "shared", "separate"])
+@mark.parametrize("critic", [None, "shared", "separate"])
 def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
     """Up to rounding, in every weight. A critic learns from rows without an advantage, too."""
     given, after = {} if critic is None else dict(baseline="group+value", critic=critic), []
@@ -334,10 +335,10 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
         after.append(updated(b, cfg, 0.1, critic=head)[1])
     plain, shared = after
     assert not torch.equal(plain, shared) and (plain != 0).float().mean() > 0.7
-    torch.testing.assert_close(plain, shared, rtol=0, atol=1e-4 * plain.abs().max().item())
+    assert_close(plain, shared, rtol=0, atol=1e-4 * plain.abs().max().item())
 
 
-@pytest.mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)
+@mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)
 def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
     """In each epoch each row of a rank is in one minibatch, whose size is that of all ranks."""
     def split(rank):
@@ -357,7 +358,7 @@ def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
             sorted(a + [4 + i for i in b]) for (a, _), (b, _) in zip(*found)]
 
 
-@pytest.mark.parametrize("n", [3, 7, 11])
+@mark.parametrize("n", [3, 7, 11])
 def test_the_loss_of_fewer_or_more_rows_is_their_mean(n):
     """Of those that there are, and not of --prompts x --group."""
     (b, cfg), model = a_rollout(kl="none"), tiny_model()
@@ -366,14 +367,14 @@ def test_the_loss_of_fewer_or_more_rows_is_their_mean(n):
     loss = -(b.adv * logp / b.mask.sum(1, keepdim=True)).sum() / n
     grads = torch.autograd.grad(loss, model.parameters())
     want = torch.cat([-x.flatten() for x in grads])
-    torch.testing.assert_close(updated(b, cfg)[1], want, rtol=1e-3, atol=1e-5)
+    assert_close(updated(b, cfg)[1], want, rtol=1e-3, atol=1e-5)
 
 
 def test_nan_in_the_loss_stops_the_run():
     (b, cfg), agent = a_rollout(), agent_of(CFG)
     b.adv[b.mask] = math.nan
     agent.opt = torch.optim.SGD(agent.policy.parameters(), 1.0)
-    with pytest.raises(UserError, match="gradient"):
+    with raises(UserError, match="gradient"):
         grpo.update(agent, b, random.Random(0))
     assert all(map(torch.equal, agent.policy.parameters(), tiny_model().parameters()))
 
@@ -383,7 +384,7 @@ def test_nan_in_the_loss_stops_the_run():
 ALIKE = [[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]]
 
 
-@pytest.mark.parametrize("ids, length, budget, parts", [
+@mark.parametrize("ids, length, budget, parts", [
     (ALIKE, [3, 3, 2, 3, 3, 3], 100, [([5, 3, 1, 2, 0, 4], 3)]),    # those that begin alike together
     (ALIKE, [3, 3, 2, 3, 3, 3], 6, [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]),
     # A longer row makes those before it longer too, and the next chunk begins anew.

@@ -4,9 +4,9 @@ import random
 from types import SimpleNamespace
 
 import conftest
-import pytest
 import torch
 from conftest import tiny_model
+from pytest import approx, mark, raises
 
 import data
 import data.arithmetic as task
@@ -46,22 +46,21 @@ def at_ends(batch, x):
 
 # ------------------------------------------------------------------------------ rewards of steps
 
-STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": [0],
+STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": [0], "": [0],
          "\n47*50=2350\n47*8=376": [1, 0]}      # true steps, without an answer
 
 
-@pytest.mark.parametrize("supervision, end, wanted", [
+@mark.parametrize("supervision, end, wanted", [
     ("outcome", True, {WORK: [2], "~3000": [0], "2726": [1], "": [0]}),
-    ("process", True, STEPS | {"": [0]}),       # stopping gets an advantage, too
+    ("process", True, STEPS),                   # stopping gets an advantage, too
     ("outcome", False, {WORK: [-1.5]}),
     ("process", False, {WORK: [1, 1, -1.5]})])
 def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch):
     """A newline closes a step; the last one ends at the last token."""
     monkeypatch.setattr(reward, "TRUNCATED_REWARD", -1.5)
     batch, agent = batch_of([*wanted], end=end), agent_of(task, supervision=supervision)
-    reward.score_by_rule(agent, [PROBLEM], batch)
+    reward.fill_in_rewards(agent, scored(task, batch))
     assert batch.texts == [*wanted] and batch.problems == [PROBLEM] * len(wanted)
-    reward.fill_in_rewards(agent, batch)
     assert at_ends(batch, batch.reward) == [*wanted.values()]
     assert not batch.reward[~batch.ends].any()
     last = 256 if end else ord("6")
@@ -71,40 +70,37 @@ def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch)
         assert at_ends(batch, reward.cap_truncated(batch))[0][-1] == -2
 
 
-FINE = [(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)]     # numpy's, and lists
-
-
-@pytest.mark.parametrize("found, fault", [
-    (FINE, ""), ([], ""), (None, "list of"), ({3: True}, "list of"), ([3], "pairs"),
-    ([(3, True, 1)], "pairs"), *(([(end, True)], "from 1 to 5") for end in (0, 6, 3.0, True)),
+@mark.parametrize("found, fault", [
+    ([], ""), ([(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)], ""),
+    (None, "list of"), ({3: True}, "list of"), ([3], "pairs"), ([(3, True, 1)], "pairs"),
+    *(([(end, True)], "from 1 to 5") for end in (0, 6, 3.0, True)),
     ([(3, True), (2, True)], "from 3 to 5, not 2"),
     *(([(2, True), (3, truth)], "True or False") for truth in (0.5, 2, None, torch.ones(2)))])
 def test_steps_of_another_form_are_refused(found, fault):
-    """Instead of a traceback, or of silent training on it."""
+    """Instead of a traceback, or of silent training on it; numpy's numbers are fine."""
     odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
     batch, agent = scored(odd, batch_of(["~3000"])), agent_of(odd, supervision="process")
     if fault:
-        with pytest.raises(UserError, match=f"^the steps of the prompt '47\\*58=' must.*{fault}"):
+        with raises(UserError, match=f"^the steps of the prompt '47\\*58=' must.*{fault}"):
             reward.of_rule(agent, batch)
     else:
-        assert reward.of_rule(agent, batch)[1].sum() == max(1, len({end for end, _ in found}))
+        assert reward.of_rule(agent, batch)[1].sum() == (3 if found else 1)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
+@mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
 def test_a_completion_without_text_is_one_false_step(name):
-    right = lambda problem, text: {"correct": 1.0}
-    steps = SimpleNamespace(reward=right, steps=data.load_task(name).steps)
-    batch = scored(steps, batch_of([""]))
-    r, ends = reward.of_steps(steps, byte_encoding(), batch)
-    assert ends.sum() == 1 and batch.ids[ends].tolist() == [256] and not r.any()
+    steps = data.load_task(name).steps
+    toy = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=steps)
+    batch = scored(toy, batch_of([""]))
+    r, ends = reward.of_steps(toy, byte_encoding(), batch)
+    assert batch.ids[ends].tolist() == [256] and not r.any()
 
 
 RANKS = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
-LONGER = Encoding("t", r"[\s\S]+", RANKS, {"<end>": 300}, [300], {})
-TEXT = "é=1\n二=2\n3"
+LONGER, TEXT = Encoding("t", r"[\s\S]+", RANKS, {"<end>": 300}, [300], {}), "é=1\n二=2\n3"
 
 
-@pytest.mark.parametrize("encoding, ids, tokens", [
+@mark.parametrize("encoding, ids, tokens", [
     (byte_encoding(), [*TEXT.encode()], [4, 10, 11]),
     (LONGER, LONGER.encode_ordinary(TEXT), [4, 8, 9]),          # one has a newline and half of 二
     (byte_encoding(), [0xff, 10, 0xe4, 10, 65], [1, 3, 4])])    # no text
@@ -117,19 +113,18 @@ def test_step_tokens(encoding, ids, tokens):
 # ------------------------------------------------------------------------------ rewards of a task
 
 def test_components_that_cancel_add_up_to_0():
-    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A rest that is no rounding stays; so does their order."""
-    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0,) * 3, "z": (1.0, 0.0, -0.999), "w": (1e-7, 0.0, 0.0)}
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A rest that is no rounding stays, and their order."""
+    texts = dict(x=(0.7, -0.1, -0.6), y=(0.0,) * 3, z=(1.0, 0.0, -0.999), w=(1e-7, 0.0, 0.0))
 
     def rule(problem, text):
-        parts = dict(zip(("correct", "a", "b"), texts[text]))
-        return parts if text == "x" else dict(reversed(parts.items()))
+        parts = [*zip(("correct", "a", "b"), texts[text])]
+        return dict(parts if text == "x" else reversed(parts))
     toy = SimpleNamespace(reward=rule)
     batch = scored(toy, batch_of([*texts]))
-    total = reward.of_rule(agent_of(toy), batch)[0].sum(1)
-    assert total[:2].tolist() == [0, 0]
-    assert total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
+    total = reward.of_rule(agent_of(toy), batch)[0].sum(1).tolist()
+    assert total == [0, 0, approx(1e-3, rel=1e-3), approx(1e-7)]
     assert [*batch.components] == ["correct", "a", "b"]
-    assert batch.components["b"].tolist() == pytest.approx([-0.6, 0, -0.999, 0])
+    assert batch.components["b"].tolist() == approx([-0.6, 0, -0.999, 0])
 
 
 def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
@@ -137,13 +132,12 @@ def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
     toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
     batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
     batch.finished = torch.tensor([True, True, False, False])
-    scored(toy, batch)
-    reward.fill_in_rewards(agent, batch)
-    assert batch.reward.sum(1).tolist() == pytest.approx([1e-9, 3e-9, 0, -2])
+    reward.fill_in_rewards(agent, scored(toy, batch))
+    assert batch.reward.sum(1).tolist() == approx([1e-9, 3e-9, 0, -2])
     batch.adv, dead = group_scores(batch.reward, batch.ends, agent.cfg)
-    assert batch.adv[batch.ends].tolist() == pytest.approx([-1, 1, 1, -1]) and not dead.any()
+    assert batch.adv[batch.ends].tolist() == approx([-1, 1, 1, -1]) and not dead.any()
     stats = report.statistics(batch, dead)
-    assert stats["reward"] == pytest.approx(-0.5)
+    assert stats["reward"] == approx(-0.5)
     assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
 
 
@@ -151,34 +145,32 @@ def test_rewards_of_all_completions_at_once():
     """With their problems, in the order of the rows, and their numbers of tokens."""
     def rewards(problems, texts, tokens):
         assert (problems, tokens) == ([p, p, q, q], [2, 4, 3, 1])
-        longest = max(texts, key=len)
-        return [{"correct": float(text == longest), "n": n} for text, n in zip(texts, tokens)]
+        return [{"correct": float(text == max(texts, key=len))} for text in texts]
     p, q = (SimpleNamespace(prompt=x) for x in "pq")
     batch = scored(SimpleNamespace(rewards=rewards), batch_of(["a", "bcd", "ef", ""]), [p, q])
     assert batch.components["correct"].tolist() == [0, 1, 0, 0]
-    assert batch.components["n"].tolist() == [2, 4, 3, 1]
 
 
-@pytest.mark.parametrize("found, why", [
+@mark.parametrize("found, why", [
     ([{"correct": 1}], "list of 2 dicts"), (None, "list of 2 dicts"),
     ([{"correct": 1}, {"right": 1}], "'q' must be a dict with 'correct'"),
     ([{"correct": 1}, {"correct": 1, "x": 1}], "'q' must have the components correct, as"),
     ([{"correct": 1}, {"correct": math.nan}], "'q' must be a finite number")])
 def test_rewards_of_another_form(found, why):
     problems = [SimpleNamespace(prompt=x) for x in "pq"]
-    with pytest.raises(UserError, match=why):
-        data.rewards_of(SimpleNamespace(rewards=lambda *given: found), problems, ["a", "b"], [2, 2])
+    with raises(UserError, match=why):
+        data.rewards_of(SimpleNamespace(rewards=lambda *given: found), problems, "ab", [2, 2])
 
 
-@pytest.mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n): pass"])
+@mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n): pass"])
 def test_a_task_needs_one_of_both(more, tmp_path):
-    text = "DEFAULTS = {}\ndef problems(): pass\ndef answer(text): pass\n"
-    (tmp_path / "toy.py").write_text(text + more)
+    path = tmp_path / "toy.py"
+    path.write_text(f"DEFAULTS = {{}}\ndef problems(): pass\ndef answer(text): pass\n{more}")
     if more:
-        assert data.load_task(str(tmp_path / "toy.py")).DEFAULTS == {}
+        assert data.load_task(str(path)).DEFAULTS == {}
     else:
-        with pytest.raises(UserError, match="no function reward"):
-            data.load_task(str(tmp_path / "toy.py"))
+        with raises(UserError, match="no function reward"):
+            data.load_task(str(path))
 
 
 # ------------------------------------------------------------------------------- the reward model
@@ -187,23 +179,22 @@ def test_people_choose_any_of_the_best():
     """Wherever the completions end; nothing but the labels changes, and they only there."""
     ends = torch.zeros(9, 4, dtype=torch.bool)
     ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
-    label = torch.full((9, 4), 7.0)
+    label, third = torch.full((9, 4), 7.0), approx(1 / 3)
     label[ends] = torch.tensor([0.0, 2, -1, 1, 0, 1, 3, 3, 3])
-    rows = {"ids": torch.rand(9, 4), "ends": ends, "label": label}
-    found, third = choices(rows, 3), pytest.approx(1 / 3)
+    found = choices({"ends": ends, "label": label}, 3)
     assert found["label"][ends].tolist() == [0, 1, 0, 0.5, 0, 0.5, *[third] * 3]
     assert torch.equal(found["label"][~ends], label[~ends]) and label[0, 3] == 0
-    assert found["ids"] is rows["ids"] and found["ends"] is ends
+    assert found["ends"] is ends
 
 
 def test_the_loss_of_an_identical_pair_is_ln_2():
     """And of a step of which nothing is known; sums of all."""
     zero, label = torch.zeros(4), torch.tensor([1.0, 0.0, 0.25, 0.75])
-    assert reward_loss(zero, label, 2).item() == pytest.approx(2 * math.log(2))
-    assert reward_loss(zero, label, 1).item() == pytest.approx(4 * math.log(2))
+    assert reward_loss(zero, label, 2).item() == approx(2 * math.log(2))
+    assert reward_loss(zero, label, 1).item() == approx(4 * math.log(2))
 
 
-@pytest.mark.parametrize("chance, label, K, accuracy, error", [
+@mark.parametrize("chance, label, K, accuracy, error", [
     ([0.8, 0.8, 0.2, 0.2], [1, 1, 0, 1], 1, 0.75, 0.05),        # three of four are hit
     ([0.95, 0.85], [0, 1], 1, 0.5, 0.55),       # errors of other certainties do not cancel
     ([0.5] * 3, [0, 0.5, 1], 1, 2 / 3, 1 / 6),          # undecided is `bad`
@@ -211,60 +202,57 @@ def test_the_loss_of_an_identical_pair_is_ln_2():
     ([0.7, 0.3, 0.7, 0.3], [1, 0, 0, 1], 2, 0.5, 0.2),
     ([0.7, 0.3, 0.7, 0.3], [1, 0, 0.5, 0.5], 2, 1, 0.05)])      # one of two equals
 def test_quality_by_hand(chance, label, K, accuracy, error):
-    chance = torch.tensor(chance)
+    chance, label = torch.tensor([chance, label])
     score = chance.logit().clamp(max=99) if K == 1 else chance.log()
-    label = torch.tensor(label, dtype=torch.float32)
-    assert quality(score, label, K) == pytest.approx((accuracy, error))
+    assert quality(score, label, K) == approx((accuracy, error))
 
 
 def scorer_of():
     return ScalarHead(32, tiny_model(), 1 / math.sqrt(33), torch.Generator().manual_seed(0))
 
 
-def test_score_depends_on_neither_padding_nor_batch():
-    s, batch, cfg = scorer_of(), batch_of(["~3000", "2726", WORK[:20]]), Config(micro_tokens=40)
-    ids, mask = batch.ids, batch.mask
-    whole = scores(s, ids, mask, cfg)
-    for i, n in enumerate((12, 11, 27)):
-        alone = scores(s, ids[i:i + 1, :n], mask[i:i + 1, :n], cfg)
-        torch.testing.assert_close(whole[i, :n], alone[0], rtol=1e-5, atol=1e-5)
-    padding = ~mask & (torch.arange(27) >= 6)
-    dirty = scores(s, torch.where(padding, 99, ids), mask, cfg)
-    torch.testing.assert_close(dirty[mask], whole[mask])
-
-
-@pytest.mark.parametrize("supervision", ["outcome", "process"])
-def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own(supervision, monkeypatch):
-    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -3.0)
-    s, batch = scorer_of(), batch_of(["~3000", "2726"])
-    s.norm.data, batch.finished = torch.tensor([0.3, 1.7]), torch.tensor([True, False])
+def ended(texts, rewards):
+    """A Batch with rewards at the last tokens."""
+    batch = batch_of(texts)
     batch.ends = passes.last_tokens(batch.mask)
-    batch.reward = learned(s, batch, Config(supervision=supervision))
-    r = reward.cap_truncated(batch)
-    raw = scores(s, batch.ids, batch.mask, Config())[0, 11].item()
-    want = 1 / (1 + math.exp(-raw)) if supervision == "process" else (raw - 0.3) / 1.7
-    assert r[batch.ends].tolist() == [pytest.approx(want), -3] and not r[~batch.ends].any()
-
-
-def preferences(n, K):
-    """n problems with K completions each, labelled by their number of a."""
-    r = random.Random(0)
-    texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
-    batch = batch_of(texts, prompt="?")
-    batch.ends = passes.last_tokens(batch.mask)
-    batch.reward = batch.ends * torch.tensor([[float(text.count("a"))] for text in texts])
+    batch.reward = batch.ends * torch.tensor(rewards, dtype=torch.float32)[:, None]
     return batch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("supervision", ["outcome", "process"])
+@mark.parametrize("supervision", ["outcome", "process"])
+def test_a_score_depends_on_neither_padding_nor_batch(supervision, monkeypatch):
+    """It is where a row ends, normalised or as a probability; a row that was cut off gets less."""
+    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -9.0)
+    s, batch = scorer_of(), ended(["~3000", "2726", WORK[:20]], [0] * 3)
+    s.norm.data, cfg = torch.tensor([0.3, 1.7]), Config(supervision=supervision, micro_tokens=40)
+    padding = ~batch.mask & (torch.arange(27) >= 6)
+    batch.ids, wanted = torch.where(padding, 99, batch.ids), []
+    for row, n in zip(batch.ids, (12, 11, 27)):
+        raw = s(row[None, :n])[0, -1].item()
+        wanted.append(1 / (1 + math.exp(-raw)) if supervision == "process" else (raw - 0.3) / 1.7)
+    batch.reward = learned(s, batch, cfg)
+    assert at_ends(batch, batch.reward) == [[approx(x, rel=1e-4)] for x in wanted]
+    assert not batch.reward[~batch.ends].any()
+    batch.finished[1] = False
+    assert at_ends(batch, reward.cap_truncated(batch))[1] == [-9]
+
+
+def preferences(n, K):
+    """n problems with K completions each, whose rewards are their numbers of a."""
+    r = random.Random(0)
+    texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
+    return ended(texts, [text.count("a") for text in texts])
+
+
+@mark.slow
+@mark.parametrize("supervision", ["outcome", "process"])
 def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypatch):
     """But for those it is measured on; it is normalised on those it was fitted to."""
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
     monkeypatch.setattr(reward, "CHOICES", 2)
     batch, s, cfg = preferences(400, 2), scorer_of(), Config(supervision=supervision)
     if supervision == "process":
-        batch.reward = (batch.reward > 3).float()
+        batch.reward = (batch.reward > 3) / 1
     agent = conftest.agent_of(cfg, reward_model=s, history={})
     measures = refit(agent, [batch], 40, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
@@ -272,69 +260,56 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
     assert len(agent.history["ids"]) == 720
     if supervision == "outcome":
         r = learned(s, batch, cfg)[80:][batch.ends[80:]]
-        assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
+        assert r.mean().item() == approx(0, abs=1e-4)
+        assert r.std().item() == approx(1, 1e-3)
 
 
-def fitted(monkeypatch, model, rows, K, cfg=Config()):
+def fitted(monkeypatch, model, batch, K, micro_tokens=0):
     """The loss terms of each step of a fit that does nothing, and its rate."""
     def supervised_fit(name, module, losses, steps, lr):
         found.extend([[loss.item() for loss in losses(step)] for step in range(steps)])
         rates.append(lr)
-    found, rates = [], []
+    found, rates, cfg = [], [], Config(micro_tokens=micro_tokens)
     monkeypatch.setattr(passes, "supervised_fit", supervised_fit)
-    reward.fit(model, rows, K, cfg, random.Random(0))
+    reward.fit(model, reward.labelled(batch), K, cfg, random.Random(0))
     return found, rates[0]
 
 
-@pytest.mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
+@mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
     """Pairs of up to `tokens` each; one pair at a time if not even one fits."""
-    sizes, rows = [], reward.labelled(preferences(400, 2))
+    sizes = []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
         sizes.append(ids.shape), torch.zeros(ids.shape))[1])
-    found, _ = fitted(monkeypatch, scorer_of(), rows, 2, Config(micro_tokens=micro_tokens))
+    found, _ = fitted(monkeypatch, scorer_of(), preferences(400, 2), 2, micro_tokens)
     assert len(found) == 12 and sum(n for n, _ in sizes) == 800         # 66 or 68 rows a step
     assert all(n == 2 or n * width <= 2 * tokens for n, width in sizes)
     assert (max(n for n, _ in sizes) > 2) is (tokens > 1)
     assert (len(sizes) == 12) is (tokens > 1000)
 
 
-def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
-    """Which may be any of its rows: the reward is at the end of each."""
-    batch, s, cfg = batch_of(["a", "bbb", "ccccc", "d"]), scorer_of(), Config(micro_tokens=1)
-    batch.ends = passes.last_tokens(batch.mask)
-    batch.reward = batch.ends * torch.tensor([[1.0], [0.0], [0.0], [1.0]])
-    (found,), _ = fitted(monkeypatch, s, reward.labelled(batch), 2, cfg)       # a set by itself
+@mark.parametrize("width, lr", [(256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
+    """Which may be any of its rows. Above 256 channels the rate is as 1 / width: muP,
+    arXiv 2203.03466."""
+    batch, s = ended(["a", "bbb", "ccccc", "d"], [1, 0, 0, 1]), scorer_of()
+    s.head.in_features = width
+    (found,), rate = fitted(monkeypatch, s, batch, 2, 1)        # each set by itself
     score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
-    assert len(found) == 2
     want = reward_loss(score, batch.reward[batch.ends], 2).item() / 2
-    assert sum(found) == pytest.approx(want, rel=1e-5)
+    assert sum(found) == approx(want, rel=1e-5) and len(found) == 2
+    assert rate == approx(lr)
 
 
 def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
     """With more than 64 choices too; a step without one would repeat the last one's momentum."""
-    batch = preferences(3, 100)
-    rows = reward.labelled(batch) | {"label": batch.ends / 100}
-    found, _ = fitted(monkeypatch, scorer_of(), rows, 100)
+    found, _ = fitted(monkeypatch, scorer_of(), preferences(3, 100), 100)
     assert len(found) == 3 and min(map(sum, found)) > 0
 
 
-@pytest.mark.parametrize("width, lr", [(256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
-def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
-    """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
-    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: torch.zeros(ids.shape))
-    model = ScalarHead(width, SimpleNamespace(kv_cache="plain", device="cpu"))
-    _, found = fitted(monkeypatch, model, reward.labelled(preferences(1, 2)), 2)
-    assert found == pytest.approx(lr)
-
-
-def test_sets_are_padded_and_no_more_are_replayed_than_there_are():
-    a, b = ({"ids": torch.full((2, n), n)} for n in (3, 5))
-    rows = [[3, 3, 3, 0, 0]] * 2, [[5] * 5] * 2
-    assert passes.join([a, b])["ids"].tolist() == rows[0] + rows[1]
-    assert passes.join([b, a])["ids"].tolist() == rows[1] + rows[0]
-    replayed = reward.replay({"ids": torch.arange(12)}, 44, 4, random.Random(0))["ids"].view(-1, 4)
-    assert sorted(replayed.tolist()) == torch.arange(12).view(-1, 4).tolist()
+def test_no_more_is_replayed_than_there_is():
+    replayed = reward.replay({"ids": torch.arange(12)}, 44, 4, random.Random(0))["ids"]
+    assert sorted(replayed.view(-1, 4).tolist()) == torch.arange(12).view(-1, 4).tolist()
 
 
 # ------------------------------------------------------------------------------- rollout labels
@@ -354,26 +329,24 @@ def continued(agent, problems, tries, begun, said):
 def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     """Judged whole, by the row's own problem, in parts of 128, with random numbers of their own;
     a last step keeps its label."""
-    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
-    batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "ab"], batch.mask.clone()
-    batch.ends[0, :50] = False                      # its first step is long
-    batch.reward = 7.0 * batch.ends
-    before = batch.reward.clone()
-
     def completions(agent, problems, tries, u, begun):
         """Of 4 tries as many are right as the length of a prefix modulo 5."""
-        assert tries == 4 and u.shape == (4 * len(begun), 150) and (0 <= u).all() and (u < 1).all()
-        assert all(all(judged) for _, judged in begun)
+        assert u.shape == (4 * len(begun), 150) and (0 <= u).all() and (u < 1).all()
         drawn.append(u)
         return continued(agent, problems, tries, begun, lambda ids, k: "yn"[k >= len(ids) % 5])
 
     def rule(problem, text):
-        return {"correct": float(text[:-1].strip(problem.prompt) == "" and text.endswith("y"))}
-    agent = agent_of(SimpleNamespace(reward=rule), max_new=150)
+        return {"correct": float(text.strip(problem.prompt) == "y")}
+    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
+    batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "ab"], batch.mask.clone()
+    batch.ends[0, :50] = False                      # its first step is long
+    batch.reward = 7.0 * batch.ends
+    before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)
     label = rollout_labels(agent, completions, batch, 2, 0)
     places = batch.ends & ~passes.last_tokens(batch.mask)
-    share = ((torch.arange(batch.ids.size(1)) - 5) % 5 / 4).expand_as(label)
-    assert torch.equal(label, torch.where(places, share, before)) and torch.equal(batch.reward, before)
+    share = (torch.arange(batch.ids.size(1)) - 5) % 5 / 4
+    assert torch.equal(label, torch.where(places, share, before))
+    assert torch.equal(batch.reward, before)
     assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]
     assert torch.cat(drawn)[:, 0].unique().numel() == 4 * places.sum()
     batch.ends = passes.last_tokens(batch.mask)     # steps of which nothing can go on
@@ -381,19 +354,16 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
 
 
 def test_a_text_is_what_the_policy_said():
-    """Steps end where they end among its tokens; a completion that goes on from a prefix has
-    those of its tokens too that were there before."""
+    """Steps end where they end among its tokens; so does a text that goes on from a prefix."""
+    def completions(agent, problems, tries, u, begun):
+        return continued(agent, problems, tries, begun, lambda ids, k: "x")
     heard, judged, at = "\nhm?", [], 6 + 20
     batch = batch_of([WORK[:20] + heard + WORK[20:]])
     batch.mask[:, at:at + len(heard)] = False           # which is also what is judged
     assert scored(task, batch).texts == [WORK]
     batch.reward, batch.ends = reward.of_steps(task, byte_encoding(), batch)
-    places = batch.ends[0].nonzero()[:, 0]
-    assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
+    assert at_ends(batch, batch.ids) == [[10, 10, 256]] and batch.ends[0, at + len(heard)]
     assert at_ends(batch, batch.reward) == [[1, 1, 1]]
-
-    def completions(agent, problems, tries, u, begun):
-        return continued(agent, problems, tries, begun, lambda ids, k: "x")
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
     rollout_labels(agent_of(toy), completions, batch, 1, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
@@ -401,13 +371,12 @@ def test_a_text_is_what_the_policy_said():
 
 def test_rollout_labels_do_not_depend_on_how_ranks_share_the_rows(monkeypatch):
     """The random numbers of a step are those of its prompt and place, and of the stream."""
-    batch, (p, q) = batch_of(["ab", "ab", "ab", "cd"]), (SimpleNamespace(prompt=x) for x in "pq")
-    batch.problems, batch.ends, batch.reward = [p, p, q, q], batch.mask, 0.0 * batch.mask
-
     def labels(batch, stream=0):
         def completions(agent, problems, tries, u, begun):
             return SimpleNamespace(components={"correct": u[:, 0].float()})
         return rollout_labels(agent_of(), completions, batch, 2, stream)
+    batch, (p, q) = batch_of(["ab", "ab", "ab", "cd"]), (SimpleNamespace(prompt=x) for x in "pq")
+    batch.problems, batch.ends, batch.reward = [p, p, q, q], batch.mask, 0.0 * batch.mask
     whole = labels(batch)
     assert len(whole[whole > 0].unique()) == 8
     assert not (labels(batch, 1) == whole)[whole > 0].any()

@@ -11,10 +11,11 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import test_oracle as letters
 import torch
 from conftest import ROOT, agent_of, batch_of, fault, flags, records, tiny_model
+from pytest import approx, fixture, mark, raises
+from torch.testing import assert_close
 
 import grpo
 from data import UserError, arithmetic
@@ -39,7 +40,7 @@ OLD = [[-1.2, -0.3, -2.0], [-0.9], [-0.1, -3.0, -0.7, -1.6], [-2.2, -1.9]]
 LOG_RATIO = [[0.02, 0.5, -0.6], [1.2], [-0.3, 1.6, -0.05, 0.45], [1.7, -0.5]]
 
 
-@pytest.fixture
+@fixture
 def double():
     """Numbers without a type have 64 bits."""
     torch.set_default_dtype(torch.float64)
@@ -90,8 +91,8 @@ def check(name, term, mean, clipped, scale=1, **given):
     """Value, gradient and the number of clipped tokens."""
     value, grad, found = of_code(name, scale, **given)
     want, of_tokens = of_formula(term, mean, scale)
-    assert value == pytest.approx(want, rel=1e-9) and found == clipped
-    assert grad == pytest.approx(of_tokens, rel=1e-9, abs=1e-12)
+    assert value == approx(want, rel=1e-9) and found == clipped
+    assert grad == approx(of_tokens, rel=1e-9, abs=1e-12)
 
 
 def ppo(r, a, low=0.2, high=0.2):
@@ -146,7 +147,7 @@ def ratio_times_a(r, n, o, a, logs):
     return r * a
 
 
-@pytest.mark.parametrize("name, term, mean, clipped, scale", [       # clipped ones are by hand
+@mark.parametrize("name, term, mean, clipped, scale", [       # clipped ones are by hand
     ("sapo", sapo, "sequence", 0, 1),
     ("gmpo", gmpo, "sequence", 4, 1),
     ("gpg", lambda r, n, o, a, logs: a * n, "token", 0, 1),
@@ -167,7 +168,7 @@ def test_formulas(name, term, mean, clipped, scale, double):
     check(name, term, mean, clipped, scale)
 
 
-@pytest.mark.parametrize("clipped, low, given", [(1, 0, {}), (3, 0.7, dict(clip_low=0.3))])
+@mark.parametrize("clipped, low, given", [(1, 0, {}), (3, 0.7, dict(clip_low=0.3))])
 def test_cispo(clipped, low, given, double):
     """Without a lower bound, and with one, for e^-0.6 and e^-0.5; padding is not clipped."""
     check("cispo", lambda r, n, o, a, logs: max(min(r.item(), 5.0), low) * a * n, "token",
@@ -175,7 +176,7 @@ def test_cispo(clipped, low, given, double):
     assert of_code("cispo", ratio="sequence", clip_high=0.7)[2] == 3
 
 
-@pytest.mark.parametrize("clipped, scale", [(4, 1e-2), (3, -1e-2)])
+@mark.parametrize("clipped, scale", [(4, 1e-2), (3, -1e-2)])
 def test_luspo(clipped, scale, double):
     """Rows beyond each bound; tokens of all rows weigh the same."""
     check("luspo", lambda r, n, o, a, logs: ppo(mean(logs).exp(), a, 2e-3, 2.5e-3), "sum",
@@ -185,7 +186,7 @@ def test_luspo(clipped, scale, double):
 RARER = [[[math.log(p) for p in row] for row in ((1e-8, 5e-9, 1e-8), (1e-3, 0.5, 6e-3))], [-1] * 3]
 
 
-@pytest.mark.parametrize("name, new, old, adv, clipped", [
+@mark.parametrize("name, new, old, adv, clipped", [
     ("gmpo", [0.1], [0], [0], [0]),                 # without an advantage there is no clip
     ("dual_clip", [2], [0], [0], [0]),
     ("two_sided", [2], [0], [0], [0]),
@@ -208,7 +209,7 @@ def covariances():
 FAR = [a > 0 and x > math.log(2) for a, row in zip(A, LOG_RATIO) for x in row]
 
 
-@pytest.mark.parametrize("held", [True, False])
+@mark.parametrize("held", [True, False])
 def test_clip_cov(held, double):
     """With a range that holds one token that PPO does not clip, and with one that holds none."""
     cov, place = covariances(), itertools.count()
@@ -233,7 +234,7 @@ def test_clip_cov_draws_a_share_of_all_tokens(double):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
+@mark.parametrize("share, n", [(0.002, 1), (0.3, 3)])
 def test_kl_cov(share, n, double):
     cov, place = covariances(), itertools.count()
     held = sorted(range(10), key=lambda i: -cov[i])[:n]
@@ -268,7 +269,7 @@ OTHERS = """beta_norm cispo distillation dppo_kl dppo_tv dual_clip dynamic_sampl
     vespo""".split()
 
 
-@pytest.mark.parametrize("name", [*PAPERS, *OTHERS])
+@mark.parametrize("name", [*PAPERS, *OTHERS])
 def test_constants_and_settings_of_the_papers(name):
     """A KL is only where the paper has one."""
     _, module = variant(name)
@@ -293,7 +294,7 @@ STD = statistics.pstdev([1, 0, 5, 1, 2, 2])
 HALF = dict(constants=dict(BUFFER=0.5), max_new=4, adv_scale="none")
 
 
-@pytest.mark.parametrize("name, rewards, wanted, dead, given", [
+@mark.parametrize("name, rewards, wanted, dead, given", [
     ("opo", [1, 0, 2, 2], [0.25, -0.75, 0, 0], [0, 1], dict(penalty=0.5)),  # (3 * 1 + 1 * 0) / 4
     ("gpg", [1, 0, 0, 0, 3, 3], [1.5, -1.5, 0, 0, 0, 0], [0, 1, 1], {}),    # one of three is live
     ("gpg", [1, 1, 3, 3], [0] * 4, [1, 1], {}),
@@ -304,18 +305,18 @@ HALF = dict(constants=dict(BUFFER=0.5), max_new=4, adv_scale="none")
     ("soft_overlong", [1, 0, 1, 0.5], [0.375, -0.375, 0, 0], [0, 1], HALF)])    # less 0.25, 0.5
 def test_credit_by_hand(name, rewards, wanted, dead, given):
     adv, found = credit(name, rewards, **given)
-    assert adv == pytest.approx(wanted) and found == dead
+    assert adv == approx(wanted) and found == dead
 
 
-@pytest.mark.parametrize("name, rewards, says", [
+@mark.parametrize("name, rewards, says", [
     ("beta_norm", [1, 2], "is 2,.*0 to 1"), ("beta_norm", [-0.5, 1], "is -0.5,.*0 to 1"),
     ("maxrl", [-1, 1], "is -1,.*negative"), ("pass_at_k", [1] * 4, "more than K, 4")])
 def test_rewards_for_which_a_variant_is_not_meant(name, rewards, says):
-    with pytest.raises(UserError, match=f"{name}: .*{says}"):
+    with raises(UserError, match=f"{name}: .*{says}"):
         credit(name, rewards, len(rewards))
 
 
-@pytest.mark.parametrize("right", range(9))
+@mark.parametrize("right", range(9))
 def test_pass_at_k_is_the_z_score_over_all_subsets(right):
     """Of pass@4 over the 70 subsets of 4 of 8; a completion has the mean over its own."""
     rewards, subsets = [1.0] * right + [0.0] * (8 - right), [*itertools.combinations(range(8), 4)]
@@ -324,7 +325,7 @@ def test_pass_at_k_is_the_z_score_over_all_subsets(right):
     adv, dead = credit("pass_at_k", rewards, 8)
     for i in range(8):
         own = mean([v for v, subset in zip(value, subsets) if i in subset])
-        assert adv[i] == pytest.approx((own - mean(value)) / std if std else 0, abs=1e-6)
+        assert adv[i] == approx((own - mean(value)) / std if std else 0, abs=1e-6)
     a_little = credit("pass_at_k", [x + 0.1 * (i % 2) for i, x in enumerate(rewards)], 8)
     assert dead == [std == 0] and a_little == (adv, dead)       # makes none right
 
@@ -342,12 +343,12 @@ def test_beta_norm():
     a, b = 1 + mean(p) * size / 3, 1 + (1 - mean(p)) * size / 3
     adv, dead = credit("beta_norm", [i < 4 * q for q in p for i in range(4)], 4)
     want = [((i < 4 * q) - q) / density(q, a, b) if q else 0 for q in p for i in range(4)]
-    assert adv == pytest.approx(want, rel=1e-5) and dead == [False, False, False, True]
+    assert adv == approx(want, rel=1e-5) and dead == [False, False, False, True]
     apart, _ = credit("beta_norm", [1, 1, 0, 0, 1, 0])          # a + b is 0.5
     half = 0.5 / density(0.5, 1 + 0.25 / 3, 1 + 0.25 / 3)
-    assert apart == pytest.approx([0] * 4 + [half, -half])
+    assert apart == approx([0] * 4 + [half, -half])
     near = [credit("beta_norm", [1, 0, 1, 0, x, 0])[0][4] for x in (1e-3, 1e-5, 1e-7)]
-    assert near[1] == pytest.approx(near[0] / 100, rel=0.1) and near[2] < near[1] / 90
+    assert near[1] == approx(near[0] / 100, rel=0.1) and near[2] < near[1] / 90
 
 
 def rolled(adv=(0.0, 0.0, 0.0, 0.0), rewards=(1.0, 1.0, 1.0, 1.0), **components):
@@ -366,7 +367,7 @@ def assert_advantages(batch, wanted, whitened=False):
     if whitened:
         std = statistics.pstdev(tokens)
         tokens = [(x - mean(tokens)) / std for x in tokens]
-    assert batch.adv[batch.mask].tolist() == pytest.approx(tokens, abs=1e-6)
+    assert batch.adv[batch.mask].tolist() == approx(tokens, abs=1e-6)
     assert not batch.adv[~batch.mask].any()
 
 
@@ -378,7 +379,7 @@ def rollout_of(name, batch, stats={}, **stubs):
     return grpo.rollout(agent_of(cfg, step=7), ["a", "b"], random.Random(0))
 
 
-@pytest.mark.parametrize("parts, wanted", [
+@mark.parametrize("parts, wanted", [
     (dict(format=[9.0, 0, 1, 1]), [1 + 1, -1 - 1, 1 + 0, -1 + 0]),
     (dict(format=[9.0, 0, 1, 1], reward=[5.0, 5, 2, 7]), [0, 0, -1, 1])])
 def test_gdpo(parts, wanted):
@@ -386,11 +387,11 @@ def test_gdpo(parts, wanted):
     batch, stats = rollout_of("gdpo", rolled(correct=[1.0, 0, 1, 0], **parts), {"x": 1})
     assert_advantages(batch, wanted, whitened=True)
     assert stats == {"x": 1}
-    with pytest.raises(UserError, match="not take --kl reward"):
+    with raises(UserError, match="not take --kl reward"):
         grpo.rollout(agent_of(variant("gdpo", kl="reward")[0]), [], None)
 
 
-@pytest.mark.parametrize("ref, critic", [(None, None), ("a model", None), (None, "a model")])
+@mark.parametrize("ref, critic", [(None, None), ("a model", None), (None, "a model")])
 def test_overlong_filter(ref, critic):
     """A row that was cut off is in no loss, with a KL or a critic neither; logs have it."""
     batch, seen = rolled(adv=[1.0, 0.0, 1.0, 1.0]), []
@@ -405,7 +406,7 @@ def test_overlong_filter(ref, critic):
 GAPS = [[0.1, 0.9, -0.4], [0.3], [0.5, 0.4, -0.1, 0.0], [900.0, 0.0]]
 
 
-@pytest.mark.parametrize("name, weights", [
+@mark.parametrize("name, weights", [
     ("tis", [[min(math.exp(min(x, 9)), 2) for x in row] for row in GAPS]),
     ("mis", [math.exp(0.6), math.exp(0.3), 0, 0])])
 def test_weights_between_sampler_and_trainer(name, weights):
@@ -510,7 +511,7 @@ def test_distillation():
     assert batch.adv.abs().max() > 0.1 and len({*map(len, wanted)}) > 1
 
 
-@pytest.mark.parametrize("first, end", [(255, "<|endoftext|>"), (0, "<|end|>")])
+@mark.parametrize("first, end", [(255, "<|endoftext|>"), (0, "<|end|>")])
 def test_a_teacher_has_the_students_tokenizer(first, end, tmp_path):
     """Refused are another order of tokens, or another special one."""
     teacher = tiny_model()
@@ -520,7 +521,7 @@ def test_a_teacher_has_the_students_tokenizer(first, end, tmp_path):
     assert torch.equal(weights(agent.teacher), weights(teacher))
     ranks = {bytes([abs(first - i)]): i for i in range(256)}
     mine = Encoding("mine", r"[\s\S]", ranks, {end: 256}, [256], {})
-    with pytest.raises(UserError, match=f"^{tmp_path}: .*tokenizer"):
+    with raises(UserError, match=f"^{tmp_path}: .*tokenizer"):
         grpo.new_agent(cfg, arithmetic, mine, tiny_model(1))
 
 
@@ -529,7 +530,7 @@ def test_a_teacher_has_the_students_tokenizer(first, end, tmp_path):
 G = 4
 
 
-@pytest.mark.parametrize("ranks, given", [
+@mark.parametrize("ranks, given", [
     (1, dict(prompts=1)), (1, dict(prompts=2, adv_scale="batch")), (2, dict(prompts=2))], ids=str)
 def test_dynamic_sampling(ranks, given, monkeypatch):
     """Until all ranks have their share of live groups, in three rollouts and five problems; live
@@ -561,10 +562,10 @@ def test_dynamic_sampling(ranks, given, monkeypatch):
             adv = torch.cat([x.adv[rows][x.mask[rows]] for x, rows in first])
             if "adv_scale" in given:
                 adv = (adv - adv.mean()) / adv.std(correction=0)
-            torch.testing.assert_close(batch.adv[batch.mask], adv, rtol=1e-5, atol=1e-5)
+            assert_close(batch.adv[batch.mask], adv, rtol=1e-5, atol=1e-5)
             enough = [x and sum(live[:own * (k + 1)]) >= own for k, x in enumerate(enough)]
-            assert stats["rollout_tok_s"] == pytest.approx(sampled) and "sampled" not in stats
-            assert stats["reward"] == pytest.approx(mean([x["reward"] for *_, x in of_rank]))
+            assert stats["rollout_tok_s"] == approx(sampled) and "sampled" not in stats
+            assert stats["reward"] == approx(mean([x["reward"] for *_, x in of_rank]))
         assert not any(enough[:-1]) and (enough[-1] or n == min(3, 5 // n_prompts))
         counts.add((n, enough[-1]))
     assert len(counts) > 1
@@ -607,16 +608,16 @@ def test_a_periodic_reference():
     grpo.train_step(agent_of(cfg), [], 25)              # without one there is none to move
 
 
-@pytest.mark.parametrize("kl, factor", [(0.05, 1), (0.055, 1.01), (1.0, 1.02), (0.0, 0.98)])
+@mark.parametrize("kl, factor", [(0.05, 1), (0.055, 1.01), (1.0, 1.02), (0.0, 0.98)])
 def test_beta_is_steered_to_the_target(kl, factor):
     """By a tenth of the relative error, of which at most a fifth counts (Ziegler et al., 2.2)."""
     cfg, _ = variant("adaptive_kl", dict(one_step=lambda *given: ("batch", {"kl": kl})))
     agent = agent_of(cfg, beta=0.5)
     assert grpo.train_step(agent, [], 1) == ("batch", {"kl": kl})
-    assert agent.beta == pytest.approx(0.5 * factor)
+    assert agent.beta == approx(0.5 * factor)
     for given in (dict(kl="watch"), dict(beta=0.0)):
         agent.cfg = replace(cfg, **given)
-        with pytest.raises(UserError, match="adaptive_kl adapts beta: .* --kl loss or reward"):
+        with raises(UserError, match="adaptive_kl adapts beta: .* --kl loss or reward"):
             grpo.train_step(agent, [], 1)
 
 
@@ -654,7 +655,7 @@ def assert_begun(agent, batch, row, ids):
     assert batch.texts[row] == b"".join(said).decode()
     assert_judged(batch, row)
     logp, _ = token_logps(agent.policy, batch.ids[[row]], batch.mask[[row]], 1.0)
-    torch.testing.assert_close(logp[0], batch.logp[row], rtol=0, atol=2e-5)
+    assert_close(logp[0], batch.logp[row], rtol=0, atol=2e-5)
 
 
 def assert_judged(batch, row):
@@ -710,7 +711,7 @@ WRONG, RIGHT = "bbcdefgg", "abcdefgg"
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("step, shown, hint", [
+@mark.parametrize("step, shown, hint", [
     (1, [WRONG, RIGHT], "abcd"), (2, [WRONG, RIGHT], "abc"), (4, [WRONG, RIGHT], "a"),
     (4, [WRONG], ""), (1, [2 * RIGHT + "a"], "abcde")])
 def test_hints(step, shown, hint, monkeypatch):
@@ -763,7 +764,7 @@ def test_raft(monkeypatch):
     logp, _ = token_logps(before, batch.ids[[1, 6]], mask, 1.0)
     (-logp.sum() / mask.sum()).backward()
     for p, q in zip(agent.policy.parameters(), before.parameters()):
-        torch.testing.assert_close(q - p, q.grad, rtol=1e-4, atol=1e-5)
+        assert_close(q - p, q.grad, rtol=1e-4, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------- in a run
@@ -772,7 +773,7 @@ TINY = dict(difficulty=1, n_layer=1, n_embd=32, warm_steps=0, warm_lr=1e-2, step
             group=5, max_new=9, samples=1, held_out=4, device="cpu", lr=1e-3)
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def start(tmp_path_factory):
     """The folder out/arithmetic of a run that has ended after its warm start."""
     out = tmp_path_factory.mktemp("start") / "out" / "arithmetic"
@@ -780,7 +781,7 @@ def start(tmp_path_factory):
     return str(out)
 
 
-@pytest.fixture
+@fixture
 def bare(monkeypatch):
     """Runs without evaluation and report, whose rewards differ within groups."""
     monkeypatch.setattr(grpo, "evaluate", lambda *given: {"greedy": 0.0})
@@ -789,8 +790,8 @@ def bare(monkeypatch):
         "correct": float(sum(map(ord, text)) % 2)})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in config.VARIANTS.glob("*.py")))
+@mark.slow
+@mark.parametrize("name", sorted(path.stem for path in config.VARIANTS.glob("*.py")))
 def test_each_runs_for_two_steps(name, start, bare, tmp_path, monkeypatch):
     """With four updates of a rollout, in bfloat16; some completions are cut off."""
     monkeypatch.chdir(f"{start}/../..")             # where distillation finds a teacher
@@ -808,8 +809,8 @@ def test_each_runs_for_two_steps(name, start, bare, tmp_path, monkeypatch):
     assert (module.SETTINGS | given).items() <= vars(cfg).items()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adaptive_kl", "hints", "moving_reference", "replay", "stale",
+@mark.slow
+@mark.parametrize("name", ["adaptive_kl", "hints", "moving_reference", "replay", "stale",
                                   "tree", "vineppo"])
 def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_path, monkeypatch):
     """To the byte, as one that was not stopped: with problems that come again."""
@@ -835,7 +836,7 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
 CLIP = "clip_low clip_high"
 
 
-@pytest.mark.parametrize("name, ignored", [
+@mark.parametrize("name, ignored", [
     ("opo", "baseline adv_scale"), ("gdpo", "baseline adv_scale supervision reward"),
     ("luspo", "loss_mean"), ("remax", "reward"), ("gpg", f"{CLIP} ratio"),
     ("raft", f"kl {CLIP} ratio"), ("kl_cov", f"{CLIP} micro_tokens"), ("cispo", ""),
@@ -848,15 +849,15 @@ def test_settings_that_a_variant_would_ignore_are_refused(name, ignored):
     config.check_used(usual)
     assert [*config.FIXED] == ignored.split()
     for flag in config.FIXED:
-        with pytest.raises(UserError, match=f"{name} does not take --{flag} other$"):
+        with raises(UserError, match=f"{name} does not take --{flag} other$"):
             config.check_used(SimpleNamespace(**vars(usual) | {flag: "other"}))
 
 
-@pytest.mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"),
+@mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"),
                                    dict(adv_scale="none")], ids=str)
 def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path):
     """Are refused before a run, but not if the file's own `advantages` may call them."""
-    with pytest.raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
+    with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
     config.check_used(grpo.make_config(**given, algo=path))
@@ -873,7 +874,7 @@ def algorithm_in(folder, *lines, settings="", **functions):
     return str(folder / "my file.py")
 
 
-@pytest.mark.slow
+@mark.slow
 def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     """Its flags are the run's own; a resume names the file, as it is told to, and no other one."""
     given = dict(settings="kl='none', beta=0.5, steps=4", ask="return 'mine'")
@@ -899,7 +900,7 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("1*\\x07")
 
 
-@pytest.mark.parametrize("name, text, says", [
+@mark.parametrize("name, text, says", [
     ("bad.py", "def surrogate(): pass", "needs a dict named SETTINGS"),
     ("bad.py", "import grpo\nSETTINGS = {}\ngrpo.surogate = print", "no surogate to replace"),
     ("bad.py", "SETTINGS = dict(betta=0)", "did you mean --beta"),
@@ -909,7 +910,7 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
 def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(text)
-    with pytest.raises(UserError, match=says):
+    with raises(UserError, match=says):
         grpo.make_config(algo=name)
     assert not hasattr(grpo, "surogate")
 
@@ -957,7 +958,7 @@ def test_a_file_that_changed_or_fails(tmp_path):
         assert grpo.make_config(algo=path).steps == n == grpo.surrogate()
         assert grpo.token_weights.__module__ == "experiments.variants.luspo"
     algorithm_in(tmp_path, "grpo.surrogate = print", "1 / 0")
-    with pytest.raises(ZeroDivisionError):
+    with raises(ZeroDivisionError):
         grpo.make_config(algo=path)
     grpo.make_config()
     assert owner() == "grpo"

@@ -57,7 +57,8 @@ def test_whitening_is_over_the_sampled_tokens_alone(x):
 
 
 @mark.parametrize("x, z", [
-    ([], 0), ([0.1], 0), ([0.1] * 3, 0), ([0.0] * 3, 0), ([1e4, 1e4 + 8e-3], 0), ([1e4, 1e4 + 8e-2], 1)])
+    ([], 0), ([0.1], 0), ([0.1] * 3, 0), ([0.0] * 3, 0), ([1e4, 1e4 + 8e-3], 0),
+    ([1e4, 1e4 + 8e-2], 1)])
 def test_whitening_of_what_differs_by_rounding_alone_is_zero(x, z):
     """A millionth of the mean is the least that counts."""
     white = whiten(torch.tensor(x + [7.0]), torch.arange(len(x) + 1) < len(x))
@@ -144,7 +145,6 @@ def test_only_a_kl_in_the_loss_has_a_gradient_there(kl):
 
 @mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
 def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
-    """That of E[r(o)]: r times the gradient of log pi(o), the sum over all tokens of a row."""
     cfg, logp = Config(**ALGOS[algo]), torch.where(MASK, -1.0, 0).requires_grad_()
     weight = token_weights(MASK, cfg.loss_mean, 4, 11, 8)
     batch = Batch(None, MASK, None, None, None, adv=torch.ones(4, 6))

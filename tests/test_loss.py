@@ -33,14 +33,13 @@ NEXT = torch.nextafter(torch.tensor([1e6, -3.3]), torch.tensor(0.0)).tolist()
 @mark.parametrize("scale", ["none", "group"])
 @mark.parametrize("rewards", [
     *([x] * 64 for x in (0.1, 1e6 + 0.1, 0.0, -3.3)), [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2],
-    [1e6, NEXT[0], NEXT[0], 1e6], [-3.3, NEXT[1], NEXT[1], -3.3],
-    [1000 + 2e-4, 1000.0], [0.3 - 0.05 * 6, 0.0]], ids=lambda rewards: str(rewards[:4]))
+    [1e6, NEXT[0], NEXT[0], 1e6], [-3.3, NEXT[1]], [1000 + 2e-4, 1000.0],
+    [0.3 - 0.05 * 6, 0.0]], ids=lambda rewards: str(rewards[:4]))
 def test_rewards_equal_up_to_rounding_give_exactly_zero(rewards, scale):
     """Not so those of a group beside them."""
     n, by = len(rewards), 1 if scale == "group" else 5e-7
     assert outcome(rewards, adv_scale=scale) == ([0.0] * n, [True])
-    beside = [0.001, 0.001 + 1e-6] * (n // 2)
-    adv, dead = outcome(rewards + beside, group=n, adv_scale=scale)
+    adv, dead = outcome(rewards + [0.001, 0.001 + 1e-6] * (n // 2), group=n, adv_scale=scale)
     assert adv[:n] == [0.0] * n and dead == [True, False]
     assert adv[n:] == approx([-by, by] * (n // 2), rel=1e-3)
 
@@ -51,7 +50,6 @@ MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], dtype=t
 
 
 def loss_of(logp, old_logp, ref_logp, adv, mask, weight, cfg=CFG):
-    """`policy_loss` of a Batch of these tensors, as a mean over as many tokens as are sampled."""
     batch = Batch(None, mask, None, None, None, old_logp=old_logp, ref_logp=ref_logp, adv=adv)
     return policy_loss(logp, batch, weight, mask.sum().clamp(min=1), cfg, 0.04)
 
@@ -62,11 +60,10 @@ def loss_of(logp, old_logp, ref_logp, adv, mask, weight, cfg=CFG):
 def test_weights_of_long_and_short_rows(mean, short, long, ratio):
     """Also beside a row without tokens; and if all are without, there is no loss."""
     for mask in (MASK, MASK & False):
-        weight = token_weights(mask, mean, 3, 6, 8)
+        weight, one = token_weights(mask, mean, 3, 6, 8), torch.ones(3, 5)
         wanted = ([short] * 2 + [long] * 4)[:mask.sum()]
         assert weight[mask].tolist() == approx(wanted) and not weight[~mask].any()
         logp = torch.zeros(3, 5, requires_grad=True)
-        one = torch.ones(3, 5)
         loss, stats = loss_of(logp, 0 * one, None, one, mask, weight, with_(ratio=ratio))
         loss.backward()
         assert_close(logp.grad, -weight)
@@ -82,11 +79,10 @@ def test_weights_of_long_and_short_rows(mean, short, long, ratio):
     (1.0, -1, 1.0, None, 0, 0.0)])
 def test_four_quadrants_of_the_clip(ratio, adv, loss, grad, clipped, clip):
     """Of a token of weight 1; numbers beside it, where nothing was sampled, change nothing."""
-    logp = torch.tensor([[math.log(ratio), 7.0]], requires_grad=True)
-    old, ref = torch.tensor([[0.0, 3.0], [math.log(ratio), 9.0]])[:, None]
-    on = torch.tensor([[True, False]])
+    x, on = math.log(ratio), torch.tensor([[True, False]])
+    logp, old, ref, adv = torch.tensor([[x, 7.0], [0.0, 3.0], [x, 9.0], [adv, 5.0]])[:, None]
     cfg = with_(clip_low=clip, clip_high=clip)
-    got, stats = loss_of(logp, old, ref, torch.tensor([[adv, 5.0]]), on, on / 1, cfg)
+    got, stats = loss_of(logp.requires_grad_(), old, ref, adv, on, on / 1, cfg)
     got.backward()
     assert got.item() == approx(loss) and stats["clip_share"] == clipped
     assert stats["kl"] == 0 and logp.grad[0, 1] == 0
@@ -134,11 +130,12 @@ def test_a_rollout_is_0_wherever_nothing_was_sampled(given, encoding):
         torch.nn.init.normal_(p)
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.again = grpo.total_loss(agent, batch, batch.mask / 1, 1)[2]
-    found = [x for x in vars(batch).items() if isinstance(x[1], torch.Tensor) and x[1].is_floating_point()]
-    assert len(found) == (8 if agent.critic else 6) and len({*batch.mask.sum(1).tolist()}) > 1
-    for name, x in found:
-        assert x.isfinite().all() and not x[~batch.mask].any(), name
-        assert name in ("adv", "reward") or x.any(), name
+    for name in "logp old_logp ref_logp again value returns adv reward".split():
+        x = getattr(batch, name)
+        if agent.critic is not None or name not in ("value", "returns"):
+            assert x.isfinite().all() and not x[~batch.mask].any(), name
+            assert x.any() or name in ("adv", "reward"), name
+    assert len({*batch.mask.sum(1).tolist()}) > 1
     assert_close(batch.again, batch.logp, rtol=0, atol=1e-4)
 
 
@@ -161,8 +158,7 @@ def agent_of(cfg, **parts):
 
 
 def updated(batch, cfg, lr=1.0, **parts):
-    """The statistics of an update by plain gradients, which leaves the Batch alone, and by how
-    much each weight moved."""
+    """The statistics of an update by plain gradients, and by how much each weight moved."""
     agent = agent_of(cfg, **parts)
     agent.ref = None if batch.ref_logp is None else agent.ref
     models = [x for x in (agent.policy, agent.critic) if x is not None]
@@ -184,17 +180,17 @@ def unbounded(monkeypatch):
     (range(4), "sequence"), (range(8), "token"), ([0, 1, 2, 5, 7], "constant")])
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Without KL and critic: the same update as with them in it, also if no row is left."""
-    seen, real = [], passes.token_logps
-    monkeypatch.setattr(passes, "token_logps", lambda model, ids, *x, **more: (
-        seen.append(len(ids)), real(model, ids, *x, **more))[1])
-    b, cfg = a_rollout(loss_mean=mean, kl="watch", minibatches=2)
+    def token_logps(model, ids, *given, own=passes.token_logps):
+        seen.append(len(ids))
+        return own(model, ids, *given)
+    seen, (b, cfg) = [], a_rollout(loss_mean=mean, kl="watch", minibatches=2)
+    monkeypatch.setattr(passes, "token_logps", token_logps)
     b.adv[list(dead)] = 0
     watched, whole = updated(b, cfg)
     b.ref_logp = None
     stats, less = updated(b, cfg)
     assert sum(seen) == 8 + 8 - len(dead) + 2       # two of them to see that they have no loss
     assert_close(less, whole, rtol=0, atol=1e-6)
-    assert {*watched} - {*stats} == {"kl"}
     for name in {*stats} - {"mismatch"}:
         assert stats[name] == approx(watched[name], abs=1e-6), name
 
@@ -229,7 +225,7 @@ def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
 
 
 def test_a_step_is_without_dropout(encoding):
-    """A fork's: in sampling, the passes of a rollout and the update it would make ratios noise."""
+    """A fork's: it would make ratios noise."""
     cfg = with_(baseline="value", critic="separate", reward="model", kl="reward", adv_scale="none")
     agent = grpo.new_agent(cfg, task, encoding, tiny_model().train())
     models = agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model
@@ -240,7 +236,7 @@ def test_a_step_is_without_dropout(encoding):
 
 @mark.parametrize("row", [0, 5, 7])
 def test_a_gap_in_any_micro_batch_is_found(row):
-    """One token of one row, each in a micro-batch of its own; in the first minibatch only."""
+    """One token of one row; in the first minibatch only, as later ones have other weights."""
     (b, cfg), two = a_rollout(micro_tokens=1), with_(micro_tokens=1, minibatches=2)
     first = b.mask[row].nonzero()[0, 0]
     b.logp = b.logp.clone()
@@ -285,34 +281,33 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
 
 
 @mark.parametrize("others", [False, True])
-@mark.parametrize("given", [{}, dict(baseline="value"), dict(dtype="bfloat16"),
-    dict(dtype="bfloat16", epochs=2), dict(dtype="bfloat16", minibatches=2)], ids=str)
+@mark.parametrize("given", [
+    {}, dict(baseline="value"), dict(dtype="bfloat16"), dict(dtype="bfloat16", epochs=2),
+    dict(dtype="bfloat16", minibatches=2)], ids=str)
 def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     """As sampled or, in bfloat16 or with a critic, a pass's over the sampler's weights; none with
     one update. Rows of others keep theirs, here 3 nats too small, if a Batch says so."""
-    cfg, off = with_(**dict(kl="none", lr=1e-2, dtype="float32", device="cpu") | given), torch.arange(8) % 3 == 1
-    agent = grpo.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
-    batch, own = None, grpo.collect
-
-    def collect(*x):
+    def collect(*x, own=grpo.collect):
         batch = own(*x)
         if others:
             batch.on_policy, batch.logp = ~off, batch.logp - 3 * (batch.mask & off[:, None])
         return batch
+    cfg = with_(**dict(kl="none", lr=1e-2, dtype="float32", device="cpu") | given)
+    off = torch.arange(8) % 3 == 1
+    agent = grpo.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
     monkeypatch.setattr(grpo, "collect", collect)
     batch, stats = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
     assert stats["entropy"] == approx(-batch.logp[batch.mask].mean().item())
-    present, in_bfloat16, rows = batch.logp, cfg.dtype == "bfloat16", off[:, None] & others
-    if given:
-        present, _ = grpo.logps(agent.sampler, batch, cfg)
-        assert not torch.equal(present[0], batch.logp[0])
+    present, _ = grpo.logps(agent.sampler, batch, cfg) if given else (batch.logp, None)
+    assert torch.equal(present[0], batch.logp[0]) is not bool(given)
     if cfg.updates > 1 or others:
-        assert torch.equal(batch.old_logp, torch.where(rows, batch.logp, present))
+        want = torch.where(off[:, None] & others, batch.logp, present)
+        assert torch.equal(batch.old_logp, want)
     else:
         assert batch.old_logp is None
     told = grpo.update(agent, batch, random.Random(0))
-    assert 0 < told["mismatch"] < (0.5 if in_bfloat16 else 1e-4)
+    assert 0 < told["mismatch"] < (0.5 if cfg.dtype == "bfloat16" else 1e-4)
     assert told["clip_share"] > (0.1 if others else 0) or batch.old_logp is None
     if others:
         batch.on_policy = None
@@ -341,21 +336,19 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
 @mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)
 def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
     """In each epoch each row of a rank is in one minibatch, whose size is that of all ranks."""
-    def split(rank):
-        parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), n[rank])
+    def split(rows):
+        parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), rows)
         return [(rows.tolist(), size) for rows, size in parts]
-    found = on_ranks(len(n), split, monkeypatch)
+    found = on_ranks(len(n), lambda rank: split(n[rank]), monkeypatch)
+    monkeypatch.undo()
     for rows, of_rank in zip(n, found):
-        assert len(of_rank) == 6
         for epoch in (of_rank[:3], of_rank[3:]):
             assert sorted(sum((part for part, _ in epoch), [])) == list(range(rows))
-    for parts in zip(*found):
-        assert {size for _, size in parts} == {max(1, sum(len(rows) for rows, _ in parts))}
-    if n == [4, 4]:                     # those of a single process
-        monkeypatch.undo()
-        n[0] = 8
-        assert [rows for rows, _ in split(0)] == [
-            sorted(a + [4 + i for i in b]) for (a, _), (b, _) in zip(*found)]
+    sizes = [max(1, sum(len(part) for part, _ in parts)) for parts in zip(*found)]
+    assert [[size for _, size in of_rank] for of_rank in found] == [sizes] * len(n)
+    if n == [4, 4]:
+        halves = [sorted(a + [4 + i for i in b]) for (a, _), (b, _) in zip(*found)]
+        assert [rows for rows, _ in split(8)] == halves      # as in a single process
 
 
 @mark.parametrize("n", [3, 7, 11])
@@ -385,30 +378,27 @@ ALIKE = [[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]]
 
 
 @mark.parametrize("ids, length, budget, parts", [
-    (ALIKE, [3, 3, 2, 3, 3, 3], 100, [([5, 3, 1, 2, 0, 4], 3)]),    # those that begin alike together
+    (ALIKE, [3, 3, 2, 3, 3, 3], 100, [([5, 3, 1, 2, 0, 4], 3)]),
     (ALIKE, [3, 3, 2, 3, 3, 3], 6, [([5, 3], 3), ([1, 2], 3), ([0, 4], 3)]),
-    # A longer row makes those before it longer too, and the next chunk begins anew.
     (ALIKE, [1, 1, 1, 3, 1, 1], 4, [([5], 1), ([3], 3), ([1, 2, 0, 4], 1)]),
     (ALIKE, [1, 1, 1, 3, 1, 1], 1, [([i], 3 if i == 3 else 1) for i in (5, 3, 1, 2, 0, 4)]),
     ([[1] * 100] * 45, [100] * 45, 0, [([*range(i, min(45, i + 20))], 100) for i in (0, 20, 40)]),
     (torch.zeros(0, 50), [], 60, [([], 50)])], ids=lambda x: "")
 def test_rows_are_split_within_the_budget(ids, length, budget, parts):
-    """Or a single row is longer; a budget of 0 is 2,048; of no rows there is an empty part."""
     ids, length = torch.as_tensor(ids), torch.tensor(length)
     mask = torch.arange(1, ids.size(1) + 1) == length[:, None]
     assert [(rows.tolist(), T) for rows, T in split_rows(ids, mask, budget)] == parts
 
 
 def test_a_micro_batch_has_its_rows_in_every_tensor():
-    """Those (B,) too; here of some rows that are not the first."""
     (b, _), rows = a_rollout(), torch.tensor([1, 2, 4, 7])
     chunks = list(split_rows(b.ids[rows], b.mask[rows], 20))
     for part, (chosen, T) in zip(passes.micro_batches(b, rows, 20, None), chunks, strict=True):
-        for name, x in vars(b).items():
-            want = None if x is None else x[rows[chosen]]
-            want = want[:, :T] if x is not None and x.dim() == 2 else want
-            assert torch.equal(getattr(part, name), want) if want is not None else not getattr(part, name)
-    assert len(chunks) > 1 and len({T for _, T in chunks}) > 1
+        for name in ("ids", "mask", "logp", "adv", "finished", "start"):
+            x = getattr(b, name)[rows[chosen]]
+            assert torch.equal(getattr(part, name), x[:, :T] if x.dim() == 2 else x), name
+        assert part.value is None
+    assert len(chunks) > 1
 
 
 def test_no_float64_where_there_is_none(monkeypatch):
@@ -418,10 +408,9 @@ def test_no_float64_where_there_is_none(monkeypatch):
             out = f(*args, **kwargs or {})
             assert getattr(out, "dtype", None) != torch.float64, f
             return out
-    kinds = dict(float=lambda: "float32", double=lambda: "float64")
-    for device in ("mps", "cpu"):
-        x = SimpleNamespace(device=torch.device(device), **kinds)
-        assert grpo.model.double(x) == ("float32" if device == "mps" else "float64")
+    kinds = dict(float=lambda: 32, double=lambda: 64)
+    for device, bits in (("mps", 32), ("cpu", 64)):
+        assert grpo.model.double(SimpleNamespace(device=torch.device(device), **kinds)) == bits
     monkeypatch.setattr(grpo.model, "double", torch.Tensor.float)
     monkeypatch.setattr(caches, "double", torch.Tensor.float)
     model, u = tiny_model(), torch.rand(8, 12)

@@ -275,7 +275,7 @@ def fitted(monkeypatch, model, batch, K, micro_tokens=0):
     return found, rates[0]
 
 
-@mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
+@mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (60, 30)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
     """Pairs of up to `tokens` each; one pair at a time if not even one fits."""
     sizes = []

@@ -301,17 +301,6 @@ def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
     assert rate == approx(lr)
 
 
-def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
-    """With more than 64 choices too; a step without one would repeat the last one's momentum."""
-    found, _ = fitted(monkeypatch, scorer_of(), preferences(3, 100), 100)
-    assert len(found) == 3 and min(map(sum, found)) > 0
-
-
-def test_no_more_is_replayed_than_there_is():
-    replayed = reward.replay({"ids": torch.arange(12)}, 44, 4, random.Random(0))["ids"]
-    assert sorted(replayed.view(-1, 4).tolist()) == torch.arange(12).view(-1, 4).tolist()
-
-
 # ------------------------------------------------------------------------------- rollout labels
 
 def continued(agent, problems, tries, begun, said):

@@ -210,7 +210,7 @@ def test_a_row_with_any_advantage_is_kept():
 
 
 def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
-    """A fork adds an entropy bonus; rows without an advantage have one too: none is left out."""
+    """A fork adds an entropy bonus; rows without an advantage have one too."""
     (b, cfg), real = a_rollout(kl="none"), grpo.total_loss
     b.adv[:4] = 0
 
@@ -236,7 +236,7 @@ def test_a_step_is_without_dropout(encoding):
 
 @mark.parametrize("row", [0, 5, 7])
 def test_a_gap_in_any_micro_batch_is_found(row):
-    """One token of one row; in the first minibatch only, as later ones have other weights."""
+    """In the first minibatch only, as later ones have other weights."""
     (b, cfg), two = a_rollout(micro_tokens=1), with_(micro_tokens=1, minibatches=2)
     first = b.mask[row].nonzero()[0, 0]
     b.logp = b.logp.clone()
@@ -251,7 +251,6 @@ def test_a_gap_in_any_micro_batch_is_found(row):
 
 
 def test_the_mean_gap_is_over_the_rows_that_are_left():
-    """Half of the rows are left out."""
     b, cfg = a_rollout(kl="none")
     b.adv[::2], logp = 0, b.logp
     b.logp = logp + 9e-5 * b.mask
@@ -263,7 +262,7 @@ def test_the_mean_gap_is_over_the_rows_that_are_left():
 
 @mark.parametrize("kl", ["loss", "none"])
 def test_without_old_log_probabilities_the_ratio_is_1(kl):
-    """Nothing is clipped, and the gradient is that of weights times advantages, to the bit."""
+    """The gradient is that of weights times advantages, to the bit."""
     b, cfg = a_rollout(kl=kl, clip_low=0.01, clip_high=0.01)
     agent, near = agent_of(cfg), dict(rtol=0, atol=0)
     b.old_logp, b.logp, params = None, b.logp - 3 * b.mask, [*agent.policy.parameters()]
@@ -334,7 +333,7 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
 
 @mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)
 def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
-    """In each epoch each row of a rank is in one minibatch, whose size is that of all ranks."""
+    """Each is once in an epoch; the size of a minibatch is that of all ranks."""
     def split(rows):
         parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), rows)
         return [(rows.tolist(), size) for rows, size in parts]

@@ -77,7 +77,6 @@ def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch)
     ([(3, True), (2, True)], "from 3 to 5, not 2"),
     *(([(2, True), (3, truth)], "True or False") for truth in (0.5, 2, None, torch.ones(2)))])
 def test_steps_of_another_form_are_refused(found, fault):
-    """Instead of a traceback, or of silent training on it; numpy's numbers are fine."""
     odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
     batch, agent = scored(odd, batch_of(["~3000"])), agent_of(odd, supervision="process")
     if fault:
@@ -127,7 +126,7 @@ def test_components_that_cancel_add_up_to_0():
     assert batch.components["b"].tolist() == approx([-0.6, 0, -0.999, 0])
 
 
-def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
+def test_a_component_named_reward_is_the_reward():
     """However small: 1e-9 and 3e-9 differ. A row that was cut off earns at most 0."""
     toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
     batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
@@ -142,7 +141,6 @@ def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
 
 
 def test_rewards_of_all_completions_at_once():
-    """With their problems, in the order of the rows, and their numbers of tokens."""
     def rewards(problems, texts, tokens):
         assert (problems, tokens) == ([p, p, q, q], [2, 4, 3, 1])
         return [{"correct": float(text == max(texts, key=len))} for text in texts]
@@ -176,7 +174,6 @@ def test_a_task_needs_one_of_both(more, tmp_path):
 # ------------------------------------------------------------------------------- the reward model
 
 def test_people_choose_any_of_the_best():
-    """Wherever the completions end; nothing but the labels changes, and they only there."""
     ends = torch.zeros(9, 4, dtype=torch.bool)
     ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
     label, third = torch.full((9, 4), 7.0), approx(1 / 3)
@@ -188,7 +185,6 @@ def test_people_choose_any_of_the_best():
 
 
 def test_the_loss_of_an_identical_pair_is_ln_2():
-    """And of a step of which nothing is known; sums of all."""
     zero, label = torch.zeros(4), torch.tensor([1.0, 0.0, 0.25, 0.75])
     assert reward_loss(zero, label, 2).item() == approx(2 * math.log(2))
     assert reward_loss(zero, label, 1).item() == approx(4 * math.log(2))
@@ -238,7 +234,7 @@ def test_a_score_depends_on_neither_padding_nor_batch(supervision, monkeypatch):
 
 
 def preferences(n, K):
-    """n problems with K completions each, whose rewards are their numbers of a."""
+    """Of n problems K completions each, whose rewards are their numbers of a."""
     r = random.Random(0)
     texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
     return ended(texts, [text.count("a") for text in texts])
@@ -265,7 +261,7 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
 
 
 def fitted(monkeypatch, model, batch, K, micro_tokens=0):
-    """The loss terms of each step of a fit that does nothing, and its rate."""
+    """The loss terms of each step of a fit, and its rate."""
     def supervised_fit(name, module, losses, steps, lr):
         found.extend([[loss.item() for loss in losses(step)] for step in range(steps)])
         rates.append(lr)
@@ -277,7 +273,6 @@ def fitted(monkeypatch, model, batch, K, micro_tokens=0):
 
 @mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (60, 30)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
-    """Pairs of up to `tokens` each; one pair at a time if not even one fits."""
     sizes = []
     monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
         sizes.append(ids.shape), torch.zeros(ids.shape))[1])
@@ -290,8 +285,7 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
 
 @mark.parametrize("width, lr", [(256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
 def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
-    """Which may be any of its rows. Above 256 channels the rate is as 1 / width: muP,
-    arXiv 2203.03466."""
+    """Which may be any. Above 256 channels the rate is as 1 / width: muP, arXiv 2203.03466."""
     batch, s = ended(["a", "bbb", "ccccc", "d"], [1, 0, 0, 1]), scorer_of()
     s.head.in_features = width
     (found,), rate = fitted(monkeypatch, s, batch, 2, 1)        # each set by itself
@@ -304,8 +298,7 @@ def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
 # ------------------------------------------------------------------------------- rollout labels
 
 def continued(agent, problems, tries, begun, said):
-    """A Batch of `tries` rows for each beginning of a completion, as grpo.completions makes it;
-    they go on with `said(ids so far, number of the try)` and the end."""
+    """As grpo.completions, with texts that go on with `said(ids so far, number of the try)`."""
     prompts = [[*problem.prompt.encode()] for problem in problems]
     batch = conftest.batch_of_rows([
         (prompt + ids, [*said(ids, k).encode(), 256])
@@ -315,9 +308,9 @@ def continued(agent, problems, tries, begun, said):
     return batch
 
 
-def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
-    """Judged whole, by the row's own problem, in parts of 128, with random numbers of their own;
-    a last step keeps its label."""
+def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
+    """Judged whole, by the row's own problem, in parts of 128; a last step keeps its label. The
+    random numbers are those of stream, prompt and place, whatever rank has the row."""
     def completions(agent, problems, tries, u, begun):
         """Of 4 tries as many are right as the length of a prefix modulo 5."""
         assert u.shape == (4 * len(begun), 150) and (0 <= u).all() and (u < 1).all()
@@ -326,8 +319,8 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
 
     def rule(problem, text):
         return {"correct": float(text.strip(problem.prompt) == "y")}
-    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
-    batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "ab"], batch.mask.clone()
+    batch, drawn = batch_of(["a" * 100] * 2 + ["b" * 20] * 2), []
+    batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "aabb"], batch.mask.clone()
     batch.ends[0, :50] = False                      # its first step is long
     batch.reward = 7.0 * batch.ends
     before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)
@@ -337,7 +330,16 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
     assert torch.equal(label, torch.where(places, share, before))
     assert torch.equal(batch.reward, before)
     assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]
-    assert torch.cat(drawn)[:, 0].unique().numel() == 4 * places.sum()
+    whole = torch.cat(drawn)[:, 0]
+    assert len(whole.unique()) == 4 * places.sum()
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    part = passes.select(batch, torch.tensor([2, 3]), batch.ids.size(1))
+    part.problems = batch.problems[2:]
+    for stream in (0, 1):
+        rollout_labels(agent, completions, part, 2, stream)
+        u = drawn[-1][:, 0]
+        assert (u == whole[-len(u):]).float().mean() == 1 - stream
     batch.ends = passes.last_tokens(batch.mask)     # steps of which nothing can go on
     assert torch.equal(rollout_labels(agent, None, batch, 2, 0), before)
 
@@ -356,23 +358,3 @@ def test_a_text_is_what_the_policy_said():
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
     rollout_labels(agent_of(toy), completions, batch, 1, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
-
-
-def test_rollout_labels_do_not_depend_on_how_ranks_share_the_rows(monkeypatch):
-    """The random numbers of a step are those of its prompt and place, and of the stream."""
-    def labels(batch, stream=0):
-        def completions(agent, problems, tries, u, begun):
-            return SimpleNamespace(components={"correct": u[:, 0].float()})
-        return rollout_labels(agent_of(), completions, batch, 2, stream)
-    batch, (p, q) = batch_of(["ab", "ab", "ab", "cd"]), (SimpleNamespace(prompt=x) for x in "pq")
-    batch.problems, batch.ends, batch.reward = [p, p, q, q], batch.mask, 0.0 * batch.mask
-    whole = labels(batch)
-    assert len(whole[whole > 0].unique()) == 8
-    assert not (labels(batch, 1) == whole)[whole > 0].any()
-    monkeypatch.setattr(dist, "ranks", lambda: 2)
-    for rank, problem in enumerate((p, q)):
-        monkeypatch.setattr(dist, "rank", lambda: rank)
-        rows = torch.arange(2 * rank, 2 * rank + 2)
-        part = passes.select(batch, rows, batch.ids.size(1))
-        part.problems = [problem] * 2
-        assert torch.equal(labels(part), whole[rows])

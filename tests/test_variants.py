@@ -66,8 +66,6 @@ def of_code(name, scale=1, constants={}, **changes):
     loss, stats = grpo.policy_loss(logp, batch, weight, 10, cfg, 0.0)
     loss.backward()
     assert not logp.grad[~mask].any()
-    gain, clipped = grpo.surrogate(logp, old, adv, mask, cfg)
-    assert not (gain * weight)[~mask].any() and not clipped[~mask].any()
     return loss.item(), logp.grad[mask].tolist(), round(stats["clip_share"].item() * 10)
 
 
@@ -355,7 +353,7 @@ def rollout_of(name, batch, stats={}, **stubs):
     (dict(format=[9.0, 0, 1, 1]), [1 + 1, -1 - 1, 1 + 0, -1 + 0]),
     (dict(format=[9.0, 0, 1, 1], reward=[5.0, 5, 2, 7]), [0, 0, -1, 1])])
 def test_gdpo(parts, wanted):
-    """Each part has a z-score of its own, 1 or -1 in a pair; one named reward alone counts."""
+    """Each part has a z-score of its own, in a pair 1 or -1; one named reward alone counts."""
     batch, stats = rollout_of("gdpo", rolled(correct=[1.0, 0, 1, 0], **parts), {"x": 1})
     assert_advantages(batch, wanted, whitened=True)
     assert stats == {"x": 1}
@@ -817,8 +815,6 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     given = dict(settings="kl='none', beta=0.5, steps=4", ask="return 'mine'")
     path, out = algorithm_in(tmp_path, **given), tmp_path / "a run"
     grpo.main(flags(TINY | dict(algo=path, init=start, kl="loss", out=out)))
-    asked = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("ask it: ")[2])
-    assert asked[asked.index("--init") + 1] == str(out)
     cfg, _ = checkpoint.load(out, grpo.Config)
     assert (cfg.algo, cfg.beta, cfg.kl, cfg.steps) == (path, 0.5, "loss", 2)
     program, file, *command = shlex.split(report.resume_command(cfg))

@@ -156,9 +156,10 @@ def ratio_times_a(r, n, o, a, logs):
     ("dppo_tv", dppo(lambda p, q: abs(p - q), 0.15), "sequence", 2, 1),
     ("dppo_kl", dppo(binary_kl, 0.05), "sequence", 2, 1),
     ("vespo", vespo, "token", 0, 1),
+    ("vespo", vespo, "token", 0, -1),
     ("off_policy_mask", deepseek, "sequence", 4, 1),
     ("off_policy_mask", deepseek, "sequence", 5, -1),
-    ("off_policy_mask", deepseek, "sequence", 2, -0.3),
+    ("off_policy_mask", deepseek, "sequence", 3, -0.5),
     ("kl_cov", ratio_times_a, "token", 1, 1e-6)])       # rounding has no sign
 def test_formulas(name, term, mean, clipped, scale, double):
     check(name, term, mean, clipped, scale)
@@ -184,30 +185,32 @@ def covariances():
     return [(a - mean(adv)) * (x - mean(logp)) for a, x in zip(adv, logp)]
 
 
-FAR = [a > 0 and x > math.log(2) for a, row in zip(A, LOG_RATIO) for x in row]
+def clipped_at_2(scale=1):
+    return [a > 0 and scale * x > math.log(2) for a, row in zip(A, LOG_RATIO) for x in row]
 
 
 @mark.parametrize("held", [True, False])
 def test_clip_cov(held, double):
     """With a range that holds one token that PPO does not clip, or none."""
-    cov, place = covariances(), itertools.count()
-    pick = max((i for i, far in enumerate(FAR) if not far), key=lambda i: cov[i])
+    cov, place, far = covariances(), itertools.count(), clipped_at_2()
+    pick = max((i for i in range(10) if not far[i]), key=lambda i: cov[i])
     middle = cov[pick] if held else 100
 
     def term(r, n, o, a, logs):
         return 0 * r if next(place) == pick and held else ppo(r, a, 1, 1)
-    check("clip_cov", term, "token", sum(FAR) + held,
+    check("clip_cov", term, "token", sum(far) + held,
           constants=dict(LOW=middle - 1e-6, HIGH=middle + 1e-6))
 
 
 def test_clip_cov_draws_a_share_of_all_tokens(double):
     """Not just the first, nor any that PPO clips; the same ones after a resume."""
-    found = []
+    found, far = [], clipped_at_2(4)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        _, grad, n = of_code("clip_cov", constants=dict(LOW=-100, HIGH=100, SHARE=0.3))
-        found.append([i for i, (x, far) in enumerate(zip(grad, FAR)) if not x and not far])
-        assert len(found[-1]) == 3 and n == 3 + sum(FAR) and found[-1] != [0, 1, 2]
+        _, grad, n = of_code("clip_cov", 4, dict(LOW=-100, HIGH=100, SHARE=0.3))
+        found.append([i for i in range(10) if not grad[i] and not far[i]])
+        assert len(found[-1]) == 3 and n == 3 + sum(far)
+        assert found[-1] != [i for i in range(10) if not far[i]][:3]
     assert found[0] == found[1]
 
 
@@ -264,8 +267,7 @@ def credit(name, rewards, group=2, penalty=0.0, **given):
     """The advantage of each row, the same at all of its tokens; and which groups are dead."""
     (cfg, _), mask = variant(name, group=group, **given), tensors(OLD * 4)[1][:len(rewards)]
     reward, ends = torch.tensor(rewards, dtype=torch.float32)[:, None], passes.last_tokens(mask)
-    penalty = penalty * mask / mask.sum(1, True)
-    adv, _, dead = grpo.advantages(reward * ends, ends, mask, penalty, None, cfg)
+    adv, _, dead = grpo.advantages(reward * ends, ends, mask, penalty * mask, None, cfg)
     assert torch.equal(adv, mask * adv[:, 2:3])
     return adv[:, 2].tolist(), dead.tolist()
 
@@ -275,7 +277,8 @@ HALF = dict(constants=dict(BUFFER=0.5), max_new=4, adv_scale="none")
 
 
 @mark.parametrize("name, rewards, wanted, dead, given", [
-    ("opo", [1, 0, 2, 2], [0.25, -0.75, 0, 0], [0, 1], dict(penalty=0.5)),  # (3 * 1 + 1 * 0) / 4
+    ("opo", [1, 0, 2, 2], [0.25, -0.75, 0, 0], [0, 1], {}),                 # (3 * 1 + 1 * 0) / 4
+    ("opo", [1, 0, 2, 2], [0.125, -0.375, -1 / 6, 1 / 3], [0, 0], dict(penalty=0.25)),
     ("gpg", [1, 0, 0, 0, 3, 3], [1.5, -1.5, 0, 0, 0, 0], [0, 1, 1], {}),    # one of three is live
     ("gpg", [1, 1, 3, 3], [0] * 4, [1, 1], {}),
     ("maxrl", [1, 0, 0, 0, 2, 2, 2, 2], [3, -1, -1, -1] + [0] * 4, [0, 1], dict(group=4)),

@@ -1,6 +1,7 @@
 """Rewards of steps, and reward models: choices, labels, fits, replay."""
 import math
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import conftest
@@ -70,20 +71,14 @@ def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch)
         assert at_ends(batch, reward.cap_truncated(batch))[0][-1] == -2
 
 
-@mark.parametrize("found, fault", [
-    ([], ""), ([(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)], ""),
-    (None, "list of"), ({3: True}, "list of"), ([3], "pairs"), ([(3, True, 1)], "pairs"),
-    *(([(end, True)], "from 1 to 5") for end in (0, 6, 3.0, True)),
-    ([(3, True), (2, True)], "from 3 to 5, not 2"),
-    *(([(2, True), (3, truth)], "True or False") for truth in (0.5, 2, None, torch.ones(2)))])
-def test_steps_of_another_form_are_refused(found, fault):
+@mark.parametrize("found, n", [
+    ([], 1), ([(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)], 3),
+    ([(6, True)], 0)])
+def test_steps_may_be_of_numpy_and_are_checked(found, n):
     odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
     batch, agent = scored(odd, batch_of(["~3000"])), agent_of(odd, supervision="process")
-    if fault:
-        with raises(UserError, match=f"^the steps of the prompt '47\\*58=' must.*{fault}"):
-            reward.of_rule(agent, batch)
-    else:
-        assert reward.of_rule(agent, batch)[1].sum() == (3 if found else 1)
+    with nullcontext() if n else raises(UserError, match="from 1 to 5, not 6"):
+        assert reward.of_rule(agent, batch)[1].sum() == n
 
 
 @mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
@@ -147,17 +142,6 @@ def test_rewards_of_all_completions_at_once():
     p, q = (SimpleNamespace(prompt=x) for x in "pq")
     batch = scored(SimpleNamespace(rewards=rewards), batch_of(["a", "bcd", "ef", ""]), [p, q])
     assert batch.components["correct"].tolist() == [0, 1, 0, 0]
-
-
-@mark.parametrize("found, why", [
-    ([{"correct": 1}], "list of 2 dicts"), (None, "list of 2 dicts"),
-    ([{"correct": 1}, {"right": 1}], "'q' must be a dict with 'correct'"),
-    ([{"correct": 1}, {"correct": 1, "x": 1}], "'q' must have the components correct, as"),
-    ([{"correct": 1}, {"correct": math.nan}], "'q' must be a finite number")])
-def test_rewards_of_another_form(found, why):
-    problems = [SimpleNamespace(prompt=x) for x in "pq"]
-    with raises(UserError, match=why):
-        data.rewards_of(SimpleNamespace(rewards=lambda *given: found), problems, "ab", [2, 2])
 
 
 @mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n): pass"])

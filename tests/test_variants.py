@@ -769,8 +769,7 @@ def test_each_runs_for_two_steps(name, start, bare, tmp_path, monkeypatch):
 
 
 @mark.slow
-@mark.parametrize("name", ["adaptive_kl", "hints", "moving_reference", "replay", "stale",
-                                  "tree", "vineppo"])
+@mark.parametrize("name", ["adaptive_kl", "hints", "replay", "stale", "tree", "vineppo"])
 def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_path, monkeypatch):
     """To the byte, as one that was not stopped: with problems that come again."""
     problems, held_out = arithmetic.problems(difficulty=1)

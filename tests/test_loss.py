@@ -297,6 +297,8 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     cfg = with_(**dict(kl="none", lr=1e-2, dtype="float32", device="cpu") | given)
     off = torch.arange(8) % 3 == 1
     agent = grpo.new_agent(cfg, task, encoding, pretrained.to_device(tiny_model(), cfg))
+    if agent.sampler is not agent.policy:
+        agent.sampler.norm.weight.data *= 1.01
     monkeypatch.setattr(grpo, "collect", collect)
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)

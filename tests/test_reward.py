@@ -1,33 +1,32 @@
 """Rewards of steps, and reward models: choices, labels, fits, replay."""
 import math
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import conftest
-import pytest
 import torch
 from conftest import tiny_model
+from pytest import approx, mark, raises
 
 import data
 import data.arithmetic as task
 import reward
-from data import UserError, check_steps
+from data import UserError
 from data.tokenizer import Encoding, byte_encoding, step_tokens
-from grpo import Batch, Config, group_scores
+from grpo import Config, group_scores
 from model import ScalarHead
 from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
 from run import dist, passes, report
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
+PROBLEM = task.Problem("47*58=", "2726")
 
 
 def batch_of(texts, prompt="47*58=", end=True):
     """A Batch of completions of one prompt, as the sampler would leave it."""
     rows = [(prompt.encode(), [*text.encode(), *[256] * end]) for text in texts]
     return conftest.batch_of_rows(rows, finished=torch.full((len(rows),), end))
-
-
-PROBLEM = task.Problem("47*58=", "2726")
 
 
 def agent_of(task=None, **settings):
@@ -41,452 +40,305 @@ def scored(task, batch, problems=(PROBLEM,)):
     return batch
 
 
-def rewards_of(texts, supervision, end=True):
-    batch, agent = batch_of(texts, end=end), agent_of(task, supervision=supervision)
-    reward.score_by_rule(agent, [PROBLEM], batch)
-    assert batch.texts == texts and batch.problems == [PROBLEM] * len(texts)
-    reward.fill_in_rewards(agent, batch)
-    return (batch.reward, batch.ends), batch
+def at_ends(batch, x):
+    """What each row has at the ends of its steps."""
+    return [row[on].tolist() for row, on in zip(x, batch.ends)]
 
 
 # ------------------------------------------------------------------------------ rewards of steps
 
-def test_outcome_reward_is_at_the_last_token():
-    (r, ends), batch = rewards_of([WORK, "~3000", "2726"], "outcome")
-    assert r.sum(1).tolist() == [2, 0, 1] and ends.sum(1).tolist() == [1, 1, 1]
-    assert batch.ids[ends].tolist() == [256] * 3 and r[~ends].abs().sum() == 0
+STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": [0], "": [0],
+         "\n47*50=2350\n47*8=376": [1, 0]}      # true steps, without an answer
 
 
-def test_process_rewards_are_at_the_ends_of_the_steps():
-    """A newline closes a step, and the last step ends at the end token: else stopping would get no
-    advantage at all."""
-    wrong = WORK.replace("320+56=376", "320+56=386")
-    (r, ends), batch = rewards_of([WORK, wrong, "~3000", ""], "process")
-    assert [batch.ids[i][ends[i]].tolist() for i in range(4)] == [[10, 10, 256]] * 2 + [[256]] * 2
-    assert [r[i][ends[i]].tolist() for i in range(4)] == [[1, 1, 1], [1, 0, 0], [0], [0]]
-
-
-class Odd:
-    """A truth that says it is one, as numpy's bool does, but is no number."""
-    def __eq__(self, other):
-        return other == 1
-    __hash__ = None
-
-
-@pytest.mark.parametrize("found, fault", [
-    (None, "must be a list of (end, truth), not None"), (True, "must be a list of (end, truth), not True"),
-    ({3: True}, "must be a list of (end, truth), not {3: True}"),
-    ([3], "must be pairs (end, truth), not 3"), ([True, False], "must be pairs (end, truth), not True"),
-    ([(3, True, 1)], "must be pairs (end, truth), not (3, True, 1)"),
-    *(([(end, True)], f"must have integer ends that never decrease, up to the length of the text: here from 1 to 5, not {end}")
-      for end in (0, -1, 6, 3.0, True, None)),
-    ([(3, True), (2, True)], "must have integer ends that never decrease, up to the length of the text: here from 3 to 5, not 2"),
-    *(([(2, True), (3, truth)], f"must each be True or False, not {truth!r}") for truth in (0.5, 2, None, "1", [1], torch.ones(2)))])
-def test_steps_of_another_form_are_refused(found, fault):
-    """Instead of a traceback, or of silent training on it."""
-    odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
-    batch = scored(odd, batch_of(["~3000"]))
-    with pytest.raises(UserError) as e:
-        reward.of_rule(agent_of(odd, supervision="process"), batch)
-    assert str(e.value) == f"the steps of the prompt '47*58=' {fault}"
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
-def test_a_completion_without_text_is_one_false_step(name):
-    """It ended at once: a run once ended there."""
-    steps = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=data.load_task(name).steps)
-    batch = scored(steps, batch_of([""]))
-    r, ends = reward.of_steps(steps, byte_encoding(), batch)
-    assert ends.sum() == 1 and batch.ids[ends].tolist() == [256] and r.sum() == 0
-
-
-@pytest.mark.parametrize("true", [True, 1, 1.0, Odd()])
-def test_steps_may_be_any_truth_and_integer(true):
-    """Such as numpy's; two steps may end at one character, and an empty list is one false step."""
-    check_steps(task.Problem("1*1=", "1"), "12345", [(1, true), [3, False], (torch.tensor([3]).numpy()[0], 0), (5, true)])
-    check_steps(task.Problem("1*1=", "1"), "", [])
-
-
-def test_true_steps_to_a_wrong_answer_do_not_make_the_last_one_good():
-    (r, ends), _ = rewards_of([WORK, "\n47*50=2350\n47*8=376"], "process")       # beside a right one
-    assert [r[i][ends[i]].tolist() for i in range(2)] == [[1, 1, 1], [1, 0]]
-
-
-@pytest.mark.parametrize("supervision", ["outcome", "process"])
-def test_the_reward_of_a_completion_that_did_not_end(supervision, monkeypatch):
+@mark.parametrize("supervision, end, wanted", [
+    ("outcome", True, {WORK: [2], "~3000": [0], "2726": [1], "": [0]}),
+    ("process", True, STEPS),                   # stopping gets an advantage, too
+    ("outcome", False, {WORK: [-1.5]}),
+    ("process", False, {WORK: [1, 1, -1.5]})])
+def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch):
+    """A newline closes a step; the last one ends at the last token."""
     monkeypatch.setattr(reward, "TRUNCATED_REWARD", -1.5)
-    (r, ends), batch = rewards_of([WORK], supervision, end=False)
-    assert r[0][ends[0]].tolist() == ([1, 1, -1.5] if supervision == "process" else [-1.5])
-    batch.reward = torch.where(ends, -2.0, 0)           # a learned reward may be worse than the limit
-    assert reward.cap_truncated(batch)[0][ends[0]][-1] == -2
+    batch, agent = batch_of([*wanted], end=end), agent_of(task, supervision=supervision)
+    reward.fill_in_rewards(agent, scored(task, batch))
+    assert batch.texts == [*wanted] and batch.problems == [PROBLEM] * len(wanted)
+    assert at_ends(batch, batch.reward) == [*wanted.values()]
+    assert not batch.reward[~batch.ends].any()
+    last = 256 if end else ord("6")
+    assert at_ends(batch, batch.ids) == [[10] * (len(r) - 1) + [last] for r in wanted.values()]
+    if not end:                             # a learned reward may be worse than the limit
+        batch.reward = -2.0 * batch.ends
+        assert at_ends(batch, reward.cap_truncated(batch))[0][-1] == -2
 
 
-def test_step_tokens_of_bytes_and_of_longer_tokens():
-    text = "é=1\n二=2\n3"
-    ends = [text.index("\n") + 1, text.rindex("\n") + 1, len(text)]
-    data = text.encode()
-    assert step_tokens(byte_encoding(), list(data), ends) == [4, 10, 11]
-    ranks = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
-    longer = Encoding("t", r"[\s\S]+", ranks, {"<end>": 300}, [300], {})
-    ids = longer.encode_ordinary(text)
-    assert [longer.decode_single_token_bytes(t) for t in ids][3:5] == [b"1", b"\n\xe4"]
-    assert step_tokens(longer, ids, ends) == [4, 8, 9]
+@mark.parametrize("found, n", [
+    ([], 1), ([(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)], 3),
+    ([(6, True)], 0)])
+def test_steps_may_be_of_numpy_and_are_checked(found, n):
+    odd = SimpleNamespace(reward=task.reward, steps=lambda problem, text: found)
+    batch, agent = scored(odd, batch_of(["~3000"])), agent_of(odd, supervision="process")
+    with nullcontext() if n else raises(UserError, match="from 1 to 5, not 6"):
+        assert reward.of_rule(agent, batch)[1].sum() == n
 
 
-def test_step_tokens_survive_bytes_that_are_no_text():
-    ids = [0xff, 10, 0xe4, 10, 65]
-    text = bytes(ids).decode("utf-8", "replace")
+@mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])
+def test_a_completion_without_text_is_one_false_step(name):
+    steps = data.load_task(name).steps
+    toy = SimpleNamespace(reward=lambda problem, text: {"correct": 1.0}, steps=steps)
+    batch = scored(toy, batch_of([""]))
+    r, ends = reward.of_steps(toy, byte_encoding(), batch)
+    assert batch.ids[ends].tolist() == [256] and not r.any()
+
+
+RANKS = {bytes([i]): i for i in range(256)} | {b"\n\xe4": 256, b"=2": 257}
+LONGER, TEXT = Encoding("t", r"[\s\S]+", RANKS, {"<end>": 300}, [300], {}), "é=1\n二=2\n3"
+
+
+@mark.parametrize("encoding, ids, tokens", [
+    (byte_encoding(), [*TEXT.encode()], [4, 10, 11]),
+    (LONGER, LONGER.encode_ordinary(TEXT), [4, 8, 9]),          # one has a newline and half of 二
+    (byte_encoding(), [0xff, 10, 0xe4, 10, 65], [1, 3, 4])])    # no text
+def test_step_tokens(encoding, ids, tokens):
+    text = b"".join(map(encoding.decode_single_token_bytes, ids)).decode("utf-8", "replace")
     ends = [i + 1 for i, c in enumerate(text) if c == "\n"] + [len(text)]
-    assert step_tokens(byte_encoding(), ids, ends) == [1, 3, 4]
+    assert step_tokens(encoding, ids, ends) == tokens
 
 
-# ------------------------------------------------------------------------------------- the losses
+# ------------------------------------------------------------------------------ rewards of a task
 
-def test_people_choose_any_of_the_best():
-    """Wherever the completions end; nothing but the labels changes, and they only where a completion ends."""
-    ends = torch.zeros(9, 4, dtype=torch.bool)
-    ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
-    label = torch.full((9, 4), 7.0).masked_scatter(ends, torch.tensor([0.0, 2, -1, 1, 0, 1, 3, 3, 3]))
-    rows = {"ids": torch.rand(9, 4), "ends": ends, "label": label}
-    found = choices(rows, 3)
-    assert found["label"][ends].view(3, 3).tolist() == [[0, 1, 0], [1 / 2, 0, 1 / 2], [pytest.approx(1 / 3)] * 3]
-    assert torch.equal(found["label"][~ends], label[~ends]) and label[0, 3] == 0
-    assert found["ids"] is rows["ids"] and found["ends"] is ends
+def test_components_that_cancel_add_up_to_0():
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A rest that is no rounding stays, and their order."""
+    texts = dict(x=(0.7, -0.1, -0.6), y=(0.0,) * 3, z=(1.0, 0.0, -0.999), w=(1e-7, 0.0, 0.0))
 
-
-def test_quality_by_hand():
-    """Four steps of certainty 0.8, three of them hit: accuracy 0.75, 0.05 too sure. Choices: a
-    favourite is right, another is one of two equals, and chosen half the time."""
-    s = torch.tensor([0.8, 0.8, 0.2, 0.2]).logit()
-    assert quality(s, torch.tensor([1.0, 1.0, 0.0, 1.0]), 1) == pytest.approx((0.75, 0.05))
-    s = torch.tensor([0.7, 0.3, 0.7, 0.3]).log()
-    assert quality(s, torch.tensor([1.0, 0, 0, 1]), 2) == pytest.approx((0.5, 0.2))
-    assert quality(s, torch.tensor([1.0, 0, 0.5, 0.5]), 2) == pytest.approx((1.0, 0.05))
+    def rule(problem, text):
+        parts = [*zip(("correct", "a", "b"), texts[text])]
+        return dict(parts if text == "x" else reversed(parts))
+    toy = SimpleNamespace(reward=rule)
+    batch = scored(toy, batch_of([*texts]))
+    total = reward.of_rule(agent_of(toy), batch)[0].sum(1).tolist()
+    assert total == [0, 0, approx(1e-3, rel=1e-3), approx(1e-7)]
+    assert [*batch.components] == ["correct", "a", "b"]
+    assert batch.components["b"].tolist() == approx([-0.6, 0, -0.999, 0])
 
 
-def test_quality_of_the_undecided():
-    """Errors of other certainties do not cancel. A score of 0 and a label of one half say `bad`; to be
-    sure of 1 is of the last bin."""
-    s = torch.tensor([0.95, 0.85]).logit()
-    assert quality(s, torch.tensor([0.0, 1.0]), 1) == pytest.approx((0.5, (0.95 + 0.15) / 2))
-    assert quality(torch.zeros(3), torch.tensor([0.0, 0.5, 1.0]), 1) == pytest.approx((2 / 3, 1 / 6))
-    assert quality(torch.tensor([99.0, 0.95]).logit().nan_to_num(99.0), torch.ones(2), 1) == pytest.approx((1, 0.025))
+def test_a_component_named_reward_is_the_reward():
+    """However small: 1e-9 and 3e-9 differ. A row that was cut off earns at most 0."""
+    toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
+    batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
+    batch.finished = torch.tensor([True, True, False, False])
+    reward.fill_in_rewards(agent, scored(toy, batch))
+    assert batch.reward.sum(1).tolist() == approx([1e-9, 3e-9, 0, -2])
+    batch.adv, dead = group_scores(batch.reward, batch.ends, agent.cfg)
+    assert batch.adv[batch.ends].tolist() == approx([-1, 1, 1, -1]) and not dead.any()
+    stats = report.statistics(batch, dead)
+    assert stats["reward"] == approx(-0.5)
+    assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
+
+
+def test_rewards_of_all_completions_at_once():
+    def rewards(problems, texts, tokens):
+        assert (problems, tokens) == ([p, p, q, q], [2, 4, 3, 1])
+        return [{"correct": float(text == max(texts, key=len))} for text in texts]
+    p, q = (SimpleNamespace(prompt=x) for x in "pq")
+    batch = scored(SimpleNamespace(rewards=rewards), batch_of(["a", "bcd", "ef", ""]), [p, q])
+    assert batch.components["correct"].tolist() == [0, 1, 0, 0]
+
+
+@mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n): pass"])
+def test_a_task_needs_one_of_both(more, tmp_path):
+    path = tmp_path / "toy.py"
+    path.write_text(f"DEFAULTS = {{}}\ndef problems(): pass\ndef answer(text): pass\n{more}")
+    if more:
+        assert data.load_task(str(path)).DEFAULTS == {}
+    else:
+        with raises(UserError, match="no function reward"):
+            data.load_task(str(path))
 
 
 # ------------------------------------------------------------------------------- the reward model
 
-def scorer_of(seed=0):
-    s = ScalarHead(32, tiny_model(seed), 1 / math.sqrt(33), torch.Generator().manual_seed(seed))
-    return s
+def test_people_choose_any_of_the_best():
+    ends = torch.zeros(9, 4, dtype=torch.bool)
+    ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
+    label, third = torch.full((9, 4), 7.0), approx(1 / 3)
+    label[ends] = torch.tensor([0.0, 2, -1, 1, 0, 1, 3, 3, 3])
+    found = choices({"ends": ends, "label": label}, 3)
+    assert found["label"][ends].tolist() == [0, 1, 0, 0.5, 0, 0.5, *[third] * 3]
+    assert torch.equal(found["label"][~ends], label[~ends]) and label[0, 3] == 0
+    assert found["ends"] is ends
 
 
-def test_score_depends_on_neither_padding_nor_batch():
-    s, batch = scorer_of(), batch_of(["~3000", "2726", WORK[:20]])
-    cfg = Config(micro_tokens=40)
-    whole = scores(s, batch.ids, batch.mask, cfg)
-    for i in range(3):
-        n = int(batch.mask[i].nonzero()[-1]) + 1
-        alone = scores(s, batch.ids[i:i + 1, :n], batch.mask[i:i + 1, :n], cfg)
-        torch.testing.assert_close(whole[i, :n], alone[0], rtol=1e-5, atol=1e-5)
-    dirty = torch.where(torch.arange(batch.ids.size(1)) < 6, batch.ids, 99).where(~batch.mask, batch.ids)
-    torch.testing.assert_close(scores(s, dirty, batch.mask, cfg)[batch.mask], whole[batch.mask])
+def test_the_loss_of_an_identical_pair_is_ln_2():
+    zero, label = torch.zeros(4), torch.tensor([1.0, 0.0, 0.25, 0.75])
+    assert reward_loss(zero, label, 2).item() == approx(2 * math.log(2))
+    assert reward_loss(zero, label, 1).item() == approx(4 * math.log(2))
 
 
-def test_learned_reward_is_where_steps_end_and_a_cut_row_gets_its_own(monkeypatch):
-    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -3.0)
-    s, batch = scorer_of(), batch_of(["~3000", "2726"])
-    batch.finished = torch.tensor([True, False])
-    for supervision in ("outcome", "process"):
-        batch.ends = passes.last_tokens(batch.mask)
-        batch.reward = learned(s, batch, Config(supervision=supervision))
-        r = reward.cap_truncated(batch)
-        raw = scores(s, batch.ids, batch.mask, Config())[0][batch.ends[0]]
-        want = raw.sigmoid() if supervision == "process" else raw
-        assert r[0][batch.ends[0]].item() == pytest.approx(want.item()) and r[~batch.ends].sum() == 0
-        assert r[1][batch.ends[1]].item() == -3.0
+@mark.parametrize("chance, label, K, accuracy, error", [
+    ([0.8, 0.8, 0.2, 0.2], [1, 1, 0, 1], 1, 0.75, 0.05),        # three of four are hit
+    ([0.95, 0.85], [0, 1], 1, 0.5, 0.55),       # errors of other certainties do not cancel
+    ([0.5] * 3, [0, 0.5, 1], 1, 2 / 3, 1 / 6),          # undecided is `bad`
+    ([1.0, 0.95], [1, 1], 1, 1, 0.025),         # to be sure is of the last bin
+    ([0.7, 0.3, 0.7, 0.3], [1, 0, 0, 1], 2, 0.5, 0.2),
+    ([0.7, 0.3, 0.7, 0.3], [1, 0, 0.5, 0.5], 2, 1, 0.05)])      # one of two equals
+def test_quality_by_hand(chance, label, K, accuracy, error):
+    chance, label = torch.tensor([chance, label])
+    score = chance.logit().clamp(max=99) if K == 1 else chance.log()
+    assert quality(score, label, K) == approx((accuracy, error))
 
 
-def preferences(n, K, seed):
-    """n problems with K completions each: the more a, the better."""
-    r = random.Random(seed)
-    texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
-    batch = batch_of(texts, prompt="?")
+def scorer_of():
+    return ScalarHead(32, tiny_model(), 1 / math.sqrt(33), torch.Generator().manual_seed(0))
+
+
+def ended(texts, rewards):
+    """A Batch with rewards at the last tokens."""
+    batch = batch_of(texts)
     batch.ends = passes.last_tokens(batch.mask)
-    a = [t.count("a") for t in texts]
-    batch.reward = torch.where(batch.ends, torch.tensor(a)[:, None].float(), 0)
-    return batch, a
+    batch.reward = batch.ends * torch.tensor(rewards, dtype=torch.float32)[:, None]
+    return batch
 
 
-def fitted(model, batch, history, cfg, seed):
-    """`refit` to the Batch, of whose problems a tenth is held out; the history and the metrics."""
-    agent = conftest.agent_of(cfg, reward_model=model, history=history)
-    measures = refit(agent, [batch], len(batch.ids) // reward.CHOICES // 10, random.Random(seed))
-    return agent.history, measures
+@mark.parametrize("supervision", ["outcome", "process"])
+def test_a_score_depends_on_neither_padding_nor_batch(supervision, monkeypatch):
+    """It is where a row ends, normalised or as a probability; a row that was cut off gets less."""
+    monkeypatch.setattr(reward, "TRUNCATED_REWARD", -9.0)
+    s, batch = scorer_of(), ended(["~3000", "2726", WORK[:20]], [0] * 3)
+    s.norm.data, cfg = torch.tensor([0.3, 1.7]), Config(supervision=supervision, micro_tokens=40)
+    padding = ~batch.mask & (torch.arange(27) >= 6)
+    batch.ids, wanted = torch.where(padding, 99, batch.ids), []
+    for row, n in zip(batch.ids, (12, 11, 27)):
+        raw = s(row[None, :n])[0, -1].item()
+        wanted.append(1 / (1 + math.exp(-raw)) if supervision == "process" else (raw - 0.3) / 1.7)
+    batch.reward = learned(s, batch, cfg)
+    assert at_ends(batch, batch.reward) == [[approx(x, rel=1e-4)] for x in wanted]
+    assert not batch.reward[~batch.ends].any()
+    batch.finished[1] = False
+    assert at_ends(batch, reward.cap_truncated(batch))[1] == [-9]
 
 
-@pytest.mark.parametrize("supervision", ["outcome", "process"])
+def preferences(n, K):
+    """Of n problems K completions each, whose rewards are their numbers of a."""
+    r = random.Random(0)
+    texts = ["".join(r.choice("ab") for _ in range(6)) for _ in range(n * K)]
+    return ended(texts, [text.count("a") for text in texts])
+
+
+@mark.slow
+@mark.parametrize("supervision", ["outcome", "process"])
 def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypatch):
+    """But for those it is measured on; it is normalised on those it was fitted to."""
     monkeypatch.setattr(reward, "FIT_LR", 3e-3)
     monkeypatch.setattr(reward, "CHOICES", 2)
-    cfg = Config(supervision=supervision)
-    batch, a = preferences(400, 2, 0)
-    good = torch.tensor(a, dtype=torch.float)
-    good = good if supervision == "outcome" else (good > 3).float()
-    batch.reward = torch.where(batch.ends, good[:, None], 0)
-    s = scorer_of()
-    history, measures = fitted(s, batch, {}, cfg, 0)
+    batch, s, cfg = preferences(400, 2), scorer_of(), Config(supervision=supervision)
+    if supervision == "process":
+        batch.reward = (batch.reward > 3) / 1
+    agent = conftest.agent_of(cfg, reward_model=s, history={})
+    measures = refit(agent, [batch], 40, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
     assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in capsys.readouterr().out
-    assert len(history["ids"]) == 720                       # but for those it was measured on
-    if supervision == "outcome":                            # normalised on what it was fitted to
+    assert len(agent.history["ids"]) == 720
+    if supervision == "outcome":
         r = learned(s, batch, cfg)[80:][batch.ends[80:]]
-        assert r.mean().item() == pytest.approx(0, abs=1e-4) and r.std().item() == pytest.approx(1, 1e-3)
+        assert r.mean().item() == approx(0, abs=1e-4)
+        assert r.std().item() == approx(1, 1e-3)
 
 
-@pytest.mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (40, 20)])
+def fitted(monkeypatch, model, batch, K, micro_tokens=0):
+    """The loss terms of each step of a fit, and its rate."""
+    def supervised_fit(name, module, losses, steps, lr):
+        found.extend([[loss.item() for loss in losses(step)] for step in range(steps)])
+        rates.append(lr)
+    found, rates, cfg = [], [], Config(micro_tokens=micro_tokens)
+    monkeypatch.setattr(passes, "supervised_fit", supervised_fit)
+    reward.fit(model, reward.labelled(batch), K, cfg, random.Random(0))
+    return found, rates[0]
+
+
+@mark.parametrize("micro_tokens, tokens", [(1, 1), (0, 1024), (60, 30)])
 def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, tokens, monkeypatch):
-    """Pairs of up to `tokens` each; one pair at a time if not even one fits. That once took 2,048."""
-    batch, _ = preferences(400, 2, 0)
-    data, s, sizes = reward.labelled(batch) | {"label": torch.rand(batch.ends.shape)}, scorer_of(), []
-    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (sizes.append(ids.shape), torch.zeros(ids.shape))[1])
-    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, lr: [*losses(0)])
-    reward.fit(s, data, 2, Config(micro_tokens=micro_tokens), random.Random(0))
-    assert sum(rows for rows, _ in sizes) == 68 and all(rows == 2 or rows * width <= 2 * tokens for rows, width in sizes)
-    assert (max(rows for rows, _ in sizes) > 2) is (tokens > 1) and (len(sizes) == 1) is (tokens > 1000)
+    sizes = []
+    monkeypatch.setattr(ScalarHead, "forward", lambda self, ids, mask: (
+        sizes.append(ids.shape), torch.zeros(ids.shape))[1])
+    found, _ = fitted(monkeypatch, scorer_of(), preferences(400, 2), 2, micro_tokens)
+    assert len(found) == 12 and sum(n for n, _ in sizes) == 800         # 66 or 68 rows a step
+    assert all(n == 2 or n * width <= 2 * tokens for n, width in sizes)
+    assert (max(n for n, _ in sizes) > 2) is (tokens > 1)
+    assert (len(sizes) == 12) is (tokens > 1000)
 
 
-def test_a_set_of_a_fit_is_as_long_as_its_longest_row(monkeypatch):
-    """Which may be any of its rows: the reward is at the end of each."""
-    batch, s, seen = batch_of(["a", "bbb", "ccccc", "d"]), scorer_of(), []
-    batch.ends = passes.last_tokens(batch.mask)
-    batch.reward = torch.where(batch.ends, torch.tensor([[1.0], [0.0], [0.0], [1.0]]), 0)
-    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, lr: seen.extend(losses(0)))
-    reward.fit(s, reward.labelled(batch), 2, Config(micro_tokens=1), random.Random(0))         # each set by itself
+@mark.parametrize("width, lr", [(256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
+    """Which may be any. Above 256 channels the rate is as 1 / width: muP, arXiv 2203.03466."""
+    batch, s = ended(["a", "bbb", "ccccc", "d"], [1, 0, 0, 1]), scorer_of()
+    s.head.in_features = width
+    (found,), rate = fitted(monkeypatch, s, batch, 2, 1)        # each set by itself
     score = scores(s, batch.ids, batch.mask, Config())[batch.ends]
-    assert len(seen) == 2 and batch.mask.sum(1).tolist() == [2, 4, 6, 2]
-    assert sum(seen).item() == pytest.approx(reward_loss(score, batch.reward[batch.ends], 2).item() / 2, rel=1e-5)
+    want = reward_loss(score, batch.reward[batch.ends], 2).item() / 2
+    assert sum(found) == approx(want, rel=1e-5) and len(found) == 2
+    assert rate == approx(lr)
 
 
-def test_a_step_of_a_fit_has_a_set_at_least(monkeypatch):
-    """With more than 64 choices too; a step without data would only repeat the last one's momentum."""
-    batch, _ = preferences(3, 100, 0)
-    seen = []
-    monkeypatch.setattr(passes, "supervised_fit", lambda name, module, losses, n, *_: seen.extend(
-        sum(loss.item() for loss in losses(step)) for step in range(n)))
-    rows = reward.labelled(batch) | {"label": batch.ends.float() / 100}
-    reward.fit(scorer_of(), rows, 100, Config(), random.Random(0))
-    assert len(seen) == 3 and min(seen) > 0
-
-
-def test_no_more_is_replayed_than_there_is():
-    history = {"ids": torch.arange(12)}
-    assert sorted(reward.replay(history, 44, 4, random.Random(0))["ids"].tolist()) == [*range(12)]
-
+# ------------------------------------------------------------------------------- rollout labels
 
 def continued(agent, problems, tries, begun, said):
-    """A Batch of `tries` rows for each beginning of a completion, as grpo.completions makes it;
-    they go on with `said(ids so far, number of the try)` and the end."""
+    """As grpo.completions, with texts that go on with `said(ids so far, number of the try)`."""
     prompts = [[*problem.prompt.encode()] for problem in problems]
     batch = conftest.batch_of_rows([
-        (prompt + ids, [*said(prompt + ids, k).encode(), 256])
+        (prompt + ids, [*said(ids, k).encode(), 256])
         for prompt, (ids, _) in zip(prompts, begun, strict=True) for k in range(tries)])
     passes.begin_earlier(batch, prompts, begun, tries)
     reward.score_by_rule(agent, problems, batch)
     return batch
 
 
-def test_what_goes_on_from_a_prefix_is_judged_by_its_own_problem():
-    """Two problems, whose prefixes are continued in one go, each in several ways."""
-    problems, judged = [SimpleNamespace(prompt=x) for x in ("p", "q")], []
-    batch = batch_of(["ab", "cd"])
-    batch.ends = batch.mask.clone()
-    batch.reward, batch.problems = torch.zeros(batch.ids.shape), problems
-
+def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
+    """Judged whole, by the row's own problem, in parts of 128; a last step keeps its label. The
+    random numbers are those of stream, prompt and place, whatever rank has the row."""
     def completions(agent, problems, tries, u, begun):
-        return continued(agent, problems, tries, begun, lambda prefix, k: "x")
-    toy = SimpleNamespace(reward=lambda problem, text: judged.append((problem.prompt, text)) or {"correct": float(problem.prompt == "q")})
-    label = rollout_labels(agent_of(toy, max_new=9), completions, batch, 1, 0, tries=3)
-    assert judged == [(prompt, text) for prompt, texts in (("p", ("ax", "abx")), ("q", ("cx", "cdx"))) for text in texts for _ in range(3)]
-    assert label[0].sum() == 0 and label[1][batch.ends[1]].tolist() == [1, 1, 0]
+        """Of 4 tries as many are right as the length of a prefix modulo 5."""
+        assert u.shape == (4 * len(begun), 150) and (0 <= u).all() and (u < 1).all()
+        drawn.append(u)
+        return continued(agent, problems, tries, begun, lambda ids, k: "yn"[k >= len(ids) % 5])
 
-
-def test_sets_are_padded_on_the_right():
-    a, b = ({"ids": torch.full((2, n), n), "ends": torch.ones(2, n, dtype=torch.bool)} for n in (3, 5))
-    c = passes.join([a, b])
-    assert c["ids"].tolist() == [[3, 3, 3, 0, 0]] * 2 + [[5] * 5] * 2
-    assert passes.join([b, a])["ids"].tolist() == [[5] * 5] * 2 + [[3, 3, 3, 0, 0]] * 2
-    assert c["ends"].sum().item() == 16
-
-
-def test_rollout_labels_are_shares_of_what_comes_of_a_prefix():
-    """The stub completes rightly as often as the prefix has lines; the last step keeps its truth."""
-    (r, ends), batch = rewards_of([WORK, "~3000"], "process")
-    batch.reward, batch.ends, before, asked = r, ends, r.clone(), []
-
-    def completions(agent, problems, tries, u, begun):
-        """Of 8 tries on a prefix the first k say `right`, k its equations so far."""
-        assert u.shape == (2 * tries, 64) and (0 <= u).all() and (u < 1).all()
-        assert problems == [PROBLEM] * 2 and all(all(said) for _, said in begun)
-        asked.extend(bytes(ids).decode() for ids, _ in begun)
-        return continued(agent, problems, tries, begun,
-                         lambda p, k: "right" if k < bytes(p).count(b"=") else "wrong")
-
-    def truth(problem, text):
-        """Of the whole completion, what was there before with it."""
-        return {"correct": float(text.startswith(WORK[:21]) and text.endswith("right"))}
-    toy = SimpleNamespace(reward=truth)
-    label = rollout_labels(agent_of(toy, max_new=64), completions, batch, 2, 0, tries=8)
-    assert asked == [WORK[:21], WORK[:37]]
-    assert label[0][ends[0]].tolist() == [3 / 8, 5 / 8, 1] and label[1].sum() == 0
+    def rule(problem, text):
+        return {"correct": float(text.strip(problem.prompt) == "y")}
+    batch, drawn = batch_of(["a" * 100] * 2 + ["b" * 20] * 2), []
+    batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "aabb"], batch.mask.clone()
+    batch.ends[0, :50] = False                      # its first step is long
+    batch.reward = 7.0 * batch.ends
+    before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)
+    label = rollout_labels(agent, completions, batch, 2, 0)
+    places = batch.ends & ~passes.last_tokens(batch.mask)
+    share = (torch.arange(batch.ids.size(1)) - 5) % 5 / 4
+    assert torch.equal(label, torch.where(places, share, before))
     assert torch.equal(batch.reward, before)
+    assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]
+    whole = torch.cat(drawn)[:, 0]
+    assert len(whole.unique()) == 4 * places.sum()
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    part = passes.select(batch, torch.tensor([2, 3]), batch.ids.size(1))
+    part.problems = batch.problems[2:]
+    for stream in (0, 1):
+        rollout_labels(agent, completions, part, 2, stream)
+        u = drawn[-1][:, 0]
+        assert (u == whole[-len(u):]).float().mean() == 1 - stream
+    batch.ends = passes.last_tokens(batch.mask)     # steps of which nothing can go on
+    assert torch.equal(rollout_labels(agent, None, batch, 2, 0), before)
 
 
 def test_a_text_is_what_the_policy_said():
-    """Without what an environment says in between; steps end where they end among these tokens, and a completion that
-    goes on from a prefix has those of its tokens too that were there before."""
-    heard, judged = "\nhm?", []
+    """Steps end where they end among its tokens; so does a text that goes on from a prefix."""
+    def completions(agent, problems, tries, u, begun):
+        return continued(agent, problems, tries, begun, lambda ids, k: "x")
+    heard, judged, at = "\nhm?", [], 6 + 20
     batch = batch_of([WORK[:20] + heard + WORK[20:]])
-    at = 6 + 20
     batch.mask[:, at:at + len(heard)] = False           # which is also what is judged
     assert scored(task, batch).texts == [WORK]
-    r, ends = reward.of_steps(task, byte_encoding(), batch)
-    places = ends[0].nonzero()[:, 0]
-    assert [chr(x) for x in batch.ids[0, places[:2]]] == ["\n"] * 2 and places[0] == at + len(heard)
-    assert r[0, places].tolist() == [1, 1, 1]
-
-    def completions(agent, problems, tries, u, begun):
-        return continued(agent, problems, tries, begun, lambda prefix, k: "x")
+    batch.reward, batch.ends = reward.of_steps(task, byte_encoding(), batch)
+    assert at_ends(batch, batch.ids) == [[10, 10, 256]] and batch.ends[0, at + len(heard)]
+    assert at_ends(batch, batch.reward) == [[1, 1, 1]]
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
-    batch.reward, batch.ends = r, ends
     rollout_labels(agent_of(toy), completions, batch, 1, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
-
-
-def test_components_that_cancel_add_up_to_0():
-    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A small rest that is no rounding stays, and so does a small reward beside large ones."""
-    texts = {"x": (0.7, -0.1, -0.6), "y": (0.0, 0.0, 0.0), "z": (1.0, 0.0, -0.999), "w": (1e-7, 0.0, 0.0)}
-    toy = SimpleNamespace(reward=lambda p, text: dict(zip(("correct", "a", "b"), texts[text])))
-    total = reward.of_rule(agent_of(toy), scored(toy, batch_of([*texts])))[0].sum(1)
-    assert total[:2].tolist() == [0, 0] and total[2:].tolist() == pytest.approx([1e-3, 1e-7], rel=1e-3)
-
-
-def test_a_component_named_reward_is_the_reward_and_the_others_are_logged():
-    """However small: 1e-9 and 3e-9 differ, and are learned from. A row that was cut off earns at
-    most 0 of it, and keeps what is below."""
-    toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
-    batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
-    batch.finished = torch.tensor([True, True, False, False])
-    scored(toy, batch)
-    reward.fill_in_rewards(agent, batch)
-    assert batch.reward.sum(1).tolist() == pytest.approx([1e-9, 3e-9, 0, -2])
-    score, dead = group_scores(batch.reward, batch.ends, agent.cfg)
-    assert score[batch.ends].tolist() == pytest.approx([-1, 1, 1, -1]) and not dead.any()
-    batch.adv = score
-    stats = report.statistics(batch, dead)
-    assert stats["reward"] == pytest.approx(-0.5)
-    assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
-
-
-def test_rollout_labels_do_not_depend_on_how_ranks_share_the_rows(monkeypatch):
-    """The random numbers of a step are those of its prompt and place, and of the stream."""
-    p, q = (SimpleNamespace(prompt=x) for x in "pq")
-    batch, drawn = batch_of(["ab", "ab", "ab", "cd"]), []
-    batch.problems, batch.ends = [p, p, q, q], batch.mask
-    batch.reward = torch.zeros(batch.ids.shape)
-
-    def labels(batch, stream=0):
-        def completions(agent, problems, tries, u, begun):
-            drawn.append(u)
-            return SimpleNamespace(components={"correct": u[:, 0].float()})
-        return rollout_labels(agent_of(), completions, batch, 2, stream)
-    whole = labels(batch)
-    assert len(whole[whole > 0].unique()) == 8
-    assert len(drawn.pop().unique()) == 8 * 4 * Config.max_new
-    monkeypatch.setattr(dist, "ranks", lambda: 2)
-    for rank, problem in enumerate((p, q)):
-        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        rows = torch.arange(2 * rank, 2 * rank + 2)
-        part = passes.select(batch, rows, batch.ids.size(1))
-        part.problems = [problem] * 2
-        assert torch.equal(labels(part), whole[rows])
-    assert not (labels(batch, 1) == whole)[whole > 0].any()
-
-
-def test_rollouts_without_a_place_to_go_on_from():
-    """Completions of one step each: all labels are their own."""
-    (r, ends), batch = rewards_of(["~3000", "~2726"], "process")
-    batch.reward, batch.ends = r, ends
-    assert torch.equal(rollout_labels(agent_of(), None, batch, 2, 0), r)
-
-
-def test_components_stay_in_the_order_of_the_first_row():
-    """Whatever the order in which the task names them later."""
-    toy = SimpleNamespace(reward=lambda p, text: {"correct": 1.0, "a": 2.0} if text == "x" else {"a": 3.0, "correct": 0.0})
-    batch = scored(toy, batch_of(["x", "y"]))
-    assert [(name, x.tolist()) for name, x in batch.components.items()] == [("correct", [1, 0]), ("a", [2, 3])]
-
-
-def test_labels_of_more_than_128_steps_are_those_of_each():
-    """In two parts, with random numbers of their own."""
-    batch, drawn = batch_of(["a" * 100, "b" * 120]), []
-    batch.problems, batch.ends = [PROBLEM] * 2, batch.mask.clone()
-    batch.ends[0, :50] = False                      # its first step is long
-    batch.reward = torch.where(batch.ends, 7.0, 0)
-
-    def completions(agent, problems, tries, u, begun):
-        """Of 4 tries as many are right as the length of a prefix modulo 5."""
-        assert tries == 4 and u.shape == (4 * len(begun), 150)
-        drawn.append(u)
-        return continued(agent, problems, tries, begun,
-                         lambda prefix, k: "yn"[k >= len(prefix) % 5])
-    toy = SimpleNamespace(reward=lambda problem, text: {"correct": float(text.endswith("y"))})
-    label = rollout_labels(agent_of(toy, max_new=150), completions, batch, 2, 0)
-    places = batch.ends & ~passes.last_tokens(batch.mask)
-    share = (torch.arange(1, batch.ids.size(1) + 1) % 5 / 4).expand_as(label)
-    assert torch.equal(label, torch.where(places, share, batch.reward))
-    assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]
-    assert torch.cat(drawn)[:, 0].unique().numel() == 4 * places.sum()
-
-
-# ------------------------------------------------------------------------------ rewards of a whole rollout
-
-def test_rewards_of_all_completions_at_once():
-    """With their problems, in the order of the rows, and their numbers of tokens, the one that ends them included."""
-    seen = []
-    toy = SimpleNamespace(rewards=lambda problems, texts, tokens: seen.append((problems, texts, tokens)) or [
-        {"correct": float(text == max(texts, key=len)), "n": n / 10} for text, n in zip(texts, tokens)])
-    batch = batch_of(["a", "bcd", "ef", ""], end=True)
-    p, q = (SimpleNamespace(prompt=x) for x in "pq")
-    scored(toy, batch, [p, q])
-    assert seen == [([p, p, q, q], ["a", "bcd", "ef", ""], [2, 4, 3, 1])]
-    assert batch.components["correct"].tolist() == [0, 1, 0, 0] and batch.components["n"].tolist() == pytest.approx([0.2, 0.4, 0.3, 0.1])
-
-
-@pytest.mark.parametrize("found, why", [
-    ([{"correct": 1}], "rewards must return a list of 2 dicts, one for each completion, not"), (None, "must return a list of 2"),
-    ([{"correct": 1}, {"right": 1}], "must be a dict with 'correct'"), ([{"correct": 1}, {"correct": 1, "x": 1}], "has the components correct, x"),
-    ([{"correct": 1}, {"correct": float("nan")}], "not a finite number")])
-def test_rewards_of_another_form(found, why):
-    problems = [SimpleNamespace(prompt="p"), SimpleNamespace(prompt="q")]
-    with pytest.raises(UserError, match=why):
-        data.rewards_of(SimpleNamespace(rewards=lambda *given: found), problems, ["a", "b"], [2, 2])
-
-
-def test_a_task_needs_one_of_both(tmp_path):
-    text = "DEFAULTS = {}\ndef problems(): pass\ndef answer(text): pass\n"
-    for more, fits in (("", False), ("def reward(p, c): pass\n", True), ("def rewards(p, c, n): pass\n", True)):
-        (tmp_path / "toy.py").write_text(text + more)
-        if fits:
-            assert data.load_task(str(tmp_path / "toy.py")).DEFAULTS == {}
-        else:
-            with pytest.raises(UserError, match="has no function reward: every task needs one"):
-                data.load_task(str(tmp_path / "toy.py"))
-
-
-@pytest.mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
-def test_the_rate_of_a_fit_falls_with_the_width(width, lr, monkeypatch):
-    """Above 256 channels as 1 / width: muP, arXiv 2203.03466."""
-    seen, mask = [], torch.ones(8, 3, dtype=torch.bool)
-    monkeypatch.setattr(passes, "supervised_fit", lambda *given: seen.append(given[4]))
-    reward.fit(ScalarHead(width), dict(ids=mask.long(), mask=mask, ends=mask), 2, Config(), random.Random(0))
-    assert seen == [pytest.approx(lr)]

@@ -173,7 +173,7 @@ def watch(patch, seen, kill_at=None):
             (setup, "begin", began), (grpo, "sample", sampled), (grpo, "refit_reward_model", begun),
             (grpo, "train_step", stepped), (grpo, "update", note("update")), (grpo, "evaluate", measured),
             (files, "append", logged), (checkpoint, "save", saved), (dist, "rng", drawn),
-            (warm_start, "warm_start", note("warm start")), (passes, "token_logps", scored),
+            (setup, "warm_start", note("warm start")), (passes, "token_logps", scored),
             (TASK, "demonstration", note("demonstration")),
             (reward, "refit", note("refit")), (reward, "fit", note("fit")), (reward, "scores", note("scores")),
             (reward, "replay", note("replay"))):

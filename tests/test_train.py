@@ -308,7 +308,7 @@ def order(monkeypatch):
     note(checkpoint, "keep_best", lambda agent, step, results: f"{results['greedy']} at {step}")
     note(checkpoint, "save", lambda agent, step, *_: f"save {step}")
     monkeypatch.setattr(report, "refresh", lambda folder: None)
-    note(show, "farewell", lambda cfg, question: f"try {question}")
+    note(report, "farewell", lambda cfg, question: f"try {question}")
     monkeypatch.setattr(report, "log_step", lambda *given: None)
     monkeypatch.setattr(grpo, "train_step", train_step)
     return made

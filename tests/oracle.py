@@ -2,8 +2,8 @@
 
 DeepSeekMath (2402.03300) 4.1, algorithm 1 and eq. 21; PPO (1707.06347); GAE (1506.02438); k1, k2,
 k3 (joschu.net/blog/kl-approx.html); RLOO (2402.14740); Dr. GRPO (2503.20783); DAPO (2503.14476);
-GSPO (2507.18071); the steered coefficient of Ziegler et al. (1909.08593). Slow and plain: float64,
-no padding, a row and a token at a time. Of the network it takes the hidden states of a single row.
+GSPO (2507.18071). Slow and plain: float64, no padding, a row and a token at a time.
+Of the network it takes the hidden states of a single row.
 """
 import math
 import random
@@ -168,24 +168,20 @@ def value_error(value, old, target, clip=0.2):
 # --------------------------------------------------------------------------------------- training
 
 class Oracle:
-    """Models that it changes, in float64, and what lasts from step to step: Adam's moments, beta.
-    `high`, `low`: how many tokens were clipped at each side."""
+    """Models that it changes, in float64, and Adam's moments. `high`, `low`: how many tokens were
+    clipped at each side."""
 
     def __init__(self, cfg, policy, ref, critic, norm):
         self.cfg, self.policy, self.ref, self.critic, self.norm = cfg, policy, ref, critic, norm
         self.params = [p for model in (policy, critic) if model is not None
                        for p in model.parameters() if p.requires_grad]
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
-        self.steps, self.updates, self.beta, self.high, self.low = 0, 0, cfg.beta, 0, 0
+        self.steps, self.updates, self.high, self.low = 0, 0, 0, 0
 
-    def follow(self, policy, share=1):
-        """The reference goes a share of the way to the policy; all of it begins an iteration."""
-        for p, q in zip(self.ref.parameters(), policy.parameters(), strict=True):
-            p.data.lerp_(q.data, float(share))
-
-    def steer(self, kl):
-        """To a KL of 0.05, by a tenth of the relative error, of which a fifth counts at most."""
-        self.beta *= 1 + 0.1 * min(max(kl / 0.05 - 1, -0.2), 0.2)
+    def follow(self):
+        """The reference becomes the policy."""
+        for p, q in zip(self.ref.parameters(), self.policy.parameters(), strict=True):
+            p.data.copy_(q.data)
 
     def step(self, rows, minibatches):
         """Trains on a rollout; `minibatches`: indices of the rows of each optimizer step. Gives
@@ -199,13 +195,19 @@ class Oracle:
                 value = [numbers(values(self.policy, self.critic, row)) for row in rows]
         penalties = [[0.0] * len(row) for row in old]
         if cfg.kl == "reward" and ref:
-            penalties = [[self.beta * kl_of_token(*torch.tensor(both), 1, cfg.estimator).item()
+            penalties = [[cfg.beta * kl_of_token(*torch.tensor(both), 1, cfg.estimator).item()
                           for both in zip(*row)] for row in zip(old, ref)]
         rewards = [step_rewards(row, cfg, self.norm) for row in rows]
         adv, returns, dead = credit(rewards, penalties, value, cfg)
 
-        stats = self.measures(rows, rewards, dead)
-        stats["entropy"] = mean(-x for row in old for x in row)
+        stats = {name: mean(counted(row)[name] for row in rows) for name in rows[0].components}
+        stats["accuracy"] = stats.pop("correct")
+        if cfg.reward != "rule":
+            stats["rule_reward"] = mean(sum(by_rule(row, cfg).values()) for row in rows)
+        stats |= {"reward": mean(sum(found.values()) for found in rewards),
+                  "length": mean(len(row.completion) for row in rows),
+                  "finished": mean(row.finished for row in rows), "dead_groups": mean(dead),
+                  "entropy": mean(-x for row in old for x in row), "mismatch": 0.0}
         if value is not None:
             left = [r - v for both in zip(returns, value) for r, v in zip(*both)]
             spread = max(pvariance(sum(returns, [])), 1e-8)
@@ -214,22 +216,10 @@ class Oracle:
                      returns=returns and returns[i]) for i, row in enumerate(rows)]
         of_updates = [self.update([data[i] for i in chosen]) for chosen in minibatches]
         stats |= {name: mean(x[name] for x in of_updates) for name in of_updates[0]}
-        stats["mismatch"] = 0.0
         self.steps += 1
         if cfg.beta and cfg.kl in ("loss", "reward"):
-            stats["beta"] = self.beta
+            stats["beta"] = cfg.beta
         return stats
-
-    def measures(self, rows, rewards, dead):
-        """What is logged of a rollout: means over rows; dead groups over groups."""
-        stats = {name: mean(counted(row)[name] for row in rows) for name in rows[0].components}
-        stats["accuracy"] = stats.pop("correct")
-        if self.cfg.reward != "rule":
-            stats["rule_reward"] = mean(sum(by_rule(row, self.cfg).values()) for row in rows)
-        return stats | {"reward": mean(sum(found.values()) for found in rewards),
-                        "length": mean(len(row.completion) for row in rows),
-                        "finished": mean(row.finished for row in rows),
-                        "dead_groups": mean(dead)}
 
     def update(self, rows):
         """One optimizer step, and its statistics: the losses as they are weighed, the others means
@@ -252,7 +242,7 @@ class Oracle:
                 if d["ref"]:
                     kl = kl_of_token(logp[t], d["ref"][t], ratio, cfg.estimator)
                     kls.append(kl.item())
-                    gain = gain - self.beta * kl if cfg.kl == "loss" else gain
+                    gain = gain - cfg.beta * kl if cfg.kl == "loss" else gain
                 loss = loss - weight * gain
                 if value:
                     error = value_error(value[t], d["value"][t], d["returns"][t])
@@ -389,15 +379,16 @@ class FitOracle:
         for a_set in test:
             score = [s.item() for x in a_set for s in self.scores(*x)]
             label = [labels[i] for _, labels in a_set for i in sorted(labels)]
+            found = []                  # certainty, and what came of it
             if self.K == 1:
-                for s, y in zip(score, label):
-                    p = 1 / (1 + math.exp(-abs(s)))
-                    right.append((s > 0) == (y > 0.5))
-                    tenths.setdefault(min(9, int(10 * p)), []).append(p - right[-1])
+                found += [(1 / (1 + math.exp(-abs(s))), (s > 0) == (y > 0.5))
+                          for s, y in zip(score, label)]
+                right += [correct for _, correct in found]
             else:
                 pick = score.index(max(score))
-                p = math.exp(score[pick]) / sum(map(math.exp, score))
+                found.append((math.exp(max(score)) / sum(map(math.exp, score)), label[pick]))
                 right.append(label[pick] == max(label))
-                tenths.setdefault(min(9, int(10 * p)), []).append(p - label[pick])
+            for p, outcome in found:
+                tenths.setdefault(min(9, int(10 * p)), []).append(p - outcome)
         error = sum(abs(sum(x)) for x in tenths.values()) / len(right)
         return {"rm_accuracy": mean(right), "rm_error": error}

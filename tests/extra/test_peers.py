@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import ROOT, records, tiny_model
+from conftest import ROOT, flags, records, tiny_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers  
 from tokenizers import models, processors, trainers  # noqa: E402
 
 import grpo  # noqa: E402
-from data import UserError, countdown  # noqa: E402
+from data import UserError  # noqa: E402
 from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from run import passes, pretrained  # noqa: E402
@@ -134,12 +134,7 @@ def test_a_checkpoint_in_parts_and_in_bfloat16(tmp_path):
     for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
     pretrained.save(ours, tmp_path / "again")
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(x.dtype == torch.float32 for x in again.values())
     assert read(tmp_path / "again").dtype == torch.float32
-    next((tmp_path / "parts").glob("model-*.safetensors")).unlink()
-    with pytest.raises(UserError, match="cannot read its tensors"):
-        pretrained.load(tmp_path / "parts")
 
 
 def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
@@ -237,29 +232,25 @@ def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
 def random_merges(rng):
     """A case of few letters, whose words come in the way of each other: words of no merge, of
     several, and whose parts come later than they do."""
-    words, pairs, unmade = [*"abc"[:rng.randrange(2, 4)]], [], []
+    words, merges = [*"abc"], []
     for _ in range(rng.randrange(1, 14)):
-        a, b = rng.choices(words, k=2)
-        word = a + b
-        if word in words or len(word) >= 8:
-            continue
-        words.append(word)
-        if rng.random() < 0.15:
-            unmade.append(word)
-            continue
-        others = [(word[:i], word[i:]) for i in range(1, len(word)) if i != len(a)]
-        pairs.append([(a, b), *(x for x in others if {*x} <= {*words} and rng.random() < 0.3)])
+        word = "".join(pair := rng.choices(words, k=2))
+        if word not in words and len(word) < 8:
+            words.append(word)
+            others = [(word[:i], word[i:]) for i in range(1, len(word)) if i != len(pair[0])]
+            others = [x for x in others if {*x} <= {*words} and rng.random() < 0.3]
+            merges += [] if rng.random() < 0.15 else [[" ".join(x) for x in (pair, *others)]]
     if rng.random() < 0.3:
-        rng.shuffle(pairs)
+        rng.shuffle(merges)
     part = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    return dict(merges=[" ".join(pair) for same in pairs for pair in same], words=unmade,
-                ignore_merges=rng.random() < 0.3, parts=[part])
+    return dict(merges=sum(merges, []), words=words[3:], ignore_merges=rng.random() < 0.3,
+                parts=[part])
 
 
 def test_merges_at_random_are_those_of_the_tokenizers_library(tmp_path):
     """tiktoken joins any two tokens that make a token, and looks whole pieces up first."""
     rng, refused, unmade = random.Random(0), 0, 0
-    for _ in range(300):
+    for _ in range(200):
         case = random_merges(rng)
         theirs = Tokenizer.from_file(str(write_tokenizer(case, tmp_path) / "tokenizer.json"))
         try:
@@ -273,33 +264,16 @@ def test_merges_at_random_are_those_of_the_tokenizers_library(tmp_path):
         texts += ["".join(rng.choices("abc ", k=20)) for _ in range(100)]
         for text in {*texts} - {"<end>"}:
             assert ours.encode_ordinary(text) == theirs.encode(text).ids, (case, text)
-    assert refused > 20 and unmade > 100
+    assert refused > 10 and unmade > 60
 
 
 # ---------------------------------------------------------------------------------- chat templates
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# What is in Llama 3.1's and 3.2's: what opens a text, a block of the system with the date of today,
-# texts stripped. The templates themselves are under a license of their own.
-DATED = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set told, messages = messages[0]['content'] | trim, messages[1:] %}
-{%- else %}
-    {%- set told = '' %}
-{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{{- 'Today: ' + strftime_now('%d %b %Y') + '\\n\\n' + told + '<|eot_id|>' }}
-{%- for m in messages %}
-    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim }}
-    {{- '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-# What else there is in some: marked answers, a loop that is left, JSON, a namespace, its variables.
-ODD = """{% set ns = namespace(n=0) %}
+# What else there is in some: what opens a text, the date, texts stripped, marked answers, a loop
+# that is left, JSON, a namespace.
+ODD = """{{- bos_token + strftime_now('%d %b %Y') }}{% set ns = namespace(n=0) %}
 {% for m in messages %}
     {% if ns.n > 5 %}{% break %}{% endif %}
     {% set ns.n = ns.n + 1 %}
@@ -307,22 +281,21 @@ ODD = """{% set ns = namespace(n=0) %}
     {%- if m.role == 'assistant' %}{% generation %}
 {{ m.content }}<|im_end|>
     {%- endgeneration -%}{% else %}
-  {{ m.content }}<|im_end|>{% endif %}
+  {{ m.content | trim }}<|im_end|>{% endif %}
 
 {% endfor %}
 {% if add_generation_prompt %}<|im_start|>assistant{% endif %}
 """
 TEMPLATES = json.loads((ROOT / "tests" / "templates.json").read_text())
 TEMPLATES = {x["model"]: x["template"] for x in TEMPLATES}
-TEMPLATES |= {"ChatML": CHATML, "dated": DATED, "odd": ODD}
+TEMPLATES |= {"ChatML": CHATML, "odd": ODD}
 TOOLS = {"Qwen2.5-Instruct", "Qwen3"}       # where a reply is a tool's; elsewhere it is the user's
 THOUGHT = "<think>\nOne more?\n</think>\n\nTwo more."
 
 
 def chat_tokenizer(template, folder, **config):
     """A tokenizer that knows the tokens of a template; transformers has it without the template."""
-    style = "llama3" if "start_header" in template else "qwen2"
-    tk = tokenizer(style, folder, tokenizer_class="PreTrainedTokenizerFast",
+    tk = tokenizer("qwen2", folder, tokenizer_class="PreTrainedTokenizerFast",
                    bos_token="<|endoftext|>", pad_token="<|im_end|>", **config)
     tk.add_special_tokens(sorted({*re.findall(r"<\|\w+\|>|<｜\S+?｜>", template), "<|endoftext|>"}))
     tk.save(str(folder / "tokenizer.json"))
@@ -391,25 +364,20 @@ def test_prompts_are_those_of_apply_chat_template(name, tmp_path):
     (None, {"chat_template.jinja": CHATML, "additional_chat_templates/rag.jinja": "{{ 1 }}"})])
 def test_where_a_template_may_stand_and_that_a_run_keeps_it(template, files, tmp_path):
     chat_tokenizer(CHATML, tmp_path / "a", chat_template=template)
+    (tmp_path / "a/additional_chat_templates").mkdir()
     for name, text in files.items():
-        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "a" / name).write_text(text)
-    checkpoint("qwen2", tmp_path / "a")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
-    ours = load_encoding(tmp_path / "a")
-    same_chat(theirs, ours, "user", True)
-    pretrained.save(pretrained.load(tmp_path / "a"), tmp_path / "b", ours.files)
+    pretrained.save(tiny_model(), tmp_path / "b", load_encoding(tmp_path / "a").files)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
-    assert again.chat_template == theirs.chat_template
-    assert load_encoding(tmp_path / "b").frame == ours.frame
+    for place in "ab":
+        same_chat(again, load_encoding(tmp_path / place), "user", True)
 
 
 # ------------------------------------------------------------------------------------- whole runs
 
-@pytest.mark.parametrize("family, style, task", [
-    ("qwen2", "qwen2", "countdown"), ("gpt2", "gpt2", "countdown"), ("llama 3", "llama3", "gsm8k"),
-    ("qwen3", "qwen2", "gsm8k")])
-def test_in_and_out_again(family, style, task, tmp_path, monkeypatch):
+@pytest.mark.parametrize("family, style", [
+    ("qwen2", "qwen2"), ("gpt2", "gpt2"), ("llama 3", "llama3"), ("qwen3", "qwen2")])
+def test_in_and_out_again(family, style, tmp_path):
     """A vocabulary that is padded, as Qwen's is; --chat none is kept."""
     chat = {"chat_template": CHATML} if style == "qwen2" else {}
     tk = tokenizer(style, tmp_path / "model", **chat)
@@ -418,13 +386,10 @@ def test_in_and_out_again(family, style, task, tmp_path, monkeypatch):
     checkpoint(family, tmp_path / "model", vocab_size=size, eos_token_id=1, **{length: 512})
     row = json.dumps({"question": "How many?", "answer": "2+2 = 4\n#### 4"}) + "\n"
     (rows := tmp_path / "rows.jsonl").write_text(row * 8)
-    own = ["--train", rows, "--test", rows] if task == "gsm8k" else ["--difficulty", 2]
-    real, out = countdown.problems, tmp_path / "x"
-    monkeypatch.setattr(countdown, "problems",
-                        lambda difficulty=2: (real(difficulty)[0], real(difficulty)[1][:2]))
+    out = tmp_path / "x"
     settings = "--chat none --steps 2 --prompts 2 --group 4 --max_new 12 --lr 1e-3".split()
-    args = ["--task", task, "--init", tmp_path / "model", *own, *settings, "--out", out]
-    grpo.main([*map(str, args)])
+    given = dict(task="gsm8k", init=tmp_path / "model", train=rows, test=rows, out=out)
+    grpo.main([*flags(given), *settings])
     assert "<|im_start|>" not in pretrained.encoding_of(grpo.Config(), out).frame.before
     ours = pretrained.load(out)
     assert_same_logits(read(out), ours, size)

@@ -32,8 +32,6 @@ def equal(x, least=0.1):
     return max(x) - min(x) <= 1e-6 * max(least, *map(abs, x))
 
 
-# ----------------------------------------------------------------------------- what the models say
-
 def states(gpt, row):
     """The hidden state before each token of the completion, (n, C): that after the token before."""
     return gpt(torch.tensor([row.prompt + row.completion]))[0, len(row.prompt) - 1:-1]
@@ -42,16 +40,12 @@ def states(gpt, row):
 def logps(gpt, row, temperature):
     """log pi of each token of the completion."""
     logits = states(gpt, row) @ gpt.embed_tokens.weight.T / temperature                     # (n, V)
-    return list(logits[range(len(logits)), row.completion] - logits.logsumexp(1))
+    return logits[range(len(logits)), row.completion] - logits.logsumexp(1)
 
 
 def values(policy, critic, row):
     """The critic's value of the state before each token."""
-    return list(states(critic.trunk or policy, row) @ critic.head.weight[0] + critic.head.bias[0])
-
-
-def numbers(tensors):
-    return [x.item() for x in tensors]
+    return states(critic.trunk or policy, row) @ critic.head.weight[0] + critic.head.bias[0]
 
 
 # --------------------------------------------------------------------------- rewards and advantages
@@ -141,8 +135,6 @@ def credit(rewards, penalties, value, cfg):
     return adv, returns, dead
 
 
-# ----------------------------------------------------------------------------------------- losses
-
 def kl_of_token(logp, ref, ratio, estimator):
     """Of KL(pi || ref), with x = pi_ref / pi; ratio*k3 is k3 under the importance weight."""
     log_x = ref - logp
@@ -188,11 +180,11 @@ class Oracle:
         the statistics of the step."""
         cfg, ref, value = self.cfg, None, None
         with torch.no_grad():
-            old = [numbers(logps(self.policy, row, cfg.temperature)) for row in rows]
+            old = [logps(self.policy, row, cfg.temperature).tolist() for row in rows]
             if self.ref is not None:
-                ref = [numbers(logps(self.ref, row, cfg.temperature)) for row in rows]
+                ref = [logps(self.ref, row, cfg.temperature).tolist() for row in rows]
             if self.critic is not None:
-                value = [numbers(values(self.policy, self.critic, row)) for row in rows]
+                value = [values(self.policy, self.critic, row).tolist() for row in rows]
         penalties = [[0.0] * len(row) for row in old]
         if cfg.kl == "reward" and ref:
             penalties = [[cfg.beta * kl_of_token(*torch.tensor(both), 1, cfg.estimator).item()
@@ -244,7 +236,7 @@ class Oracle:
                     kls.append(kl.item())
                     gain = gain - cfg.beta * kl if cfg.kl == "loss" else gain
                 loss = loss - weight * gain
-                if value:
+                if self.critic:
                     error = value_error(value[t], d["value"][t], d["returns"][t])
                     errors = errors + weight * error
         clipped = self.high + self.low - clipped

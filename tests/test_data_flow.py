@@ -60,7 +60,7 @@ def texts(rows):
 
 
 class Seen(list):
-    """The calls of the functions NOTED, in the order of their ends."""
+    """The calls of the functions NOTED."""
     within, passes = (), 0
 
     def of(self, name, by=None):
@@ -131,8 +131,6 @@ def whole(tmp_path_factory):
     return seen
 
 
-# ------------------------------------------------------------------------ which problems are seen
-
 @pytest.mark.slow
 def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
     """Held-out ones in the evaluation alone, which sees no other; all have the same room and
@@ -200,8 +198,6 @@ def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     one, other = ((x / "samples.jsonl").read_bytes() for x in (whole.folder, tmp_path))
     assert one == other
 
-
-# ------------------------------------------------------------------------------------------ modes
 
 def files_of(where):
     return {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}

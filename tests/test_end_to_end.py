@@ -43,8 +43,6 @@ def unbroken(tmp_path_factory):
     return where
 
 
-# ------------------------------------------------------------------------------------ learning
-
 def trained(where, reward, **changes):
     """The metrics of the steps of a run with a reward, on prompts of one byte."""
     problems = [arithmetic.Problem(c, c) for c in "abcdefgh"]
@@ -187,8 +185,6 @@ def test_an_unfinished_completion_has_no_vote():
     assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     assert found["maj@8"] == 1 / 8 and found["pass@1"] == 7 / 8 / 8
 
-
-# ---------------------------------------------------------------------------------------- faults
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args, says", [

@@ -31,8 +31,6 @@ SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, mic
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
-# ------------------------------------------------------------------------------------- the task
-
 def steps(problem, text):
     """A step ends at each a, b, c, and is true if the prompt has that letter; so does the text."""
     ends = [i + 1 for i, x in enumerate(text) if x in "abc" or i + 1 == len(text)]
@@ -189,8 +187,6 @@ def on_ranks(ranks, work, monkeypatch):
         patch.setattr(dist, "gather", gather)
         return list(pool.map(of_rank, range(ranks)))
 
-
-# ------------------------------------------------------------------------------- the comparison
 
 def both_step(agents, oracle, step, train_step, problems, monkeypatch):
     """A step of both: every statistic is the same. Gives the first rank's batch and statistics, the
@@ -473,8 +469,6 @@ def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
         for p, q in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
-
-# ------------------------------------------------------------------------------- the reward model
 
 FITTED = [SimpleNamespace(prompt="".join(x))
           for n in (1, 2, 3) for x in itertools.product("abceg", repeat=n)][:120]

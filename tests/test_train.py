@@ -3,6 +3,7 @@ evaluations. Whole steps and runs are in test_oracle.py."""
 import dataclasses
 import math
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ import data
 import grpo
 from data import UserError, gsm8k
 from data.tokenizer import byte_encoding
-from grpo import Agent, Config
+from grpo import Config
 from model import token_logps
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup
 
@@ -32,8 +33,6 @@ def new_agent(model=None, saved=None, **changes):
     policy = pretrained.to_device(model or tiny_model(), cfg)
     return grpo.new_agent(cfg, TASK, byte_encoding(), policy, saved)
 
-
-# --------------------------------------------------------------------------------- the models
 
 @pytest.mark.parametrize("changes, needed", [
     ({}, True), (dict(beta=0.0), False), (dict(kl="none"), False), (dict(kl="reward"), True),
@@ -62,8 +61,6 @@ def test_models_begin_as_copies_of_the_policy(dtype, monkeypatch):
     draw = torch.randn(1, 32, generator=torch.Generator().manual_seed(number))
     torch.testing.assert_close(agent.reward_model.head.weight.detach(), draw / math.sqrt(33))
     assert new_agent(baseline="value").critic.trunk is None and new_agent().critic is None
-    alone = Agent(CFG, None, None, tiny_model())
-    assert alone.ref is alone.critic is alone.reward_model is alone.opt is None
 
 
 def test_a_resumed_run_samples_from_the_weights_that_were_saved():
@@ -77,8 +74,6 @@ def test_a_resumed_run_samples_from_the_weights_that_were_saved():
     for p, q in zip(agent.sampler.parameters(), one.sampler.parameters(), strict=True):
         assert torch.equal(p, q)
 
-
-# ---------------------------------------------------------------------------------- a rollout
 
 @pytest.mark.parametrize("updates", [{}, dict(minibatches=2), dict(epochs=2)], ids=str)
 @pytest.mark.parametrize("given", [
@@ -101,19 +96,14 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
 def test_completions_go_on_from_a_given_beginning():
     """It is judged with what follows, up to --max_new together, and is not trained on. Those of
     a problem without one are as they would be alone."""
-    seen = []
-    task = SimpleNamespace(rewards=lambda problems, texts, tokens: seen.append((texts, tokens)) or
-                           [{"correct": 0.0}] * len(texts))
-    agent, u = agent_of(with_(temperature=0.7), task), dist.uniform(random.Random(0), 8, 8)
+    agent, u = agent_of(with_(temperature=0.7), TASK), dist.uniform(random.Random(0), 8, 8)
     agent.encoding.stop = frozenset(range(0, 257, 9))
-    begun = [([*b"abc"], [True] * 3), ([], [])]
-    batch = grpo.completions(agent, PROBLEMS[:2], 4, u, begun)
+    batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
     judged, mask, length = batch.judged, batch.mask, batch.judged.sum(1)
     assert batch.start.tolist() == [2] * 8
     assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not mask[:4, :5].any()
     assert torch.equal(judged[4:], mask[4:]) and judged[:4, 2:6].all()
     assert torch.equal(judged[:4, 5:], mask[:4, 5:]) and not judged[:, :2].any()
-    assert seen == [(batch.texts, length.tolist())]
     assert all(text[:3] == "abc" < text for text in batch.texts[:4])
     assert (length[~batch.finished] == 8).all() and 0 < batch.finished[:4].sum() < 4
     logp, _ = token_logps(agent.policy, batch.ids, mask, 0.7)
@@ -184,7 +174,7 @@ def order(monkeypatch):
             notes.append(f"stopped {when}")
         return " ".join(notes)
     note(grpo, "refit_reward_model", lambda agent, problems, i: f"iteration{i}", {})
-    note(files, "append", lambda path, record: "-".join(["log", *map(str, record)]))
+    note(files, "append", lambda path, record: "-".join(["logs", *[*record][1:]]))
     note(checkpoint, "keep_best", lambda agent, step, results: f"best{step}")
     note(checkpoint, "save", lambda agent, step: f"save{step}")
     note(report, "refresh", lambda folder: "page")
@@ -194,32 +184,27 @@ def order(monkeypatch):
     return made
 
 
-FIRST = "eval-20= best0 log-step-greedy"
-LAST = "eval-20= best6 log-step-loss-greedy save6 page try-20="
+FIRST = "eval-20= best0 logs-greedy"
+LAST = "step6 eval-20= best6 logs-loss-greedy save6 page try-20="
 TWO = dict(steps=3, iterations=2)
 
 
 @pytest.mark.parametrize("given, wanted", [
     # Evaluations are first, every 4 and last; saves every 5, and at an iteration's end.
     (TWO | dict(eval_every=4, save_every=5),
-     f"{FIRST} iteration0 step1 log-step-loss step2 log-step-loss step3 log-step-loss save3 page "
-     "iteration1 step4 eval-20= best4 log-step-loss-greedy step5 log-step-loss save5 page "
-     f"step6 {LAST}"),
+     f"{FIRST} iteration0 step1 logs-loss step2 logs-loss step3 logs-loss save3 page iteration1 "
+     f"step4 eval-20= best4 logs-loss-greedy step5 logs-loss save5 page {LAST}"),
     (dict(steps=0), f"{FIRST} save0 page try-20="),
     # It saves the step at which it is asked to stop; at the last it is done anyway.
-    (dict(steps=4, halt=2), f"{FIRST} iteration0 step1 log-step-loss step2 log-step-loss save2 "
-                            "page stopped after step 2"),
-    (dict(steps=1, halt=1), f"{FIRST} iteration0 step1 eval-20= best1 log-step-loss-greedy save1 "
-                            "page try-20="),
+    (dict(steps=4, halt=2), f"{FIRST} iteration0 step1 logs-loss step2 logs-loss save2 page "
+                            "stopped after step 2"),
+    (TWO | dict(saved=5, halt=6), LAST),
     # A step whose evaluation is stopped is made again.
     (dict(steps=3, eval_every=1, fails=1), f"{FIRST} iteration0 step1 stopped in it"),
-    (TWO | dict(saved=3), "iteration1 step4 log-step-loss step5 log-step-loss step6 " + LAST),
-    (TWO | dict(saved=5), "step6 " + LAST)])
+    (TWO | dict(saved=3), f"iteration1 step4 logs-loss step5 logs-loss {LAST}")])
 def test_the_order_of_a_run(given, wanted, order):
     assert order(**given) == wanted
 
-
-# --------------------------------------------------------------------------- the command line
 
 def test_a_question_may_leave_no_room_for_an_answer():
     """A context of 64: after 63 or 64 tokens of a prompt there is one for the answer."""
@@ -230,22 +215,17 @@ def test_a_question_may_leave_no_room_for_an_answer():
         grpo.ask(agent, "1" * 65)
 
 
-@pytest.mark.parametrize("task, after, said", [
-    (gsm8k, "", "How many?yes"), (None, "", "How many?yes"),
-    (None, "<|im_end|>", "How many?\nyes")])
-def test_a_question_is_sent_with_the_instructions_of_its_task(task, after, said, monkeypatch):
+@pytest.mark.parametrize("after, said", [("", "How many?yes"), ("<|im_end|>", "How many?\nyes")])
+def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monkeypatch):
     """The terminal shows the question alone; a chat model's answer is on a line of its own."""
-    agent, sent = agent_of(CFG, task), []
+    agent, sent = agent_of(CFG, gsm8k), []
     agent.encoding.frame = dataclasses.replace(agent.encoding.frame, after=after)
-
-    def sample(policy, prompts, *given, **named):
-        sent.extend(prompts)
-        return batch_of_rows([(b"?", b"yes")])
-    monkeypatch.setattr(grpo, "sample", sample)
-    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
+    batch = batch_of_rows([(b"?", b"yes")])
+    monkeypatch.setattr(grpo, "sample", lambda policy, prompts, *given, **named:
+                        sent.extend(prompts) or batch)
     assert grpo.ask(agent, "How many?") == said
-    prompt = gsm8k.problem_of(row).prompt if task else "How many?"
-    assert sent == [agent.encoding.encode_prompt(prompt)]
+    problem = gsm8k.problem_of({"question": "How many?", "answer": "1+1=2\n#### 2"})
+    assert sent == [agent.encoding.encode_prompt(problem.prompt)]
 
 
 @pytest.mark.parametrize("question, asked", [
@@ -256,15 +236,11 @@ def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
 
 
 def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
-    def read(*given):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(config, "read", read)
+    monkeypatch.setattr(config, "read", lambda *given: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:
         grpo.main([])
     assert ended.value.code == 130 and capsys.readouterr() == ("", "")
 
-
-# -------------------------------------------------------------------------------- evaluations
 
 @pytest.mark.parametrize("prompts, group, sizes", [
     (6, 6, [4, 4, 1]), (7, 5, [4, 4, 1]), (2, 2, [1] * 9)])

@@ -179,20 +179,13 @@ def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     fits = [("refit_reward_model", 1)] * (last == 3)
     left = [x for x in seen.events() if x != ("evaluate",)]
     assert left == [*fits, *(("train_step", i) for i in range(last + 1, 7))]
-    for one, other in zip(whole.of("train_step")[last:], seen.of("train_step"), strict=True):
-        assert same(one.ref, other.ref) and same(one.policy, other.policy)
-        assert same(one.reward_model, other.reward_model)
-        assert one.got[0].texts == other.got[0].texts
-        assert torch.equal(one.got[0].adv, other.got[0].adv)
     assert not {"weights", "warm start"} & {x.args[1] for x in seen.of("rng")}
-    first, second = whole.of("refit_reward_model")
-    assert not same(first.reward_model, second.reward_model)
-    assert same(second.reward_model, one.reward_model)              # no step moves it
-    assert len(one.args[0].history["ids"]) == 2 * 38
+    steps = whole.of("train_step")
+    assert not same(steps[2].reward_model, steps[3].reward_model)
+    assert len(steps[0].args[0].history["ids"]) == 2 * 38
     one, other = (checkpoint.load(x, Config)[1].tensors for x in (whole.folder, tmp_path))
-    assert same(one, other)
-    clocks = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
-    one, other = ([{n: x for n, x in line.items() if n not in clocks}
+    assert same(one, other) and one.keys() > {"history.ids", "reward_model.norm"}
+    one, other = ([{n: x for n, x in line.items() if n[-4:] not in ("onds", "ok_s")}
                    for line in records(x / "metrics.jsonl")] for x in (whole.folder, tmp_path))
     assert one == other
     one, other = ((x / "samples.jsonl").read_bytes() for x in (whole.folder, tmp_path))
@@ -264,15 +257,14 @@ def places(tmp_path_factory):
 # Each setting that test_oracle.py does not compare: those of a run in which it is active, beside
 # BASE; and other values, each with the first of STAGES at which its run differs from that one, or
 # None. An @ names one of `places`.
-STAGES = ("problems", "held out", "start", "fit", "prompts", "samples", "rewards", "credit",
-          "policy", "passes", "evaluations", "saves", "samples.jsonl", "folder")
+STAGES = ("problems", "held out", "start", "prompts", "samples", "policy",
+          "passes", "evaluations", "saves", "samples.jsonl", "folder")
 BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2, held_out=2)
 COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
 SETTINGS = dict(
     task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
     init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
-    algo=(dict(epochs=2, kl="none"), {"cispo": "policy", "opo": "credit"}),
     seed=(COLD, {2: "start"}),
     chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts"}),
     system=(dict(init="@chat"), {"Be brief.": "prompts"}),
@@ -280,7 +272,6 @@ SETTINGS = dict(
     held_out=({}, {3: "held out"}),
     samples=({}, {3: "evaluations"}),
     save_every=(dict(steps=3), {2: "saves"}),
-    reward=(dict(supervision="process"), {"model": "fit", "rollouts": "fit"}),
     micro_tokens=({}, {20: "passes"}),
     recompute=({}, {True: "passes"}),
     half_life=(dict(steps=2), {1: "policy"}),
@@ -299,10 +290,9 @@ def stages(seen, where):
     [begin], (step, *_) = seen.of("begin"), seen.of("train_step")
     agent, batch = step.args[0], step.got[0]
     prompts = [row[:begin] for row, begin in zip(batch.ids.tolist(), batch.start.tolist())]
-    fits = [[fit.got, fit.reward_model] for fit in seen.of("refit_reward_model")[:1]]
-    found = [*([p.prompt for p in part] for part in begin.got[4:]), begin.policy, fits,
-             prompts[::len(prompts) // agent.cfg.prompts], [batch.ids, batch.logp], [batch.reward,
-             batch.ends], batch.adv, weights(agent.policy), seen.passes,
+    found = [*([p.prompt for p in part] for part in begin.got[4:]), begin.policy,
+             prompts[::len(prompts) // agent.cfg.prompts], [batch.ids, batch.logp],
+             weights(agent.policy), seen.passes,
              [[x == ("evaluate",) for x in seen.events()],
               [x.args[2] for x in seen.of("sample", "evaluate")]],
              [x.args[1] for x in seen.of("save")],

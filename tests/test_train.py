@@ -242,21 +242,16 @@ def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
     assert ended.value.code == 130 and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("prompts, group, sizes", [
-    (6, 6, [4, 4, 1]), (7, 5, [4, 4, 1]), (2, 2, [1] * 9)])
-def test_an_evaluation_has_no_more_rows_than_a_rollout_and_finds_its_own(
-        prompts, group, sizes, monkeypatch):
+@pytest.mark.parametrize("prompts, group, sizes", [(7, 5, [4, 4, 1]), (2, 2, [1] * 9)])
+def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, monkeypatch):
     """Problem i of 9 is solved by i of its 8 samples, which agree; and greedily where i is odd."""
     parts = {1: [], 8: []}
 
     def generate(agent, part, n, rng=None):
-        """Texts and what is right, known beforehand."""
-        seen = [int(p.prompt[:-1]) for p in part]
+        seen = [int(p.prompt[:-1]) for p in part for _ in range(n)]
         parts[n].append(len(part))
-        right, texts = [i % 2 for i in seen], [f"greedy {i}" for i in seen]
-        if rng is not None:
-            right = [k >= 8 - i for i in seen for k in range(8)]
-            texts = [f"{i}" if k >= 8 - i else f"{i} {k}" for i in seen for k in range(8)]
+        right = [8 - k % 8 <= i if rng else i % 2 for k, i in enumerate(seen)]
+        texts = [f"{i}" if yes else f"{i} {k}" for k, (i, yes) in enumerate(zip(seen, right))]
         return batch_of(torch.ones(len(texts), 1).bool(), texts=texts,
                         components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)

@@ -126,17 +126,6 @@ def test_a_new_model_is_a_llama(tmp_path):
     assert tokenizer.decode(list(text.encode())) == text and tokenizer.eos_token_id == 256
 
 
-def test_a_checkpoint_in_parts_and_in_bfloat16(tmp_path):
-    """It is trained and saved in float32."""
-    theirs = checkpoint("qwen2", tmp_path / "whole")
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "parts", max_shard_size="40KB")
-    ours, whole = (pretrained.load(tmp_path / name) for name in ("parts", "whole"))
-    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
-    pretrained.save(ours, tmp_path / "again")
-    assert read(tmp_path / "again").dtype == torch.float32
-
-
 def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
     theirs = checkpoint("gpt2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -145,8 +134,6 @@ def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     assert_same_logits(theirs, pretrained.load(tmp_path))
 
-
-# ------------------------------------------------------------------------------------ tokenizers
 
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
         r"\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -227,44 +214,6 @@ def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
     for text in [*random_texts(300), *TEXTS, *made]:
         want = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode_ordinary(text) == want, repr(text)
-
-
-def random_merges(rng):
-    """A case of few letters, whose words come in the way of each other: words of no merge, of
-    several, and whose parts come later than they do."""
-    words, merges = [*"abc"], []
-    for _ in range(rng.randrange(1, 14)):
-        word = "".join(pair := rng.choices(words, k=2))
-        if word not in words and len(word) < 8:
-            words.append(word)
-            others = [(word[:i], word[i:]) for i in range(1, len(word)) if i != len(pair[0])]
-            others = [x for x in others if {*x} <= {*words} and rng.random() < 0.3]
-            merges += [] if rng.random() < 0.15 else [[" ".join(x) for x in (pair, *others)]]
-    if rng.random() < 0.3:
-        rng.shuffle(merges)
-    part = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    return dict(merges=sum(merges, []), words=words[3:], ignore_merges=rng.random() < 0.3,
-                parts=[part])
-
-
-def test_merges_at_random_are_those_of_the_tokenizers_library(tmp_path):
-    """tiktoken joins any two tokens that make a token, and looks whole pieces up first."""
-    rng, refused, unmade = random.Random(0), 0, 0
-    for _ in range(200):
-        case = random_merges(rng)
-        theirs = Tokenizer.from_file(str(write_tokenizer(case, tmp_path) / "tokenizer.json"))
-        try:
-            ours = load_encoding(tmp_path)
-        except UserError as e:
-            assert case["ignore_merges"] and "which no merge joins" in str(e)
-            refused += 1
-            continue
-        unmade += bool(ours.unmade)
-        texts = [*map("".join, itertools.product("ab", repeat=5)), *theirs.get_vocab()]
-        texts += ["".join(rng.choices("abc ", k=20)) for _ in range(100)]
-        for text in {*texts} - {"<end>"}:
-            assert ours.encode_ordinary(text) == theirs.encode(text).ids, (case, text)
-    assert refused > 10 and unmade > 60
 
 
 # ---------------------------------------------------------------------------------- chat templates
@@ -372,8 +321,6 @@ def test_where_a_template_may_stand_and_that_a_run_keeps_it(template, files, tmp
     for place in "ab":
         same_chat(again, load_encoding(tmp_path / place), "user", True)
 
-
-# ------------------------------------------------------------------------------------- whole runs
 
 @pytest.mark.parametrize("family, style", [
     ("qwen2", "qwen2"), ("gpt2", "gpt2"), ("llama 3", "llama3"), ("qwen3", "qwen2")])

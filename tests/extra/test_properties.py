@@ -9,8 +9,7 @@ pytest.importorskip("hypothesis")
 pytestmark = pytest.mark.slow
 from hypothesis import given, settings, strategies as some  # noqa: E402
 
-import data.arithmetic as arithmetic  # noqa: E402
-from data.answers import evaluate, one_number, steps  # noqa: E402
+from data.answers import evaluate, one_number  # noqa: E402
 from grpo import Config, group_scores  # noqa: E402
 from run.passes import split_rows  # noqa: E402
 
@@ -37,30 +36,6 @@ def test_a_number_survives_its_writing(n, places, commas, boxed, currency, unit)
     text = "-" * (n < 0) + currency + whole + "." * bool(places) + decimals + unit
     text = rf"\boxed{{{text}}}" if boxed else f" {text}\n"
     assert one_number(text) == Fraction(n, 10 ** places)
-
-
-NUMBERS = some.integers(0, 20)
-LINES = some.lists(some.one_of(
-    some.tuples(NUMBERS, some.sampled_from("+*"), NUMBERS, some.just("="), some.integers(0, 60)).map(
-        lambda parts: "".join(map(str, parts))),
-    some.sampled_from(["", " ", "so", "13=13", "13*10=130", "13*2=26", "130+26=156", "156", "$5",
-                       "1,000+1 = 1001", "\u4e8c="]),
-    some.text(alphabet="0123456789+*= \t\u00e9", max_size=12)), max_size=9).map("\n".join)
-
-
-@given(LINES)
-def test_steps_end_where_lines_do(text):
-    """In order, the last of free text with the text. A line again adds no true step."""
-    problem = arithmetic.Problem("13*12=", "156")
-    for found in (steps(None, text), arithmetic.steps(problem, text)):
-        ends = [end for end, _ in found]
-        assert ends == sorted({*ends}) and all(text[end - 1] == "\n" for end in ends[:-1])
-        assert all(0 < end <= len(text) for end in ends) or not text
-        assert {type(truth) for _, truth in found} <= {bool}
-    assert [end for end, _ in steps(None, text)[-1:]] == [len(text)] * bool(text)
-    for line in text.split("\n")[1:]:
-        once, twice = (arithmetic.steps(problem, f"{text}\n" + f"{line}\n" * n) for n in (1, 9))
-        assert sum(true for _, true in once) == sum(true for _, true in twice)
 
 
 @given(some.lists(some.integers(1, 300), min_size=1, max_size=40), some.integers(1, 2000))

@@ -92,8 +92,7 @@ class Seen(list):
 
 
 def run(*mode, kill_at=None, **settings):
-    """`main` with a mode and settings as flags; without a task among them, of TASK. It ends with
-    the line of the step `kill_at`."""
+    """`main` with a mode and settings as flags. It ends with the line of the step `kill_at`."""
     seen, forward = Seen(), model.Block.forward
 
     def passed(layer, *given):
@@ -104,7 +103,7 @@ def run(*mode, kill_at=None, **settings):
         for module, name in NOTED:
             seen.note(patch, module, name, kill_at)
         patch.setattr(model.Block, "forward", passed)
-        for module in (config, setup) if "task" not in settings else ():
+        for module in (config, setup):
             patch.setattr(module, "load_task", lambda name: TASK)
         try:
             grpo.main([*mode, *flags(settings)])
@@ -233,41 +232,17 @@ def test_resume_of_a_run_at_its_end_makes_no_step(whole):
 
 # --------------------------------------------------------------------------------- every setting
 
-LETTERS = """from types import SimpleNamespace
-DEFAULTS = {{}}
-def problems(difficulty=2):
-    return [SimpleNamespace(prompt=c) for c in {letters!r}], [SimpleNamespace(prompt="z")]
-def reward(problem, text): return {{"correct": float(len(text) % 2)}}
-def answer(text): return text
-"""
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Folders and files that settings name, by name."""
-    root = tmp_path_factory.mktemp("places")
-    for name, seed in (("warm", 1), ("other", 2)):
-        run(out=root / name, **TINY | dict(seed=seed, warm_steps=20, max_new=13, steps=0))
-    chat_folder(root / "chat")
-    for name in ("one", "two"):
-        (root / f"{name}.py").write_text(LETTERS.format(letters=name))
-    return {path.name: str(path) for path in root.iterdir()}
-
-
 # Each setting that test_oracle.py does not compare: those of a run in which it is active, beside
 # BASE; and other values, each with the first of STAGES at which its run differs from that one, or
-# None. An @ names one of `places`.
-STAGES = ("problems", "held out", "start", "prompts", "samples", "policy",
-          "passes", "evaluations", "saves", "samples.jsonl", "folder")
-BASE = TINY | dict(init="@warm", warm_steps=0, steps=1, samples=2, held_out=2)
-COLD = dict(init="", warm_steps=3)                          # a new model, with a warm start
+# None.
+STAGES = ("problems", "held out", "start", "prompts", "samples", "policy", "passes", "evaluations",
+          "saves", "samples.jsonl", "folder")
+BASE = TINY | dict(warm_steps=20, steps=1, samples=2, held_out=2)
 SETTINGS = dict(
-    task=(dict(task="@one.py", init="", warm_steps=0), {"@two.py": "problems"}),
-    init=({}, {"@other": "start", "": "start"}),
     out=({}, {"elsewhere": "folder"}),
-    seed=(COLD, {2: "start"}),
-    chat=(dict(init="@chat"), {"none": "prompts", "think": "prompts"}),
-    system=(dict(init="@chat"), {"Be brief.": "prompts"}),
+    seed=({}, {2: "start"}),
+    chat=(dict(init="chat", warm_steps=0), {"none": "prompts", "think": "prompts"}),
+    system=(dict(init="chat", warm_steps=0), {"Be brief.": "prompts"}),
     eval_every=(dict(steps=2), {1: "evaluations"}),
     held_out=({}, {3: "held out"}),
     samples=({}, {3: "evaluations"}),
@@ -275,11 +250,11 @@ SETTINGS = dict(
     micro_tokens=({}, {20: "passes"}),
     recompute=({}, {True: "passes"}),
     half_life=(dict(steps=2), {1: "policy"}),
-    n_layer=(COLD, {2: "start"}),
-    n_embd=(COLD, {32: "start"}),
-    warm_steps=(COLD, {4: "start"}),
-    warm_lr=(COLD, {1e-3: "start"}),
-    dtype=({}, {"auto": None, "bfloat16": "samples"}),
+    n_layer=({}, {2: "start"}),
+    n_embd=({}, {32: "start"}),
+    warm_steps=({}, {19: "start"}),
+    warm_lr=({}, {1e-3: "start"}),
+    dtype=(dict(init="chat", warm_steps=0), {"auto": None, "bfloat16": "samples"}),
     cache=(dict(minibatches=1), {"plain": None, "shared": None, "static": None}),
     difficulty=({}, {2: "problems"}))
 TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
@@ -313,21 +288,17 @@ def alike(a, b):
 
 
 @pytest.fixture(scope="module")
-def made(places, tmp_path_factory):
-    """The stages of a run by its settings, each made once; it is in the folder where it was
-    started, if its settings do not say."""
+def made(tmp_path_factory):
+    """The stages of a run with BASE and some settings, in the folder where it was started."""
     known = {}
 
     def of(settings):
-        """Those of a run with BASE and some settings."""
-        settings = BASE | settings
-        if (key := tuple(sorted(settings.items(), key=str))) not in known:
+        if (key := str(sorted(settings.items()))) not in known:
             where = tmp_path_factory.mktemp("made")
-            given = {name: places[x[1:]] if str(x)[:1] == "@" else x
-                     for name, x in settings.items() if x is not None}
+            chat_folder(where / "chat")
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(where)
-                known[key] = stages(run(**given), where)
+                known[key] = stages(run(**BASE | settings), where)
         return known[key]
     return of
 

@@ -38,13 +38,11 @@ def states(gpt, row):
 
 
 def logps(gpt, row, temperature):
-    """log pi of each token of the completion."""
     logits = states(gpt, row) @ gpt.embed_tokens.weight.T / temperature                     # (n, V)
     return logits[range(len(logits)), row.completion] - logits.logsumexp(1)
 
 
 def values(policy, critic, row):
-    """The critic's value of the state before each token."""
     return states(critic.trunk or policy, row) @ critic.head.weight[0] + critic.head.bias[0]
 
 
@@ -56,8 +54,7 @@ def counted(row):
 
 
 def by_rule(row, cfg):
-    """{index of a token: reward} of each step; of an outcome the completion is one step. The last
-    step holds the end of the completion, and has to be its answer."""
+    """{index of a token: reward} of each step; under outcome supervision there is one."""
     last = len(row.completion) - 1
     if cfg.supervision == "outcome":
         return {last: sum(counted(row).values())}
@@ -69,7 +66,7 @@ def by_rule(row, cfg):
 
 
 def step_rewards(row, cfg, norm):
-    """`by_rule`, or learned. `norm`: mean and std of the reward model's scores."""
+    """`by_rule`, or learned, with `norm` the scores' mean and std."""
     found, last = by_rule(row, cfg), len(row.completion) - 1
     for index in found if cfg.reward != "rule" else ():
         score = row.score[index]
@@ -81,9 +78,8 @@ def step_rewards(row, cfg, norm):
 
 
 def group_scores(rewards, cfg):
-    """The rewards of a group, a dict for each row, less their baseline, over their std (4.1.2, and
-    4.1.3 where a row has several); and whether they are all equal. RLOO's baseline of a row is the
-    mean over the other rows."""
+    """Rewards less their baseline, over the std of all the group's (4.1.2, 4.1.3); and whether all
+    are equal."""
     everything = [r for row in rewards for r in row.values()]
     std = pstdev(everything)
     dead = equal(everything, 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1)
@@ -108,9 +104,8 @@ def gae(reward, value, gamma, lam):
 
 
 def credit(rewards, penalties, value, cfg):
-    """The advantage of each token, the returns (None without a critic), and which groups are dead.
-    PPO takes the penalty (eq. 2 of DeepSeekMath) token by token; without a critic the completion is
-    one action, and its penalties come off its last reward."""
+    """Advantages, returns or None, and which groups are dead. PPO takes the penalty token by token
+    (eq. 2); without a critic the completion is one action, and it comes off the last reward."""
     if value is None:
         rewards = [found | {max(found): found[max(found)] - sum(penalty)}
                    for found, penalty in zip(rewards, penalties)]
@@ -143,14 +138,13 @@ def kl_of_token(logp, ref, ratio, estimator):
 
 
 def weight_of_token(length, lengths, cfg):
-    """GRPO: the mean over a row, then over rows; DAPO: over all tokens; Dr. GRPO: over the most
-    tokens there could have been. `lengths`: of all rows of the optimizer step."""
+    """GRPO: the mean over a row, then rows; DAPO: over all tokens; Dr. GRPO: over --max_new."""
     return {"sequence": 1 / len(lengths) / length, "token": 1 / sum(lengths),
             "constant": 1 / (len(lengths) * cfg.max_new)}[cfg.loss_mean]
 
 
 def value_error(value, old, target, clip=0.2):
-    """Half the squared error, or that of the value kept within `clip` of the old if it is more."""
+    """Half the squared error, or that of the value near the old one if it is more."""
     moved = value.item() - old
     kept = value if abs(moved) <= clip else old + math.copysign(clip, moved)
     plain, clipped = (value - target) ** 2, (kept - target) ** 2
@@ -160,8 +154,7 @@ def value_error(value, old, target, clip=0.2):
 # --------------------------------------------------------------------------------------- training
 
 class Oracle:
-    """Models that it changes, in float64, and Adam's moments. `high`, `low`: how many tokens were
-    clipped at each side."""
+    """Models that it changes. `high`, `low`: how many tokens were clipped at each side."""
 
     def __init__(self, cfg, policy, ref, critic, norm):
         self.cfg, self.policy, self.ref, self.critic, self.norm = cfg, policy, ref, critic, norm
@@ -176,8 +169,7 @@ class Oracle:
             p.data.copy_(q.data)
 
     def step(self, rows, minibatches):
-        """Trains on a rollout; `minibatches`: indices of the rows of each optimizer step. Gives
-        the statistics of the step."""
+        """Trains on a rollout, in minibatches of indices of its rows; gives the statistics."""
         cfg, ref, value = self.cfg, None, None
         with torch.no_grad():
             old = [logps(self.policy, row, cfg.temperature).tolist() for row in rows]
@@ -214,8 +206,7 @@ class Oracle:
         return stats
 
     def update(self, rows):
-        """One optimizer step, and its statistics: the losses as they are weighed, the others means
-        over all tokens."""
+        """One optimizer step. Its statistics but the losses are means over all tokens."""
         cfg, lengths = self.cfg, [len(d["adv"]) for d in rows]
         loss = errors = torch.zeros((), requires_grad=True)         # all may be clipped
         clipped, kls = self.high + self.low, []
@@ -267,7 +258,7 @@ class Oracle:
 # ------------------------------------------------------------------------------- the reward model
 
 class Draws(random.Random):
-    """A random stream that keeps what was sampled: of what, how many, and which."""
+    """A random stream that keeps what was sampled."""
 
     def __init__(self, source):
         self.samples = []
@@ -280,12 +271,10 @@ class Draws(random.Random):
 
 
 class FitOracle:
-    """A reward model, in float64, over the iterations of algorithm 1. `history`: the labelled sets
-    of all fits. A set is a list of (row, {index of a token: label}): of K completions of a problem
-    where one of them is chosen, else of one."""
+    """A reward model over iterations. A set is a list of (row, {index of a token: label}): of K
+    completions of a problem where one of them is chosen, else of one."""
 
     def __init__(self, cfg, model, row_of):
-        """`row_of(prompt, completion)`: a Row from tokens."""
         self.cfg, self.model, self.row_of, self.history, self.norm = cfg, model, row_of, [], None
         self.K = reward_module.CHOICES if cfg.supervision == "outcome" else 1
 
@@ -296,8 +285,8 @@ class FitOracle:
         return [h[index] @ head.weight[0] + head.bias[0] for index in sorted(labels)]
 
     def labels(self, rows, continued):
-        """The labelled sets. `continued`: for each step but the last, in order, the tokens up to
-        its end, and those of the same with each continuation."""
+        """The labelled sets. `continued`: tokens up to the end of each step but the last, and the
+        same with each continuation."""
         found = [by_rule(row, self.cfg) for row in rows]
         for row, labels in zip(rows, found) if self.cfg.reward == "rollouts" else ():
             for index in sorted(labels)[:-1]:
@@ -316,8 +305,7 @@ class FitOracle:
         return sets
 
     def loss(self, chosen):
-        """Bradley-Terry's, for K completions, or the cross-entropy of each step; its mean over
-        sets or steps."""
+        """Bradley-Terry's, for K completions, or the cross-entropy of each step."""
         terms = []
         for a_set in chosen:
             score = [s for row, labels in a_set for s in self.scores(row, labels)]
@@ -331,8 +319,7 @@ class FitOracle:
         return sum(terms) / len(terms)
 
     def fit(self, rows, continued, draws):
-        """An iteration. The first tenth of the rows, of problems apart, measures; a tenth as many
-        rows of history are learned again. Gives accuracy and calibration error."""
+        """The first tenth of the rows measures; a tenth as many of history are learned again."""
         sets = self.labels(rows, continued)
         apart = 50 // 10 * reward_module.CHOICES // self.K
         test, own = sets[:apart], sets[apart:]
@@ -366,7 +353,7 @@ class FitOracle:
         assert not data
 
     def quality(self, test):
-        """The accuracy, and how far certainty is from it, a tenth of certainty at a time."""
+        """Accuracy, and how far certainty is from it, by tenths of certainty."""
         right, tenths = [], {}
         for a_set in test:
             score = [s.item() for x in a_set for s in self.scores(*x)]

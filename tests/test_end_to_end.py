@@ -56,34 +56,22 @@ def trained(where, reward, **changes):
     return metrics(where)[1:]
 
 
-@pytest.fixture(scope="module")
-def demonstrated(tmp_path_factory):
-    """A model that has seen demonstrations of all that may be said."""
-    where = tmp_path_factory.mktemp("demonstrated")
-    trained(where, lambda text: 0, steps=0, warm_steps=60)
-    return str(where)
-
-
 @pytest.mark.slow
-def test_learns_what_is_rewarded(demonstrated, tmp_path):
-    """Completions of nothing but `b` are to replace the others."""
-    m = trained(tmp_path, lambda text: set(text) == {"b"}, beta=0.0, init=demonstrated)
+def test_learns_what_is_rewarded_and_to_stop(tmp_path):
+    """With the end token outside the mask completions could not become shorter."""
+    where = tmp_path / "demonstrated"
+    trained(where, lambda text: 0, steps=0, warm_steps=60)
+    m = trained(tmp_path / "b", lambda text: {*text} == {"b"}, beta=0.0, init=str(where))
     assert m[0]["reward"] < 0.5
     assert sum(line["reward"] for line in m[-3:]) / 3 > m[0]["reward"] + 0.3
-
-
-@pytest.mark.slow
-def test_learns_to_stop(demonstrated, tmp_path):
-    """With the end token outside the mask this could not be learned."""
-    m = trained(tmp_path, lambda text: len(text) <= 1, init=demonstrated)
+    m = trained(tmp_path / "short", lambda text: len(text) <= 1, init=str(where))
     assert m[0]["length"] > 2.5 and m[-1]["length"] < 2.2 and m[-1]["finished"] > 0.9
 
 
 # --------------------------------------------------------------- the same run, whatever happens
 
 def signalled(where, work, args, stage, number):
-    """`work(args)` in a process, which gets a signal when it prints a line with `stage`: its exit
-    code, what it then printed, and its stderr."""
+    """`work(args)` in a process, which gets a signal when it prints a line with `stage`."""
     where.mkdir()
     os.mkfifo(where / "stdout")
     process = Forked(where, work, [*map(str, args)])
@@ -97,7 +85,7 @@ def signalled(where, work, args, stage, number):
 
 
 def dies_in_a_write(args):
-    """The command line; SIGKILL comes with half of the second checkpoint written."""
+    """With half of the second checkpoint written."""
     real, written = files.save_file, []
 
     def save_file(tensors, path, metadata):
@@ -112,8 +100,7 @@ def dies_in_a_write(args):
 
 @pytest.mark.slow
 def test_killed_at_any_moment(unbroken, forked, tmp_path):
-    """SIGKILL four times, the last within a write of the checkpoint; then resumed to the end. The
-    second finds only the checkpoint of step 0, when the optimizer has no state yet."""
+    """Four times, the last within a write of the checkpoint; then resumed to the end."""
     out = tmp_path / "run"
     for stage in ("warm start", "step 1/6", "step 3/6", "write"):
         args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
@@ -198,7 +185,6 @@ def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, cap
 
 
 def script(*args):
-    """`python grpo.py`."""
     sys.argv = ["grpo.py", *args]
     runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
 
@@ -229,18 +215,19 @@ def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
 
 
 def test_main_works_in_a_notebook(unbroken, monkeypatch):
-    """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards."""
-    before = signal.getsignal(signal.SIGINT)
+    """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards. A run at its end
+    makes no step."""
+    before, logged = signal.getsignal(signal.SIGINT), records(unbroken / "metrics.jsonl")
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     main(["--resume", "--steps", "6", "--out", str(unbroken)])
     assert "the model is in" in out.getvalue() and signal.getsignal(signal.SIGINT) is before
+    assert records(unbroken / "metrics.jsonl") == logged
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["task", "algo"])
 def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
-    """A file that its settings name is executed only if a flag names it too. Of the algorithm a
-    question and an evaluation need nothing."""
+    """A file that its settings name is executed only if a flag names it too."""
     folder, ran, file = tmp_path / "run", tmp_path / "ran", tmp_path / "file.py"
     shutil.copytree(unbroken, folder)
     rest = Path(arithmetic.__file__).read_text() if name == "task" else "SETTINGS = {}\n"

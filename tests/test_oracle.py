@@ -44,7 +44,6 @@ def rule(problem, text):
 
 
 def demonstration(problem, rng):
-    """One of some texts, right or wrong."""
     return rng.choice(["bcd", "ccbddb", "abcdef", "bag"])
 
 
@@ -74,7 +73,6 @@ def double(monkeypatch):
 
 
 def shaken(module, by, seed):
-    """Its weights moved at random."""
     source = torch.Generator().manual_seed(seed)
     for name, p in module.named_parameters():
         if name != "norm":          # a reward model's mean and std
@@ -105,7 +103,6 @@ def opinionated(agent):
 
 
 def oracle_of(agent):
-    """An Oracle with copies of an agent's models."""
     rm, models = agent.reward_model, copy.deepcopy([agent.policy, agent.ref, agent.critic])
     for part in [part for x in models if x is not None for part in x.modules()]:
         if isinstance(part, GPT):
@@ -114,7 +111,6 @@ def oracle_of(agent):
 
 
 def rows_of(batch, agent):
-    """A rollout as rows of their own. Their problems are found by their prompts."""
     rows = []
     for ids, mask, start in zip(batch.ids.tolist(), batch.mask.tolist(), batch.start.tolist()):
         n = sum(mask)
@@ -129,7 +125,7 @@ def rows_of(batch, agent):
 
 
 def row_of(prompt, completion):
-    """A completion, which ends at a token that ends it or with as many as there may be."""
+    """It ends at a token that ends it, or with as many as there may be."""
     finished = completion[-1] in STOP
     assert not STOP & {*completion[:-1]} and len(completion) <= SMALL["max_new"]
     assert finished or len(completion) == SMALL["max_new"]
@@ -141,8 +137,8 @@ def row_of(prompt, completion):
 
 
 def recorded(minibatches, chosen):
-    """`minibatches`; on the side the indices that it gives, in the order of the rows of all ranks:
-    each rank in turn takes a group."""
+    """`minibatches`, noting its indices in the order of the rows of all ranks, which take groups
+    in turn."""
     def record(cfg, *given):
         rank, ranks = dist.rank(), dist.ranks()
         for rows, size in minibatches(cfg, *given):
@@ -160,7 +156,6 @@ def on_ranks(ranks, work, monkeypatch):
     handed, op_of = [None] * ranks, distributed.ReduceOp
 
     def gather(x):
-        """What each rank has."""
         handed[own.rank] = x
         barrier.wait()
         found = [*handed]
@@ -172,7 +167,6 @@ def on_ranks(ranks, work, monkeypatch):
         return {op_of.MIN: stacked.amin, op_of.MAX: stacked.amax, op_of.SUM: stacked.sum}[op](0)
 
     def of_rank(rank):
-        """What a rank does; if it fails, none waits for it."""
         own.rank = rank
         try:
             return work(rank)
@@ -188,8 +182,8 @@ def on_ranks(ranks, work, monkeypatch):
 
 
 def both_step(agents, oracle, step, train_step, problems, monkeypatch):
-    """A step of both: every statistic is the same. Gives the first rank's batch and statistics, the
-    oracle's, all rows, and those of each minibatch."""
+    """A step of both. Gives the first rank's batch and statistics, the oracle's, all rows, and
+    those of each minibatch."""
     chosen, cfg, ranks = [[] for _ in agents], agents[0].cfg, len(agents)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "minibatches", recorded(grpo.minibatches, chosen))
@@ -208,8 +202,7 @@ def both_step(agents, oracle, step, train_step, problems, monkeypatch):
 
 
 def check_minibatches(chosen, cfg):
-    """In every epoch each row once, in parts whose sizes differ by 1 at most; split anew in each
-    epoch and step."""
+    """In every epoch each row once, in parts of equal size; split anew each time."""
     n, B = cfg.minibatches, cfg.prompts * cfg.group
     epochs = [chosen[i:i + n] for i in range(0, len(chosen), n)]
     for epoch in epochs:
@@ -267,8 +260,7 @@ def title(given):
 @pytest.mark.slow
 @pytest.mark.parametrize("given", CASES, ids=title)
 def test_training_steps(given, monkeypatch):
-    """In each there is something to learn, rows end and are cut, and tokens are clipped at both
-    sides; without a baseline few advantages are negative."""
+    """In each there is something to learn, rows end and are cut, and tokens are clipped."""
     cfg, ranks = made(given, monkeypatch), given.get("RANKS", 1)
     agents = [new_agent(cfg) for _ in range(ranks)]
     oracle = oracle_of(agents[0])
@@ -353,8 +345,7 @@ class Killed(BaseException):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(RUNS))
 def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
-    """Each two values of two settings are in one of these whole runs, by `train`: each step, each
-    line of metrics.jsonl. It is killed after the step `resumed`, and goes on with new models."""
+    """In whole runs by `train`, killed after the step `resumed`: each step, each logged line."""
     assert len(configurations()) == RUNS
     given = dict(configurations()[number])
     resumed = given.pop("resumed")
@@ -382,7 +373,6 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
         return {"rm_accuracy": iteration / 10}
 
     def train_step(agent, problems, step):
-        """A step of both."""
         if step == resumed + 1 and resumed and "killed" not in happened:
             happened.append("killed")
             raise Killed
@@ -438,8 +428,7 @@ OTHERS = "adaptive_kl beta_norm gdpo gpg lite_ppo overlong_filter raft remax sof
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*OTHERS.split(), *STATES])
 def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
-    """What such a file counts or averages itself, it does over all ranks. Their numbers of tokens
-    and of dead groups differ, and the means of their rewards."""
+    """Whose numbers of tokens and of dead groups, and means of rewards, differ."""
     seed, is_there = STATES.get(name, (1, lambda batch: True))
     if name == "beta_norm":             # for rewards from 0 to 1
         monkeypatch.setattr(TASK, "reward", lambda *given: {"correct": rule(*given)["correct"]})
@@ -474,8 +463,7 @@ FITTED = [SimpleNamespace(prompt="".join(x))
     dict(beta=0.0, CHOICES=3), dict(supervision="process", reward="rollouts", CHOICES=2),
     dict(supervision="process", CHOICES=3)], ids=title)
 def test_three_fits(given, monkeypatch):
-    """All weights of the reward model after each fit, its mean and std, accuracy and calibration:
-    which problems are drawn, who labels what, what of history comes again, the order, the loss."""
+    """All weights of the reward model, its mean and std, accuracy and calibration after each."""
     cfg = made(dict(reward="model", TRUNCATED_REWARD=-1.0, FIT_STEPS=25) | given, monkeypatch)
     agent, streams, rng = new_agent(cfg), {}, dist.rng
     oracle = FitOracle(cfg, copy.deepcopy(agent.reward_model), row_of)
@@ -490,7 +478,7 @@ def test_three_fits(given, monkeypatch):
         return batch
 
     def record_continued(agent, problems, tries, u, begun=()):
-        """`completions`; on the side those from the end of a step: the prefix, how it went on."""
+        """Those from the end of a step: the prefix, and how it went on."""
         ended = completions(agent, problems, tries, u, begun)
         lengths = [max(on.nonzero()) + 1 for on in ended.mask]
         ids = [row[:n].tolist() for row, n in zip(ended.ids, lengths)]

@@ -94,8 +94,7 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
 
 
 def test_completions_go_on_from_a_given_beginning():
-    """It is judged with what follows, up to --max_new together, and is not trained on. Those of
-    a problem without one are as they would be alone."""
+    """It is judged with what follows, up to --max_new together, and is not trained on."""
     agent, u = agent_of(with_(temperature=0.7), TASK), dist.uniform(random.Random(0), 8, 8)
     agent.encoding.stop = frozenset(range(0, 257, 9))
     batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
@@ -143,8 +142,8 @@ def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
 
 @pytest.fixture
 def order(monkeypatch):
-    """Makes a run whose parts only say when they are at work: a string. It is asked to stop at
-    the step `halt`, or in the evaluation after the step `fails`."""
+    """A run whose parts only say when they are at work. It is asked to stop at the step `halt`, or
+    in the evaluation after the step `fails`."""
     notes, at = [], [0]
 
     def note(module, name, text, got=None):

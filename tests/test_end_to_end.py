@@ -127,21 +127,17 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
     assert checkpoint.load(out, Config)[1].step == int(step) == metrics(out)[-1]["step"]
 
 
-# -------------------------------------------------------------------------------- what is written
-
 def test_the_run_folder(unbroken):
     names = ("model.safetensors config.json checkpoint.safetensors run.json metrics.jsonl lock "
              "samples.jsonl report.html warm_start tokenizer.json tokenizer_config.json").split()
     assert {p.name for p in unbroken.iterdir()} == {*names}
     first, step, *_, last = records(unbroken / "metrics.jsonl")
-    statistics = ("step beta reward accuracy length kl entropy clip_share mismatch grad_norm "
-                  "dead_groups finished loss working").split()
-    assert step.keys() >= CLOCKS | {*statistics}
+    assert step.keys() >= CLOCKS | {*("step beta reward accuracy length kl entropy clip_share loss "
+                                      "mismatch grad_norm dead_groups finished working").split()}
     measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8)), *(f"maj@{k}" for k in (2, 4, 8))}
     assert first.keys() == {"step"} | measured and measured < last.keys()
     record = records(unbroken / "samples.jsonl")[0]
     assert [len(record[x]) for x in ("completions", "rewards", "advantages")] == [8] * 3
-    assert json.loads((unbroken / "run.json").read_text())["config"]["group"] == 8
 
 
 def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
@@ -167,7 +163,6 @@ def test_an_unfinished_completion_has_no_vote():
     batch = batch_of(torch.ones(8, 1).bool(), finished=right, texts=["a"] * 8,
                      components={"correct": right.float()})
     found = report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)
-    assert [*found] == ["greedy", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8"]
     assert found["maj@8"] == 1 / 8 and found["pass@1"] == 7 / 8 / 8
 
 

@@ -287,8 +287,6 @@ def test_training_steps(given, monkeypatch):
         assert min(m["grad_norm"] for m in logged) < 1 < max(m["grad_norm"] for m in logged)
 
 
-# ------------------------------------------------------------------------------------- whole runs
-
 # Values that make a difference; and after how many steps the run is killed and goes on (0: never).
 VALUES = dict(
     baseline=("none", "group", "leave-one-out", "value", "group+value"),

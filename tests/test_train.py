@@ -38,8 +38,7 @@ def new_agent(model=None, saved=None, **changes):
     ({}, True), (dict(beta=0.0), False), (dict(kl="none"), False), (dict(kl="reward"), True),
     (dict(kl="watch", beta=0.0), True), (dict(kl="none", reward="model"), True)], ids=str)
 def test_who_needs_a_reference(changes, needed):
-    """The KL, be it only looked at; and a learned reward, whose iterations begin with it."""
-    assert (new_agent(**changes).ref is not None) is needed
+    assert (new_agent(**changes).ref is not None) == needed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -53,7 +52,7 @@ def test_models_begin_as_copies_of_the_policy(dtype, monkeypatch):
     for trunk in (agent.critic.trunk, agent.reward_model.trunk):
         pairs = zip(agent.policy.parameters(), trunk.parameters(), strict=True)
         assert all(torch.equal(p, q) and p is not q for p, q in pairs)
-    assert {p.dtype for p in agent.policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in agent.policy.parameters()} == {torch.float32}      # master weights
     models = {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model}
     assert {*compiled} == models and len(compiled) == len(models)
     assert not any(part.training for x in models for part in x.modules())
@@ -123,7 +122,6 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
 
 
 def test_a_critic_of_equal_returns_explains_all_of_nothing(monkeypatch):
-    """A share of 0 of 0, which once could have been no number."""
     monkeypatch.setattr(TASK, "reward", lambda problem, text: {"correct": 1.0})
     agent = new_agent(baseline="value", adv_scale="none", kl="none", lam=1.0)
     agent.encoding.stop = frozenset(range(257))                     # all end at once
@@ -137,8 +135,6 @@ def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     with pytest.raises(dist.Stopped, match="in the nothing"):
         passes.supervised_fit("nothing", layer, lambda step: [layer.weight.sum()], 9, 1e-3)
 
-
-# --------------------------------------------------------------------------- the order of a run
 
 @pytest.fixture
 def order(monkeypatch):

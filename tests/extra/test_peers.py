@@ -202,8 +202,6 @@ def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
         assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
 
 
-# ---------------------------------------------------------------------------------- chat templates
-
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 # What else there is in some: what opens a text, the date, texts stripped, marked answers, a loop

@@ -213,14 +213,14 @@ def test_a_question_may_leave_no_room_for_an_answer():
 @pytest.mark.parametrize("after, said", [("", "How many?yes"), ("<|im_end|>", "How many?\nyes")])
 def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monkeypatch):
     """The terminal shows the question alone; a chat model's answer is on a line of its own."""
-    agent, sent = agent_of(CFG, gsm8k), []
+    agent, sent = agent_of(with_(max_new=64), gsm8k, policy=tiny_model(block_size=256)), []
     agent.encoding.frame = dataclasses.replace(agent.encoding.frame, after=after)
     batch = batch_of_rows([(b"?", b"yes")])
-    monkeypatch.setattr(grpo, "sample", lambda policy, prompts, *given, **named:
-                        sent.extend(prompts) or batch)
+    monkeypatch.setattr(grpo, "sample", lambda policy, prompts, group, room, *given, **named:
+                        sent.extend([*prompts, room]) or batch)
     assert grpo.ask(agent, "How many?") == said
     problem = gsm8k.problem_of({"question": "How many?", "answer": "1+1=2\n#### 2"})
-    assert sent == [agent.encoding.encode_prompt(problem.prompt)]
+    assert sent == [agent.encoding.encode_prompt(problem.prompt), [64]]
 
 
 @pytest.mark.parametrize("question, asked", [

@@ -1,67 +1,575 @@
-"""Which warm start a run takes: the one kept in its folder, the shipped one, or a new one; and what it says."""
+"""What a run starts from: its checks, tokenizer and model, the warm start, the memory it needs."""
+import copy
 import dataclasses
 import json
+import math
+import sys
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
+import pretend
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import chat_folder, tiny_model
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import grpo
+from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
-from model import GPT
-from run import pretrained, setup
+from model import GPT, GPTConfig
+from run import caches, checkpoint, dist, passes, pretrained, report, setup
+from run.passes import token_logps
+from run.pretrained import frozen, memory
 
-CFG = Config(task="toy", max_new=8, warm_steps=3, n_embd=16, device="cpu", dtype="float32")
-PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(80)]
-TOY = SimpleNamespace(demonstration=lambda p, rng: "abc")
+CFG = Config(task="toy", prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, n_embd=16,
+             device="cpu", dtype="float32")
+PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
+HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
+CPU = torch.device("cpu")
 
+
+def with_(**changes):
+    return dataclasses.replace(CFG, **changes)
+
+
+def toy(**parts):
+    """A task with all that a task can have."""
+    return SimpleNamespace(**dict(
+        problems=lambda: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
+        steps=lambda p, text: [], demonstration=lambda p, source: "abc",
+        answer=lambda text: text) | parts)
+
+
+# ------------------------------------------------------------------------- whether it can run
+
+@pytest.mark.parametrize("changes, ranks, fault", [
+    (dict(prompts=20), 1, ""), (dict(prompts=21), 1, "the task has only 20 problems"),
+    (dict(prompts=6), 3, ""), (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
+    (dict(reward="model"), 2, ""),
+    (dict(reward="model", prompts=3), 3, "needs 30 problems, the task has 20"),
+    (dict(group=1, baseline="none"), 1, "--group 1: a completion is compared"),
+    (dict(group=1, adv_scale="none"), 1, "--group 1: a completion is compared"),
+    (dict(group=1, baseline="none", adv_scale="batch"), 1, ""),
+    (dict(group=1, baseline="value", adv_scale="batch"), 1, ""),
+    (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),
+    (dict(init="a/./best/", out="a"), 1, "--init is in --out"),
+    (dict(init="a/warm_start", out="a"), 1, ""), (dict(init="a", out="b"), 1, ""),
+    (dict(init="", out="."), 1, ""), (dict(steps=None), 1, ""), (dict(demonstration=None), 1,
+     "has no function demonstration"), (dict(demonstration=None, warm_steps=0), 1, ""),
+    (dict(steps=None, supervision="process"), 1, "has no function steps"),
+    (dict(reward=lambda p, text: {}), 1, "'correct'"),
+    (dict(answer=lambda text: 3), 1, "return a string"),
+    (dict(steps=lambda p, text: None, supervision="process"), 1, "must be a list"),
+    (dict(steps=lambda p, text: None), 1, "")], ids=str)
+def test_what_a_run_may_ask_for(changes, ranks, fault, monkeypatch):
+    monkeypatch.setattr(dist, "ranks", lambda: ranks)
+    parts = {name: x for name, x in changes.items() if callable(x) or x is None}
+    cfg = with_(**{name: x for name, x in changes.items() if name not in parts})
+    if not fault:
+        setup.check_run(cfg, toy(**parts), PROBLEMS)
+        return
+    with pytest.raises(UserError) as e:
+        setup.check_run(cfg, toy(**parts), PROBLEMS)
+    assert fault in str(e.value)
+
+
+def test_a_tasks_functions_are_tried_once():
+    """The reward without a text, steps on a demonstration: they may be slow."""
+    tried = []
+    task = toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0},
+               steps=lambda p, text: tried.append((p, text)) or [(len(text), True)])
+    setup.check_run(with_(supervision="process"), task, PROBLEMS)
+    setup.check_run(with_(supervision="process", warm_steps=0), task, PROBLEMS)
+    first = PROBLEMS[0]
+    assert tried == [(first, ""), (first, "abc"), (first, ""), (first, "12")]
+
+
+def test_the_first_held_out_problems_are_taken():
+    parts = dict(encoding=byte_encoding(), policy=tiny_model())
+    for n in (0, 7):
+        agent = SimpleNamespace(cfg=with_(held_out=n), task=toy(), **parts)
+        assert setup.held_out(agent) == HELD_OUT[:n or None]
+    with pytest.raises(UserError, match="no held-out problems to evaluate on"):
+        setup.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
+
+
+@pytest.mark.parametrize("step, iterations, told", [
+    (6, 2, [" is complete"]), (6, 1, [" is complete; a larger --steps continues it"]), (5, 2, []),
+    (3, 2, [])])
+def test_a_run_at_its_end_says_so(step, iterations, told, monkeypatch, capsys, tmp_path):
+    """And goes on, with the model of its checkpoint, which needs no warm start."""
+    cfg, calls = with_(steps=6 // iterations, iterations=iterations, out=str(tmp_path)), []
+    monkeypatch.setattr(checkpoint, "open_run", lambda *given: calls.append("open"))
+    monkeypatch.setattr(report, "header", lambda *given: None)
+    monkeypatch.setattr(pretrained, "micro_tokens", lambda policy, cfg, longest: longest)
+    monkeypatch.setattr(pretrained, "model_of", lambda *given: calls.append(given) or "policy")
+    found = setup.begin(cfg, toy(), SimpleNamespace(step=step, model={"a": "config"}))
+    assert found[0] == dataclasses.replace(cfg, micro_tokens=3)
+    assert found[3:] == ("policy", PROBLEMS, HELD_OUT) and found[2].n_vocab == 257
+    assert calls == [({"a": "config"}, cfg, 3), "open"]
+    assert capsys.readouterr().out.splitlines() == [f"the run in {tmp_path}{x}" for x in told]
+
+
+# ---------------------------------------------------------------------- the tokenizer and the model
+
+def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
+    """A run's folder without one has a model of bytes; --init's must have one."""
+    chat, empty = chat_folder(tmp_path / "chat"), tmp_path / "empty"
+    empty.mkdir()
+    for cfg, where, size in ((CFG, "", 257), (CFG, empty, 257), (CFG, chat, 259),
+                             (with_(init=str(chat)), chat, 259)):
+        assert pretrained.encoding_of(cfg, where).n_vocab == size
+    with pytest.raises(UserError, match="no model in"):
+        pretrained.encoding_of(with_(init=str(empty)), empty)
+    with pytest.raises(UserError, match="a new model has none"):
+        pretrained.encoding_of(with_(system="x"), "")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a small model of bytes."""
+    pretrained.save(tiny_model(), tmp_path / "model", byte_encoding().files)
+    return tmp_path / "model"
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
+    for size in (300, 256):
+        pretrained.save(tiny_model(vocab_size=size), tmp_path / str(size))
+    assert pretrained.load_model(tmp_path / "300", CFG, encoding).cfg.vocab_size == 300
+    with pytest.raises(UserError, match="vocabulary of 256, the tokenizer one of 257$"):
+        pretrained.load_model(tmp_path / "256", CFG, encoding)
+
+
+@pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
+def test_a_new_models_context_is_the_least_power_of_two(longest, context, encoding):
+    model = pretrained.new_model(CFG, encoding, longest)
+    assert model.cfg.block_size == context and model.hf["eos_token_id"] == 256
+
+
+def test_new_weights_follow_from_the_seed_alone(encoding):
+    """By a stream of their own."""
+    model = pretrained.new_model(CFG, encoding, 8)
+    source = torch.Generator().manual_seed(dist.rng(CFG, "weights").getrandbits(63))
+    want = torch.randn(257, 16, generator=source) * (2 / (5 * 16)) ** 0.5
+    torch.testing.assert_close(model.embed_tokens.weight.detach(), want)
+    other = pretrained.new_model(with_(seed=6), encoding, 8)
+    assert not torch.equal(other.embed_tokens.weight, model.embed_tokens.weight)
+
+
+# ------------------------------------------------------------------------------- a warm start
 
 @pytest.fixture(params=["kept", "shipped"])
 def begin(request, tmp_path, monkeypatch, capsys):
-    """The model that a run starts from, if a start of CFG is kept or shipped, and the lines that it prints."""
+    """The model that a run starts from, if a start of CFG is kept or shipped, and what it prints."""
     monkeypatch.setattr(setup, "SHIPPED", tmp_path / "shipped")
     where = tmp_path / {"kept": "warm_start", "shipped": "shipped"}[request.param]
     pretrained.save(tiny_model(), where, byte_encoding().files)
-    note = {"settings": setup.settings(CFG), "loss": setup.loss_on(where, TOY, PROBLEMS, byte_encoding())}
+    loss = setup.loss_on(where, toy(), PROBLEMS, byte_encoding())
+    note = {"settings": setup.settings(CFG), "loss": loss}
     (where / "warm_start.json").write_text(json.dumps(note))
 
-    def begin(task=TOY, problems=PROBLEMS, **changes):
-        cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    def begin(task=toy(), problems=PROBLEMS, **changes):
+        cfg = with_(out=str(tmp_path))
         for name, x in changes.items():
             object.__setattr__(cfg, name, x)            # not checked
+        if cfg.init:
+            pretrained.save(tiny_model(n_embd=64), cfg.init)
         model, cold = setup.starting_model(cfg, task, problems, 5, byte_encoding())
-        assert cold is (model.cfg.n_embd != 32)         # tiny_model's; a new one is of CFG's width
+        assert cold is (model.cfg.n_embd != 32)         # tiny_model's
         return "new" if cold else request.param, capsys.readouterr().out
     begin.where = where
     return begin
 
 
-def test_a_start_of_the_same_settings_is_taken(begin):
-    assert begin() == (begin.where.name.replace("warm_start", "kept"), f"starting from {begin.where}\n")
-    assert begin(lr=1.0, algo="ppo", prompts=9, cache="plain")[0] != "new"        # RL's own
-    assert begin(seed=9)[0] == ("shipped" if begin.where.name == "shipped" else "new")
+def test_a_start_of_the_same_settings_is_taken(begin, request):
+    kind = request.node.callspec.params["begin"]
+    assert begin() == (kind, f"starting from {begin.where}\n")
+    assert begin(lr=1.0, algo="ppo", prompts=9, cache="plain")[0] == kind       # RL's own
+    assert begin(seed=9)[0] == ("shipped" if kind == "shipped" else "new")
 
 
-@pytest.mark.parametrize("changes, says", [
-    *(({name: x}, f"--{name} was ") for name, x in dict(chat="none", system="x", max_new=99, n_layer=9, warm_steps=9,
-                                                        warm_lr=9.0, task_args={"difficulty": 1}).items() if name != "task_args"),
-    (dict(task_args={"difficulty": 1}), "--difficulty was None, and is 1"),
-    (dict(task=SimpleNamespace(demonstration=lambda p, rng: "abd")), "its loss is another"),
-    (dict(problems=PROBLEMS[::-1]), "its loss is another")])
-def test_a_start_that_a_run_would_not_make_is_made_anew(changes, says, begin):
+@pytest.mark.parametrize("name", [*setup.DEPENDS_ON, "difficulty"])
+def test_a_start_of_other_settings_is_not(name, begin, tmp_path, request):
+    other = dict(task="other", init=str(tmp_path / "init"), chat="none", system="x", max_new=9,
+                 n_layer=1, n_embd=48, warm_steps=9, warm_lr=9.0, seed=2)
+    change = {name: other[name]} if name in other else {"task_args": {"difficulty": 1}}
+    what, said = begin(**change)
+    if request.node.callspec.params["begin"] == "kept" or name not in ("seed", "task"):
+        assert what == "new" and f"is not used: --{name} was " in said
+    else:
+        assert what == ("shipped" if name == "seed" else "new")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(task=toy(demonstration=lambda p, rng: "abd")), dict(problems=HELD_OUT)])
+def test_a_start_is_of_todays_demonstrations(changes, begin):
     what, said = begin(**changes)
-    assert what == "new" and says in said
+    assert what == "new" and "its loss is another" in said
 
 
 @pytest.mark.parametrize("add, taken", [(1e-6, True), (torch.arange(32) / 100, False)])
 def test_a_start_is_of_todays_model(add, taken, begin, monkeypatch):
     real = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, *a, **b: real(self, *a, **b) + (add if self.cfg.n_embd == 32 else 0))
+
+    def forward(self, *given, **named):
+        return real(self, *given, **named) + (add if self.cfg.n_embd == 32 else 0)
+    monkeypatch.setattr(GPT, "forward", forward)
     assert (begin()[0] != "new") is taken
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"loss": 0}'])
-def test_a_note_that_is_none(text, begin):
-    (begin.where / "warm_start.json").write_text(text)
+def test_a_note_that_is_none(begin):
+    for text in ("", "[]", '{"loss": 0}'):
+        (begin.where / "warm_start.json").write_text(text)
+        assert begin()[0] == "new"
+    (begin.where / "config.json").unlink()
     assert begin()[0] == "new"
+
+
+@pytest.mark.parametrize("dtypes, told", [
+    ({}, None), (dict(dtype="float32"), None), (dict(torch_dtype="float16"), "float16"),
+    (dict(dtype="bfloat16", torch_dtype="float32"), "bfloat16")])
+def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encoding, capsys):
+    hf = json.loads((saved / "config.json").read_text())
+    del hf["dtype"]
+    (saved / "config.json").write_text(json.dumps(hf | dtypes))
+    tensors = {n: x.bfloat16() for n, x in load_file(saved / "model.safetensors").items()}
+    save_file(tensors, saved / "model.safetensors")
+    cfg = with_(init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
+    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == f"starting from {saved}" and not cold
+    note = f"its weights are {told}; they are trained, and saved, in float32"
+    assert more == [note] * bool(told) and model.embed_tokens.weight.dtype == torch.float32
+    pretrained.save(model, saved)
+    kept = {*json.loads((saved / "config.json").read_text()).items()}
+    assert kept >= {(name, "float32") for name in dtypes}
+    assert {x.dtype for x in load_file(saved / "model.safetensors").values()} == {torch.float32}
+
+
+def slow_loss(model, shown, encoding):
+    """The mean of -log p of the demonstrations' tokens, ends too, row by row in float64."""
+    model, terms = copy.deepcopy(model).double(), []
+    for prompt, text in shown:
+        start = encoding.encode_prompt(prompt)
+        ids = start + [*text.encode(), encoding.end]
+        logits = model(torch.tensor([ids]))[0] @ model.embed_tokens.weight.T
+        for t in range(len(start), len(ids)):
+            terms.append(logits[t - 1].logsumexp(0) - logits[t - 1, ids[t]])
+    return torch.stack(terms).mean().item()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chat"])
+def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp_path, monkeypatch):
+    """With the frame that a prompt is sent in, and the token that ends a turn."""
+    shown, found, model, encoding = [], [], tiny_model(vocab_size=259), byte_encoding()
+    cfg = with_(out=str(tmp_path), max_new=8)
+    if kind == "chat":
+        encoding = tokenizer.load_encoding(chat_folder(tmp_path / "chat"))
+        assert encoding.end != 256 and encoding.frame.after
+
+    def demonstration(problem, source):
+        shown.append((problem.prompt, "abcdefg"[:source.randrange(1, 8)]))
+        return shown[-1][1]
+
+    def fit(*given):
+        terms = [*given[2](0)]
+        found.extend((given, sum(terms).item(), len(terms)))
+    monkeypatch.setattr(passes, "supervised_fit", fit)
+    monkeypatch.setattr(setup, "loss_on", lambda *_: 0.5)
+    problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
+    setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, encoding)
+    given, loss, terms = found
+    assert given[:2] == ("warm start", model) and given[3:] == (3, cfg.warm_lr)
+    assert len(shown) == 48 and len({len(text) for _, text in shown}) > 2 and terms > 1
+    assert loss == pytest.approx(slow_loss(model, shown, encoding), rel=1e-5)
+    with pytest.raises(UserError, match="a demonstration has 9 tokens, --max_new is 8"):
+        setup.warm_start(model, toy(demonstration=lambda *_: "abcdefgh"), problems, cfg, encoding)
+
+
+@pytest.mark.parametrize("steps, seconds, told", [
+    (3, 1, [1, 2, 3]), (25, 1, range(2, 26, 2)), (200, 0.1, range(20, 201, 20)),
+    (200, 7, range(2, 201, 2))])
+def test_a_fit_tells_some_ten_times_how_far_it_is(steps, seconds, told, monkeypatch, capsys):
+    """And when it was silent for 10 seconds. The loss is of that step."""
+    module, now = torch.nn.Linear(1, 1, bias=False), []
+    clock = SimpleNamespace(time=lambda: 1000.0 + seconds * len(now))
+    monkeypatch.setattr(dist, "time", clock)
+
+    def losses(step):
+        now.append(step)
+        for part in (0.25, 0.75):
+            yield part * step + 0 * module.weight.sum()
+    passes.supervised_fit("a fit", module, losses, steps, 0.1)
+    assert capsys.readouterr().out.splitlines() == [
+        f"a fit {n}/{steps}  loss {n - 1:.3f}  left {dist.clock(seconds * (steps - n))}"
+        for n in told]
+
+
+# -------------------------------------------------------------------------------- the memory
+
+TINY = dict(prompts=1, group=2, max_new=8, device="cpu", dtype="float32")
+WIDE = dict(vocab_size=2000, n_embd=128, n_inner=512, n_head=8)
+
+
+def bytes_of(*modules):
+    return sum(p.nbytes for module in modules if module for p in module.parameters())
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors at one time, of those that were made in this context."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+                key, size = x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+                self.seen.add(key)
+                self.now += size
+                weakref.finalize(x.untyped_storage(), self.gone, key, size)
+        self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+FAMILIES = {"qwen2": dict(n_kv_head=2, n_inner=192, bias="qkv"),
+            "gpt2": dict(n_kv_head=8, n_inner=256, norm="layer", mlp="gelu", positions="learned",
+                         bias="all")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_of_activations_is_near(family, dtype):
+    """What 1,024 more tokens in a micro-batch add, but for their logits."""
+    cfg = Config(**TINY | dict(dtype=dtype, micro_tokens=1024))
+    shape = GPTConfig(n_layer=4, n_embd=64, n_head=8, **FAMILIES[family])
+    model = pretrained.to_device(GPT(shape), cfg)
+    kept, own = {}, {p.data_ptr() for p in [*model.parameters(), *model.buffers()]}
+
+    def pack(x):
+        if x.data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        h = model(torch.randint(0, 256, (8, 128)))
+    weights = 0
+    if dtype == "bfloat16":
+        weights = sum(2 * p.numel() for p in model.parameters() if p.dim() == 2)
+    more = memory(model, dataclasses.replace(cfg, micro_tokens=2048), 64) - memory(model, cfg, 64)
+    ratio = (more - 12 * 257 * 1024) / (sum(kept.values()) - weights)
+    assert 0.7 < ratio < 1.4 and h.requires_grad, ratio
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("n_layer", [2, 8])
+def test_the_estimate_of_an_update_is_near(recompute, n_layer):
+    """What lives at its peak. Recomputed activations live beside some of their gradients."""
+    cfg = Config(**TINY, recompute=recompute, micro_tokens=1024, kl="none")
+    model = tiny_model(**WIDE | dict(vocab_size=257), n_layer=n_layer, block_size=128)
+    model, ids = pretrained.to_device(model, cfg), torch.randint(0, 257, (8, 128))
+    with Live() as live:
+        token_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
+    ratio = (memory(model, cfg, 64) - 3 * bytes_of(model)) / live.most      # less two moments
+    assert 0.94 < ratio < 1.3, ratio
+
+
+def test_activations_made_again_change_nothing(model):
+    ids = torch.randint(0, 256, (4, 40))
+
+    def found():
+        sizes = []
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            h = model(ids)
+        return sum(sizes), *torch.autograd.grad(h.square().sum(), [*model.parameters()])
+    whole, *want = found()
+    model.recompute = True
+    kept, *have = found()
+    assert kept < 0.5 * whole and all(map(torch.equal, have, want))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("settings", [
+    {}, dict(kl="none"), dict(kl="none", critic="separate"), dict(kl="none", baseline="value"),
+    dict(baseline="value", critic="separate"), dict(reward="model", kl="none"),
+    dict(baseline="group+value", critic="separate", kl="none", reward="model")], ids=str)
+def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
+    """Weights, gradients and moments are nearly all of it where rows are few and short."""
+    cfg = Config(**TINY | dict(max_new=2, micro_tokens=1, dtype=dtype) | settings)
+    policy = pretrained.to_device(tiny_model(**WIDE, tied=tied), cfg)
+    agent = grpo.new_agent(cfg, None, None, policy)
+    sampler = agent.sampler if agent.sampler is not policy else None
+    there = 4 * bytes_of(policy, agent.critic, agent.reward_model) + bytes_of(agent.ref, sampler)
+    assert 1 < memory(policy, cfg, 2) / there < 1.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache, copies", [("shared", 2), ("plain", 2), ("static", 1)])
+def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, monkeypatch):
+    """And of a token's logits; ranks share the rows. A static cache is kept in the update."""
+    cfg = Config(**TINY | dict(dtype=dtype, prompts=2 * 10 ** 5, cache=cache))
+    model = pretrained.to_device(tiny_model(), cfg)
+    slot = caches.new_cache(model, 1, 1).nbytes
+    want = 4e5 * (copies * 13 * slot + 24 * 257)
+    assert memory(model, cfg, 5) == pytest.approx(want, rel=0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "ranks", lambda: 2)
+        assert memory(model, cfg, 5) == pytest.approx(want / 2, rel=0.01)
+    cfg = dataclasses.replace(cfg, prompts=18, micro_tokens=10 ** 6)
+    more = memory(model, cfg, 5) - memory(model, dataclasses.replace(cfg, cache="plain"), 5)
+    assert more == (copies == 1) * 36 * 13 * slot
+
+
+@pytest.mark.parametrize("changes, more", [
+    (dict(micro_tokens=2000), 2), (dict(baseline="value", critic="separate"), 2),
+    (dict(baseline="value"), 1), (dict(critic="separate"), 1), (dict(recompute=True), 0.8),
+    (dict(dtype="bfloat16"), 0.6)])
+def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypatch):
+    """And of the models that are trained on them."""
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
+
+    def activations(**changes):
+        """Those of `micro_tokens`, which are more than those of one row."""
+        cfg, row = Config(**TINY | dict(micro_tokens=1000) | changes), dict(micro_tokens=12)
+        return memory(tiny_model(), cfg, 4) - memory(
+            tiny_model(), dataclasses.replace(cfg, **row), 4)
+    assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
+
+
+def test_what_a_micro_batch_needs_to_the_byte(monkeypatch):
+    """A row longer than it is taken alone; by default it has 2,048 tokens; logits in parts."""
+    def of(model=tiny_model(), longest=4, **changes):
+        return memory(model, Config(**TINY | changes), longest)
+    assert of(max_new=900, longest=100, micro_tokens=16) == of(
+        max_new=900, longest=100, micro_tokens=1000)
+    assert of() == of(micro_tokens=2048)
+    whole = of(micro_tokens=1000)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 1000)
+    assert whole - of(micro_tokens=1000) == 12 * (257 * 1000 - 1000)
+    grown = [of(tiny_model(n_layer=n), recompute=True, micro_tokens=1512)
+             - of(tiny_model(n_layer=n), recompute=True, micro_tokens=512) for n in (2, 8)]
+    assert grown[1] - grown[0] == 6 * 4 * 32 * 1000         # the inputs of six more layers
+
+
+@pytest.mark.parametrize("dtype, copies", [("float32", 1), ("bfloat16", 2)])
+def test_of_a_sharded_model_a_rank_needs_its_part(dtype, copies, monkeypatch):
+    """And a whole copy to sample from."""
+    cfg = Config(**TINY | dict(shard=True, dtype=dtype, reward="model", micro_tokens=1, max_new=2))
+    model = pretrained.to_device(tiny_model(**WIDE), cfg)
+    whole, copied = 8 * bytes_of(model), bytes_of(frozen(model))
+    alone = pytest.approx(whole + copied * copies, rel=0.05)
+    assert memory(model, cfg, 2) == alone
+    monkeypatch.setattr(dist, "ranks", lambda: 4)
+    assert memory(model, cfg, 2) == pytest.approx((whole + copied) / 4 + copied, rel=0.15)
+    assert memory(model, dataclasses.replace(cfg, shard=False), 2) == alone
+
+
+def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch):
+    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
+    def of(device, **given):
+        return pretrained.micro_tokens(model, Config(**TINY | dict(device=device) | given), 4)
+    model = tiny_model()
+    assert of("cpu") == 2048 and of("cpu", micro_tokens=77) == 77
+    with pretend.cuda():
+        need = {n: memory(model, Config(**TINY | dict(device="cuda", micro_tokens=n)), 4)
+                for n in (2 ** k for k in range(11, 17))}
+        for n, share, found in ((2048, 0.9, 2048), (4096, 0.999, 2048), (4096, 1.001, 4096),
+                                (32768, 0.999, 16384), (32768, 1.001, 32768), (65536, 2, 32768)):
+            free = share * need[n] / 0.6
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8e10))
+            assert of("cuda") == found, (n, share)
+            assert of("cuda", micro_tokens=77) == 77
+
+
+def test_logits_at_a_time_are_256_mb_on_a_cpu_and_a_32nd_of_a_gpu():
+    assert 4 * passes.most_logits(CPU) == 2 ** 28
+    with pretend.cuda() as device:
+        assert 4 * passes.most_logits(device) == 8 * 10 ** 10 // 32
+
+
+# ---------------------------------------------------------------------------- whether it fits
+
+def test_a_run_must_fit_the_memory_and_the_context(saved, monkeypatch, encoding):
+    """It is refused before there is memory for it; only to answer takes the weights alone."""
+    model, told, free = pretrained.without_memory(saved), "this needs about .* lower --micro_t", []
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
+    monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
+    assert all(p.is_meta for p in model.parameters())
+    huge = Config(**TINY | dict(prompts=10 ** 9, max_new=10 ** 9))
+    for cfg, longest, need in ((CFG, 9, memory(model, CFG, 9)), (huge, 0, bytes_of(model))):
+        free.append(need)
+        pretrained.check_room(model, cfg, longest)
+        free.append(need - 1)
+        with pytest.raises(UserError, match=told):
+            pretrained.load_model(saved, cfg, encoding, longest)
+    free.append(math.inf)
+    pretrained.check_room(model, CFG, 56)
+    with pytest.raises(UserError, match="57 tokens and --max_new 8 do not fit .* context of 64"):
+        pretrained.check_room(model, CFG, 57)
+    monkeypatch.undo()
+    assert pretrained.trained_model(with_(init=str(saved), max_new=1000))[1].cfg == model.cfg
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch):
+    text = ["MemFree:  17 kB\nMemAvailable:    5000000 kB\n"]
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/proc/meminfo" and text[0])
+    monkeypatch.setattr(Path, "read_text", lambda path: text[0])
+    assert pretrained.free_memory(CPU) == 5_120_000_000
+    assert pretrained.free_memory(torch.device("mps")) == math.inf
+    for text[0] in ("MemFree:  9000000 kB\n", ""):
+        assert pretrained.free_memory(CPU) == math.inf
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
+    assert pretrained.free_memory(torch.device("cuda", 0)) == 7
+
+
+@pytest.mark.parametrize("free, told", [(1_250_000_000, "1.2"), (math.inf, "")])
+def test_a_gigabyte_has_a_thousand_million_bytes(free, told, monkeypatch, capsys):
+    monkeypatch.setattr(pretrained, "memory", lambda *_: 1_750_000_000)
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: free)
+    pretrained.micro_tokens(tiny_model(), CFG, 7)
+    known = f" of {told} free" if told else ""
+    assert capsys.readouterr().out == f"memory: about 1.8 GB{known}\n"
+    if told:
+        with pytest.raises(UserError, match="needs about 1.8 GB, and 1.2 are free"):
+            pretrained.check_room(tiny_model(), CFG, 7)
+
+
+def load(folder):
+    """Loads a model, and prints how many bytes more were held at most, without mapped files."""
+    def held():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if "RssAnon" in line)
+
+    def each_tensor(folder):
+        for x in real(folder):
+            yield x
+            seen.append(held())
+    model, real, seen = pretrained.without_memory(folder), pretrained.each_tensor, []
+    pretrained.each_tensor, before = each_tensor, held()
+    pretrained.fill(model, pretrained.read_weights(model, folder))
+    print(max(*seen, held()) - before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_loading_holds_one_copy(forked, tmp_path):
+    big = GPT(GPTConfig(vocab_size=256, n_layer=2, n_embd=640, n_head=8, n_inner=1792))
+    size = bytes_of(big)
+    pretrained.save(big, tmp_path)
+    tensors = {n: x.bfloat16() for n, x in load_file(tmp_path / "model.safetensors").items()}
+    for dtype in ("float32", "bfloat16"):
+        code, said, err = forked(tmp_path / dtype, load, tmp_path).end()
+        assert code == 0 and 0.9 * size < int(said) < 1.15 * size, (said, size, err)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

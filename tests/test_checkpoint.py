@@ -19,15 +19,15 @@ from test_report import shown_data
 import grpo
 from data import UserError
 from grpo import Config, main
-from run import checkpoint, config, files, report
+from run import checkpoint, config, files
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length.
 TASK = """
 from types import SimpleNamespace as Problem
 DEFAULTS = dict(steps=2, prompts=3, group=4, max_new=5)
 def problems(difficulty=2, train='', test=''):
-    words = [c + d + "=" for c in "abcdef" for d in "abcdef"]
-    return [Problem(prompt=word) for word in words[6:]], [Problem(prompt=word) for word in words[:6]]
+    made = [Problem(prompt=c + d + "=") for c in "abcdef" for d in "abcdef"]
+    return made[6:], made[:6]
 def demonstration(problem, rng):
     return "".join(rng.choices("abc", k=rng.randint(1, 4)))
 def reward(problem, text):
@@ -268,16 +268,13 @@ def test_an_algorithms_own_state_goes_on(run, monkeypatch, capsys, task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill_at", [1, 3])
-def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(kill_at, run, capsys, task):
+def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(run, capsys, task):
     """Two of two steps; the second begins with a new reference, which stays."""
     more = ["--iterations", 2, "--beta", 0.1, "--save_every", 1, "--half_life", 3]
-    whole, out = run("whole", *more), run("cut", *more, kill_at=kill_at)
-    if kill_at > 1:
-        assert f"{out} holds a run stopped at step {kill_at - 1}" in fault(
-            capsys, "--task", task, *SMALL, *more, "--out", out)
-    again = ["--resume", "--task", task, "--steps", 3, "--out", out]
-    assert "has --steps 2, not 3" in fault(capsys, *again)
+    whole, out = run("whole", *more), run("cut", *more, kill_at=3)
+    begin = ["--task", task, *SMALL, *more, "--out", out]
+    assert f"{out} holds a run stopped at step 2" in fault(capsys, *begin)
+    run("cut", "--resume", kill_at=4)
     run("cut", "--resume")
     assert metrics(out) == metrics(whole) and steps(out) == [0, 1, 2, 3, 4]
     names = "model.safetensors", "samples.jsonl"
@@ -294,8 +291,6 @@ def test_a_kill_while_the_last_step_is_saved(name, run):
     with killed_before(out / name):
         run("cut", "--resume")
     assert steps(out)[-1] == 2 and saved_at(out) == 1
-    saved = bytes_of(out, names[0]) == bytes_of(whole, names[0])
-    assert saved is (name == "checkpoint.safetensors")
     run("cut", "--resume")
     assert metrics(out) == metrics(whole) and saved_at(out) == 2
     assert bytes_of(out, *names) == bytes_of(whole, *names)
@@ -322,7 +317,7 @@ def test_an_evaluation_that_is_stopped_is_made_again(at, left, run, monkeypatch,
     assert e.value.code == 128 + signal.SIGTERM and saved_at(out) == left
     assert "stopped in the greedy evaluation" in capsys.readouterr().out
     run("cut", "--resume")
-    assert metrics(out) == metrics(whole) and weights(out).keys() == weights(whole).keys()
+    assert metrics(out) == metrics(whole)
     assert bytes_of(out, "model.safetensors") == bytes_of(whole, "model.safetensors")
 
 
@@ -342,34 +337,33 @@ def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run):
 
 @pytest.mark.slow
 def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_path, capsys):
-    """A file that is touched or moved is the same; no other content, wherever it is."""
+    """A file that is touched or moved is the same; no other content, wherever it is. An evaluation
+    does without one that is gone."""
     rows, other, moved = tmp_path / "rows", tmp_path / "other", tmp_path / "elsewhere.py"
     rows.write_text("1,2")
     other.write_text("3,4")
-    out = run("run", "--steps", 1, "--train", rows)
+    out = run("run", "--steps", 1, "--train", rows, "--difficulty", 1)
     resume = ["--resume", "--task", task, "--steps", 2, "--out", out]
-    assert f"has --train {rows}, not {other}" not in fault(capsys, *resume, "--train", tmp_path)
     for given in ([*resume, "--train", other], resume):
         assert "file of --train has changed since" in fault(capsys, *given)
-        rows.unlink(missing_ok=True)                # gone
+        rows.unlink(missing_ok=True)
     assert "has --test , not" in fault(capsys, *resume, "--test", other)
+    cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
+    assert cfg.task_args == dict(difficulty=1, train="", test="")
     other.write_text("1,2")
     run("run", "--resume", "--steps", 2, "--train", other)
     run("run", "--resume", "--steps", 3)            # it is known from now on
     assert steps(out) == [0, 1, 2, 3]
     assert checkpoint.load(out, Config)[0].task_args["train"] == str(other)
 
-    assert "to allow it, add --task" in fault(capsys, "--resume", "--out", out)
     task.rename(moved)
-    assert "to allow it, add --task" in fault(capsys, "--ask", "ab=", "--init", out)
-    task.write_text(TASK + "# another\n")
-    resume = ["--resume", "--steps", 4, "--out", out]
-    other.rename(tmp_path / "other.py")
-    (tmp_path / "other.py").write_text(TASK + "# another\n")
-    other.write_text("1,2")
-    assert "file of --task has changed" in fault(
-        capsys, *resume, "--task", tmp_path / "other.py")
-    main([*map(str, resume), "--task", str(moved)])
+    for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
+        assert f"to allow it, add --task {task}" in fault(capsys, *given)
+    changed = tmp_path / "changed.py"
+    changed.write_text(TASK + "# another\n")
+    resume = ["--resume", "--steps", 4, "--out", out, "--task"]
+    assert "file of --task has changed" in fault(capsys, *resume, changed)
+    main([*map(str, resume), str(moved)])
     assert steps(out)[-1] == 4 and checkpoint.load(out, Config)[0].task == str(moved)
 
 
@@ -384,30 +378,11 @@ def test_a_task_that_has_changed_is_noted(run, task, capsys):
         said = capsys.readouterr().out
         assert (f"note: {task} has changed since the run in {out} began" in said) is noted
     assert files.about(out)["data"].keys() == {"task"}
-    assert "note: the problems are others" in said          # there was no fingerprint
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
     checkpoint.resume(out, Config, {"task": str(task)})
     files.LOCK.close()
 
-
-@pytest.mark.slow
-def test_an_evaluation_needs_only_the_files_that_it_reads(tmp_path, capsys):
-    """Of a run whose files have been moved it is told where those are."""
-    rows = [json.dumps({"question": f"{i} and {i}?", "answer": f"#### {i + i}"}) for i in range(12)]
-    paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
-    for path in paths:
-        path.write_text("\n".join(rows))
-    flags = "--task gsm8k --prompts 2 --group 2 --max_new 4 --warm_steps 0 --steps 0".split()
-    main([*SMALL, *flags, "--train", str(paths[0]), "--test", str(paths[1]),
-          "--out", str(tmp_path / "run")])
-    evaluate = ["--eval_only", "--init", str(tmp_path / "run")]
-    paths[0].unlink()
-    main(evaluate)
-    paths[1].rename(tmp_path / "moved.jsonl")
-    assert "gsm8k needs --test FILE" in fault(capsys, *evaluate)
-    main([*evaluate, "--test", str(tmp_path / "moved.jsonl")])
-    assert "greedy 0.0%" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------ the best policy so far
@@ -441,7 +416,7 @@ def best_step(out):
 def test_the_best_policy_is_kept(run, scored, task, capsys):
     """The first with the highest pass@1, also over a resume, until another measure counts."""
     shares, policies = scored
-    shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35, 6: 0.1, 7: 0.2, 8: 0.15})
+    shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35, 6: 0.1, 7: 0.05})
     out = run("run", "--steps", 1, "--eval_every", 1)
     before = bytes_of(out / "best", *BEST)
     run("run", "--resume", "--steps", 3)
@@ -453,35 +428,28 @@ def test_the_best_policy_is_kept(run, scored, task, capsys):
     assert bytes_of(out, "run.json") == bytes_of(out / "best", "run.json")
     cfg, _ = config_of("--eval_only", "--init", out / "best", "--task", task)
     assert (cfg.max_new, cfg.group) == (5, 4)               # those of the run
-    for n, flag, step in ((6, "--held_out", 6), (7, "--samples", 7)):
-        run("run", "--resume", "--steps", n, flag, 1)
+    for step, flag in ((6, "--held_out"), (7, "--samples")):
+        run("run", "--resume", "--steps", step, flag, 1)
         assert best_step(out) == step
-    run("run", "--resume", "--steps", 8)
-    assert best_step(out) == 7
     again = run("again", "--init", out / "best", "--warm_steps", 0, "--steps", 0)
     assert not (again / "best").exists()                    # without --eval_every
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [2, 3])
-def test_a_kill_while_the_best_policy_is_written(samples, run, scored, tmp_path):
-    """Whatever is there by then, the step is made again, and best/ has its policy; also if from
-    now on another measure counts, by which no policy is as good as by the old one."""
-    scored[0].update({0: 0.1, 1: 0.5, 2: 0.6 if samples == 2 else 0.4, 3: 0.2})
-    begun = run("begun", "--steps", 1, "--eval_every", 1)
-    goes_on = ["--resume", "--steps", 3, "--samples", samples]
+def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
+    """Whatever is there by then, the step is made again, and best/ has its policy; here another
+    measure counts from now on, by which no policy is as good as by the old one."""
+    scored[0].update({0: 0.1, 1: 0.5, 2: 0.4, 3: 0.2})
+    begun, names = run("begun", "--steps", 1, "--eval_every", 1), (BEST[0], BEST[2])
     for name in (None, *BEST):
         out = shutil.copytree(begun, tmp_path / f"before {name}")
-        before = bytes_of(out / "best", *BEST)
         if name:
             with killed_before(out / "best" / name):
-                run(out.name, *goes_on)
+                run(out.name, "--resume", "--steps", 3, "--samples", 3)
             assert steps(out)[-1] == 1                                  # it was killed in step 2
-            assert (bytes_of(out / "best", BEST[0]) == before[:1]) is (name == BEST[0])
-        run(out.name, *goes_on)
+        run(out.name, "--resume", "--steps", 3, "--samples", 3)
         about = files.about(out / "best")["config"]
-        assert best_step(out) == 2 and (about["steps"], about["samples"]) == (3, samples)
-        names = BEST[0], BEST[2]
+        assert best_step(out) == 2 and (about["steps"], about["samples"]) == (3, 3)
         assert bytes_of(out / "best", *names) == bytes_of(tmp_path / "before None/best", *names)
 
 
@@ -615,46 +583,18 @@ def test_a_copy_goes_on_alone(run, task, tmp_path, monkeypatch):
     assert metrics(out) == metrics(copy)
 
 
-# ----------------------------------------------------------------------------- what is told
-
 @pytest.mark.slow
 def test_what_a_run_tells(run, capsys):
-    """Each line stands for a number in metrics.jsonl; the page is of the whole run."""
-    out = run("run", "--steps", 1, "--iterations", 2, "--eval_every", 1, "--reward", "model")
-    said = capsys.readouterr().out
-    for line in metrics(out):
-        names = "greedy", "pass@1", "pass@2", "maj@2"
-        shares = "  ".join(f"{name} {line[name]:.1%}" for name in names)
-        assert f"\nstep {line['step']}  held out: {shares}\n" in said
-        if line["step"]:
-            assert f"\nstep {line['step']}/2  reward {line['reward']:.3f}  accuracy" in said
-            assert (f"\nreward model  held out: accuracy {line['rm_accuracy']:.1%}  calibration "
-                    f"error {line['rm_error']:.3f}\n") in said
+    """Of one completion per prompt, it says nothing of groups; the page is of the whole run."""
+    out = run("run", "--steps", 2, "--algo", "reinforce", "--group", 1)
+    said, lines = capsys.readouterr().out, metrics(out)
+    for line in lines[::2]:
+        shares = "  ".join(f"{name} {line[name]:.1%}" for name in ("greedy", "pass@1", "pass@2"))
+        assert f"\nstep {line['step']}  held out: {shares}  maj@2" in said
+    assert f"\nstep 2/2  reward {lines[2]['reward']:.3f}  accuracy" in said
     for text in ("the warm start comes first, then 2 steps of RL", "cpu in float32; 30 problems",
                  f"token by token: {out / 'report.html'}", "ask it: python grpo.py --task"):
         assert said.count(text) == 1
-    assert report.resume_command(checkpoint.load(out, Config)[0]).startswith(
-        f"python grpo.py --resume --out {out} --task ")
     shown, = shown_data(out / "report.html")
-    assert shown["metrics"][-1]["rm_error"] == metrics(out)[-1]["rm_error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ["reinforce", "ppo"])
-def test_algorithms_without_groups_need_one_completion_per_prompt(algo, run, monkeypatch, capsys):
-    """It has no spread, so nothing may be divided by that, nor told of it."""
-    batches, real = [], grpo.update
-    monkeypatch.setattr(grpo, "update", lambda agent, batch, rng: batches.append(batch) or real(
-        agent, batch, rng))
-    flags = ["--algo", algo, "--group", 1, "--prompts", 6, "--steps", 4]
-    out = run("run", *flags, "--warm_steps", 60, "--held_out", 1)
-    assert "dead_groups" not in metrics(out)[-1] and len(batches) == 4
-    assert "all rewards of every group" not in capsys.readouterr().out
-    for batch in batches:
-        total = batch.reward.sum(1, keepdim=True)
-        assert len(set(total[:, 0].tolist())) > 1 and torch.isfinite(batch.adv).all()
-        if algo == "reinforce":
-            assert torch.equal(batch.adv, total * batch.mask)
-        else:                           # whitened over the step's tokens
-            adv = batch.adv[batch.mask]
-            assert abs(adv.mean()) < 1e-5 and abs(adv.std(correction=0) - 1) < 1e-5
+    assert [m["step"] for m in shown["metrics"]] == [0, 1, 2]
+    assert "dead_groups" not in lines[2] and "dead_groups" not in said

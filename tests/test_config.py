@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import chat_folder, tiny_model
+from conftest import chat_folder, fault, tiny_model
 
 import grpo
 import model
@@ -94,12 +94,9 @@ def test_the_parameters_of_problems_are_flags(argv, seed, own, mine):
 
 
 def test_the_help_has_a_tasks_defaults_and_settings(mine, capsys):
-    for argv, parts in (
-            ([], ("--task arithmetic has its own: steps 24,", "--difficulty INT")),
-            (["--task", mine, "--lr", "1"], ("its own: size 4, prompts 7", "Of `size` digits.",
-                                             "--size INT [3]", "--file STR"))):
-        said = shown_help(capsys, grpo.Config, *argv)
-        assert all(text in said for text in parts), said
+    said = shown_help(capsys, grpo.Config, "--task", mine, "--lr", "1")
+    for text in ("its own: size 4, prompts 7", "Of `size` digits.", "--size INT [3]", "--file STR"):
+        assert text in said
 
 
 @pytest.mark.parametrize("parameter", ["config", "size=None", "*sizes"])
@@ -120,8 +117,8 @@ SEE = "see --help, and docs/troubleshooting.md"
 @pytest.mark.parametrize("name, hint", [
     *((name, f"did you mean --{meant}?") for name, meant in SLIPS.items()),
     *((name, SEE) for name in (
-        "report_to", "use_peft", "warmup_ratio", "learning_rate", "num_generations", "save_steps",
-        "eval_steps", "loss_type", "max_tokens", "beam", "task_args"))])
+        "report_to", "warmup_ratio", "learning_rate", "num_generations", "save_steps", "loss_type",
+        "max_tokens", "task_args"))])
 def test_an_unknown_flag_names_the_one_that_was_meant(name, hint):
     """A name of another program is not taken for a slip."""
     for argv in ([f"--{name}", "1"], [f"--{name}=1"]):
@@ -142,10 +139,9 @@ def test_a_command_line_that_cannot_be(argv, says, mine):
 
 
 @pytest.mark.parametrize("name, x, says", [
-    ("lr", float("nan"), "at least 0, got nan"), ("lr", float("-inf"), "at least 0"),
-    ("lr", float("inf"), f"at most {2 ** 63}"), ("lr", True, "of the type float"),
-    ("lr", "1e-4", "of the type float"), ("group", 0, "at least 1, got 0"),
-    ("group", "8", "of the type int, got '8'"), ("prompts", True, "of the type int"),
+    ("lr", float("nan"), "at least 0, got nan"), ("lr", float("inf"), f"at most {2 ** 63}"),
+    ("lr", True, "of the type float"), ("lr", "1e-4", "of the type float"),
+    ("group", 0, "at least 1, got 0"), ("prompts", True, "of the type int"),
     ("prompts", 1.0, "of the type int"), ("steps", 2 ** 64, f"at most {2 ** 63}"),
     ("steps", -1, "at least 0"), ("shard", 1, "of the type bool"), ("out", 3, "of the type str"),
     ("temperature", 5e-4, "at least 0.001"), ("lam", 1.5, "at most 1, got 1.5"),
@@ -228,23 +224,24 @@ def test_what_comes_before_what(monkeypatch):
 
 # ---------------------------------------------------------- a copy of a policy that differs
 
+@torch.no_grad()
 def test_a_copy_takes_weights_and_buffers():
-    """Also where its memory was released; its head is the embedding of a tied policy."""
-    policy = tiny_model()
+    """Also where its memory was released; rounded once, it gives the same."""
+    policy, ids = tiny_model(), torch.randint(0, 256, (3, 20))
     policy.amp = torch.bfloat16
     policy.register_buffer("seen", torch.zeros(3))
     copied = frozen(policy)
-    with torch.no_grad():
-        for x in (*policy.parameters(), policy.seen):
-            x += 1
+    for x in (*policy.parameters(), policy.seen):
+        x += torch.randn(x.shape)
     for p in copied.parameters():
         p.data = p.data.new_empty(0)
     dist.copy_weights(copied, policy)
-    have, want = copied.state_dict(), policy.state_dict()
-    want["lm_head.weight"] = policy.embed_tokens.weight
-    assert have.keys() == want.keys() and policy.cfg.tied
-    assert all(torch.equal(x, want[name].to(x.dtype)) for name, x in have.items())
-    assert copied.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(policy.head(policy(ids)), copied.head(copied(ids)))
+    assert torch.equal(copied.seen, policy.seen) and policy.cfg.tied
+    for name, p in copied.named_parameters():
+        rounded = "_proj" in name or "lm_head" in name
+        assert p.dtype == (torch.bfloat16 if rounded else torch.float32) and not p.requires_grad
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in policy.parameters())
 
 
 @pytest.mark.parametrize("name, change", [
@@ -282,9 +279,16 @@ def wider(monkeypatch):
 @pytest.mark.parametrize("changes", [
     {}, dict(window=8, gated=True, gain=-1.5, act="relu", norm="layer"), dict(gain=0.0)])
 def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
+    """And checked, as the others."""
     shape = Wider(vocab_size=9, n_layer=1, n_embd=8, n_inner=8, block_size=8, **changes)
-    pretrained.save(model.GPT(shape), tmp_path)
+    gpt = model.GPT(shape)
+    pretrained.save(gpt, tmp_path)
     assert pretrained.load(tmp_path).cfg == shape
+    for name, x, says in (("window", True, "window must be of type int"),
+                          ("window", -1, "window must be between 0 and"),
+                          ("gated", 1, "of type bool"), ("own_gain", "1", "gain must be of type")):
+        with pytest.raises(UserError, match=says):
+            pretrained.read_config(gpt.hf | {name: x})
 
 
 def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
@@ -298,15 +302,6 @@ def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
                 layer_norm_epsilon=1e-5, window=3)
     shape = pretrained.read_config(gpt2)
     assert (shape.norm, shape.window, shape.act) == ("layer", 3, "silu")
-
-
-@pytest.mark.parametrize("name, x, says", [
-    ("window", 2.0, "window must be of type int"), ("window", True, "window must be of type int"),
-    ("window", -1, "window must be between 0 and"), ("gated", 1, "gated must be of type bool"),
-    ("own_gain", "1", "gain must be of type float")])
-def test_a_field_of_ones_own_is_checked(name, x, says, wider):
-    with pytest.raises(UserError, match=says):
-        pretrained.read_config(pretrained.config_json(model.GPT(Wider())) | {name: x})
 
 
 def test_a_shape_that_config_json_cannot_hold_is_refused():
@@ -404,12 +399,11 @@ def test_dropout_is_on_in_a_fit_alone(tmp_path):
         assert not pretrained.trained_model(cfg)[1].training
 
 
-@pytest.mark.parametrize("mode", ["--steps=0", "--eval_only"])
-def test_a_command_prepares_the_process_first(mode, tmp_path, monkeypatch, capsys):
+def test_a_command_prepares_the_process_first(tmp_path, monkeypatch, capsys):
     """Before it has a model, or writes a file."""
     def prepare():
         raise UserError("prepared")
     monkeypatch.setattr(dist, "prepare", prepare)
-    with pytest.raises(SystemExit, match="2"):
-        grpo.main([mode, "--out", str(tmp_path / "none")])
-    assert capsys.readouterr() == ("", "error: prepared\n") and not (tmp_path / "none").exists()
+    for mode in ("--steps=0", "--eval_only"):
+        assert "prepared" in fault(capsys, mode, "--out", tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -1,5 +1,4 @@
 """The model: its forward pass by the definitions, the cache, config.json, a folder's tensors."""
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -9,13 +8,11 @@ import torch.nn.functional as F
 from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from test_caches import FAMILIES
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from data import UserError
-from model import GPT, GPTConfig, Rows, ScalarHead, rotate
+from model import GPT, GPTConfig, ScalarHead
 from run import passes, pretrained
 from run.caches import new_cache
-from run.pretrained import frozen
 
 
 def slow_forward(model, ids):
@@ -107,13 +104,6 @@ def test_cache_with_ragged_rows_equals_no_cache(shape):
         torch.testing.assert_close(h, want[rows, at], rtol=1e-5, atol=1e-5)
 
 
-def test_a_shape_is_by_default_that_of_a_small_llama():
-    assert dataclasses.asdict(GPTConfig()) == dict(
-        vocab_size=257, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, n_inner=352, block_size=128,
-        head_size=32, positions="rope", rope_theta=10000.0, rope_inv_freq=(), norm="rms",
-        norm_eps=1e-5, mlp="swiglu", bias="none", qk_norm=False, tied=True)
-
-
 @pytest.mark.parametrize("shape, fault", [
     (dict(n_embd=34, n_kv_head=4), "n_head 4 must divide n_embd 34"),
     (dict(n_embd=34, n_kv_head=4, head_size=6), None),
@@ -145,58 +135,17 @@ def test_a_critic_has_no_opinion_and_one_number_for_a_state():
 def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
     """Under autocast too; the products of weights and the cache are not."""
     model, asked, attend = tiny_model(n_layer=3), set(), F.scaled_dot_product_attention
-    model.amp = amp
+    model.amp, products = amp, []
 
     def recorded(q, k, v, **how):
         asked.update((q.dtype, k.dtype, v.dtype))
         return attend(q, k, v, **how)
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    hook = model.layers[0].self_attn.q_proj.register_forward_hook
-    products = []
-    hook(lambda module, given, made: products.append(made.dtype))
+    model.layers[0].self_attn.q_proj.register_forward_hook(lambda *x: products.append(x[2].dtype))
     model(torch.tensor([[1, 2, 3]]))
     assert asked == {torch.float32} and products == [amp or torch.float32]
     cache = new_cache(model, 5, 7)
     assert cache.shape == (3, 2, 5, 2, 7, 8) and cache.dtype == products[0] and not cache.any()
-
-
-def test_rope_keeps_the_dtype_and_rounds_once(model):
-    x, tables = torch.randn(3, 5, 4, 8).bfloat16(), (model.cos[:5], model.sin[:5])
-    found = rotate(x, *tables)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotate(x.float(), *tables).bfloat16())
-
-
-class Casts(TorchDispatchMode):
-    """The addresses of the tensors that are cast to bfloat16."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        out = f(*args, **(kwargs or {}))
-        if f is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 != args[0].dtype:
-            self.seen.append(args[0].data_ptr())
-        return out
-
-
-@pytest.mark.parametrize("shape", FAMILIES)
-@torch.no_grad()
-def test_what_several_products_read_is_cast_once(shape):
-    """The input of q, k and v, that of gate and up, and no weight; in float32 nothing."""
-    plain = tiny_model(**FAMILIES[shape])
-    ids, x = torch.ones(3, 5, dtype=torch.int64), torch.randn(3, 5, 32)
-    with Casts() as casts:
-        plain(ids)
-    plain.amp = torch.bfloat16
-    layer, rope = frozen(plain).layers[0], (plain.cos[:5], plain.sin[:5])
-    with Casts() as of_mlp, plain.autocast():
-        layer.mlp(x)
-    with Casts() as of_attention, plain.autocast():
-        layer.self_attn(x, rope, Rows(ids, x.device), None)
-    assert casts.seen == [] and of_mlp.seen == [x.data_ptr()]
-    assert of_attention.seen.count(x.data_ptr()) == 1
 
 
 # ------------------------------------------------------------------------------ log-probabilities
@@ -265,7 +214,8 @@ def test_what_a_config_leaves_out():
     assert other == replace(gpt2, n_inner=99, tied=False)
     assert read(tie_word_embeddings=True, head_dim=6, rope_theta=5e5) == replace(
         llama, n_kv_head=2, tied=True, head_size=6, rope_theta=5e5)
-    assert read(model_type="qwen2") == replace(read(), bias="qkv")
+    assert read(model_type="qwen2", num_hidden_layers=1000) == replace(
+        read(), bias="qkv", n_layer=1000)
     qwen3 = replace(read(), qk_norm=True, head_size=128)
     assert read(model_type="qwen3") == qwen3
     assert read(model_type="qwen3", head_dim=6) == replace(qwen3, head_size=6)
@@ -290,22 +240,20 @@ def test_what_says_only_how_it_is_anyway(harmless):
     (dict(model_type="mistral", max_position_embeddings=8192), "sliding_window 4096 is not"),
     *((wrong, " ".join(f"{name} {x!r}" for name, x in wrong.items()) + " is not supported")
       for wrong in (
-          dict(hidden_act="gelu"), dict(hidden_act={"a": 1}), dict(attention_bias=True),
-          dict(mlp_bias=True), dict(use_sliding_window=True), dict(is_causal=False),
-          dict(partial_rotary_factor=0), dict(quantization_config={}))),
+          dict(hidden_act={"a": 1}), dict(attention_bias=True), dict(mlp_bias=True),
+          dict(use_sliding_window=True), dict(is_causal=False), dict(partial_rotary_factor=0),
+          dict(quantization_config={}))),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5 is not"),
     (dict(layer_types=["full_attention", "sliding"]), "layer_types 'sliding' is not"),
     (dict(vocab_size="320"), "vocab_size must be of type int, not '320'"),
-    (dict(vocab_size=True), "vocab_size must be of type int, not True"),
-    *((dict(zip([name], [x])), "must be between 1 and") for name, x in (
-        ("num_hidden_layers", 1001), ("num_hidden_layers", 0), ("hidden_size", 2 ** 20 + 1),
-        ("max_position_embeddings", 10 ** 9), ("vocab_size", 10 ** 30), ("vocab_size", 0))),
+    (dict(num_hidden_layers=1001), "n_layer must be between 1 and 1000"),
+    (dict(hidden_size=2 ** 20 + 1), "n_embd must be between 1 and"),
+    (dict(vocab_size=0), "vocab_size must be between 1 and"),
     (dict(head_dim=-4), "head_size must be between 0"),
     (dict(tie_word_embeddings=1), "tied must be of type bool"),
     (dict(rope_theta="10000"), "rope_theta must be of type float, not '10000'"),
     (dict(hidden_size=None, vocab_size=None, rms_norm_eps=None), "vocab_size is missing"),
     (dict(rope_theta=1), "rope_theta must be a number over 1, not 1.0"),
-    (dict(rope_theta=float("inf")), "rope_theta must be a number over 1, not inf"),
     (dict(rope_parameters=dict(rope_theta=float("nan"))), "rope_theta must be a number over 1"),
     (dict(rope_parameters=[1]), "must be a JSON object, not [1]"),
     *((dict(rope_scaling={name: kind}), f"rope scaling {kind!r} is not supported")
@@ -315,17 +263,11 @@ def test_what_says_only_how_it_is_anyway(harmless):
       for rope, key, x in (
           (dict(type="linear"), "factor", None), (BENT, "factor", True), (BENT, "factor", -8),
           (BENT, "low_freq_factor", None), (BENT, "high_freq_factor", "4"),
-          (BENT, "factor", float("inf")), (BENT, CONTEXT, 10 ** 400)))])
+          (BENT, CONTEXT, 10 ** 400)))])
 def test_a_config_that_this_model_does_not_compute(change, fault):
     with pytest.raises(UserError) as e:
         read(**change)
     assert fault in str(e.value)
-
-
-def test_sizes_may_be_as_large_as_they_are():
-    assert pretrained.shape(n_layer=1000, vocab_size=2 ** 20).vocab_size == 2 ** 20
-    with pytest.raises(UserError, match="^n_embd is missing$"):
-        pretrained.read_config(without(GPT2, "n_embd"))
 
 
 # The frequencies that transformers 5.23 computes, for a context of 256 and heads of 12 channels.

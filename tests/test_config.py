@@ -62,13 +62,10 @@ def test_each_setting_is_a_flag_with_its_own_help(capsys):
 
 def test_a_setting_may_not_be_optional():
     """There would be no flag for None."""
-    Optional = dataclasses.make_dataclass(
-        "Optional", [("top_p", float | None, None)], bases=(grpo.Config,), frozen=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "sections", lambda kind: {"sampling": {"top_p": ""}})
-        for make in (Optional, lambda: config.read(Optional, "", [])):
-            with pytest.raises(TypeError, match=r"or Literal, not float \| None"):
-                make()
+    field = ("top_p", float | None, None)
+    kind = dataclasses.make_dataclass("Kind", [field], bases=(grpo.Config,), frozen=True)
+    with pytest.raises(TypeError, match=r"or Literal, not float \| None"):
+        kind()
 
 
 @pytest.fixture
@@ -291,13 +288,12 @@ def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
             pretrained.read_config(gpt.hf | {name: x})
 
 
-def test_a_file_without_a_field_of_ones_own_has_its_default(wider, tmp_path):
+def test_a_file_without_a_field_of_ones_own_has_its_default(wider):
     """A family's own fields win over the defaults."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "GPTConfig", model.GPTConfig)
-        patch.setattr(pretrained, "EXTRA", {})
-        pretrained.save(tiny_model(), tmp_path)
-    assert vars(pretrained.load(tmp_path).cfg) == vars(Wider(**vars(tiny_model().cfg)))
+    hf = pretrained.config_json(model.GPT(Wider()))
+    for name in ("window", "gated", "own_gain", "act", "norm"):
+        del hf[name]
+    assert pretrained.read_config(hf) == Wider()
     gpt2 = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_head=2, n_embd=8, n_positions=8,
                 layer_norm_epsilon=1e-5, window=3)
     shape = pretrained.read_config(gpt2)
@@ -318,22 +314,19 @@ class Scaled(model.Attention):
         self.of_all = torch.nn.Parameter(torch.tensor(1.5))
 
 
-@pytest.mark.parametrize("family", pretrained.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_parameter_of_ones_own_begins_as_written(family, monkeypatch):
     """Weights of linear layers and embeddings alone are drawn, in the order of their names."""
-    shape = dict(tied=False, **pretrained.FAMILIES[family])
-    plain = dict(tiny_model(scale=1, **shape).named_parameters())
     monkeypatch.setattr(model, "Attention", Scaled)
-    gpt, source = tiny_model(scale=1, **shape), torch.Generator().manual_seed(0)
+    gpt = tiny_model(scale=1, tied=False, **pretrained.FAMILIES[family])
+    source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
     assert (gpt.layers[0].self_attn.of_heads == 1).all()
     assert gpt.layers[1].self_attn.of_all.item() == 1.5
     for name, m in gpt.named_modules():
         if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):
-            std = (2 / (5 * 32)) ** 0.5
-            if name.endswith(("o_proj", "down_proj")):
-                std /= 2                        # 2 layers
-            want = torch.empty(m.weight.shape).normal_(0, std, generator=source)
-            assert torch.equal(m.weight, want) and torch.equal(m.weight, plain[f"{name}.weight"])
+            scale = std / 2 if name.endswith(("o_proj", "down_proj")) else std      # 2 layers
+            want = torch.empty(m.weight.shape).normal_(0, scale, generator=source)
+            assert torch.equal(m.weight, want)
 
 
 @pytest.mark.parametrize("family, attn", [("llama", "self_attn"), ("gpt2", "attn")])
@@ -344,26 +337,22 @@ def test_a_parameter_of_ones_own_is_saved_and_loaded(family, attn, tmp_path, mon
         if family == "gpt2":
             gpt.hf = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32,
                           n_positions=64, layer_norm_epsilon=1e-5, n_inner=64)
-        with torch.no_grad():
-            for p in gpt.parameters():
-                p += torch.rand(p.shape)
         pretrained.save(gpt, folder)
         return gpt
     plain = saved(tmp_path / "plain")
     monkeypatch.setattr(model, "Attention", Scaled)
     gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
-    pairs = zip(gpt.parameters(), loaded.parameters(), strict=True)
-    assert all(torch.equal(p, x) for p, x in pairs)
+    assert all(map(torch.equal, gpt.parameters(), loaded.parameters()))
     for new, lacks in (({}, f"0.{attn}.of_all.*, one of 4$"),
-                       ({"attn.of_all": 1.5}, f"0.{attn}.of_heads.*, one of 2$")):
+                       ({"attn.of_all": 3.5}, f"0.{attn}.of_heads.*, one of 2$")):
         monkeypatch.setattr(pretrained, "NEW", new)
         with pytest.raises(UserError, match=f"lack tensors of the model: '.*{lacks}"):
             pretrained.load(tmp_path / "plain")
-    monkeypatch.setattr(pretrained, "NEW", {"attn.of_all": 1.5, "self_attn.of_heads": 2})
+    monkeypatch.setattr(pretrained, "NEW", {"attn.of_all": 3.5, "self_attn.of_heads": 2})
     filled = pretrained.load(tmp_path / "plain")
-    assert filled.layers[1].self_attn.of_all.item() == 1.5
+    assert filled.layers[1].self_attn.of_all.item() == 3.5
     assert (filled.layers[0].self_attn.of_heads == 2).all()
-    assert torch.equal(filled.norm.weight, plain.norm.weight)
+    assert torch.equal(filled.embed_tokens.weight, plain.embed_tokens.weight)
 
 
 def test_a_buffer_that_no_file_holds_is_refused(tmp_path, monkeypatch):
@@ -372,17 +361,10 @@ def test_a_buffer_that_no_file_holds_is_refused(tmp_path, monkeypatch):
         def __init__(self, cfg):
             super().__init__(cfg)
             self.register_buffer("slopes", torch.ones(3), persistent=False)
-
-    class Mended(Forked):
-        def precompute_rope(self):
-            super().precompute_rope()
-            self.register_buffer("slopes", torch.ones(3), persistent=False)
     pretrained.save(tiny_model(), tmp_path)
     monkeypatch.setattr(pretrained, "GPT", Forked)
     with pytest.raises(UserError, match="buffer slopes: compute it in precompute_rope"):
         pretrained.load(tmp_path)
-    monkeypatch.setattr(pretrained, "GPT", Mended)
-    assert pretrained.load(tmp_path).slopes.tolist() == [1, 1, 1]
 
 
 def test_dropout_is_on_in_a_fit_alone(tmp_path):

@@ -22,7 +22,7 @@ import data
 import grpo
 import reward
 from data import UserError
-from data.tokenizer import LETTERS, Encoding, load_encoding
+from data.tokenizer import LETTERS, load_encoding
 from grpo import Config, main
 from run import checkpoint, files, pretrained, setup
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_lets_go_of_the_file(again):
 
 # ------------------------------------------------------------------------------ a model's files
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 269060552\n"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
 INDEX = "model.safetensors.index.json"
 BOUNDS = {"num_hidden_layers": 10 ** 9, "hidden_size": 10 ** 30, "rms_norm_eps": 10 ** 400}
 
@@ -138,8 +138,7 @@ BOUNDS = {"num_hidden_layers": 10 ** 9, "hidden_size": 10 ** 30, "rms_norm_eps":
 @pytest.mark.parametrize("name, text, says", [
     *(("config.json", text, "config.json") for text in (
         "[" * 100000, "[]", "{", "\xff", '{"a": 1' + "0" * 5000 + "}")),
-    *((name, "{", name) for name in ("tokenizer.json", "tokenizer_config.json", "run.json",
-                                     "generation_config.json", INDEX)),
+    *((name, "{", name) for name in ("tokenizer.json", "tokenizer_config.json", "run.json", INDEX)),
     *((name, POINTER, f"{name} is a Git LFS pointer: fetch the file with `git lfs pull`")
       for name in ("model.safetensors", "tokenizer.json", "config.json")),
     *((INDEX, json.dumps({"weight_map": {"a": part}}), "model") for part in (
@@ -175,27 +174,25 @@ def test_a_model_too_large_to_ask(model_folder, capsys, monkeypatch):
         assert "this needs about" in fault(capsys, *mode, "--init", model_folder)
 
 
-@pytest.mark.parametrize("change", [
-    {"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}}, {"train": "\0"}, {"x": 1}], ids=str)
-def test_settings_of_a_folder_that_cannot_be(change, again, capsys):
+@pytest.mark.parametrize("config", [{"task": 3}, {"task": "\0"}, {"reward": []}, {"chat": {}},
+                                    {"train": "\0", "x": 1}], ids=str)
+def test_settings_of_a_folder_that_cannot_be(config, again, capsys):
     """Those that there are no more are nobody's fault: an older version had them."""
-    rewrite(again / "run.json", lambda about: about | {"config": about["config"] | change})
-    if change.keys() <= {"train", "x"}:
+    rewrite(again / "run.json", lambda about: about | {"config": about["config"] | config})
+    if "x" in config:
         main([*map(str, ask(again))])
     else:
         fault(capsys, *ask(again))
-    rewrite_checkpoint(again, dict, lambda state: state["config"].update(change))
+    rewrite_checkpoint(again, dict, lambda state: state["config"].update(config))
     fault(capsys, "--resume", "--out", again)
 
 
-@pytest.mark.parametrize("change, damaged", [
-    (dict(config=None), True), (dict(config="x"), True), (dict(data=[]), True),
-    (dict(config={"lr": 1}), False), (dict(data={"bogus": "0"}), False),
-    (dict(data={"difficulty": "0"}, config={"task_args": {"difficulty": 1}}), False)], ids=str)
-def test_a_run_json_that_lacks_or_adds_something(change, damaged, again, capsys):
+@pytest.mark.parametrize("change", [dict(config="x"), dict(data=[]), dict(config={"lr": 1}),
+                                    dict(data={"bogus": "0"})], ids=str)
+def test_a_run_json_that_is_damaged_or_lacks_something(change, again, capsys):
     rewrite(again / "run.json", lambda about: about | change)
-    if damaged:
-        for mode in (ask(again), ["--eval_only", "--init", again], ["--resume", "--out", again]):
+    if change in (dict(config="x"), dict(data=[])):
+        for mode in (ask(again), ["--resume", "--out", again]):
             assert f"{again / 'run.json'} is damaged" in fault(capsys, *mode)
         return
     main([*map(str, ask(again)), "--max_new", "12"])
@@ -230,8 +227,8 @@ def patterns(*given):
     *((key, {}, {}, {key: x}) for key, x in (
         ("dropout", 0.1), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "#"))),
     ("RobertaProcessing", dict(post_processor=dict(type="RobertaProcessing")), {}, {}),
-    *(("'b' is also the letter of a byte", {}, dict(content="b", id=i, special=x), {})
-      for i in (98, 257) for x in (True, False)),
+    ("'b' is also the letter of a byte", {}, dict(content="b", id=98, special=True), {}),
+    ("'b' is also the letter of a byte", {}, dict(content="b"), {}),
     ("not all different integers", {}, {"id": 98}, {}),
     ("not all different integers", {}, {"id": 2 ** 40}, {}),
     ("not in the order of its merges", {}, {}, dict(merges=["c d", "a b"])),
@@ -241,8 +238,7 @@ def patterns(*given):
     ("behavior 'Removed'", pieces(SPLIT, SPLIT | dict(behavior="Removed")), {}, {}),
     (r"\['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace")), {}, {}),
     *((f"several patterns, of which one has {re.escape(part)}: ", patterns(x, "a"), {}, {})
-      for x, part in ((r"\w", r"\w"), (r"a\b", r"\b"), (r"\h", r"\h"), (r"\pN", r"\p"),
-                      ("[a-c~~b-d]", "~~"), ("[a--b]", "--"), ("[a||b]", "||"))),
+      for x, part in ((r"\w", r"\w"), (r"a\b", r"\b"), (r"\pN", r"\p"), ("[a--b]", "--"))),
     ("that cannot be read", patterns(r"\x{41}", "a"), {}, {}),
     ("Lowercase", dict(normalizer=dict(type="Sequence", normalizers=[
         dict(type="NFC"), dict(type="Lowercase")])), {}, {})])
@@ -340,15 +336,7 @@ def test_what_other_programs_read_of_a_tokenizer_is_kept(model_folder):
         load_encoding(model_folder)
 
 
-def test_which_tokens_end_and_which_have_a_text():
-    letters, special = {bytes([i]): i for i in range(256)}, {f"<{c}>": ord(c) + 159 for c in "abcd"}
-    encoding = Encoding("x", r"[\s\S]", letters, special, [258, 257], {})
-    assert encoding.end == 258 and encoding.stop == {257, 258}
-    found = [encoding.token_bytes(i) for i in (65, 256, 257, 258, 259, 260)]
-    assert found == [b"A", b"<a>", b"", b"", b"<d>", b""]
-
-
-# ------------------------------------------------------------------- folders that are shared or full
+# ----------------------------------------------------------------- folders that are shared or full
 
 def test_two_runs_in_one_folder(again, capsys):
     """Another process holds the lock: a line, and after its end the run goes on."""
@@ -400,19 +388,17 @@ def seconds():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("what", ["pipe", "zeros", "large"])
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_what_is_no_file_of_this_size_is_refused(name, what, again, seconds, capsys, monkeypatch):
-    path = again / name
-    if what == "large":
-        monkeypatch.setattr(data, "LARGEST", path.stat().st_size - 1)
-        if name == "model.safetensors":
-            return                              # which is not read whole
-    else:
-        path.unlink()
-        os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero")
-    said = fault(capsys, *ask(again))
-    assert ("too large" in said) is (what == "large") and "json" in said or name in said
+def test_what_is_no_file_is_refused(name, what, again, seconds, capsys):
+    (again / name).unlink()
+    os.mkfifo(again / name) if what == "pipe" else (again / name).symlink_to(what)
+    assert name in fault(capsys, *ask(again))
+
+
+def test_a_file_without_end_is_refused(again, monkeypatch, capsys):
+    monkeypatch.setattr(data, "LARGEST", (again / "tokenizer.json").stat().st_size - 1)
+    assert "tokenizer.json is too large: " in fault(capsys, *ask(again))
 
 
 @pytest.mark.parametrize("what", ["pipe", "link"])

@@ -16,10 +16,11 @@ from run.caches import new_cache
 
 
 def slow_forward(model, ids):
-    """Logits of one row by loops over heads and positions, in float64, from the definitions."""
+    """Logits of one row in float64, from the definitions."""
     c = model.cfg
-    D, per, rope = c.head_size, c.n_head // c.n_kv_head, c.positions == "rope"
+    D, rope, t = c.head_size, c.positions == "rope", torch.arange(len(ids)).double()
     turns = c.rope_inv_freq or [c.rope_theta ** (-2 * i / D) for i in range(D // 2)]
+    angle = t[:, None, None] * torch.tensor(turns).double()             # (T, 1, D / 2)
     W = {n: p.detach().double() for n, p in model.named_parameters()}
 
     def linear(x, name):
@@ -31,36 +32,31 @@ def slow_forward(model, ids):
         x = x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
         return x * W[f"{name}.weight"] + W.get(f"{name}.bias", 0)
 
-    def turned(x, name, t):                             # Llama: pairs (i, i + D/2)
-        x = norm(x, name) if c.qk_norm else x
-        a = torch.tensor([t * turn for turn in turns] if rope else [0.0], dtype=torch.float64)
-        one, two = x[:D // 2], x[D // 2:]
-        return torch.cat((one * a.cos() - two * a.sin(), two * a.cos() + one * a.sin()))
+    def heads(h, name):                                                 # (T, H, D)
+        x = linear(h, f"{name}_proj").unflatten(-1, (-1, D))
+        if name[-1] != "v":
+            x = norm(x, f"{name}_norm") if c.qk_norm else x
+            one, two = x[..., :D // 2], x[..., D // 2:]     # Llama: pairs (i, i + D/2)
+            cos, sin = angle.cos(), angle.sin()
+            x = torch.cat((one * cos - two * sin, two * cos + one * sin), -1) if rope else x
+        return x.repeat_interleave(c.n_head // x.size(1), 1)
 
     x = W["embed_tokens.weight"][ids]
     x = x if rope else x + W["embed_positions.weight"][:len(ids)]
-    for layer in range(c.n_layer):
-        at = f"layers.{layer}.self_attn."
-        h = norm(x, f"layers.{layer}.input_layernorm")
-        q, k, v = (linear(h, f"{at}{n}_proj").unflatten(-1, (-1, D)) for n in "qkv")
-        out = torch.zeros_like(q)
-        for head in range(c.n_head):
-            of = head // per
-            for t in range(len(ids)):
-                query = turned(q[t, head], f"{at}q_norm", t)
-                score = torch.stack([query @ turned(k[s, of], f"{at}k_norm", s)
-                                     for s in range(t + 1)])
-                out[t, head] = (score / D ** 0.5).softmax(0) @ v[:t + 1, of]
-        x = x + linear(out.flatten(1), f"{at}o_proj")
-        h = norm(x, f"layers.{layer}.post_attention_layernorm")
-        mlp = f"layers.{layer}.mlp."
-        up = linear(h, f"{mlp}up_proj")
+    for at in (f"layers.{i}." for i in range(c.n_layer)):
+        h = norm(x, f"{at}input_layernorm")
+        q, k, v = (heads(h, f"{at}self_attn.{name}") for name in "qkv")
+        score = torch.einsum("thd,shd->hts", q, k) / D ** 0.5
+        score = score.masked_fill(t[:, None] < t, float("-inf")).softmax(-1)
+        x = x + linear(torch.einsum("hts,shd->thd", score, v).flatten(1), f"{at}self_attn.o_proj")
+        h = norm(x, f"{at}post_attention_layernorm")
+        up = linear(h, f"{at}mlp.up_proj")
         if c.mlp == "gelu":
             up = up / 2 * (1 + ((2 / torch.pi) ** 0.5 * (up + 0.044715 * up ** 3)).tanh())
         else:
-            gate = linear(h, f"{mlp}gate_proj")
+            gate = linear(h, f"{at}mlp.gate_proj")
             up = gate * gate.sigmoid() * up
-        x = x + linear(up, f"{mlp}down_proj")
+        x = x + linear(up, f"{at}mlp.down_proj")
     return linear(norm(x, "norm"), "embed_tokens" if c.tied else "lm_head")
 
 
@@ -124,11 +120,6 @@ def test_a_row_may_fill_the_context(model):
         model(torch.zeros(3, 65, dtype=torch.int64))
 
 
-def test_a_critic_has_no_opinion_and_one_number_for_a_state():
-    values = ScalarHead(32)(None, h=torch.randn(2, 5, 32))
-    assert values.shape == (2, 5) and not values.any()
-
-
 # ---------------------------------------------------------------------------------------- dtypes
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
@@ -173,6 +164,7 @@ def test_logits_are_made_in_parts_that_fit(chunk, sizes, recompute, model, monke
     for x, y in zip(want, found()):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     assert sorted(seen) == sorted(sizes)
+    assert not ScalarHead(32)(None, h=torch.randn(2, 5, 32)).any()          # no opinion yet
 
 
 def test_rows_without_a_sampled_token_have_no_log_probabilities(model):
@@ -192,6 +184,10 @@ GPT2 = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32, n
 CONTEXT = "original_max_position_embeddings"
 BENT = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         CONTEXT: 64}
+
+
+ONE = torch.ones(())
+UP, ATTENTION = "model.layers.1.mlp.up_proj.weight", "transformer.h.1.attn.c_attn.weight"
 
 
 def without(config, *names):
@@ -324,9 +320,9 @@ def fault_of(folder):
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_family_is_read_and_written(family, tied, tmp_path):
-    """In a folder that need not be there; as JSON that transformers would write."""
-    folder, names = tmp_path / "a" / "b", ["self_attn.q_proj", "mlp.up_proj"]
-    config = dict(GPT2 if family == "gpt2" else LLAMA, model_type=family, eos_token_id=256,
+    """In a folder that need not be there; config.json is as it was."""
+    folder, gpt2 = tmp_path / "a" / "b", family == "gpt2"
+    config = dict(GPT2 if gpt2 else LLAMA, model_type=family, eos_token_id=256,
                   tie_word_embeddings=tied)
     model = GPT(pretrained.read_config(config))
     model.hf = config
@@ -340,24 +336,20 @@ def test_every_family_is_read_and_written(family, tied, tmp_path):
     for (n, p), (m, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert n == m and torch.equal(p, q)
     text = (folder / "config.json").read_text()
-    assert json.loads(text) == config
-    assert {len(line) - len(line.lstrip()) for line in text.splitlines()} == {0, 2}
-    tensors = load_file(folder / "model.safetensors")
+    assert json.loads(text) == config and '\n  "model_type"' in text
+    tensors, attention = load_file(folder / "model.safetensors"), model.layers[1].self_attn
     assert ("lm_head.weight" in tensors) is not tied
-    if family == "gpt2":
-        weight = tensors["transformer.h.1.attn.c_attn.weight"].T.split(32)
-        bias = tensors["transformer.h.1.attn.c_attn.bias"].split(32)
-        attention = model.layers[1].self_attn
-        for x, y, part in zip(weight, bias, "qkv"):
-            assert torch.equal(x, getattr(attention, f"{part}_proj").weight)
-            assert torch.equal(y, getattr(attention, f"{part}_proj").bias)
-    else:
-        assert tensors.keys() >= {f"model.layers.1.{name}.weight" for name in names}
+    for i, part in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+        if gpt2:
+            assert torch.equal(tensors[ATTENTION].T.split(32)[i], part.weight)
+            assert torch.equal(tensors[ATTENTION[:-6] + "bias"].split(32)[i], part.bias)
+        else:
+            name = f"model.layers.1.self_attn.{'qkv'[i]}_proj.weight"
+            assert torch.equal(tensors[name], part.weight)
 
 
 @pytest.mark.parametrize("file, change, fault", [
     ("model.safetensors", lambda x: x[:-100], "cannot read its tensors"),
-    ("model.safetensors", lambda x: x[:9], "cannot read its tensors"),
     ("model.safetensors", lambda x: b"\xff" * 8 + x[8:], "cannot read its tensors"),
     ("model.safetensors", None, "cannot read its tensors"), ("config.json", None, "no model in"),
     ("config.json", lambda x: x.replace(b'_size": 64', b'_size": 96'), "has the shape"),
@@ -372,19 +364,13 @@ def test_damaged_folders_are_refused(tmp_path, model, file, change, fault):
     assert fault in fault_of(tmp_path)
 
 
-ONE = torch.ones(())
-UP, ATTENTION = "model.layers.1.mlp.up_proj.weight", "transformer.h.1.attn.c_attn.weight"
-
-
 @pytest.mark.parametrize("config, gone, new, fault", [
     (LLAMA, [UP], {}, f"lack tensors of the model: '{UP}', one of 1"),
     (LLAMA, ["lm_head.weight", "model.norm.weight"], {}, "'lm_head.weight', one of 2"),
     (LLAMA, [], {"more": ONE, "b": ONE + 1}, "hold tensors of another model: 'b', one of 2"),
     (LLAMA, [], {"model.norm.weight": ONE}, "has the shape [], not [32]"),
-    (GPT2, [ATTENTION], {}, f"lack tensors of the model: '{ATTENTION}'"),
     (GPT2, [], {ATTENTION: torch.ones(96, 32)}, "has the shape [32, 96], not [96, 32]"),
     ("bare", ["h.1.mlp.c_fc.bias"], {}, "lack tensors of the model: 'transformer.h.1.mlp.c_fc"),
-    ("bare", [], {"h.1.more": ONE}, "hold tensors of another model: 'h.1.more'"),
     ("bare", [], {"wte.weight": torch.ones(257, 33)}, "'wte.weight' has the shape [257, 33]")])
 def test_a_file_has_each_tensor_of_its_model_and_no_other(config, gone, new, fault, tmp_path):
     """OpenAI's own GPT-2 has shorter names; older files hold constants."""
@@ -417,11 +403,10 @@ def test_a_model_in_parts(tmp_path, model):
         assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, model.embed_tokens.weight)
     pretrained.save(model, tmp_path)
     load({"a": "none.safetensors"})
-    whole = tmp_path / "model.safetensors"
-    tensors = load_file(whole)
-    whole.unlink()
-    parts = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(parts.values()):
-        save_file({name: x for name, x in tensors.items() if parts[name] == file}, tmp_path / file)
-    load(parts)
-    load({name: f"../elsewhere/{file}" for name, file in parts.items()})
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = {"0": [*tensors][::2], "1": [*tensors][1::2]}
+    for part, of in names.items():
+        save_file({name: tensors[name] for name in of}, tmp_path / part)
+    load({name: part for part, of in names.items() for name in of})
+    load({name: f"../elsewhere/{part}" for part, of in names.items() for name in of})

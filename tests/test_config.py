@@ -25,7 +25,7 @@ def shown_help(capsys, kind, *argv):
     return " ".join(capsys.readouterr().out.split())
 
 
-# ------------------------------------------------------------------------------ flags and help
+# ---------- flags and help
 
 @dataclasses.dataclass
 class Forked:
@@ -104,7 +104,7 @@ def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
         grpo.make_config(task=str(path))
 
 
-# ------------------------------------------------------------------------ what is refused
+# ---------- what is refused
 
 SLIPS = {"clip_hihg": "clip_high", "clip-high": "clip_high", "resum": "resume", "betta": "beta",
          "dificulty": "difficulty", "grup": "group", "epoch": "epochs"}
@@ -125,10 +125,10 @@ def test_an_unknown_flag_names_the_one_that_was_meant(name, hint):
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("--size x", "--size: invalid int value: 'x'; see --help"),
+    ("--size x", "--size: invalid int value: 'x'; see --help"), ("chess", "no argument chess"),
     ("--sizze 3", "no setting --sizze: did you mean --size?"),
-    ("--difficulty 3", f"no setting --difficulty: {SEE}"), ("chess", "no argument chess"),
-    ("--resume --eval_only", "--eval_only: not allowed with argument --resume")])
+    ("--difficulty 3", f"no setting --difficulty: {SEE}"),
+    ("--resume --eval_only", "not allowed with argument --resume")])
 def test_a_command_line_that_cannot_be(argv, says, mine):
     with pytest.raises(UserError) as e:
         read("--task", mine, *argv.split())
@@ -166,17 +166,11 @@ def test_an_unknown_name_in_a_notebook_or_in_defaults(given, tmp_path, monkeypat
         grpo.make_config(**given)
 
 
-def test_a_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        grpo.Config().lr = 1.0
-
-
-# -------------------------------------------------------------------------- what counts
+# ---------- what counts
 
 @pytest.mark.parametrize("argv, task", [
-    ("--resume --out one", "guess"), ("--resume --out two --init one", "gsm8k"),
-    ("--resume --out none", None), ("--resume --out file", None),
-    ("--eval_only --init one --out two", "guess"), ("--eval_only --out two", "gsm8k"),
+    ("--resume --out two --init one", "gsm8k"), ("--resume --out none", None),
+    ("--resume --out file", None), ("--eval_only --init one --out two", "guess"),
     ("--ask x --init file", None), ("--ask= --out two", "gsm8k"), ("--ask x", None),
     ("--ask x --init two --task guess", "guess"), ("--init one --out two", None)])
 def test_the_task_on_a_command_line(argv, task, tmp_path, monkeypatch):
@@ -219,7 +213,7 @@ def test_what_comes_before_what(monkeypatch):
     assert grpo.make_config(algo="grpo").baseline == "group"
 
 
-# ---------------------------------------------------------- a copy of a policy that differs
+# ---------- a copy of a policy that differs
 
 @torch.no_grad()
 def test_a_copy_takes_weights_and_buffers():
@@ -254,7 +248,7 @@ def test_what_only_one_of_the_two_has_is_refused(name, change):
         dist.copy_weights(copied, policy)
 
 
-# --------------------------------------------------------------------- a model of another kind
+# ---------- a model of another kind
 
 @dataclasses.dataclass
 class Wider(model.GPTConfig):

@@ -24,7 +24,7 @@ import reward
 from data import UserError
 from data.tokenizer import LETTERS, load_encoding
 from grpo import Config, main
-from run import checkpoint, files, pretrained, setup
+from run import checkpoint, files, pretrained
 
 TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1 --held_out 4 --samples 2").split()
@@ -68,7 +68,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
-# --------------------------------------------------------------------------------- the checkpoint
+# ---------- the checkpoint
 
 def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
     cfg, saved = checkpoint.load(where, Config)
@@ -121,14 +121,13 @@ def test_a_file_that_is_cut_off_is_found(again):
 def test_a_resumed_run_lets_go_of_the_file(again):
     cfg, saved = checkpoint.resume(again, Config, {"steps": 3})
     kept = {x.untyped_storage().data_ptr() for x in saved.tensors.values()}
-    cfg, _, encoding, policy, *_ = setup.begin(cfg, data.load_task(cfg.task), saved)
-    agent = grpo.new_agent(cfg, None, encoding, policy, saved)
+    policy = pretrained.model_of(saved.model, cfg, 0)
+    agent = grpo.new_agent(cfg, None, None, policy, saved)
     own = {x.untyped_storage().data_ptr() for x in checkpoint.training_state(agent).values()}
-    assert not saved.tensors and not kept & own
-    files.LOCK.close()
+    assert len(kept) > 9 and not saved.tensors and not kept & own
 
 
-# ------------------------------------------------------------------------------ a model's files
+# ---------- a model's files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
 INDEX = "model.safetensors.index.json"
@@ -206,7 +205,7 @@ def test_paths_that_cannot_be(flag, capsys):
         fault(capsys, *TINY, "--task", "gsm8k", "--test", "x", flag, path)
 
 
-# -------------------------------------------------------------------------------------- tokenizers
+# ---------- tokenizers
 
 LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
 TOKEN = dict(id=257, content="<a>", single_word=False, lstrip=False, rstrip=False,
@@ -224,16 +223,14 @@ def patterns(*given):
 
 @pytest.mark.parametrize("says, change, added, model", [
     *((key, {}, {key: True}, {}) for key in ("lstrip", "rstrip", "single_word")),
-    *((key, {}, {}, {key: x}) for key, x in (
-        ("dropout", 0.1), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "#"))),
+    *((key, {}, {}, {key: 0.1}) for key in ("dropout", "end_of_word_suffix")),
     ("RobertaProcessing", dict(post_processor=dict(type="RobertaProcessing")), {}, {}),
     ("'b' is also the letter of a byte", {}, dict(content="b", id=98, special=True), {}),
     ("'b' is also the letter of a byte", {}, dict(content="b"), {}),
     ("not all different integers", {}, {"id": 98}, {}),
     ("not all different integers", {}, {"id": 2 ** 40}, {}),
     ("not in the order of its merges", {}, {}, dict(merges=["c d", "a b"])),
-    ("cannot read", dict(added_tokens=3), {}, {}), ("cannot read", dict(model=[]), {}, {}),
-    ("cannot read", patterns("("), {}, {}),
+    ("cannot read", dict(model=[]), {}, {}), ("cannot read", patterns("("), {}, {}),
     ("invert True", pieces(SPLIT | dict(invert=True)), {}, {}),
     ("behavior 'Removed'", pieces(SPLIT, SPLIT | dict(behavior="Removed")), {}, {}),
     (r"\['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace")), {}, {}),
@@ -324,19 +321,16 @@ def test_a_word_that_no_merge_makes(tmp_path):
 
 def test_what_other_programs_read_of_a_tokenizer_is_kept(model_folder):
     names = ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-             "chat_template.jinja", "generation_config.json", "additional_chat_templates/x.jinja"]
+             "generation_config.json", "additional_chat_templates/x.jinja"]
+    (model_folder / "additional_chat_templates").mkdir()
     for name in names:
-        (model_folder / name).parent.mkdir(exist_ok=True)
         (model_folder / name).write_text("{}")
     kept = load_encoding(model_folder, "none").files
     assert {*names, "tokenizer.json", "tokenizer_config.json"} <= {*kept}
     assert kept["merges.txt"] == b"{}"
-    (model_folder / "config.json").unlink()
-    with pytest.raises(UserError, match="cannot read its tokenizer .FileNotFoundError"):
-        load_encoding(model_folder)
 
 
-# ----------------------------------------------------------------- folders that are shared or full
+# ---------- folders that are shared or full
 
 def test_two_runs_in_one_folder(again, capsys):
     """Another process holds the lock: a line, and after its end the run goes on."""
@@ -490,12 +484,12 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
     assert into(None, stream(), "--group", "0") == into(stream(), None, "--group", "0") == 2
 
 
-@pytest.mark.parametrize("x, spread", [(1.0, 0), (0.0, 0), (1e4, 1e-3), (-2.0, 0)])
-def test_scores_that_say_nothing(x, spread, monkeypatch):
+def test_scores_that_say_nothing(monkeypatch):
     """All the same, up to rounding, or no numbers."""
-    monkeypatch.setattr(reward, "scores_of", lambda *_: x + spread * torch.randn(20))
-    with pytest.raises(UserError, match="gives every completion the same score"):
-        reward.normalise(None, {}, None)
+    for x, spread in ((1.0, 0), (0.0, 0), (1e4, 1e-3), (-2.0, 0)):
+        monkeypatch.setattr(reward, "scores_of", lambda *_: x + spread * torch.randn(20))
+        with pytest.raises(UserError, match="gives every completion the same score"):
+            reward.normalise(None, {}, None)
     monkeypatch.setattr(reward, "fit", lambda *_: None)
     monkeypatch.setattr(reward, "scores_of", lambda *_: torch.tensor([1.0, float("nan")]))
     agent = SimpleNamespace(cfg=Config(supervision="process"), reward_model=None, history={})

@@ -61,7 +61,7 @@ def slow_forward(model, ids):
 
 
 SHAPES = FAMILIES | {
-    "one key head": dict(n_kv_head=1, norm_eps=0.5), "a key head each": dict(n_kv_head=4),
+    "one key head": dict(n_kv_head=1, norm_eps=0.5), "keys": dict(n_kv_head=4, rope_theta=50.0),
     "scaled": dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), tied=False)}
 
 
@@ -120,7 +120,7 @@ def test_a_row_may_fill_the_context(model):
         model(torch.zeros(3, 65, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------------------------------- dtypes
+# ---------- dtypes
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
 def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
@@ -139,7 +139,7 @@ def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
     assert cache.shape == (3, 2, 5, 2, 7, 8) and cache.dtype == products[0] and not cache.any()
 
 
-# ------------------------------------------------------------------------------ log-probabilities
+# ---------- log-probabilities
 
 @pytest.mark.parametrize("chunk, sizes", [
     (257 * 12, [12]),                           # all fit: they are made once, and kept
@@ -174,7 +174,7 @@ def test_rows_without_a_sampled_token_have_no_log_probabilities(model):
         assert torch.equal(logp < 0, on)
 
 
-# ------------------------------------------------------------------------------------ config.json
+# ---------- config.json
 
 LLAMA = dict(model_type="llama", vocab_size=257, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, hidden_size=32, intermediate_size=64,
@@ -299,7 +299,7 @@ def test_which_setting_of_rope_counts():
         assert read(rope_scaling=BENT | {CONTEXT: n}, **{CONTEXT: 32}) == by[32]
 
 
-# ------------------------------------------------------------------------------ a folder's files
+# ---------- a folder's files
 
 def made(config, where):
     """Saves a model with random weights of the shape in a config.json."""

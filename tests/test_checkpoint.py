@@ -73,14 +73,6 @@ class Killed(BaseException):
     """As if by SIGKILL: nothing is saved."""
 
 
-@contextlib.contextmanager
-def killed():
-    """A context that a Killed ends, in which nothing holds the lock at the end."""
-    with contextlib.suppress(Killed):
-        yield
-    files.LOCK.close()
-
-
 @pytest.fixture
 def task(tmp_path):
     (tmp_path / "letters.py").write_text(TASK)
@@ -89,35 +81,25 @@ def task(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, task):
-    """A function that runs a command in a folder, with the task of this file; its steps are saved
-    in `saved`. With kill_at, it ends when that step is to be logged, as if it had been killed."""
-    def command(out, *args, kill_at=None):
-        command.saved, save, append = [], checkpoint.save, files.append
-
-        def noted(agent, step):
-            command.saved.append(step)
-            save(agent, step)
-
-        def log(path, record):
-            if path.name == "metrics.jsonl" and record["step"] == kill_at:
-                raise Killed
-            append(path, record)
-        with pytest.MonkeyPatch.context() as patch, killed():
-            patch.setattr(checkpoint, "save", noted)
-            patch.setattr(files, "append", log)
-            given = [] if "--resume" in args else SMALL
+    """A function that runs a command in a folder, with the task of this file, to its end or a
+    Killed."""
+    def command(out, *args):
+        given = [] if "--resume" in args else SMALL
+        with contextlib.suppress(Killed):
             main(["--task", str(task), *given, *map(str, args), "--out", str(tmp_path / out)])
+        files.LOCK.close()
         return tmp_path / out
     return command
 
 
 @contextlib.contextmanager
-def killed_before(path):
-    """A context in which the process ends when it begins to write a file."""
-    real = files.replacing
+def killed_before(path, n=1):
+    """A context in which the process ends when it begins to write a file for the n-th time."""
+    real, seen = files.replacing, []
 
     def replacing(given):
-        if given == path:
+        seen.append(given)
+        if given == path and seen.count(path) == n:
             raise Killed
         return real(given)
     with pytest.MonkeyPatch.context() as patch:
@@ -196,18 +178,6 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     assert "has --task arithmetic, not guess" in other
 
 
-@pytest.mark.slow
-def test_what_the_machine_needs_changes_a_result_only_by_rounding(run):
-    """Less memory, other caches: the steps are those of a run that was not stopped."""
-    whole, part = run("whole", "--steps", 4), run("part", "--steps", 2)
-    changed = "--micro_tokens 16 --recompute --cache plain --held_out 3 --samples 1".split()
-    run("part", "--resume", "--steps", 4, *changed)
-    one, other, began = weights(whole), weights(part), weights(whole / "warm_start")
-    moved = max((one[name] - began[name]).abs().max() for name in one)
-    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-2 * moved
-    assert "pass@1" in metrics(part)[-1] and "pass@2" not in metrics(part)[-1]
-
-
 # ---------- exact resume
 
 def two_groups(params, lr):
@@ -267,73 +237,84 @@ def test_an_algorithms_own_state_goes_on(run, monkeypatch, capsys, task):
     assert "agent.state['mean'] must be a tensor, not 0.5" in fault(capsys, *again)
 
 
-@pytest.mark.slow
-def test_iterations_go_on_where_they_were_and_nobody_overwrites_them(run, capsys, task):
-    """Two of two steps; the second begins with a new reference, which stays."""
-    more = ["--iterations", 2, "--beta", 0.1, "--save_every", 1, "--half_life", 3]
-    whole, out = run("whole", *more), run("cut", *more, kill_at=3)
-    begin = ["--task", task, *SMALL, *more, "--out", out]
-    assert f"{out} holds a run stopped at step 2" in fault(capsys, *begin)
-    run("cut", "--resume", kill_at=4)
-    run("cut", "--resume")
-    assert metrics(out) == metrics(whole) and steps(out) == [0, 1, 2, 3, 4]
-    names = "model.safetensors", "samples.jsonl"
-    assert bytes_of(out, *names) == bytes_of(whole, *names)
+MORE = ("--iterations 2 --steps 2 --eval_every 1 --save_every 1 --beta 0.1 --half_life 3 "
+        "--samples 1").split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of MORE that nothing stopped."""
+    where = tmp_path_factory.mktemp("whole")
+    (where / "letters.py").write_text(TASK)
+    main(["--task", str(where / "letters.py"), *SMALL, *MORE, "--out", str(where / "run")])
+    return where / "run"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.safetensors"])
-def test_a_kill_while_the_last_step_is_saved(name, run):
-    """The checkpoint comes last: the run is not complete without it, and writes all again."""
-    names = "model.safetensors", "samples.jsonl"
-    whole = run("whole", "--steps", 2)
-    out = run("cut", "--steps", 2, "--save_every", 1, kill_at=2)
-    with killed_before(out / name):
-        run("cut", "--resume")
-    assert steps(out)[-1] == 2 and saved_at(out) == 1
-    run("cut", "--resume")
-    assert metrics(out) == metrics(whole) and saved_at(out) == 2
-    assert bytes_of(out, *names) == bytes_of(whole, *names)
-    shown, = shown_data(out / "report.html")            # no step twice, and none of before alone
-    assert [m["step"] for m in shown["metrics"]] == [0, 1, 2] and len(shown["samples"]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at, left", [(1, -1), (2, 1)])
-def test_an_evaluation_that_is_stopped_is_made_again(at, left, run, monkeypatch, capsys):
-    """By a signal: the step before it, too, unless that was saved."""
-    flags = ["--steps", 2, "--eval_every", 1, "--save_every", 1]
-    whole, seen, real = run("whole", *flags), [], grpo.evaluate
+@pytest.mark.parametrize("how, n, left", [
+    ("model.safetensors", 1, -1), ("checkpoint.safetensors", 4, 2), ("model.safetensors", 4, 3),
+    ("SIGTERM", 1, -1), ("SIGTERM", 4, 2)])
+def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, task, capsys,
+                                                    monkeypatch):
+    """A kill before a file is written for the n-th time, a signal in the n-th evaluation; the
+    second of two iterations begins with a new reference, which stays."""
+    out, real, seen = task.parent / "run", grpo.evaluate, []
 
     def evaluate(agent, problems):
-        seen.append(len(seen))
-        if len(seen) == at + (at > 1):
+        seen.append(problems)
+        if len(seen) == n:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(agent, problems)
-    monkeypatch.setattr(grpo, "evaluate", evaluate)
-    with pytest.raises(SystemExit) as e:
-        run("cut", *flags)
-    out = whole.parent / "cut"
-    assert e.value.code == 128 + signal.SIGTERM and saved_at(out) == left
-    assert "stopped in the greedy evaluation" in capsys.readouterr().out
-    run("cut", "--resume")
-    assert metrics(out) == metrics(whole)
-    assert bytes_of(out, "model.safetensors") == bytes_of(whole, "model.safetensors")
+    if how == "SIGTERM":
+        monkeypatch.setattr(grpo, "evaluate", evaluate)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            run("run", *MORE)
+        assert "stopped in the greedy evaluation" in capsys.readouterr().out
+    with killed_before(out / how, n):
+        how == "SIGTERM" or run("run", *MORE)
+    assert saved_at(out) == left
+    named = ["--task", task, "--out", out]
+    if left > 0:
+        assert f"run stopped at step {left}" in fault(capsys, *named, *SMALL, *MORE)
+    assert "has --steps 2, not 3" in fault(capsys, *named, "--resume", "--steps", 3)
+    run("run", "--resume")
+    assert metrics(out) == metrics(whole) and steps(out) == [0, 1, 2, 3, 4]
+    names = "model.safetensors", "samples.jsonl", "best/model.safetensors"
+    assert bytes_of(out, *names) == bytes_of(whole, *names)
+    shown, = shown_data(out / "report.html")            # no step twice, and none of before alone
+    assert [m["step"] for m in shown["metrics"]] == steps(out) and len(shown["samples"]) == 8
 
 
 @pytest.mark.slow
-def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys):
-    out = run("run", "--steps", 2, "--eval_every", 2, "--save_every", 2, "--held_out", 1)
-    assert evaluated(out) == [0, 2] and run.saved == [2]        # not before there is a step
+def test_what_the_machine_needs_changes_a_result_only_by_rounding(whole, run, tmp_path):
+    """Less memory, other caches: the steps are those of a run that was not stopped."""
+    with killed_before(tmp_path / "run" / "model.safetensors", 3):
+        out = run("run", *MORE)
+    run("run", "--resume", *"--micro_tokens 16 --recompute --cache plain --samples 2".split())
+    one, other, began = weights(whole), weights(out), weights(whole / "warm_start")
+    moved = max((one[name] - began[name]).abs().max() for name in one)
+    assert 0 < max((one[name] - other[name]).abs().max() for name in one) < 1e-2 * moved
+    assert "pass@2" in metrics(out)[-1] and "pass@2" not in metrics(out)[1]
+
+
+@pytest.mark.slow
+def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys, monkeypatch):
+    """Of one completion per prompt, nothing is said of groups."""
+    saved, real = [], checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *given: saved.append(given[1]) or real(*given))
+    alone = ["--algo", "reinforce", "--group", 1, "--held_out", 1]
+    out = run("run", "--steps", 2, "--eval_every", 2, "--save_every", 2, *alone)
     run("run", "--resume", "--steps", 5)
-    assert evaluated(out) == [0, 2, 4, 5] and run.saved == [4, 5]
+    assert evaluated(out) == [0, 2, 4, 5] and saved == [2, 4, 5]        # not at step 0
     run("run", "--resume", "--steps", 8, "--eval_every", 1, "--save_every", 3)
-    assert evaluated(out) == [0, 2, 4, 5, 6, 7, 8] and run.saved == [6, 8]
+    assert evaluated(out) == [0, 2, 4, 5, 6, 7, 8] and saved == [2, 4, 5, 6, 8]
     run("run", "--resume", "--steps", 9)            # what was changed is the run's own now
     run("run", "--resume", "--steps", 9)
-    said = f"the run in {out} is complete; a larger --steps continues it"
-    assert capsys.readouterr().out.count(said) == 1
     assert evaluated(out)[-2:] == [8, 9] and checkpoint.load(out, Config)[0].save_every == 3
+    said, last = capsys.readouterr().out, metrics(out)[-1]
+    assert said.count(f"the run in {out} is complete; a larger --steps continues it") == 1
+    assert f"\nstep 9  held out: greedy {last['greedy']:.1%}  pass@1 {last['pass@1']:.1%}" in said
+    assert "dead_groups" not in last and "dead_groups" not in said
 
 
 # ---------- the files that a run names
@@ -345,8 +326,8 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     rows, other, moved = tmp_path / "rows", tmp_path / "other", tmp_path / "elsewhere.py"
     rows.write_text("1,2")
     other.write_text("3,4")
-    out = run("run", "--steps", 1, "--train", rows, "--difficulty", 1)
-    resume = ["--resume", "--task", task, "--steps", 2, "--out", out]
+    out = run("run", "--steps", 0, "--train", rows, "--difficulty", 1)
+    resume = ["--resume", "--task", task, "--steps", 1, "--out", out]
     for given in ([*resume, "--train", other], resume):
         assert "file of --train has changed since" in fault(capsys, *given)
         rows.unlink(missing_ok=True)
@@ -354,20 +335,19 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
     assert cfg.task_args == dict(difficulty=1, train="", test="")
     other.write_text("1,2")
-    run("run", "--resume", "--steps", 2, "--train", other)
-    run("run", "--resume", "--steps", 3)            # it is known from now on
-    assert steps(out) == [0, 1, 2, 3]
+    run("run", "--resume", "--steps", 1, "--train", other)
+    run("run", "--resume", "--steps", 2)            # it is known from now on
     assert checkpoint.load(out, Config)[0].task_args["train"] == str(other)
 
     task.rename(moved)
     for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
         assert f"to allow it, add --task {task}" in fault(capsys, *given)
-    changed = tmp_path / "changed.py"
-    changed.write_text(TASK + "# another\n")
-    resume = ["--resume", "--steps", 4, "--out", out, "--task"]
-    assert "file of --task has changed" in fault(capsys, *resume, changed)
+    other = tmp_path / "changed.py"
+    other.write_text(TASK + "#")
+    resume = ["--resume", "--steps", 3, "--out", out, "--task"]
+    assert "file of --task has changed" in fault(capsys, *resume, other)
     main([*map(str, resume), str(moved)])
-    assert steps(out)[-1] == 4 and checkpoint.load(out, Config)[0].task == str(moved)
+    assert steps(out) == [0, 1, 2, 3] and checkpoint.load(out, Config)[0].task == str(moved)
 
 
 def test_a_task_that_has_changed_is_noted(run, task, capsys):
@@ -517,15 +497,15 @@ def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, ta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill_at", [0, 1])
-def test_a_run_that_was_killed_before_its_first_step_begins_anew(kill_at, run):
+def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
     """Without what it left; run.json says what made the new one."""
-    out = run("run", "--steps", 3, "--eval_every", 1, kill_at=kill_at)
-    assert (out / "best").exists()
-    run("run", "--steps", 1)
-    assert evaluated(out) == [0, 1] and not (out / "best").exists()
+    with killed_before(tmp_path / "run" / "model.safetensors"):
+        out = run("run", "--steps", 1, "--eval_every", 1)
+    assert (out / "best").exists() and evaluated(out) == [0, 1]
+    run("run", "--steps", 0)
+    assert evaluated(out) == [0] and not (out / "best").exists()
     about = files.about(out)
-    assert about["config"]["steps"] == 1 and about["data"].keys() == {"task"}
+    assert about["config"]["steps"] == 0 and about["data"].keys() == {"task"}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     assert about["command"] == sys.argv and about["versions"] == versions
 
@@ -562,25 +542,10 @@ def test_a_run_from_a_model_is_asked_with_its_own_weights(run, task, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_copy_goes_on_alone(run, task, tmp_path, monkeypatch):
+def test_a_copy_goes_on_alone(begun, tmp_path, monkeypatch):
     """A folder that was copied or moved is a run of its own, though its settings name the first."""
-    out, copy = run("run", "--steps", 2), tmp_path / "elsewhere" / "out" / "letters"
-    before = contents(shutil.copytree(out, copy))
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    main(["--resume", "--steps", "3", "--task", str(task)])
-    assert contents(out) == before and steps(copy) == [0, 1, 2, 3]
-    run("run", "--resume", "--steps", 3)
-    assert metrics(out) == metrics(copy)
-
-
-@pytest.mark.slow
-def test_what_a_run_tells(run, capsys):
-    """Of one completion per prompt, it says nothing of groups; the page is of the whole run."""
-    out = run("run", "--steps", 1, "--algo", "reinforce", "--group", 1)
-    said, lines = capsys.readouterr().out, metrics(out)
-    for step, m in enumerate(lines):
-        assert f"\nstep {step}  held out: greedy {m['greedy']:.1%}  pass@1 " in said
-    for text in ("the warm start comes first, then 1 steps of RL", "cpu in float32; 30 problems",
-                 f"token by token: {out / 'report.html'}", "ask it: python grpo.py --task"):
-        assert said.count(text) == 1
-    assert "dead_groups" not in lines[1] and "dead_groups" not in said
+    before, copy = contents(begun / "one"), tmp_path / "out" / "arithmetic"
+    shutil.copytree(begun / "one", copy)
+    monkeypatch.chdir(tmp_path)
+    main(["--resume", "--steps", "3"])
+    assert contents(begun / "one") == before and steps(copy) == [0, 1, 2, 3]

@@ -20,9 +20,9 @@ from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT, GPTConfig
-from run import caches, dist, passes, pretrained, setup
+from run import dist, passes, pretrained, setup
 from run.passes import token_logps
-from run.pretrained import frozen, memory
+from run.pretrained import memory
 
 CFG = Config(task="toy", prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, n_embd=16,
              device="cpu", dtype="float32")
@@ -271,6 +271,12 @@ def bytes_of(*modules):
     return sum(p.nbytes for module in modules if module for p in module.parameters())
 
 
+def of(model=None, longest=4, **changes):
+    """The estimate for a model and settings."""
+    cfg = Config(**TINY | changes)
+    return memory(pretrained.to_device(model or tiny_model(), cfg), cfg, longest)
+
+
 class Live(TorchDispatchMode):
     """The most bytes of tensors at one time, of those that were made in this context."""
 
@@ -328,65 +334,35 @@ def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
     assert 1 < memory(policy, cfg, 2) / there < 1.05
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("cache, copies", [("shared", 2), ("plain", 2), ("static", 1)])
-def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, monkeypatch):
+def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, size, monkeypatch):
     """And of a token's logits; ranks share the rows. A static cache is kept in the update."""
-    cfg = Config(**TINY | dict(dtype=dtype, prompts=2 * 10 ** 5, cache=cache))
-    model = pretrained.to_device(tiny_model(), cfg)
-    slot = caches.new_cache(model, 1, 1).nbytes
-    want = 4e5 * (copies * 13 * slot + 24 * 257)
-    assert memory(model, cfg, 5) == pytest.approx(want, rel=0.01)
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "ranks", lambda: 2)
-        assert memory(model, cfg, 5) == pytest.approx(want / 2, rel=0.01)
-    cfg = dataclasses.replace(cfg, prompts=18, micro_tokens=10 ** 6)
-    more = memory(model, cfg, 5) - memory(model, dataclasses.replace(cfg, cache="plain"), 5)
-    assert more == (copies == 1) * 36 * 13 * slot
+    row = 12 * 64 * size                # slots; 2 layers, keys and values, 2 heads, 8 channels
+    want, many = 4e5 * (copies * row + 24 * 257), dict(dtype=dtype, prompts=2 * 10 ** 5)
+    assert of(**many, cache=cache) == pytest.approx(want, rel=0.01)
+    few = dict(dtype=dtype, prompts=18, micro_tokens=10 ** 6)
+    assert of(**few, cache=cache) - of(**few, cache="plain") == (copies == 1) * 36 * row
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    assert of(**many, cache=cache) == pytest.approx(want / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("changes, more", [
-    (dict(micro_tokens=2000), 2), (dict(baseline="value", critic="separate"), 2),
-    (dict(baseline="value"), 1), (dict(critic="separate"), 1), (dict(recompute=True), 0.8),
-    (dict(dtype="bfloat16"), 0.6)])
-def test_activations_are_of_the_tokens_of_a_micro_batch(changes, more, monkeypatch):
-    """And of the models that are trained on them."""
-    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
-
-    def activations(**changes):
-        """Those of `micro_tokens`, which are more than those of one row."""
-        cfg, row = Config(**TINY | dict(micro_tokens=1000) | changes), dict(micro_tokens=12)
-        return memory(tiny_model(), cfg, 4) - memory(
-            tiny_model(), dataclasses.replace(cfg, **row), 4)
-    assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
-
-
-def test_what_a_micro_batch_needs_to_the_byte(monkeypatch):
+    (dict(baseline="value", critic="separate"), 2), (dict(baseline="value"), 1),
+    (dict(recompute=True), 0.8), (dict(dtype="bfloat16"), 0.6)])
+def test_what_a_micro_batch_needs(changes, more, monkeypatch):
     """A row longer than it is taken alone; by default it has 2,048 tokens; logits in parts."""
-    def of(model=tiny_model(), longest=4, **changes):
-        return memory(model, Config(**TINY | changes), longest)
-    assert of(max_new=900, longest=100, micro_tokens=16) == of(
-        max_new=900, longest=100, micro_tokens=1000)
+    def activations(model=None, **changes):
+        return of(model, micro_tokens=1012, **changes) - of(model, micro_tokens=12, **changes)
+    long = dict(max_new=900, longest=100)
+    assert of(**long, micro_tokens=16) == of(**long, micro_tokens=1000)
     assert of() == of(micro_tokens=2048)
     whole = of(micro_tokens=1000)
-    monkeypatch.setattr(pretrained, "most_logits", lambda device: 1000)
-    assert whole - of(micro_tokens=1000) == 12 * (257 * 1000 - 1000)
-    grown = [of(tiny_model(n_layer=n), recompute=True, micro_tokens=1512)
-             - of(tiny_model(n_layer=n), recompute=True, micro_tokens=512) for n in (2, 8)]
-    assert grown[1] - grown[0] == 6 * 4 * 32 * 1000         # the inputs of six more layers
-
-
-@pytest.mark.parametrize("dtype, copies", [("float32", 1), ("bfloat16", 2)])
-def test_of_a_sharded_model_a_rank_needs_its_part(dtype, copies, monkeypatch):
-    """And a whole copy to sample from."""
-    cfg = Config(**TINY | dict(shard=True, dtype=dtype, reward="model", micro_tokens=1, max_new=2))
-    model = pretrained.to_device(tiny_model(**WIDE), cfg)
-    whole, copied = 8 * bytes_of(model), bytes_of(frozen(model))
-    alone = pytest.approx(whole + copied * copies, rel=0.05)
-    assert memory(model, cfg, 2) == alone
-    monkeypatch.setattr(dist, "ranks", lambda: 4)
-    assert memory(model, cfg, 2) == pytest.approx((whole + copied) / 4 + copied, rel=0.15)
-    assert memory(model, dataclasses.replace(cfg, shard=False), 2) == alone
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
+    assert whole - of(micro_tokens=1000) == 12 * 257 * 1000
+    assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
+    two, eight = (activations(tiny_model(n_layer=n), recompute=True) for n in (2, 8))
+    assert eight - two == 6 * 4 * 32 * 1000             # the inputs of six more layers
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):

@@ -208,6 +208,8 @@ def test_what_comes_before_what(monkeypatch):
     assert found == ("value", 0, 0.3, arithmetic.DEFAULTS["lr"])
     cfg = read("--algo", "dapo", "--loss_mean", "constant", "--kl", "loss")
     assert (cfg.loss_mean, cfg.kl, cfg.clip_high) == ("constant", "loss", 0.28)
+    monkeypatch.setitem(arithmetic.DEFAULTS, "init", "x")
+    assert (grpo.make_config().warm_steps, grpo.make_config(init="").warm_steps) == (0, 1500)
     monkeypatch.setitem(arithmetic.DEFAULTS, "algo", "ppo")
     assert grpo.make_config().baseline == "value"
     assert grpo.make_config(algo="grpo").baseline == "group"
@@ -308,35 +310,29 @@ class Scaled(model.Attention):
         self.of_all = torch.nn.Parameter(torch.tensor(1.5))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_a_parameter_of_ones_own_begins_as_written(family, monkeypatch):
-    """Weights of linear layers and embeddings alone are drawn, in the order of their names."""
-    monkeypatch.setattr(model, "Attention", Scaled)
-    gpt = tiny_model(scale=1, tied=False, **pretrained.FAMILIES[family])
-    source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
-    assert (gpt.layers[0].self_attn.of_heads == 1).all()
-    assert gpt.layers[1].self_attn.of_all.item() == 1.5
-    for name, m in gpt.named_modules():
-        if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):
-            scale = std / 2 if name.endswith(("o_proj", "down_proj")) else std      # 2 layers
-            want = torch.empty(m.weight.shape).normal_(0, scale, generator=source)
-            assert torch.equal(m.weight, want)
-
-
 @pytest.mark.parametrize("family, attn", [("llama", "self_attn"), ("gpt2", "attn")])
 def test_a_parameter_of_ones_own_is_saved_and_loaded(family, attn, tmp_path, monkeypatch):
-    """A file without it is refused, unless a table says what it begins as."""
+    """It begins as written: the weights of linear layers and embeddings alone are drawn, in the
+    order of their names. A file without it is refused, unless a table says what it begins as."""
     def saved(folder):
-        gpt = tiny_model(n_kv_head=4, **pretrained.FAMILIES[family])
+        gpt = tiny_model(n_kv_head=4, scale=1, **pretrained.FAMILIES[family])
         if family == "gpt2":
             gpt.hf = dict(model_type="gpt2", vocab_size=257, n_layer=2, n_head=4, n_embd=32,
                           n_positions=64, layer_norm_epsilon=1e-5, n_inner=64)
         pretrained.save(gpt, folder)
         return gpt
-    plain = saved(tmp_path / "plain")
+    saved(tmp_path / "plain")
     monkeypatch.setattr(model, "Attention", Scaled)
     gpt, loaded = saved(tmp_path / "own"), pretrained.load(tmp_path / "own")
     assert all(map(torch.equal, gpt.parameters(), loaded.parameters()))
+    source, std = torch.Generator().manual_seed(0), (2 / (5 * 32)) ** 0.5
+    for name, m in loaded.named_modules():
+        if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):
+            scale = std / 2 if name.endswith(("o_proj", "down_proj")) else std      # 2 layers
+            want = torch.empty(m.weight.shape).normal_(0, scale, generator=source)
+            assert torch.equal(m.weight, want)
+    own = loaded.layers[1].self_attn
+    assert own.of_all.item() == 1.5 and (own.of_heads == 1).all()
     for new, lacks in (({}, f"0.{attn}.of_all.*, one of 4$"),
                        ({"attn.of_all": 3.5}, f"0.{attn}.of_heads.*, one of 2$")):
         monkeypatch.setattr(pretrained, "NEW", new)
@@ -346,7 +342,7 @@ def test_a_parameter_of_ones_own_is_saved_and_loaded(family, attn, tmp_path, mon
     filled = pretrained.load(tmp_path / "plain")
     assert filled.layers[1].self_attn.of_all.item() == 3.5
     assert (filled.layers[0].self_attn.of_heads == 2).all()
-    assert torch.equal(filled.embed_tokens.weight, plain.embed_tokens.weight)
+    assert torch.equal(filled.embed_tokens.weight, gpt.embed_tokens.weight)
 
 
 def test_a_buffer_that_no_file_holds_is_refused(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -75,9 +74,7 @@ def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
     state = vars(saved) | {"config": dataclasses.asdict(cfg)}
     tensors = change_tensors({n: x.clone() for n, x in state.pop("tensors").items()})
     change_state(state)
-    path = where / "checkpoint.safetensors"
-    files.write_tensors(path, tensors, {"grpo": json.dumps(state)})
-    return path
+    files.write_tensors(where / "checkpoint.safetensors", tensors, {"grpo": json.dumps(state)})
 
 
 P = "policy.layers.0.mlp.up_proj.weight"
@@ -98,10 +95,10 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(change, says, again, capsy
     lambda state: state["config"].update(n_mlp=4), lambda state: state.update(config=[])])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder."""
-    path = rewrite_checkpoint(again, dict, change)
+    rewrite_checkpoint(again, dict, change)
     for flags in (["--resume"], TINY):
         said = fault(capsys, *flags, "--out", again)
-        assert f"{path} is cut off, or not of this version of grpo.py (" in said
+        assert "is cut off, or not of this version of grpo.py (" in said
         assert "choose another --out, or delete the file" in said
 
 
@@ -131,19 +128,16 @@ def test_a_resumed_run_lets_go_of_the_file(again):
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
 INDEX = "model.safetensors.index.json"
-BOUNDS = {"num_hidden_layers": 10 ** 9, "hidden_size": 10 ** 30, "rms_norm_eps": 10 ** 400}
 
 
 @pytest.mark.parametrize("name, text, says", [
     *(("config.json", text, "config.json") for text in (
-        "[" * 100000, "[]", "{", "\xff", '{"a": 1' + "0" * 5000 + "}")),
+        "[" * 100000, "[]", "\xff", '{"a": 1' + "0" * 5000 + "}")),
     *((name, "{", name) for name in ("tokenizer.json", "tokenizer_config.json", "run.json", INDEX)),
     *((name, POINTER, f"{name} is a Git LFS pointer: fetch the file with `git lfs pull`")
       for name in ("model.safetensors", "tokenizer.json", "config.json")),
     *((INDEX, json.dumps({"weight_map": {"a": part}}), "model") for part in (
         "../model.safetensors", "a" * 5000, 3, "\0")),
-    *(("config.json", json.dumps({"model_type": "llama", key: x}), "config.json")
-      for key, x in BOUNDS.items()),
     ("config.json", None, "merge_and_unload"), ("tokenizer.json", None, "hf download NAME"),
     ("vocab.json", "{}", "AutoTokenizer")])
 def test_what_is_wrong_with_a_models_file_is_one_line(name, text, says, model_folder, capsys):
@@ -189,19 +183,12 @@ def test_settings_of_a_folder_that_cannot_be(config, again, capsys):
                                     dict(data={"bogus": "0"})], ids=str)
 def test_a_run_json_that_is_damaged_or_lacks_something(change, again, capsys):
     rewrite(again / "run.json", lambda about: about | change)
-    if change in (dict(config="x"), dict(data=[])):
-        for mode in (ask(again), ["--resume", "--out", again]):
-            assert f"{again / 'run.json'} is damaged" in fault(capsys, *mode)
+    if isinstance([*change.values()][0], dict):
+        main([*map(str, ask(again)), "--max_new", "12"])
+        go_on(again, 2)
         return
-    main([*map(str, ask(again)), "--max_new", "12"])
-    assert capsys.readouterr().out.startswith("1*1=")
-    go_on(again, 2)
-
-
-@pytest.mark.parametrize("flag", ["--init", "--out", "--task", "--train"])
-def test_paths_that_cannot_be(flag, capsys):
-    for path in ("a" * 5000, "a/" * 3000):
-        fault(capsys, *TINY, "--task", "gsm8k", "--test", "x", flag, path)
+    for mode in (ask(again), ["--resume", "--out", again]):
+        assert f"{again / 'run.json'} is damaged" in fault(capsys, *mode)
 
 
 # ---------- tokenizers
@@ -349,21 +336,13 @@ def test_two_runs_in_one_folder(again, capsys):
 
 
 def test_what_killed_saves_left_is_cleared(again):
-    """Also under the names that safetensors writes to before it renames."""
-    names, best = set(), again / "best"
-    def save():
-        for _ in range(20):
-            files.save_file({"x": torch.zeros(10 ** 6)}, best / "x")
-    best.mkdir()
-    thread = threading.Thread(target=save)
-    thread.start()
-    while thread.is_alive():
-        names |= {path.name for path in best.iterdir()}
-    left = [best / name for name in names - {"x"}]
-    left += [again / ".tmp0a79jC", again / "warm_start" / "model.safetensors.tmp"]
+    """Also under the names of six characters that safetensors writes to before it renames."""
+    left = [again / ".tmp0a79jC", again / "best" / ".tmpABCDEF", again / "model.safetensors.tmp",
+            again / "warm_start" / "model.safetensors.tmp"]
     own = [again / "notes.tmp", again / ".tmp0a79jCx"]
+    (again / "best").mkdir()
     for path in (*left, *own):
-        path.write_bytes(b"x")
+        path.touch()
     files.clear_up(again)
     assert all(path.exists() for path in own) and not any(path.exists() for path in left)
 

@@ -19,7 +19,7 @@ import grpo
 from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
-from model import GPT, GPTConfig
+from model import GPT
 from run import dist, passes, pretrained, setup
 from run.passes import token_logps
 from run.pretrained import memory

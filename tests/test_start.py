@@ -1,67 +1,433 @@
-"""Which warm start a run takes: the one kept in its folder, the shipped one, or a new one; and what it says."""
+"""What a run starts from: its checks, tokenizer and model, the warm start, the memory it needs."""
+import contextlib
+import copy
 import dataclasses
 import json
+import math
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
+import pretend
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import chat_folder, tiny_model
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import grpo
+from data import UserError, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import pretrained, setup
+from run import dist, passes, pretrained, setup
+from run.passes import token_logps
+from run.pretrained import memory
 
-CFG = Config(task="toy", max_new=8, warm_steps=3, n_embd=16, device="cpu", dtype="float32")
-PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(80)]
-TOY = SimpleNamespace(demonstration=lambda p, rng: "abc")
+CFG = Config(task="toy", prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, n_embd=16,
+             device="cpu", dtype="float32")
+PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
+HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
+CPU = torch.device("cpu")
 
+
+def with_(**changes):
+    return dataclasses.replace(CFG, **changes)
+
+
+def toy(**parts):
+    """A task with all that a task can have."""
+    return SimpleNamespace(**dict(
+        problems=lambda: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
+        steps=lambda p, text: [], demonstration=lambda p, source: "abc",
+        answer=lambda text: text) | parts)
+
+
+# ---------- whether it can run
+
+@pytest.mark.parametrize("changes, ranks, fault", [
+    (dict(prompts=20), 1, ""), (dict(prompts=21), 1, "the task has only 20 problems"),
+    (dict(prompts=6), 3, ""), (dict(prompts=3), 2, "--prompts 3 is not divisible by 2 ranks"),
+    (dict(reward="model"), 2, ""),
+    (dict(reward="model", prompts=3), 3, "needs 30 problems, the task has 20"),
+    (dict(group=1, baseline="none"), 1, "--group 1: a completion is compared"),
+    (dict(group=1, adv_scale="none"), 1, "--group 1: a completion is compared"),
+    (dict(group=1, baseline="none", adv_scale="batch"), 1, ""),
+    (dict(group=1, baseline="value", adv_scale="batch"), 1, ""),
+    (dict(init="a", out="a/"), 1, "--init is in --out: the model in a would be overwritten"),
+    (dict(init="a/./best/", out="a"), 1, "--init is in --out"),
+    (dict(init="a/warm_start", out="a"), 1, ""), (dict(init="", out="."), 1, ""),
+    (dict(demonstration=None), 1, "has no function demonstration"),
+    (dict(demonstration=None, warm_steps=0, steps=None), 1, ""),
+    (dict(steps=None, supervision="process"), 1, "has no function steps"),
+    (dict(reward=lambda p, text: {}), 1, "'correct'"),
+    (dict(answer=lambda text: 3), 1, "return a string"),
+    (dict(steps=lambda p, text: 3, supervision="process"), 1, "must be a list")], ids=str)
+def test_what_a_run_may_ask_for(changes, ranks, fault, monkeypatch):
+    monkeypatch.setattr(dist, "ranks", lambda: ranks)
+    parts = {name: x for name, x in changes.items() if callable(x) or x is None}
+    cfg = with_(**{name: x for name, x in changes.items() if name not in parts})
+    with pytest.raises(UserError, match=fault) if fault else contextlib.nullcontext():
+        setup.check_run(cfg, toy(**parts), PROBLEMS)
+
+
+def test_a_tasks_functions_are_tried_once():
+    """The reward without a text, steps on a demonstration: they may be slow."""
+    tried = []
+    task = toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0},
+               steps=lambda p, text: tried.append((p, text)) or [(len(text), True)])
+    setup.check_run(with_(supervision="process"), task, PROBLEMS)
+    setup.check_run(with_(supervision="process", warm_steps=0), task, PROBLEMS)
+    first = PROBLEMS[0]
+    assert tried == [(first, ""), (first, "abc"), (first, ""), (first, "12")]
+
+
+def test_the_first_held_out_problems_are_taken():
+    agent = SimpleNamespace(task=toy(), encoding=byte_encoding(), policy=tiny_model())
+    for n in (0, 7):
+        agent.cfg = with_(held_out=n)
+        assert setup.held_out(agent) == HELD_OUT[:n or None]
+    with pytest.raises(UserError, match="no held-out problems to evaluate on"):
+        setup.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
+
+
+# ---------- the tokenizer and the model
+
+def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
+    """A run's folder without one has a model of bytes; --init's must have one."""
+    chat, empty = chat_folder(tmp_path / "chat"), tmp_path / "empty"
+    empty.mkdir()
+    for cfg, where, size in ((CFG, "", 257), (CFG, empty, 257), (CFG, chat, 259),
+                             (with_(init=str(chat)), chat, 259)):
+        assert pretrained.encoding_of(cfg, where).n_vocab == size
+    with pytest.raises(UserError, match="no model in"):
+        pretrained.encoding_of(with_(init=str(empty)), empty)
+    with pytest.raises(UserError, match="a new model has none"):
+        pretrained.encoding_of(with_(system="x"), "")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a small model of bytes."""
+    pretrained.save(tiny_model(), tmp_path / "model", byte_encoding().files)
+    return tmp_path / "model"
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizers(tmp_path, encoding):
+    for size in (300, 256):
+        pretrained.save(tiny_model(vocab_size=size), tmp_path / str(size))
+    assert pretrained.load_model(tmp_path / "300", CFG, encoding).cfg.vocab_size == 300
+    with pytest.raises(UserError, match="vocabulary of 256, the tokenizer one of 257$"):
+        pretrained.load_model(tmp_path / "256", CFG, encoding)
+
+
+@pytest.mark.parametrize("longest, context", [(7, 16), (8, 16), (9, 32), (24, 32), (25, 64)])
+def test_a_new_model_follows_from_the_seed_alone(longest, context, encoding):
+    """By a stream of its own; its context is the least power of two."""
+    model = pretrained.new_model(CFG, encoding, longest)
+    assert model.cfg.block_size == context and model.hf["eos_token_id"] == 256
+    source = torch.Generator().manual_seed(dist.rng(CFG, "weights").getrandbits(63))
+    want = torch.randn(257, 16, generator=source) * (2 / (5 * 16)) ** 0.5
+    torch.testing.assert_close(model.embed_tokens.weight.detach(), want)
+
+
+# ---------- a warm start
 
 @pytest.fixture(params=["kept", "shipped"])
 def begin(request, tmp_path, monkeypatch, capsys):
-    """The model that a run starts from, if a start of CFG is kept or shipped, and the lines that it prints."""
+    """Which model a run starts from, if a start of CFG is kept or shipped, and what it prints."""
     monkeypatch.setattr(setup, "SHIPPED", tmp_path / "shipped")
     where = tmp_path / {"kept": "warm_start", "shipped": "shipped"}[request.param]
     pretrained.save(tiny_model(), where, byte_encoding().files)
-    note = {"settings": setup.settings(CFG), "loss": setup.loss_on(where, TOY, PROBLEMS, byte_encoding())}
+    loss = setup.loss_on(where, toy(), PROBLEMS, byte_encoding())
+    note = {"settings": setup.settings(CFG), "loss": loss}
     (where / "warm_start.json").write_text(json.dumps(note))
 
-    def begin(task=TOY, problems=PROBLEMS, **changes):
-        cfg = dataclasses.replace(CFG, out=str(tmp_path))
+    def begin(by=toy(), problems=PROBLEMS, **changes):
+        cfg = with_(out=str(tmp_path))
         for name, x in changes.items():
             object.__setattr__(cfg, name, x)            # not checked
-        model, cold = setup.starting_model(cfg, task, problems, 5, byte_encoding())
-        assert cold is (model.cfg.n_embd != 32)         # tiny_model's; a new one is of CFG's width
+        if cfg.init:
+            pretrained.save(tiny_model(n_embd=64), tmp_path / "init")
+            object.__setattr__(cfg, "init", str(tmp_path / "init"))
+        model, cold = setup.starting_model(cfg, by, problems, 5, byte_encoding())
+        assert cold is (model.cfg.n_embd != 32)         # tiny_model's
         return "new" if cold else request.param, capsys.readouterr().out
     begin.where = where
     return begin
 
 
-def test_a_start_of_the_same_settings_is_taken(begin):
-    assert begin() == (begin.where.name.replace("warm_start", "kept"), f"starting from {begin.where}\n")
-    assert begin(lr=1.0, algo="ppo", prompts=9, cache="plain")[0] != "new"        # RL's own
-    assert begin(seed=9)[0] == ("shipped" if begin.where.name == "shipped" else "new")
+def test_a_start_of_the_same_settings_is_taken(begin, request):
+    kind = request.node.callspec.params["begin"]
+    assert begin() == (kind, f"starting from {begin.where}\n")
+    assert begin(lr=1.0, algo="ppo", prompts=9, cache="plain")[0] == kind       # RL's own
+    assert begin(seed=9)[0] == ("shipped" if kind == "shipped" else "new")
 
 
-@pytest.mark.parametrize("changes, says", [
-    *(({name: x}, f"--{name} was ") for name, x in dict(chat="none", system="x", max_new=99, n_layer=9, warm_steps=9,
-                                                        warm_lr=9.0, task_args={"difficulty": 1}).items() if name != "task_args"),
-    (dict(task_args={"difficulty": 1}), "--difficulty was None, and is 1"),
-    (dict(task=SimpleNamespace(demonstration=lambda p, rng: "abd")), "its loss is another"),
-    (dict(problems=PROBLEMS[::-1]), "its loss is another")])
-def test_a_start_that_a_run_would_not_make_is_made_anew(changes, says, begin):
+@pytest.mark.parametrize("name, x", [
+    ("task", "other"), ("init", "init"), ("chat", "none"), ("system", "x"), ("max_new", 9),
+    ("n_layer", 1), ("n_embd", 48), ("warm_steps", 9), ("warm_lr", 9.0),
+    ("task_args", {"difficulty": 1})])
+def test_a_start_of_other_settings_is_not(name, x, begin):
+    what, said = begin(**{name: x})
+    assert what == "new"
+    if (begin.where.name, name) != ("shipped", "task"):     # the shipped one is of one task
+        assert f"is not used: --{'difficulty' if name == 'task_args' else name} was " in said
+
+
+@pytest.mark.parametrize("changes", [
+    dict(by=toy(demonstration=lambda p, rng: "abd")), dict(problems=HELD_OUT)])
+def test_a_start_is_of_todays_demonstrations(changes, begin):
     what, said = begin(**changes)
-    assert what == "new" and says in said
+    assert what == "new" and "its loss is another" in said
 
 
 @pytest.mark.parametrize("add, taken", [(1e-6, True), (torch.arange(32) / 100, False)])
 def test_a_start_is_of_todays_model(add, taken, begin, monkeypatch):
     real = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, *a, **b: real(self, *a, **b) + (add if self.cfg.n_embd == 32 else 0))
+
+    def forward(self, *given, **named):
+        return real(self, *given, **named) + (add if self.cfg.n_embd == 32 else 0)
+    monkeypatch.setattr(GPT, "forward", forward)
     assert (begin()[0] != "new") is taken
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"loss": 0}'])
-def test_a_note_that_is_none(text, begin):
-    (begin.where / "warm_start.json").write_text(text)
+def test_a_note_that_is_none(begin):
+    for text in ("", "[]", '{"loss": 0}'):
+        (begin.where / "warm_start.json").write_text(text)
+        assert begin()[0] == "new"
+    (begin.where / "config.json").unlink()
     assert begin()[0] == "new"
+
+
+@pytest.mark.parametrize("dtypes, told", [
+    ({}, None), (dict(dtype="float32"), None), (dict(torch_dtype="float16"), "float16"),
+    (dict(dtype="bfloat16", torch_dtype="float32"), "bfloat16")])
+def test_weights_that_were_rounded_are_told(dtypes, told, saved, tmp_path, encoding, capsys):
+    path, weights = saved / "config.json", saved / "model.safetensors"
+    hf = json.loads(path.read_text())
+    del hf["dtype"]
+    path.write_text(json.dumps(hf | dtypes))
+    save_file({n: x.bfloat16() for n, x in load_file(weights).items()}, weights)
+    cfg = with_(init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
+    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
+    note = f"its weights are {told}; they are trained, and saved, in float32\n" if told else ""
+    assert capsys.readouterr().out == f"starting from {saved}\n{note}" and not cold
+    pretrained.save(model, saved)
+    kept = json.loads(path.read_text())
+    assert all(kept[name] == "float32" for name in dtypes)
+    dtypes = {p.dtype for p in [*model.parameters(), *load_file(weights).values()]}
+    assert dtypes == {torch.float32}
+
+
+def slow_loss(model, shown, encoding):
+    """The mean of -log p of the demonstrations' tokens, ends too, row by row in float64."""
+    model, terms = copy.deepcopy(model).double(), []
+    for prompt, text in shown:
+        start = encoding.encode_prompt(prompt)
+        ids = start + [*text.encode(), encoding.end]
+        logits = model(torch.tensor([ids]))[0] @ model.embed_tokens.weight.T
+        for t in range(len(start), len(ids)):
+            terms.append(logits[t - 1].logsumexp(0) - logits[t - 1, ids[t]])
+    return torch.stack(terms).mean().item()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chat"])
+def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp_path, monkeypatch):
+    """With the frame that a prompt is sent in, and the token that ends a turn."""
+    shown, found, model, encoding = [], [], tiny_model(vocab_size=259), byte_encoding()
+    cfg = with_(out=str(tmp_path), max_new=8)
+    if kind == "chat":
+        encoding = tokenizer.load_encoding(chat_folder(tmp_path / "chat"))
+        assert encoding.end != 256 and encoding.frame.after
+
+    def demonstration(problem, source):
+        shown.append((problem.prompt, "abcdefg"[:source.randrange(1, 8)]))
+        return shown[-1][1]
+
+    def fit(*given):
+        terms = [*given[2](0)]
+        found.extend((given, sum(terms).item(), len(terms)))
+    monkeypatch.setattr(passes, "supervised_fit", fit)
+    monkeypatch.setattr(setup, "loss_on", lambda *_: 0.5)
+    problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
+    setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, encoding)
+    given, loss, terms = found
+    assert given[:2] == ("warm start", model) and given[3:] == (3, cfg.warm_lr)
+    assert len(shown) == 48 and len({len(text) for _, text in shown}) > 2 and terms > 1
+    assert loss == pytest.approx(slow_loss(model, shown, encoding), rel=1e-5)
+    with pytest.raises(UserError, match="a demonstration has 9 tokens, --max_new is 8"):
+        setup.warm_start(model, toy(demonstration=lambda *_: "abcdefgh"), problems, cfg, encoding)
+
+
+# ---------- the memory
+
+TINY = dict(prompts=1, group=2, max_new=8, device="cpu", dtype="float32")
+WIDE = dict(vocab_size=2000, n_embd=128, n_inner=512, n_head=8)
+
+
+def bytes_of(*modules):
+    return sum(p.nbytes for module in modules if module for p in module.parameters())
+
+
+def of(model=None, longest=4, **changes):
+    """The estimate for a model and settings."""
+    cfg = Config(**TINY | changes)
+    return memory(pretrained.to_device(model or tiny_model(), cfg), cfg, longest)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors at one time, of those that were made in this context."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+                key, size = x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+                self.seen.add(key)
+                self.now += size
+                weakref.finalize(x.untyped_storage(), self.gone, key, size)
+        self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+GPT2 = dict(n_kv_head=8, norm="layer", mlp="gelu", positions="learned", bias="all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [dict(n_layer=2), dict(n_layer=8), dict(n_layer=8, **GPT2)])
+def test_the_estimate_of_an_update_is_near(recompute, shape):
+    """What lives at its peak. Recomputed activations live beside some of their gradients."""
+    cfg = Config(**TINY, recompute=recompute, micro_tokens=1024, kl="none")
+    model = tiny_model(**WIDE | dict(vocab_size=257, block_size=128) | shape)
+    model, ids = pretrained.to_device(model, cfg), torch.randint(0, 257, (8, 128))
+    with Live() as live:
+        token_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
+    ratio = (memory(model, cfg, 64) - 3 * bytes_of(model)) / live.most      # less two moments
+    assert 0.94 < ratio < 1.3, ratio
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("settings", [
+    {}, dict(kl="none"), dict(kl="none", critic="separate"), dict(kl="none", baseline="value"),
+    dict(baseline="value", critic="separate"), dict(reward="model", kl="none"),
+    dict(baseline="group+value", critic="separate", kl="none", reward="model")], ids=str)
+def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
+    """Weights, gradients and moments are nearly all of it where rows are few and short."""
+    cfg = Config(**TINY | dict(max_new=2, micro_tokens=1, dtype=dtype) | settings)
+    policy = pretrained.to_device(tiny_model(**WIDE, tied=tied), cfg)
+    agent = grpo.new_agent(cfg, None, None, policy)
+    sampler = agent.sampler if agent.sampler is not policy else None
+    there = 4 * bytes_of(policy, agent.critic, agent.reward_model) + bytes_of(agent.ref, sampler)
+    assert 1 < memory(policy, cfg, 2) / there < 1.05
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("cache, copies", [("shared", 2), ("plain", 2), ("static", 1)])
+def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, size, monkeypatch):
+    """And of a token's logits; ranks share the rows. A static cache is kept in the update."""
+    row = 12 * 64 * size                # slots; 2 layers, keys and values, 2 heads, 8 channels
+    want, many = 4e5 * (copies * row + 24 * 257), dict(dtype=dtype, prompts=2 * 10 ** 5)
+    assert of(**many, cache=cache) == pytest.approx(want, rel=0.01)
+    few = dict(dtype=dtype, prompts=18, micro_tokens=10 ** 6)
+    assert of(**few, cache=cache) - of(**few, cache="plain") == (copies == 1) * 36 * row
+    monkeypatch.setattr(dist, "ranks", lambda: 2)
+    assert of(**many, cache=cache) == pytest.approx(want / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("changes, more", [
+    (dict(baseline="value", critic="separate"), 2), (dict(baseline="value"), 1),
+    (dict(recompute=True), 0.8), (dict(dtype="bfloat16"), 0.6)])
+def test_what_a_micro_batch_needs(changes, more, monkeypatch):
+    """A row longer than it is taken alone; by default it has 2,048 tokens; logits in parts."""
+    def activations(model=None, **changes):
+        return of(model, micro_tokens=1012, **changes) - of(model, micro_tokens=12, **changes)
+    long = dict(max_new=900, longest=100)
+    assert of(**long, micro_tokens=16) == of(**long, micro_tokens=1000)
+    assert of() == of(micro_tokens=2048)
+    whole = of(micro_tokens=1000)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
+    assert whole - of(micro_tokens=1000) == 12 * 257 * 1000
+    assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
+    two, eight = (activations(tiny_model(n_layer=n), recompute=True) for n in (2, 8))
+    assert eight - two == 6 * 4 * 32 * 1000             # the inputs of six more layers
+
+
+def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):
+    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
+    def of(device, n=0):
+        cfg = Config(**TINY | dict(device=device, micro_tokens=n))
+        return pretrained.micro_tokens(model, cfg, 4), memory(model, cfg, 4)
+    model = tiny_model()
+    assert of("cpu")[0] == 2048 and of("cpu", 77)[0] == 77
+    assert 4 * passes.most_logits(CPU) == 2 ** 28
+    with pretend.cuda() as device:
+        assert 4 * passes.most_logits(device) == 8 * 10 ** 10 // 32
+        for n, share, found in ((2048, 0.9, 2048), (4096, 0.999, 2048), (4096, 1.001, 4096),
+                                (32768, 1.001, 32768), (65536, 2, 32768)):
+            free = share * of("cuda", n)[1] / 0.6
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8e10))
+            assert of("cuda")[0] == found and of("cuda", 77)[0] == 77
+        monkeypatch.setattr(pretrained, "memory", lambda *_: 1_750_000_000)
+        monkeypatch.setattr(pretrained, "free_memory", lambda device: 4_250_000_000)
+        capsys.readouterr()
+        assert of("cuda", 77)[0] == 77
+        assert capsys.readouterr().out == "memory: about 1.8 GB of 4.2 free\n"
+
+
+# ---------- whether it fits
+
+def test_a_run_must_fit_the_memory_and_the_context(saved, monkeypatch, encoding):
+    """It is refused before there is memory for it; only to answer takes the weights alone."""
+    model, free = pretrained.without_memory(saved), []
+    monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
+    monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
+    huge = Config(**TINY | dict(prompts=10 ** 9, max_new=10 ** 9))
+    for cfg, longest, need in ((CFG, 9, memory(model, CFG, 9)), (huge, 0, bytes_of(model))):
+        free.append(need)
+        pretrained.check_room(model, cfg, longest)
+        free.append(need - 1)
+        with pytest.raises(UserError, match="this needs about .* lower --micro_tokens"):
+            pretrained.load_model(saved, cfg, encoding, longest)
+    free.append(math.inf)
+    pretrained.check_room(model, CFG, 56)
+    with pytest.raises(UserError, match="57 tokens and --max_new 8 do not fit .* context of 64"):
+        pretrained.check_room(model, CFG, 57)
+    monkeypatch.undo()
+    assert pretrained.trained_model(with_(init=str(saved), max_new=1000))[1].cfg == model.cfg
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch):
+    for text, free in (("MemFree:  17 kB\nMemAvailable:    5000000 kB\n", 5_120_000_000),
+                       ("MemFree:  9000000 kB\n", math.inf)):
+        monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/proc/meminfo")
+        monkeypatch.setattr(Path, "read_text", lambda path: text)
+        assert pretrained.free_memory(CPU) == free
+    assert pretrained.free_memory(torch.device("mps")) == math.inf
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
+    assert pretrained.free_memory(torch.device("cuda", 0)) == 7
+
+
+def test_loading_holds_one_of_the_files_tensors(saved, monkeypatch):
+    """And the one before it; the model's own are copies."""
+    held, real = [], pretrained.each_tensor
+
+    def each_tensor(folder):
+        for name, x in real(folder):
+            held.append(weakref.ref(x.untyped_storage()))
+            yield name, x
+            assert sum(ref() is not None for ref in held) <= 2
+    monkeypatch.setattr(pretrained, "each_tensor", each_tensor)
+    model = pretrained.load(saved)
+    assert len(held) == len([*model.parameters()]) and not any(ref() for ref in held)

@@ -68,12 +68,6 @@ class Pretended(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self):
-        return f"Pretended({self.held!r})"
-
-    def __format__(self, spec):
-        return format(self.item(), spec) if self.dim() == 0 else repr(self)
-
 
 def inside(x):
     """A CUDA device by the name that it has in C++; anything else unchanged."""
@@ -267,26 +261,6 @@ def wrapped(x, index):
     return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
 
 
-def linear(x, weight, bias=None):
-    """A product with its bias as one operation on the device; C++ has two for XLA."""
-    if is_cpu(x) or bias is None:
-        return torch._C._nn.linear(x, weight, bias)
-    return torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
-
-
-@torch.library.custom_op("pretend::rms_norm", mutates_args=())
-def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.rms_norm(x, weight.shape, weight, eps)
-
-
-def rms_norm(x, shape, weight, eps):
-    """RMSNorm on the device as one operation; with a gradient it is PyTorch's several."""
-    x = x.float() if torch.is_autocast_enabled("cuda") and not is_cpu(x) else x
-    if is_cpu(x) or torch.is_grad_enabled() or x.dtype != weight.dtype:
-        return torch.rms_norm(x, shape, weight, eps)
-    return fused_rms_norm(x, weight, eps)
-
-
 # ------------------------------------------------------------------------------------------ graphs
 
 RECORDING = []      # the CUDAGraph that records, if one does
@@ -410,11 +384,11 @@ def cuda(index=0):
         return bool(RECORDING)
     stands = {
         torch.cuda: dict(
-            _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8,
-            current_device=lambda: current[0], set_device=set_device,
+            _lazy_init=lambda: None, is_available=lambda: True, CUDAGraph=CUDAGraph, graph=graph,
+            current_device=lambda: current[0], set_device=set_device, graph_pool_handle=object,
+            is_current_stream_capturing=capturing,
             synchronize=lambda device=None: count("waits", "synchronize"),
-            is_bf16_supported=lambda *_: True, is_current_stream_capturing=capturing,
-            CUDAGraph=CUDAGraph, graph=graph, graph_pool_handle=object,
+            is_bf16_supported=lambda *_: True,
             mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10),
             get_device_properties=lambda device: SimpleNamespace(total_memory=8 * 10 ** 10)),
         torch.accelerator: dict(
@@ -422,24 +396,22 @@ def cuda(index=0):
         torch.utils._foreach_utils: dict(
             _foreach_supported_types=[torch.Tensor, Pretended],
             _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"]),
-        F: dict(scaled_dot_product_attention=attention, rms_norm=rms_norm, linear=linear),
-        torch: dict(tensor=new_tensor), torch.Tensor: dict(to=moved)}
-    c, future = torch._C, torch.__future__
-    lifts, overwrites = (c._only_lift_cpu_tensors(),
-                         future.get_overwrite_module_params_on_conversion())
+        F: dict(scaled_dot_product_attention=attention), torch: dict(tensor=new_tensor),
+        torch.Tensor: dict(to=moved)}
     with (pytest.MonkeyPatch.context() as patch, guard(),
           torch.autograd.set_multithreading_enabled(False)):
         for where, those in stands.items():
             for name, stand in those.items():
                 patch.setattr(where, name, stand)
-        c._set_only_lift_cpu_tensors(True)      # torch.tensor makes one on the CPU, and copies it
-        future.set_overwrite_module_params_on_conversion(True)
+        # torch.tensor makes one on the CPU, and copies it
+        torch._C._set_only_lift_cpu_tensors(True)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         try:
             with Operations():
                 yield torch.device("cuda", index)
         finally:
-            c._set_only_lift_cpu_tensors(lifts)
-            future.set_overwrite_module_params_on_conversion(overwrites)
+            torch._C._set_only_lift_cpu_tensors(False)
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 @contextlib.contextmanager

@@ -3,19 +3,17 @@
     with pretend.cuda() as device:              # device("cuda", 0); `--device cuda` runs
         with pretend.counted() as seen:
             ...
-    assert seen.waits == {"grpo.py:247 nonzero": 2}
+    assert seen.waits == {"nonzero": 2}
 
 A Pretended tensor says that it is on the device, and holds one on the CPU, on which each operation
-is computed. What CUDA refuses raises with the project's line: tensors on two devices, a generator
-of the CPU. Waits of the host for the device, copies to it and launches of kernels are counted by
-line. A CUDA graph records operations, and `replay` computes them, as one launch; a wait while it
-records raises. In `nccl()`, processes reduce tensors on such devices, and none on the CPU. What
-CUDA lacks a kernel for, memory, torch.compile and sharded models are beyond this.
+is computed. What CUDA refuses raises: tensors on two devices, a generator of the CPU. Waits of the
+host for the device, copies to it and launches of kernels are counted. A CUDA graph records
+operations, and `replay` computes them, as one launch; a wait while it records raises. In `nccl()`,
+processes reduce tensors on such devices, and none on the CPU.
 """
 import contextlib
 import ctypes
 import functools
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,6 @@ import torch.nn.functional as F
 import torch.utils._foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
 aten = torch.ops.aten
 
 
@@ -88,7 +85,7 @@ COUNTING = []       # a namespace for each `counted` that is open
 
 @contextlib.contextmanager
 def counted():
-    """Counts by line and operation: `waits` of the host for the device, `copies` to it, for which
+    """Counts by operation: `waits` of the host for the device, `copies` to it, for which
     the host waits too, and `launches`, the operations on the device that are not views."""
     seen = SimpleNamespace(waits=Counter(), copies=Counter(), launches=Counter())
     COUNTING.append(seen)
@@ -101,29 +98,10 @@ def counted():
 def count(kind, name):
     if RECORDING:
         if kind != "launches":
-            raise RuntimeError(f"{site()}: CUDA error: operation not permitted when stream is "
-                               f"capturing ({name})")
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
         return                  # its graph is launched later
     for seen in COUNTING:
-        getattr(seen, kind)[f"{site()} {name}"] += 1
-
-
-def site():
-    """The innermost line of the project that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if path := in_project(frame.f_code.co_filename):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
-@functools.cache
-def in_project(file):
-    """A file's path in the project; None if it is somewhere else, or this one."""
-    path = Path(file)
-    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
-    return str(path.relative_to(ROOT)) if ours else None
+        getattr(seen, kind)[name] += 1
 
 
 # ------------------------------------------------------------------------------------ CUDA's rules
@@ -169,8 +147,8 @@ def refuse(func, op, args, written, tensors):
         numbers, allowed = [t for t in args[2:3] if is_cpu(t)], not is_cpu(args[0])
     allowed = allowed and all(t.dim() == 0 for t in numbers)
     if not allowed or len({t.device for t in tensors}) > 1 + bool(cpu):
-        raise RuntimeError(f"{site()}: Expected all tensors to be on the same device, but found "
-                           f"{[(str(t.device), *t.shape) for t in tensors]} in {func}")
+        found = [(str(t.device), *t.shape) for t in tensors]
+        raise RuntimeError(f"expected all tensors to be on the same device: {found} in {func}")
 
 
 def watch(op, args):
@@ -213,8 +191,7 @@ def compute(func, args, kwargs):
     if index is None:
         return on_cpu(func, op, args, kwargs)
     if (generator := kwargs.get("generator")) is not None:
-        raise RuntimeError(f"{site()}: Expected a 'cuda' device type for generator but found "
-                           f"{generator.device}")
+        raise RuntimeError(f"expected a generator on cuda, not {generator.device}")
 
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
     if op.name in ("copy_", "_to_copy"):
@@ -327,10 +304,6 @@ def shared(x, y):
 class Operations(TorchDispatchMode):
     """Sees operations that have no tensor to start from, too: zeros."""
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return compute(func, args, kwargs or {})
 
@@ -417,20 +390,21 @@ def cuda(index=0):
 @contextlib.contextmanager
 def nccl():
     """In this context the backend nccl is there: gloo, for tensors on the current device only."""
-    real = SimpleNamespace(**vars(distributed))
+    start, reduce, gather = (distributed.init_process_group, distributed.all_reduce,
+                             distributed.all_gather_object)
 
     def init_process_group(backend):
         assert backend == "nccl"
-        real.init_process_group("gloo")
+        start("gloo")
 
     def all_reduce(x, op=distributed.ReduceOp.SUM):
         if is_cpu(x) or x.index != torch.cuda.current_device():
-            raise RuntimeError(f"{site()}: No backend type associated with device type {x.device}")
-        real.all_reduce(x.held, op)
+            raise RuntimeError(f"No backend type associated with device type {x.device}")
+        reduce(x.held, op)
 
-    def all_gather_object(*args):
+    def all_gather_object(*given):
         count("waits", "all_gather_object")
-        real.all_gather_object(*args)
+        gather(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "get_backend", lambda: "nccl")

@@ -1,20 +1,19 @@
 """The project on a pretended CUDA device: tensors on two devices, and waits for the device."""
-import json
 import multiprocessing
 import os
 import re
 import socket
+import subprocess
 import sys
 import traceback
 from collections import Counter
-from dataclasses import replace
 
 import pretend
 import pytest
 import torch
 from torch import distributed
 import torch.nn.functional as F
-from conftest import flags, records
+from conftest import ROOT, flags, records
 from safetensors.torch import load_file
 
 import grpo
@@ -46,17 +45,13 @@ ILLEGAL = {
     "sum": lambda c, h, i: c + h,
     "sum into the CPU": lambda c, h, i: h.add_(c),
     "sum into a number": lambda c, h, i: h.sum().add_(c[0, 0]),
-    "condition": lambda c, h, i: torch.where(h > 0, c, 0),
     "stack of numbers": lambda c, h, i: torch.stack([c[0, 0], h[0, 0]]),
     "gather": lambda c, h, i: c.gather(0, i[:, None]),
-    "embedding": lambda c, h, i: F.embedding(i, c),
     "index on the device": lambda c, h, i: h[i.to(c.device)],
     "set from the CPU": lambda c, h, i: c.__setitem__(i, h[:2]),
-    "set on the CPU": lambda c, h, i: h.__setitem__(i, c[:2]),
     "three inputs": lambda c, h, i: torch.addcmul(c, c, h[0, 0]),
     "numpy": lambda c, h, i: c.numpy(),
     "a generator": lambda c, h, i: torch.nn.init.normal_(c, generator=torch.Generator()),
-    "attention": lambda c, h, i: F.scaled_dot_product_attention(c[None], h[None], h[None]),
     "a layer left behind": lambda c, h, i: torch.nn.Linear(3, 2)(c),
     "a .grad": lambda c, h, i: setattr(c.requires_grad_(), "grad", h),
     "Adam's steps": lambda c, h, i: adamw(c, step=torch.ones(())),
@@ -66,35 +61,15 @@ ILLEGAL = {
 
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_what_cuda_refuses_raises(device, name):
-    with pytest.raises((RuntimeError, TypeError)) as caught:
+    with pytest.raises((RuntimeError, TypeError)):
         ILLEGAL[name](torch.ones(4, 3, device=device), torch.ones(4, 3), torch.tensor([0, 1]))
-    assert "test_device.py:" in str(caught.value) or name in ("numpy", "a .grad")
-
-
-def test_what_cuda_allows_does_not_raise(device):
-    """Numbers and indices on the CPU, copies, a device without its index."""
-    c, i = torch.arange(12.0, device="cuda").view(4, 3), torch.tensor([0, 2])
-    assert c.device == device and c.is_cuda and not c.is_cpu and c[0].device == device
-    assert (c * torch.tensor(2.0))[1, 1].item() == 8
-    assert c[i, torch.tensor([1, 0])].tolist() == [1, 6]
-    c[i, 0] = torch.tensor(9.0)
-    row = c[1]
-    row += 1                                                    # a view writes through
-    assert c[:, 0].tolist() == [9, 4, 9, 9] and type(c.cpu()) is torch.Tensor
-    assert f"{c[0, 0]:.1f}" == "9.0" and int(c[0, 0]) == 9 and c[0, 0] == 9
-    c.copy_(torch.zeros(4, 3))
-    assert torch.zeros(4, 3).copy_(c).is_cpu and c.nonzero().tolist() == []
-    torch.cuda.set_device("cuda:1")
-    assert torch.zeros(3, device="cuda").device.index == 1
 
 
 # Programs with the waits and copies that they have, and the launches; m is a mask.
 COUNTS = {
     "numbers": (lambda c, h, m: (c.sum().item(), bool(c.any()), [7, 8][m[0, 0]]), 3, 0, 2),
-    "a bound of a slice": (lambda c, h, m: c[:, :m.sum()], 1, 0, 1),
     "to the CPU": (lambda c, h, m: (c.tolist(), c.to("cpu", non_blocking=True)), 1, 0, 0),
     "a mask": (lambda c, h, m: (c[m], c[:, m[0]], m.nonzero()), 3, 0, 3),
-    "unique": (lambda c, h, m: c.unique(), 1, 0, 1),
     "a list": (lambda c, h, m: torch.tensor([1, 2], device="cuda"), 0, 1, 0),
     "to": (lambda c, h, m: (h.to("cuda"), h.to("cuda", non_blocking=True)), 0, 2, 0),
     "pinned": (lambda c, h, m: h.pin_memory().to("cuda", non_blocking=True), 0, 0, 0),
@@ -114,7 +89,6 @@ def test_waits_are_counted(device, name):
     with pretend.counted() as seen:
         program(c, h, m)
     assert [n.total() for n in (seen.waits, seen.copies, seen.launches)] == expected, vars(seen)
-    assert all("test_device.py:" in at for n in vars(seen).values() for at in n)
 
 
 def test_a_graph_records_and_computes_only_when_it_is_replayed(device):
@@ -249,7 +223,7 @@ def test_a_run_is_that_of_the_cpu(top, tmp_path, name):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
-    """Then it is evaluated, asked, shown."""
+    """Then it is evaluated and asked."""
     given = settings(top, "steps learned", critic="separate", reward="model", steps=2,
                      device="cuda", out=str(tmp_path))
     task, real = ["--task", given["task"]], grpo.train_step
@@ -269,30 +243,6 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
         assert re.match(r"greedy \d+\.\d%  pass@1 ", capsys.readouterr().out)
         grpo.main(["--ask", "ag=", *task, "--init", str(tmp_path)])
         assert capsys.readouterr().out.startswith("ag=")
-        grpo.main(["--report", str(tmp_path)])
-
-
-@pytest.mark.slow
-def test_a_run_keeps_the_tokens_of_a_micro_batch_that_it_found(top, tmp_path, monkeypatch):
-    """By the memory that was free when it began, whatever is free when it goes on."""
-    found, real = [], pretrained.micro_tokens
-
-    def micro_tokens(model, cfg, longest):
-        if found:           # with 1.2 times what it would take, fewer would be found now
-            free = 1.2 * pretrained.memory(model, cfg, longest), 8e10
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free)
-            assert real(model, replace(cfg, micro_tokens=0), longest) < 32768
-        found.append(real(model, cfg, longest))
-        return found[-1]
-    monkeypatch.setattr(pretrained, "micro_tokens", micro_tokens)
-    given = settings(top, "grpo", micro_tokens=0, device="cuda", out=str(tmp_path))
-    with pretend.cuda():
-        grpo.train(grpo.make_config(**given))
-        new = dict(steps=2, task=given["task"])
-        cfg, saved = checkpoint.resume(tmp_path, grpo.Config, new)
-        agent = grpo.train(cfg, saved=saved)
-    noted = json.loads((tmp_path / "run.json").read_text())["config"]["micro_tokens"]
-    assert found == [32768] * 2 and noted == agent.cfg.micro_tokens == 32768
 
 
 RANKS = {"reward learned": dict(dtype="float32", iterations=1, minibatches=2),
@@ -376,3 +326,13 @@ def test_a_step_waits_seldom(top, tmp_path, monkeypatch, name):
         whole = load_file(out / "checkpoint.safetensors")
         assert waits("save") <= calls["save"] * len(whole)          # each tensor once
     assert max(rollouts) <= 20 + 2 * (calls["total_loss"] + 1), rollouts
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(tmp_path):
+    """On CPUs."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "grpo.py",
+               "--prompts", "3", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "run").exists()
+    assert "error: --prompts 3 is not divisible by 2 ranks\n" in done.stderr

@@ -14,8 +14,7 @@ from reward import score_rows
 from run import passes
 from run.passes import SharedRows, distinct, token_logps
 
-YARN = dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), rope_scale=1.3, tied=False)
-FAMILIES = FAMILIES | {"yarn": YARN}
+FAMILIES = FAMILIES | {"scaled": dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), tied=False)}
 
 
 def model_of(family, cache, dtype):

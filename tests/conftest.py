@@ -207,6 +207,27 @@ def chat_folder(where, template=CHAT):
     return where
 
 
+# A task that a small model learns something of: completions of 1 to 5 letters.
+LETTERS = """
+from types import SimpleNamespace as Problem
+DEFAULTS = {}
+def problems(difficulty=2):
+    words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
+    made = [Problem(prompt=word) for word in words]
+    return made[3:], made[:3]
+def demonstration(problem, rng):
+    return "".join(rng.choices("abc", k=rng.randint(1, 5)))
+def reward(problem, text):
+    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
+            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
+def steps(problem, text):
+    return [(i + 1, x in problem.prompt) for i, x in enumerate(text)
+            if x in "ab" or i + 1 == len(text)]
+def answer(text):
+    return text[:1]
+"""
+
+
 def agent_of(cfg, task=None, **parts):
     """An Agent with what every run has: a policy and a tokenizer."""
     return grpo.Agent(cfg, task, **{"encoding": byte_encoding(), "policy": tiny_model(), **parts})

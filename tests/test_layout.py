@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT
 
 LEVELS = ["data", "model", "run", "reward", "grpo"]         # an import runs down
-OWN = {path.stem for path in ROOT.glob("*.py")} - {*LEVELS}     # tasks, scripts, notebooks: on top
 PATHS = [*ROOT.glob("data/*.py"), *ROOT.glob("run/*.py"), *map(ROOT.joinpath, (
     "model.py", "reward.py", "grpo.py"))]
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -15,7 +14,7 @@ SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 TASKS = [name for name, path in SOURCES.items() if "\nDEFAULTS = " in path.read_text()]
 # jinja2 comes with torch, regex with tiktoken.
 REQUIRED = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.M)
-KNOWN = {*REQUIRED, "jinja2", "regex", *sys.stdlib_module_names, *OWN}
+KNOWN = {*REQUIRED, "jinja2", "regex", *sys.stdlib_module_names}
 
 
 def imports(name):
@@ -39,10 +38,7 @@ def test_an_import_runs_down(name):
     allowed = {x for x in SOURCES if LEVELS.index(x.split(".")[0]) <= level}
     if name in TASKS:
         allowed = {"data", "data.answers"}
-    allowed |= KNOWN - OWN if level < 4 else KNOWN
-    if level == 0:
-        allowed -= {"torch"}
-    above = {*imports(name)} - allowed
+    above = {*imports(name)} - allowed - (KNOWN - {"torch"} if level == 0 else KNOWN)
     assert not above, f"{name} imports {above}: imports run down, {' < '.join(LEVELS)}, or to " \
                       "what requirements.txt names; data/ is without torch"
 

@@ -158,6 +158,14 @@ def a_tree(seed, least=0, rows=7, longest=9):
     return torch.randint(least, least + 2, (rows, longest), generator=rng) * used, used
 
 
+def test_gradients_of_many_rows_are_summed_in_float32():
+    """In bfloat16 a sum of ones stays at 256."""
+    ids = torch.ones(1000, 2, dtype=torch.int64)
+    x = torch.ones(1, 2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    SharedRows(ids, ids > 0, x.device).gather(x).sum().backward()
+    assert x.grad.flatten().tolist() == [1000, 1000]
+
+
 def test_distinct():
     """By hand; tokens that differ in high bits alone too. The last row reads nothing."""
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2], [7, 8, 0, 0], [7, 8, 0, 2],

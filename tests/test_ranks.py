@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import Forked, flags, records
+from conftest import LETTERS, Forked, flags, records
 from safetensors.torch import load_file
 from test_turns import ECHO
 from torch.distributed.tensor import DTensor
@@ -25,25 +25,7 @@ from data import UserError
 from run import checkpoint, dist, report, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
-# Completions of 1 to 5 letters; of the 3 held-out problems the second rank has one.
-TASK = """
-from types import SimpleNamespace as Problem
-DEFAULTS = {}
-def problems(difficulty=2):
-    words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
-    made = [Problem(prompt=word) for word in words]
-    return made[3:], made[:3]
-def demonstration(problem, rng):
-    return "".join(rng.choices("abc", k=rng.randint(1, 5)))
-def reward(problem, text):
-    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
-            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
-def steps(problem, text):
-    return [(i + 1, x in problem.prompt) for i, x in enumerate(text)
-            if x in "ab" or i + 1 == len(text)]
-def answer(text):
-    return text[:1]
-"""
+# Of the 3 held-out problems the second rank has one.
 SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
              micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3, device="cpu")
 RUNS = {
@@ -154,27 +136,6 @@ def interrupted(rank, receiver, sig, at, args):
     grpo.main(args)
 
 
-def torn(rank, args):
-    """A signal comes to the first rank in a step, and to the second as it stops."""
-    real, sent = dist.stop_asked, []
-
-    def send(*given):
-        if not sent:
-            sent.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def stop_asked():
-        number = real()
-        if number:
-            send()
-        return number
-    if rank == 0:
-        before(dist, "clip_gradients", send)
-    else:
-        dist.stop_asked = stop_asked
-    grpo.main(args)
-
-
 def late(rank, path, args):
     """The first rank is slow at the end of the run, and then makes a file."""
     if rank == 0:
@@ -257,7 +218,7 @@ def both(constants, tmp_path_factory):
     """The folders of all RUNS, `one` by this process and `two` by a pair, and of SHARDED by
     another; what this one printed, and what the ranks of both pairs found."""
     top = tmp_path_factory.mktemp("ranks")
-    (top / "letters.py").write_text(TASK)
+    (top / "letters.py").write_text(LETTERS)
     (top / "turns.py").write_text(ECHO)
     start = dict(task=str(top / "letters.py"), steps=0, out=str(top / "start"))
     grpo.train(grpo.make_config(**SMALL | start))
@@ -387,11 +348,6 @@ def test_a_signal_to_one_rank_stops_both(both, tmp_path, ranks, name, sig, recei
     assert one.keys() == two.keys() == three.keys()
     for n, x in one.items():
         assert torch.equal(x, two[n]) and (x.dtype != torch.float32 or close(x, three[n])), n
-
-
-def test_a_signal_that_comes_late_to_a_rank_is_not_a_second_one(both, tmp_path):
-    """A launcher tells one rank after the other; a second signal would end a rank at once."""
-    quiet(tmp_path, 128 + signal.SIGTERM, torn, command(both, "grpo", out=tmp_path / "run"))
 
 
 def test_no_rank_reads_what_the_first_is_writing(both, tmp_path):

@@ -1,9 +1,12 @@
 """What a run shows: in the terminal, in samples.jsonl, recomputed by a second way, and on its page,
 which extra/test_page.py reads in a browser."""
+import contextlib
 import copy
 import hashlib
 import io
 import json
+import math
+import os
 import random
 import re
 import shutil
@@ -14,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, batch_of, fault, flags, records, tiny_model
+from conftest import LETTERS, ROOT, batch_of, fault, flags, records, tiny_model
 
 import data
 import grpo
@@ -24,20 +27,6 @@ from run import dist, files, report
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
-LETTERS = '''from types import SimpleNamespace
-DEFAULTS = {}
-def problems(difficulty=2):
-    made = [SimpleNamespace(prompt=a + b + "=") for a in "abcd" for b in "efgh"]
-    return made[2:], made[:2]
-def demonstration(problem, rng):
-    return "".join(rng.choices("ab\\u00e9", k=rng.randint(1, 3)))
-def reward(problem, text):
-    return {"correct": float("a" in text), "style": 0.25 * len(set(text))}
-def steps(problem, text):
-    return [(i + 1, x in "ab") for i, x in enumerate(text)]
-def answer(text):
-    return text
-'''
 SMALL = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3, group=4, max_new=8,
              minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu", dtype="float32",
              supervision="process", temperature=0.7)
@@ -59,25 +48,24 @@ def made(tmp_path_factory):
         batch, stats = real(agent, problems, step)
         seen[step] = batch, copy.deepcopy(agent.policy)
         return batch, stats
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(grpo, "train_step", train_step)
         run(where, **SMALL)
-    return SimpleNamespace(folder=where, steps=seen, lines=records(where / "samples.jsonl"))
+    return SimpleNamespace(folder=where, steps=seen, lines=records(where / "samples.jsonl"),
+                           said=said.getvalue())
 
 
 # -------------------------------------------------------------------------------- in the terminal
 
-@pytest.mark.parametrize("is_terminal, no_color, has_colours", [
-    (True, None, True), (True, "", False), (False, None, False)])
+@pytest.mark.parametrize("is_terminal, environment, said", [
+    (True, {}, "<32 a><31 b ⏎ ><90 c><90 d>"), (True, {"NO_COLOR": ""}, "ab ⏎ cd"),
+    (False, {}, "ab ⏎ cd")])
 def test_tokens_are_coloured_by_the_sign_of_their_advantage(
-        is_terminal, no_color, has_colours, monkeypatch):
+        is_terminal, environment, said, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
-    said = "".join(map(report.coloured, ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]))
-    codes = re.sub(r"\x1b\[(\d+)m(.*?)\x1b\[0m", r"<\1 \2>", said)
-    assert codes == ("<32 a><31 b ⏎ ><90 c><90 d>" if has_colours else "ab ⏎ cd")
+    monkeypatch.setattr(os, "environ", environment)
+    found = "".join(map(report.coloured, ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]))
+    assert re.sub(r"\x1b\[(\d+)m(.*?)\x1b\[0m", r"<\1 \2>", found) == said
 
 
 def test_a_model_cannot_change_the_terminal():
@@ -121,23 +109,17 @@ def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, caps
 
 
 @pytest.mark.parametrize("seconds, total, left", [
-    ([2.0], 31, "1:00"), ([60.0, 2.0, 2.0], 33, "1:00"), ([50.0] * 20 + [1.0] * 9, 89, "1:00"),
-    ([9.0] * 4, 4, "0:00"), ([1.0] * 5 + [3.0] * 4, 609, "10:00")])
+    ([60.0, 2.0, 2.0], 33, "1:00"), ([50.0] * 20 + [1.0] * 9, 89, "1:00"),
+    ([1.0] * 5 + [3.0] * 4, 609, "10:00")])
 def test_the_time_left_is_that_of_a_step_in_the_middle_of_the_last_nine(
         seconds, total, left, capsys):
-    done = [dict(reward=0.5, finished=1.0, seconds=s) for s in seconds]
-    report.step_line(len(seconds), total, done)
-    assert capsys.readouterr().out.endswith(f"  {seconds[-1]:.2f} s  left {left}\n")
-
-
-def test_a_step_is_a_line_of_120_columns_at_most(capsys):
     stats = dict(reward=1.234567, accuracy=0.98765, length=351.23, kl=0.0123, entropy=1.2345,
-                 clip_share=0.1, dead_groups=0.4375, seconds=12.345, finished=1.0)
-    report.step_line(100, 500, [stats])
-    line, = capsys.readouterr().out.splitlines()
-    assert len(line) <= 120 and line.startswith(
-        "step 100/500  reward 1.235  accuracy 0.988  length 351.2  kl 0.012  entropy 1.234  "
-        "dead_groups 0.44  ")
+                 clip_share=0.1, dead_groups=0.4375, finished=1.0)
+    n = len(seconds)
+    report.step_line(n, total, [stats | dict(seconds=s) for s in seconds])
+    assert capsys.readouterr().out == (
+        f"step {n}/{total}  reward 1.235  accuracy 0.988  length 351.2  kl 0.012  entropy 1.234  "
+        f"dead_groups 0.44  {seconds[-1]:.2f} s  left {left}\n")
 
 
 def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
@@ -173,16 +155,15 @@ def test_a_rank_without_a_share_of_a_chunk_skips_it(monkeypatch):
 
 
 @pytest.mark.parametrize("settings, settled, noted", [
-    (dict(lr=1e-6), "", "--lr 1e-06 is the paper's"), (dict(lr=2e-6), "lr 2e-06", ""),
-    (dict(lr=1e-4, baseline="none"), "lr 0.0001, baseline none", ""),
-    (dict(lr=1e-4, compile=True), "lr 0.0001", "compiling as it goes")])
+    (dict(lr=1e-6), "settings: ", "--lr 1e-06 is the paper's"), (dict(lr=2e-6), "lr 2e-06", ""),
+    (dict(lr=1e-4, baseline="none", compile=True), "lr 0.0001, baseline none", "compiling as")])
 def test_the_header_says_with_what_a_run_works(settings, settled, noted, capsys):
     cfg = Config(device="cpu", dtype="float32", **settings)
     report.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
     first, second, *notes = capsys.readouterr().out.splitlines()
     assert first == (f"0.01M parameters on cpu in float32; 70 problems, 5 held out; "
                      f"16 x 64 rows a step, --lr {cfg.lr:g}")
-    assert all(x in second for x in settled.split(", ")) and "group" not in second
+    assert settled in second and "group" not in second
     assert len(notes) == bool(noted) and noted in "".join(notes)
 
 
@@ -190,40 +171,35 @@ GROUP = [("b", 1), ("a", 0), ("b", 1), ("cc", 2), ("b", 1), ("d", 0.5), ("e", 0.
 LONG = "a" * 20 + "b" * 41
 
 
-@pytest.mark.parametrize("rows, changes, said", [
-    (slice(8, 16), {}, ["1x ?f   reward 3  advantage +2.00", "1x ?cc   reward 2  advantage +1.00",
-                        "1x ?d   reward 0.5  advantage -0.50", "1x ?a   reward 0  advantage -1"]),
-    (slice(8, 12), {}, ["1x ?cc ", "2x ?b ", "1x ?a "]),
-    # of two that are alike one was cut off, or a model gave the rewards
-    (slice(8, 12), dict(reward=0.25), ["1x ?cc ", "1x ?b ", "1x ?b ", "1x ?a "]),
-    (slice(10, 11), dict(prompt=LONG), [f"1x ... {LONG[-40:]}b   reward"]),
-    # of steps, or of a critic: tokens differ
-    (slice(10, 12), dict(adv=torch.arange(48.0).view(16, 3)),
-     ["1x ?cc   reward 2  advantage of the first token +34.00",
-      "1x ?b   reward 1  advantage +31.00"])])
-def test_a_group_is_shown_as_its_distinct_completions(rows, changes, said, capsys, monkeypatch):
-    """At most four, the best and the worst among them, with how often each was sampled."""
-    ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP * 2])
-    rewards = torch.tensor([[float(r)] for _, r in GROUP * 2])
-    batch = batch_of(ids > 63, ids=ids, reward=rewards, texts=["-"] * 8 + [x for x, _ in GROUP],
-                     adv=changes.get("adv", (rewards - 1).expand(16, 3)),
-                     problems=[SimpleNamespace(prompt=x) for x in "-" * 8 + "?" * 8])
-    batch.reward[10] = changes.get("reward", 1.0)
-    batch.problems[10].prompt = changes.get("prompt", "?")
+@pytest.mark.parametrize("rows, adv, prompt, reward, said", [
+    (slice(8), "+2.00", "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
+    (slice(4), "+1.00", "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
+    (slice(4), "+1.00", "?", 0.25, ["1x ?cc", "1x ?b", "1x ?b", "1x ?a"]),   # one was cut off
+    (slice(3, 4), "of the first token +10.00", LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
+def test_a_group_is_shown_as_its_distinct_completions(
+        rows, adv, prompt, reward, said, capsys, monkeypatch):
+    """At most four, the best and the worst, with how often each was sampled."""
+    ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP])
+    rewards = torch.tensor([[float(r)] for _, r in GROUP])
+    advs = torch.arange(24.0).view(8, 3) if "first" in adv else (rewards - 1).expand(8, 3)
+    batch = batch_of(ids > 63, ids=ids, reward=rewards.clone(), texts=[x for x, _ in GROUP],
+                     adv=advs, problems=[SimpleNamespace(prompt=prompt)] * 8)
+    batch.reward[2] = reward
     monkeypatch.setenv("NO_COLOR", "1")
-    report.print_group(batch, rows, byte_encoding())
-    for line, begin in zip(capsys.readouterr().out.splitlines(), said, strict=True):
-        assert line.startswith(f"    {begin}")
+    report.print_group(batch, slice(rows.start or 0, rows.stop), byte_encoding())
+    found = capsys.readouterr().out.splitlines()
+    best = max(rewards[rows])[0]
+    assert found[0] == f"    {said[0]}   reward {best:g}  advantage {adv}"
+    for line, begin in zip(found, said, strict=True):
+        assert line.startswith(f"    {begin}   reward ")
 
 
 @pytest.mark.slow
-def test_a_group_is_shown_at_the_first_step_and_at_checkpoints(tmp_path, capsys):
-    for steps, at in ((1, [1]), (4, [1, 3, 4])):
-        run(tmp_path / str(steps), **SMALL | dict(save_every=3, steps=steps))
-        parts = re.split(r"^step (\d+)/.*$", capsys.readouterr().out, flags=re.M)
-        shown = {int(step): len(re.findall(r"^    \d+x ", text, re.M))
-                 for step, text in zip(parts[1::2], parts[2::2])}
-        assert {step: n for step, n in shown.items() if n} == dict.fromkeys(at, 4)
+def test_a_group_is_shown_at_the_first_step_at_checkpoints_and_the_last(made):
+    parts = re.split(r"^step (\d+)/.*$", made.said, flags=re.M)
+    shown = {int(step): len(re.findall(r"^    \d+x ", text, re.M))
+             for step, text in zip(parts[1::2], parts[2::2])}
+    assert shown == {1: 4, 2: 4, 3: 0, 4: 4, 5: 4}
 
 
 # --------------------------------------------------------------------------------- samples.jsonl
@@ -280,23 +256,22 @@ def test_the_widest_group_is_chosen_and_another_at_random(made):
     rewards = torch.tensor([1., 1, 0, 2, 3, 1, 0, 0])[:, None]
     batch, cfg = batch_of(torch.ones(8, 1).bool(), reward=rewards), Config(group=2)
     found = [report.chosen(cfg, step, batch) for step in range(40)]
-    assert {x["spread"] for x in found} == {slice(2, 4)}            # of two equal ones the first
+    assert all(x["spread"] == slice(2, 4) for x in found)           # of two equal ones the first
     assert {x["random"].start for x in found} == {0, 4, 6}
     assert report.chosen(cfg, 3, batch) == found[3]
     alone = batch_of(torch.ones(2, 1).bool(), reward=rewards[:2])
     assert report.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
 
 
-def test_no_more_logits_than_those_of_one_row(monkeypatch):
-    """At most PART; in whatever parts, the numbers are the same."""
-    policy, source = tiny_model(vocab_size=300, block_size=32), torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 300, (5, 20), generator=source)
+def test_no_more_logits_than_those_of_a_part(monkeypatch):
+    """The numbers are the same."""
+    policy, ids = tiny_model(), torch.randint(0, 256, (5, 20))
     mask = torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]])
     whole, most, head = report.as_it_is_now(policy, ids, mask, 1.3), [], policy.head
     monkeypatch.setattr(policy, "head", lambda x: (most.append(len(x)), head(x))[1])
-    monkeypatch.setattr(report, "PART", 900)
+    monkeypatch.setattr(report, "PART", 3 * 257 + 100)
     parts = report.as_it_is_now(policy, ids, mask, 1.3)
-    assert max(most) == 3 and most.count(3) == 25
+    assert max(most) == 3
     for one, other in zip(sum(whole, []), sum(parts, []), strict=True):
         assert one == pytest.approx(other, abs=1.1e-4)
 
@@ -315,31 +290,11 @@ def test_pieces_join_to_the_text():
 
 
 @pytest.mark.slow
-def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
-    """The same weights whatever is written down; the same bytes after a kill."""
+def test_looking_changes_no_step(made, tmp_path):
     run(tmp_path / "less", **SMALL | dict(save_every=1000))
     whole, less = (x / "model.safetensors" for x in (made.folder, tmp_path / "less"))
     assert whole.read_bytes() == less.read_bytes()
     assert [x["step"] for x in records(less.with_name("samples.jsonl"))] == [1, 1, 5, 5]
-    real = report.log_step
-
-    def log_step(agent, step, batch, done):
-        """The end of a process that had just written down step 4."""
-        real(agent, step, batch, done)
-        if step == 4:
-            raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(report, "log_step", log_step)
-        run(tmp_path / "cut", **SMALL)
-    assert [x["step"] for x in records(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]
-    run(tmp_path / "cut", "--resume")
-    for name in ("model.safetensors", "samples.jsonl"):
-        assert (tmp_path / "cut" / name).read_bytes() == (made.folder / name).read_bytes()
-
-
-def test_a_run_without_a_reference_has_no_log_probability_of_one(tmp_path):
-    run(tmp_path / "run", **SMALL | dict(steps=1, kl="none"))
-    assert [x["ref_logp"] for x in records(tmp_path / "run" / "samples.jsonl")] == [None, None]
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -354,18 +309,11 @@ def shown_data(path):
 
 
 def test_what_others_wrote_is_escaped():
-    """No text in it ends the element that it stands in, and what is read back was written."""
-    written = [{HOSTILE: [HOSTILE, 1.5, None, "😀\0"], "list": [1, True]}]
+    """No text ends the element that it stands in; what JSON lacks is null."""
+    written = [{HOSTILE: [HOSTILE, 1.5, "😀\0"], "list": [1, True, math.nan, -math.inf]}]
     text = re.search(DATA, report.page(written))[1]
-    assert json.loads(text) == written and text.isascii() and "<" not in text
-
-
-def test_what_json_lacks_is_null(tmp_path):
-    """A browser would read none of a page with a NaN."""
-    numbers = '{"step": 1, "x": NaN, "y": [Infinity, -Infinity, 1e300]}\n'
-    (tmp_path / "metrics.jsonl").write_text(numbers)
-    run, = shown_data(report.write([tmp_path]))
-    assert run["metrics"] == [{"step": 1, "x": None, "y": [None, None, 1e300]}]
+    assert text.isascii() and "<" not in text
+    assert json.loads(text) == [written[0] | {"list": [1, True, None, None]}]
 
 
 def test_a_page_is_one_file_that_loads_nothing(made):
@@ -373,12 +321,11 @@ def test_a_page_is_one_file_that_loads_nothing(made):
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
                       "base-uri 'none'; form-action 'none'")
-    assert text.count("<script>") == 2 and text.count("<script") == 3 and text.count("<style") == 1
     assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
     own = (report.PAGE / "page.js").read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|fetch|XMLHttp"
                          r"|import\(|setTimeout", own)
-    assert "Permission is hereby granted" in text and "uPlot (v1.6.32)" in text
+    assert "Permission is hereby granted" in text
     plot = (report.PAGE / "uPlot.iife.min.js").read_bytes()
     assert hashlib.sha256(plot).hexdigest() == UPLOT
 
@@ -401,25 +348,24 @@ def test_samples_are_thinned_evenly(tmp_path):
         assert len(found["samples"]) == 2 * kept
 
 
-def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
-    """In the first folder, or in --out's; each has its own page still."""
-    copies = [tmp_path / name for name in "ab"]
-    for where in copies:
-        shutil.copytree(made.folder, where)
-    (copies[1] / "run.json").unlink()
-    (copies[1] / "samples.jsonl").unlink()
+def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
+    """In the first folder, or in --out's, with equal shares of the bytes; each keeps its page."""
+    copies = [shutil.copytree(made.folder, tmp_path / name) for name in "ab"]
+    for name in ("run.json", "samples.jsonl"):
+        (copies[1] / name).unlink()
     grpo.main(["--report", *map(str, copies)])
     page = copies[0] / "comparison.html"
     assert capsys.readouterr().out == f"the report is in {page}\n"
     one, other = shown_data(page)
-    assert (one["name"], other["name"]) == ("a", "b")
+    assert (one["name"], other["name"], other["samples"], other["about"]) == ("a", "b", [], {})
     assert one["metrics"] == records(made.folder / "metrics.jsonl")
-    assert one["samples"] == made.lines and one["steps"] == 4 and other["samples"] == []
-    assert one["about"]["config"]["group"] == 4 and other["about"] == {}
+    assert one["samples"] == made.lines and one["about"]["config"]["group"] == 4
+    monkeypatch.setattr(report, "MOST", (copies[0] / "samples.jsonl").stat().st_size)
     grpo.main(["--report", *map(str, copies), "--out", str(tmp_path / "new")])
-    assert len(shown_data(tmp_path / "new" / "comparison.html")) == 2
-    for where in copies:
-        assert (where / "report.html").read_bytes() == (made.folder / "report.html").read_bytes()
+    one, other = shown_data(tmp_path / "new" / "comparison.html")
+    assert one["steps"] == 4 and 0 < len(one["samples"]) < 8
+    assert shown_data(report.write(copies[:1], tmp_path))[0]["samples"] == made.lines
+    assert len(shown_data(copies[0] / "report.html")) == 1
 
 
 def test_a_run_is_named_by_its_folder_wherever_one_stands(tmp_path, monkeypatch):
@@ -430,14 +376,6 @@ def test_a_run_is_named_by_its_folder_wherever_one_stands(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "run")
     run, = shown_data(report.write(["."], ".."))
     assert (run["name"], run["path"], run["metrics"]) == ("run", ".", log)
-
-
-def test_each_run_has_its_share_of_the_bytes(made, tmp_path, monkeypatch):
-    size = (made.folder / "samples.jsonl").stat().st_size
-    monkeypatch.setattr(report, "MOST", size)
-    for n in (1, 2):
-        for run in shown_data(report.write([made.folder] * n, tmp_path)):
-            assert (run["samples"] == made.lines) == (n == 1) and run["steps"] == 4
 
 
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):

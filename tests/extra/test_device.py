@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 import torch.nn.functional as F
-from conftest import ROOT, flags, records
+from conftest import LETTERS, ROOT, flags, records
 from safetensors.torch import load_file
 
 import grpo
@@ -44,15 +44,11 @@ def adamw(p, step):
 ILLEGAL = {
     "sum": lambda c, h, i: c + h,
     "sum into the CPU": lambda c, h, i: h.add_(c),
-    "sum into a number": lambda c, h, i: h.sum().add_(c[0, 0]),
     "stack of numbers": lambda c, h, i: torch.stack([c[0, 0], h[0, 0]]),
-    "gather": lambda c, h, i: c.gather(0, i[:, None]),
     "index on the device": lambda c, h, i: h[i.to(c.device)],
-    "set from the CPU": lambda c, h, i: c.__setitem__(i, h[:2]),
     "three inputs": lambda c, h, i: torch.addcmul(c, c, h[0, 0]),
     "numpy": lambda c, h, i: c.numpy(),
     "a generator": lambda c, h, i: torch.nn.init.normal_(c, generator=torch.Generator()),
-    "a layer left behind": lambda c, h, i: torch.nn.Linear(3, 2)(c),
     "a .grad": lambda c, h, i: setattr(c.requires_grad_(), "grad", h),
     "Adam's steps": lambda c, h, i: adamw(c, step=torch.ones(())),
     "two GPUs": lambda c, h, i: c + h.to("cuda:1"),
@@ -75,9 +71,7 @@ COUNTS = {
     "pinned": (lambda c, h, m: h.pin_memory().to("cuda", non_blocking=True), 0, 0, 0),
     "indices": (lambda c, h, m: (c[torch.tensor([0, 1])], c[m[0].long()]), 0, 1, 3),
     "a number set": (lambda c, h, m: c.__setitem__(m[0].long(), 1.0), 0, 1, 2),
-    "views": (lambda c, h, m: (c.view(3, 4), c.T, c[None], c.detach()), 0, 0, 0),
     "synchronize": (lambda c, h, m: torch.cuda.synchronize(), 1, 0, 0),
-    "on the CPU": (lambda c, h, m: (h[h > 0], h.sum().item(), h + 1), 0, 0, 0),
 }
 
 
@@ -91,26 +85,6 @@ def test_waits_are_counted(device, name):
     assert [n.total() for n in (seen.waits, seen.copies, seen.launches)] == expected, vars(seen)
 
 
-def test_a_graph_records_and_computes_only_when_it_is_replayed(device):
-    """On the tensors that it has seen, with what they hold then; as one launch."""
-    x, total = torch.ones(4, 3, device=device), torch.zeros(4, 3, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with pretend.counted() as seen, torch.cuda.graph(graph, torch.cuda.graph_pool_handle()):
-        y = (2 * x).T
-        total[1:] += y.T[1:]
-    assert not seen.launches and y.isnan().all() and not total.any()
-    for k in (3.0, 5.0):
-        x.fill_(k)
-        with pretend.counted() as seen:
-            graph.replay()
-        assert seen.launches.total() == 1 and (y == 2 * k).all()
-    assert total[:, 0].tolist() == [0, 16, 16, 16]
-    for waits in (lambda: x.sum().item(), lambda: x.cpu(), lambda: torch.ones(3).to(device)):
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                waits()
-
-
 def test_the_tests_do_not_see_a_gpu():
     """Nor do the processes that they start."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
@@ -118,22 +92,6 @@ def test_the_tests_do_not_see_a_gpu():
 
 # ----------------------------------------------------------------------------------- the project
 
-# Of random bytes half end a completion: most have a few letters, and a reward by what these are.
-TASK = """
-from types import SimpleNamespace as Problem
-DEFAULTS = {}
-def problems(difficulty=2):
-    words = [Problem(prompt=a + b[:n] + "=") for a in "abcdef" for b in "ghi" for n in (0, 1)]
-    return words[1:], words[:1]
-def demonstration(problem, rng):
-    return rng.choice("abc")
-def reward(problem, text):
-    return {"correct": float(len(text) % 2), "style": sum(map(ord, text)) % 7 / 7}
-def steps(problem, text):
-    return [(i + 1, ord(x) % 3 > 0) for i, x in enumerate(text)]
-def answer(text):
-    return text[:1]
-"""
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 SHAPE = dict(vocab_size=257, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=32, head_size=8,
              block_size=16, norm_eps=1e-5, tied=True)
@@ -147,7 +105,6 @@ TEN = dict(prompts=10, micro_tokens=120)         # as many as are labelled
 RUNS = {
     "grpo": {},
     "a2c, qwen3": dict(algo="a2c", family="qwen3"),
-    "ppo": dict(algo="ppo"),
     "rloo, gpt2": dict(algo="rloo", family="gpt2"),
     "dr_grpo, qwen2": dict(algo="dr_grpo", family="qwen2", minibatches=2, epochs=2),
     "dapo, nothing shared": dict(algo="dapo", cache="plain"),
@@ -162,7 +119,7 @@ RUNS = {
 
 def prepared(where):
     """A folder with a task, and a random model of each family."""
-    (where / "letters.py").write_text(TASK)
+    (where / "letters.py").write_text(LETTERS)
     for family, more in FAMILIES.items():
         names = pretrained.GPT2_NAMES if family == "gpt2" else pretrained.NAMES
         hf = {theirs: SHAPE[ours] for ours, theirs in names.items()} | more
@@ -241,8 +198,8 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         grpo.main(["--eval_only", *task, "--init", str(tmp_path)])
         assert re.match(r"greedy \d+\.\d%  pass@1 ", capsys.readouterr().out)
-        grpo.main(["--ask", "ag=", *task, "--init", str(tmp_path)])
-        assert capsys.readouterr().out.startswith("ag=")
+        grpo.main(["--ask", "ab=", *task, "--init", str(tmp_path)])
+        assert capsys.readouterr().out.startswith("ab=")
 
 
 RANKS = {"reward learned": dict(dtype="float32", iterations=1, minibatches=2),

@@ -12,7 +12,6 @@ import pretend
 import pytest
 import torch
 from torch import distributed
-import torch.nn.functional as F
 from conftest import LETTERS, ROOT, flags, records
 from safetensors.torch import load_file
 

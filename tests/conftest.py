@@ -41,9 +41,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for line in ("slow: takes a quarter of a second or more",
-                 "quick: all that are not slow, without extra/ and upstream/; a minute"):
-        config.addinivalue_line("markers", line)
+    config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
+    config.addinivalue_line("markers", "quick: all that are not slow; a minute")
     ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo
     config.addinivalue_line("filterwarnings", ignored)
 
@@ -84,7 +83,7 @@ def pytest_runtestloop(session):
         start_server()
 
 
-# ----------------------------------------------------------------------- processes of the tests
+# -------- processes of the tests
 
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 
@@ -175,7 +174,7 @@ def forked():
     return Forked
 
 
-# ------------------------------------------------------------------------------- what tests share
+# -------- what tests share
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
-# ------------------------------------------------------------------------------------- the tensor
+# -------- the tensor
 
 class Pretended(torch.Tensor):
     """A tensor on a CUDA device, as far as Python can tell; C++ is told that it is on XLA: of a
@@ -78,7 +78,7 @@ def index_of(device):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-# ------------------------------------------------------------------------------- what is counted
+# -------- what is counted
 
 COUNTING = []       # a namespace for each `counted` that is open
 
@@ -104,14 +104,13 @@ def count(kind, name):
         getattr(seen, kind)[name] += 1
 
 
-# ------------------------------------------------------------------------------------ CUDA's rules
+# -------- CUDA's rules
 
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-# Beside what is pointwise, these take a number from the CPU, and of that these do not.
+# Beside what is pointwise, these take a number from the CPU.
 NUMBERS = {"fill_", "masked_fill", "masked_fill_"}
-NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "clamp", "clamp_"}
 # Beside what depends on data, these make the host wait; beside views, these launch nothing.
-WAITS = {"equal", "masked_scatter_backward", "multinomial"}
+WAITS = {"equal", "masked_scatter_backward"}
 DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
              "_unsafe_view", "_local_scalar_dense"}
@@ -126,11 +125,10 @@ def described(func):
     name = func._schema.name.split("::")[1]
     returns = func._schema.returns
     is_view = any(r.alias_info and not writes(r) for r in returns)
-    is_pointwise = torch.Tag.pointwise in func.tags and name not in NO_NUMBERS
     return SimpleNamespace(
         name=name, returned=[*map(writes, returns)],
         written=[(i, a.name) for i, a in enumerate(func._schema.arguments) if writes(a)],
-        takes_numbers=name in NUMBERS or is_pointwise,
+        takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags,
         waits=name in WAITS or bool(DEPENDS & set(func.tags)),
         launches=not is_view and name not in NO_KERNEL)
 
@@ -176,7 +174,7 @@ def watch_copy(op, args, kwargs, to_device):
         count("copies" if is_cpu(source) else "waits", op.name)
 
 
-# ------------------------------------------------------------------------------------- computing
+# -------- computing
 
 def compute(func, args, kwargs):
     """The result of any operation, on a device or not. Autograd and autocast are above this."""
@@ -203,8 +201,6 @@ def compute(func, args, kwargs):
             watch(op, args)
     real = functools.partial(RECORDING[-1].record, func, op) if RECORDING else func
     found = real(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
-    if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
-        raise NotImplementedError(f"{func} changes the shape of a tensor in place")
     if not any(op.returned):
         return wrapped(found, index) if to_device else found
     found = found if isinstance(found, tuple) else (found,)
@@ -238,7 +234,7 @@ def wrapped(x, index):
     return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
 
 
-# ------------------------------------------------------------------------------------------ graphs
+# -------- graphs
 
 RECORDING = []      # the CUDAGraph that records, if one does
 
@@ -322,7 +318,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
         q, k, v, dropout_p, is_causal, attn_mask=attn_mask)[0]
 
 
-# ------------------------------------------------------------------------------------ the device
+# -------- the device
 
 @contextlib.contextmanager
 def guard():

@@ -53,7 +53,7 @@ def result_or_fault(f, *given):
         return str(e)
 
 
-# ------------------------------------------------------------------------------------ the device
+# -------- the device
 
 @pytest.mark.parametrize("asked, cuda, local, device", [
     ("auto", True, "", "cuda:0"), ("auto", True, "3", "cuda:3"), ("cuda", True, "3", "cuda:3"),
@@ -97,7 +97,7 @@ except ImportError:
     assert said.split() == [own.get("GOMP_SPINCOUNT", "1000")]
 
 
-# ----------------------------------------------------------------------------------- the ranks
+# -------- the ranks
 
 @pytest.mark.parametrize("first, second", [
     ([1.0, 4.0, 9.0], [2.0]), ([1.0, 5.0], []), ([7.0], []), ([], [])])
@@ -136,7 +136,7 @@ def test_the_end_of_another_rank_is_told_from_other_errors(error, kind, monkeypa
         raise error
 
 
-# ----------------------------------------------------------------------------------- random streams
+# -------- random streams
 
 def test_a_stream_is_of_its_seed_purpose_and_step():
     cfg = Config(seed=7)
@@ -155,7 +155,7 @@ def test_numbers_are_the_same_on_every_machine():
         [0.3528477596074505, 0.3184049182633061]]
 
 
-# --------------------------------------------------------------------------------------- signals
+# -------- signals
 
 def handlers():
     return [signal.getsignal(number) for number in dist.SIGNALS]
@@ -192,7 +192,7 @@ def test_a_fork_gives_up_the_handlers_of_a_run_alone():
         assert handlers() == [signal.SIG_IGN, own]
 
 
-# ------------------------------------------------------------------- sampler and trainer must agree
+# -------- sampler and trainer must agree
 
 def gap(gaps, n=100, dtype=None):
     """What is found of a row of which the first n tokens were sampled; None if it is too large."""

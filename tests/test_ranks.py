@@ -50,7 +50,7 @@ LOST = "error: another rank has ended; continue from the last checkpoint with --
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
-# ----------------------------------------------------------------------- what each process does
+# -------- what each process does
 
 def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
@@ -169,7 +169,7 @@ def apart(rank, args):
     grpo.main(args)
 
 
-# ------------------------------------------------------------------------------ pairs of processes
+# -------- pairs of processes
 
 def as_rank(rank, port, work, *given):
     """`work(rank, ...)` as torchrun would have it done."""
@@ -240,7 +240,7 @@ def tensors(where):
     return checkpoint.load(where, grpo.Config)[1].tensors
 
 
-# -------------------------------------------------------------------------------- two equal one
+# -------- two equal one
 
 def close(one, two, moved=None):
     """Whether numbers differ by rounding alone, mostly 1e-5 of what has `moved`, by default the
@@ -312,7 +312,7 @@ def test_the_first_rank_alone_writes(both):
             assert {*found["whole"]} == {not is_sharded}
 
 
-# --------------------------------------------------------------- what one meets reaches the other
+# -------- what one meets reaches the other
 
 def command(both, name, ranks="two", **changes):
     """The command line of one of RUNS, somewhere else."""

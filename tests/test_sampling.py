@@ -110,7 +110,7 @@ def test_a_prompt_that_does_not_fit():
         byte_encoding().encode_prompt("")
 
 
-# ---------------------------------------------------------------------------- the shared cache
+# -------- the shared cache
 
 @pytest.mark.parametrize("at, prompts, states", [
     # One in twenty may stay; with the second, a tenth, both leave.
@@ -172,7 +172,7 @@ def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
 
 
-# --------------------------------------------------------------------------- drawing of a token
+# -------- drawing of a token
 
 ENDS = torch.tensor([0, 2 ** -25, 1 - 2 ** -24, 1], dtype=torch.float64)
 

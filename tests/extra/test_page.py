@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from conftest import records
-from test_report import HOSTILE, shown_data
+from test_report import HOSTILE
 
 from run import report
 
@@ -75,7 +75,7 @@ def choose(browser, name, value):
         "x.dispatchEvent(new Event('input')); x.dispatchEvent(new Event('change'))", name, value)
 
 
-# --------------------------------------------------------------------------------- what is logged
+# -------- what is logged
 
 def invented(rng, step, which, rows=5, text=None):
     """A record of samples.jsonl; in each third step the group at random is dead."""
@@ -153,7 +153,7 @@ def values_of(g, name):
     return [[of(g, i, t) for t in range(len(row))] for i, row in enumerate(tokens)]
 
 
-# --------------------------------------------------------------------------------------- the page
+# -------- the page
 
 def test_curves_are_those_of_the_logs(opened, folders, page):
     """Each point; of pass@k those between the least k and the largest are left out, and what is not
@@ -225,23 +225,6 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
                 *(shown(of(g, i, 0)) for of in QUANTITIES.values()), f"{old} → {new}"]
 
 
-def test_search_and_the_filter_of_dead_groups(opened, folders, page):
-    page, samples = opened(page), records(folders[0] / "samples.jsonl")
-    choose(page, "search", "Random 3=")                     # a prompt: all of its completions
-    assert texts(page, "pre.prompt") == ["random 3="] and len(find(page, ".card")) == 5
-    find(page, "#living")[0].click()
-    assert texts(page, "#note") == ["No group matches."] and not find(page, ".card")
-    choose(page, "search", "random")
-    find(page, "#back")[0].click()
-    assert texts(page, "#at") == ["2 (2 of 3)"]
-    find(page, "#living")[0].click()
-    choose(page, "search", "ZX")
-    g = next(g for g in samples if g["prompt"] == texts(page, "pre.prompt")[0])
-    having = [x for x in g["completions"] if "zx" in x.lower()]
-    assert having and len(find(page, ".card")) == len(having) < 5
-    assert "".join(texts(page, ".found")).lower() == "zx" * "".join(having).lower().count("zx")
-
-
 def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
     """Each before the token that was sampled next; a search is in what the policy said."""
     one = invented(random.Random(0), 1, "spread", 2, "ab")
@@ -270,16 +253,3 @@ def test_what_is_hostile_shows_as_text(opened, tmp_path):
     assert json.dumps(HOSTILE, ensure_ascii=False) in texts(page, "#settings")[0]
     assert page.execute_script("return typeof hacked") == "undefined"
     assert not find(page, "img") and len(find(page, "script")) == 3
-
-
-def test_the_page_says_what_was_left_out(opened, tmp_path, monkeypatch):
-    """And calls folders of the same name by their paths."""
-    monkeypatch.setattr(report, "MOST", 60_000)
-    samples = [invented(random.Random(step), step, "spread") for step in range(1, 61)]
-    (tmp_path / "x").mkdir()
-    both = [folder_of(tmp_path / "run", samples), folder_of(tmp_path / "x" / "run", [])]
-    path = report.write(both)
-    page, kept = opened(path), len(shown_data(path)[0]["samples"])
-    said = f"This page has {kept} of 60 logged steps"
-    assert 5 < kept < 60 and texts(page, "#note")[0].startswith(said)
-    assert texts(page, "#overview td:first-child") == [str(where) for where in both]

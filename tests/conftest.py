@@ -32,23 +32,29 @@ from run import config, passes, pretrained  # noqa: E402
 
 
 def pytest_addoption(parser):
-    parser.addoption("--extra", action="store_true", help="also tests/extra: a pretended GPU, compilation, a browser, other libraries")
-    parser.addoption("--upstream", action="store_true", help="also tests/upstream: what this repository says about itself")
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, tests/extra/test_gpu.py, and no others")
+    parser.addoption("--extra", action="store_true", help="also tests/extra: a pretended GPU, "
+                     "compilation, a browser, other libraries")
+    parser.addoption("--upstream", action="store_true",
+                     help="also tests/upstream: what this repository says about itself")
+    parser.addoption("--gpu", action="store_true",
+                     help="the tests that need a GPU, tests/extra/test_gpu.py, and no others")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
-    config.addinivalue_line("markers", "quick: all that are not slow, without extra/ and upstream/; a minute")
-    config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script_method:DeprecationWarning")    # of torch._dynamo
+    config.addinivalue_line("markers", "quick: all that are not slow; a minute")
+    ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo
+    config.addinivalue_line("filterwarnings", ignored)
 
 
 def pytest_ignore_collect(collection_path, config):
     """The folders extra/ and upstream/ are for flags or arguments that name them."""
-    if collection_path.parent != ROOT / "tests" or collection_path.name not in ("extra", "upstream"):
+    name = collection_path.name
+    if collection_path.parent != ROOT / "tests" or name not in ("extra", "upstream"):
         return None
-    named = any(collection_path in (path, *path.parents) for path in map(Path.resolve, map(Path, map(file_of, config.args))))
-    if named or config.getoption(collection_path.name) or config.option.gpu and collection_path.name == "extra":
+    paths = [Path(file_of(argument)).resolve() for argument in config.args]
+    named = any(collection_path in (path, *path.parents) for path in paths)
+    if named or config.getoption(name) or config.option.gpu and name == "extra":
         return None
     return True
 
@@ -68,22 +74,23 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Before the first test: what all tests have in common is loaded once, in the process that theirs are forked from."""
-    if any("forked" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
-        importlib.import_module("torch._dynamo")        # else each process would, for its first optimizer
+    """What all tests have in common is loaded once, in the process that theirs are forked from."""
+    forks = any("forked" in getattr(item, "fixturenames", ()) for item in session.items)
+    if forks and not session.config.option.collectonly:
+        importlib.import_module("torch._dynamo")    # else each process would, for an optimizer
         gc.collect()
-        gc.freeze()                         # the garbage collector need not look at what all have in common
+        gc.freeze()                                 # what all have in common stays
         start_server()
 
 
-# ----------------------------------------------------------------------- processes of the tests
+# -------- processes of the tests
 
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 
 
 class Forked:
-    """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`. It is forked from one
-    that has imported torch, which takes seconds, and has run no test. It ends with the test process at the latest."""
+    """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`. It
+    is forked from one that has imported torch and has run no test, and ends with the tests."""
     server = None       # the connection to that process
 
     def __init__(self, where, work, *given):
@@ -95,7 +102,7 @@ class Forked:
         self.where, self.pid, self.exitcode = where, self.connection.recv(), None
 
     def join(self, seconds=60):
-        """Waits so long for its end; its exit code, negative after a signal, or None if it is still running."""
+        """Waits for its end; its exit code, negative after a signal, or None if it still runs."""
         if self.exitcode is None and self.connection.poll(seconds):
             self.exitcode = self.connection.recv()
         return self.exitcode
@@ -114,7 +121,7 @@ class Forked:
 
 
 def start_server():
-    """Forks the process that all `Forked` come from. It ends when all that know its connection have ended."""
+    """Forks the process that all `Forked` come from; it ends with its connection."""
     Forked.server, theirs = multiprocessing.Pipe()
     sys.stdout.flush()
     if os.fork() == 0:
@@ -127,7 +134,7 @@ def start_server():
 
 
 def serve(requests):
-    """Forks a process for each connection it is sent, which starts the `Forked` and reports its exit code."""
+    """Forks a process for each connection it is sent, which starts a `Forked` and reports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # so that none of these stays a zombie
     while True:
@@ -157,7 +164,7 @@ def begin(where, work, given):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
-    torch.set_num_threads(1)    # makes torch's pool of threads anew; else two threads may do so at once, and torch aborts
+    torch.set_num_threads(1)    # makes the pool of threads anew; else two may do so at once
     work(*given)
 
 
@@ -167,7 +174,7 @@ def forked():
     return Forked
 
 
-# ------------------------------------------------------------------------------- what tests share
+# -------- what tests share
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 
@@ -182,21 +189,42 @@ def tiny_model(seed=0, scale=4.0, **changes):
     return model.eval()
 
 
-CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
-        "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
+CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "<|im_start|>{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
 
 
 def chat_folder(where, template=CHAT):
     """A small model whose tokenizer, bytes, knows the tokens of a chat, and its chat template."""
     files = {name: json.loads(text) for name, text in byte_encoding().files.items()}
     end = files["tokenizer.json"]["added_tokens"][0]
-    files["tokenizer.json"]["added_tokens"] += [
-        end | dict(id=257 + i, content=name) for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    for i, name in enumerate(("<|im_start|>", "<|im_end|>")):
+        files["tokenizer.json"]["added_tokens"].append(end | dict(id=257 + i, content=name))
     files["tokenizer_config.json"]["chat_template"] = template
     shape = GPTConfig(259, 1, 2, 1, 16, n_inner=64, block_size=128)
     pretrained.save(GPT(shape, torch.Generator().manual_seed(0)), where,
                     {name: json.dumps(x).encode() for name, x in files.items()})
     return where
+
+
+# A task that a small model learns something of: completions of 1 to 5 letters.
+LETTERS = """
+from types import SimpleNamespace as Problem
+DEFAULTS = {}
+def problems(difficulty=2):
+    words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
+    made = [Problem(prompt=word) for word in words]
+    return made[3:], made[:3]
+def demonstration(problem, rng):
+    return "".join(rng.choices("abc", k=rng.randint(1, 5)))
+def reward(problem, text):
+    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
+            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
+def steps(problem, text):
+    return [(i + 1, x in problem.prompt) for i, x in enumerate(text)
+            if x in "ab" or i + 1 == len(text)]
+def answer(text):
+    return text[:1]
+"""
 
 
 def agent_of(cfg, task=None, **parts):
@@ -205,8 +233,7 @@ def agent_of(cfg, task=None, **parts):
 
 
 def batch_of(mask, **parts):
-    """A whole Batch of rows that were sampled where the mask (B, T) says, in which nothing is 1 but
-    what `parts` has."""
+    """A whole Batch of rows that were sampled where the mask (B, T) says, 0 but for `parts`."""
     on, zero = torch.as_tensor(mask), torch.zeros(*mask.shape)
     rows = dict(finished=torch.ones(len(on), dtype=torch.bool), start=on.int().argmax(1))
     rows |= dict(problems=[SimpleNamespace(prompt="?")] * len(on), texts=[""] * len(on))
@@ -233,8 +260,11 @@ def records(path):
 
 def flags(settings):
     """Settings as a command line."""
-    return [part for name, x in settings.items()
-            for part in ([f"--no-{name}"] if x is False else [f"--{name}"] if x is True else [f"--{name}", str(x)])]
+    found = []
+    for name, x in settings.items():
+        found += [f"--no-{name}" if x is False else f"--{name}"]
+        found += [] if isinstance(x, bool) else [str(x)]
+    return found
 
 
 def fault(capsys, *args):
@@ -264,16 +294,16 @@ def cfg():
 
 @pytest.fixture(autouse=True)
 def own_functions():
-    """After a run of an algorithm in a file, grpo.py has its own functions again, and a test leaves no other ones there."""
+    """After a run of an algorithm in a file, grpo.py has its own functions again; a test leaves no
+    other ones there."""
     own = dict(vars(grpo))
     yield
     config.algorithm("grpo", grpo.ALGOS, grpo)
-    assert not [name for name, x in own.items() if getattr(grpo, name, None) is not x]
+    assert all(getattr(grpo, name, None) is x for name, x in own.items())
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """A test does not depend on those before it: what it draws at random, and the recursion limit, which a compilation
-    raises."""
+    """A test does not depend on those before it; a compilation raises the recursion limit."""
     torch.manual_seed(0)
     sys.setrecursionlimit(1000)

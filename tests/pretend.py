@@ -3,22 +3,17 @@
     with pretend.cuda() as device:              # device("cuda", 0); `--device cuda` runs
         with pretend.counted() as seen:
             ...
-    assert seen.waits == {"grpo.py:247 nonzero": 2}
+    assert seen.waits == {"nonzero": 2}
 
-A Pretended tensor says that it is on the device, and holds a tensor on the CPU, on which each operation is computed.
-What CUDA refuses raises with the project's line: tensors on two devices, a generator of the CPU. What makes the host
-wait for the device is counted, and so are copies to the device and launches of kernels, all by line.
-
-A CUDA graph records the operations, which compute nothing then, and `replay` computes them again on the same tensors, as
-one launch. A wait while it records raises.
-
-In `pretend.nccl()`, processes with such devices reduce tensors on them, and none on the CPU. What CUDA lacks a kernel
-for, memory, torch.compile and sharded models are beyond this.
+A Pretended tensor says that it is on the device, and holds one on the CPU, on which each operation
+is computed. What CUDA refuses raises: tensors on two devices, a generator of the CPU. Waits of the
+host for the device, copies to it and launches of kernels are counted. A CUDA graph records
+operations, and `replay` computes them, as one launch; a wait while it records raises. In `nccl()`,
+processes reduce tensors on such devices, and none on the CPU.
 """
 import contextlib
 import ctypes
 import functools
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,21 +25,20 @@ import torch.nn.functional as F
 import torch.utils._foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
 aten = torch.ops.aten
 
 
-# ------------------------------------------------------------------------------------- the tensor
+# -------- the tensor
 
 class Pretended(torch.Tensor):
-    """A tensor on a CUDA device, as far as Python can tell. PyTorch's C++ is told that the device is XLA: for a CUDA
-    tensor autograd needs the current stream, which a build without CUDA does not have, for an XLA tensor it does not,
-    and autocast("cuda") applies to both."""
+    """A tensor on a CUDA device, as far as Python can tell; C++ is told that it is on XLA: of a
+    CUDA tensor autograd wants the current stream, which a build without CUDA does not have."""
 
     @staticmethod
     def __new__(cls, held, index):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device("xla", index),
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype,
+            device=torch.device("xla", index),
             _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA))
         self.held, self.index = held, index
         return self
@@ -64,39 +58,35 @@ class Pretended(torch.Tensor):
     data = property(torch.Tensor.data.__get__, set_data)
 
     def __setitem__(self, key, value):      # a number is taken from the CPU
-        value = torch.tensor(value, dtype=self.dtype) if isinstance(value, (int, float)) else value
+        if isinstance(value, (int, float)):
+            value = torch.tensor(value, dtype=self.dtype)
         torch.Tensor.__setitem__(self, key, value)
 
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self):
-        return f"Pretended({self.held!r})"
-
-    def __format__(self, spec):
-        return format(self.item(), spec) if self.dim() == 0 else repr(self)
-
 
 def inside(x):
     """A CUDA device by the name that it has in C++; anything else unchanged."""
-    x = torch.device(x) if isinstance(x, str) and x.startswith("cuda") else x
-    return torch.device("xla", index_of(x)) if isinstance(x, torch.device) and x.type == "cuda" else x
+    device = torch.device(x) if isinstance(x, str) and x.startswith("cuda") else x
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return x
+    return torch.device("xla", index_of(device))
 
 
 def index_of(device):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-# ------------------------------------------------------------------------------- what is counted
+# -------- what is counted
 
 COUNTING = []       # a namespace for each `counted` that is open
 
 
 @contextlib.contextmanager
 def counted():
-    """Counts what happens in this context, three Counters by line and operation: `waits` of the host for the device,
-    `copies` to the device, for which it waits too, and `launches`, the operations on the device that are not views. A
-    call counts once, however often it waits or launches."""
+    """Counts by operation: `waits` of the host for the device, `copies` to it, for which
+    the host waits too, and `launches`, the operations on the device that are not views."""
     seen = SimpleNamespace(waits=Counter(), copies=Counter(), launches=Counter())
     COUNTING.append(seen)
     try:
@@ -108,57 +98,39 @@ def counted():
 def count(kind, name):
     if RECORDING:
         if kind != "launches":
-            raise RuntimeError(f"{site()}: CUDA error: operation not permitted when stream is capturing ({name})")
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
         return                  # its graph is launched later
     for seen in COUNTING:
-        getattr(seen, kind)[f"{site()} {name}"] += 1
+        getattr(seen, kind)[name] += 1
 
 
-def site():
-    """The innermost line of the project that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if path := in_project(frame.f_code.co_filename):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
-@functools.cache
-def in_project(file):
-    """A file's path in the project; None if it is somewhere else, or this one."""
-    path = Path(file)
-    ours = ROOT in path.parents and "site-packages" not in path.parts and file != __file__
-    return str(path.relative_to(ROOT)) if ours else None
-
-
-# ------------------------------------------------------------------------------------ CUDA's rules
+# -------- CUDA's rules
 
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-# What takes a CPU tensor without dimensions as a number, beside all that is pointwise; and what of that does not.
+# Beside what is pointwise, these take a number from the CPU.
 NUMBERS = {"fill_", "masked_fill", "masked_fill_"}
-NO_NUMBERS = {"addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "clamp", "clamp_"}
-# What makes the host wait, beside what PyTorch marks as depending on data; and what launches nothing, beside views.
-WAITS = {"equal", "masked_scatter_backward", "multinomial"}
+# Beside what depends on data, these make the host wait; beside views, these launch nothing.
+WAITS = {"equal", "masked_scatter_backward"}
 DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
-             "_local_scalar_dense"}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+             "_unsafe_view", "_local_scalar_dense"}
 
 
 @functools.cache
 def described(func):
-    """What is known of an operation: its name, which arguments it writes to, which results are these, whether it takes
-    numbers from the CPU, waits, or launches."""
+    """What is known of an operation; `returned`: which of its results are arguments."""
     def writes(x):
         return x.alias_info is not None and x.alias_info.is_write
 
-    arguments, returns = func._schema.arguments, func._schema.returns
-    name, view = func._schema.name.split("::")[1], any(r.alias_info and not writes(r) for r in returns)
+    name = func._schema.name.split("::")[1]
+    returns = func._schema.returns
+    is_view = any(r.alias_info and not writes(r) for r in returns)
     return SimpleNamespace(
         name=name, returned=[*map(writes, returns)],
-        written=[(i, a.name) for i, a in enumerate(arguments) if writes(a)],
-        takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags and name not in NO_NUMBERS,
-        waits=name in WAITS or bool(DEPENDS & set(func.tags)), launches=not view and name not in NO_KERNEL)
+        written=[(i, a.name) for i, a in enumerate(func._schema.arguments) if writes(a)],
+        takes_numbers=name in NUMBERS or torch.Tag.pointwise in func.tags,
+        waits=name in WAITS or bool(DEPENDS & set(func.tags)),
+        launches=not is_view and name not in NO_KERNEL)
 
 
 def is_cpu(x):
@@ -166,31 +138,24 @@ def is_cpu(x):
 
 
 def refuse(func, op, args, written, tensors):
-    """Raises for tensors on two devices, but for what CUDA allows: numbers on the CPU, and indices."""
+    """Raises for tensors on two devices, but for numbers and indices on the CPU."""
     cpu = [t for t in tensors if is_cpu(t)]
+    numbers, allowed = cpu, op.takes_numbers and not any(map(is_cpu, written))
     if op.name in INDEXING:
-        allowed = not is_cpu(args[0]) and all(t.dim() == 0 for t in args[2:3] if is_cpu(t))
-    else:
-        allowed = op.takes_numbers and all(t.dim() == 0 for t in cpu) and not any(map(is_cpu, written))
+        numbers, allowed = [t for t in args[2:3] if is_cpu(t)], not is_cpu(args[0])
+    allowed = allowed and all(t.dim() == 0 for t in numbers)
     if not allowed or len({t.device for t in tensors}) > 1 + bool(cpu):
-        found = ", ".join(f"{t.device} {str(t.dtype)[6:]}{[*t.shape]}" for t in tensors)
-        raise RuntimeError(f"{site()}: Expected all tensors to be on the same device, but found at least two devices: "
-                           f"{found} in {func}")
+        found = [(str(t.device), *t.shape) for t in tensors]
+        raise RuntimeError(f"expected all tensors to be on the same device: {found} in {func}")
 
 
-def watch(op, args, kwargs):
+def watch(op, args):
     """Counts an operation on the device, and what of it waits."""
     waits, copies = op.waits, 0
-    if op.name in INDEXING:         # by a mask: of its nonzero elements, unless they are set to a number
-        indices, numbers = [t for t in args[1] if t is not None], [*filter(is_cpu, args[2:3])]
-        masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
-        if len(masks) == len(indices) == len(numbers) == 1:
-            numbers = masks = []
-        waits, copies = not all(map(is_cpu, masks)), sum(map(is_cpu, indices)) + len(numbers)
-    elif op.name == "repeat_interleave":
-        waits = kwargs.get("output_size") is None
-    elif op.name == "isin":         # sorts, unless the second tensor is small
-        waits = all(map(torch.is_tensor, args[:2])) and args[1].numel() >= 10 * args[0].numel() ** 0.145
+    if op.name in INDEXING:         # a mask waits for the number of its elements
+        indices = [t for t in args[1] if t is not None]
+        waits = any(t.dtype == torch.bool and not is_cpu(t) for t in indices)
+        copies = sum(map(is_cpu, [*indices, *args[2:3]]))
     elif op.name == "where":
         copies = sum(map(is_cpu, args))
     for kind, n in (("waits", waits), ("copies", copies), ("launches", op.launches)):
@@ -199,24 +164,22 @@ def watch(op, args, kwargs):
 
 
 def watch_copy(op, args, kwargs, to_device):
-    """Counts a copy: between the devices it waits, but from pinned memory, and to the CPU, if it is told not to."""
+    """Counts a copy: between the devices it waits, but from pinned memory, and to the CPU, if it is
+    told not to."""
     source = args[op.name == "copy_"]
     non_blocking = kwargs.get("non_blocking", args[2:3] == (True,))
-    if is_cpu(source):
-        kind = None if non_blocking and hasattr(source, "pinned") else "copies"
-    else:
-        kind = "launches" if to_device else None if non_blocking else "waits"
-    if kind:
-        count(kind, op.name)
+    if not is_cpu(source) and to_device:
+        count("launches", op.name)
+    elif not non_blocking or is_cpu(source) and not hasattr(source, "pinned"):
+        count("copies" if is_cpu(source) else "waits", op.name)
 
 
-# --------------------------------------------------------------------------------------- computing
+# -------- computing
 
 def compute(func, args, kwargs):
-    """The result of any operation, on a device or not. Autograd and autocast, PyTorch's own, are above this."""
-    op, tensors = described(func), []
-    for x in (*args, *kwargs.values()):
-        tensors += [t for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)]
+    """The result of any operation, on a device or not. Autograd and autocast are above this."""
+    op = described(func)
+    tensors = [t for x in (*args, *kwargs.values()) for t in tensors_in(x)]
     index = next((t.index for t in tensors if type(t) is Pretended), None)
     to_device = index is not None if op.name != "copy_" else type(args[0]) is Pretended
     if (asked := kwargs.get("device")) is not None:
@@ -226,7 +189,7 @@ def compute(func, args, kwargs):
     if index is None:
         return on_cpu(func, op, args, kwargs)
     if (generator := kwargs.get("generator")) is not None:
-        raise RuntimeError(f"{site()}: Expected a 'cuda' device type for generator but found {generator.device}")
+        raise RuntimeError(f"expected a generator on cuda, not {generator.device}")
 
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written]
     if op.name in ("copy_", "_to_copy"):
@@ -235,20 +198,19 @@ def compute(func, args, kwargs):
         if any(type(t) is not Pretended or t.index != index for t in tensors):
             refuse(func, op, args, written, tensors)
         if COUNTING or RECORDING:
-            watch(op, args, kwargs)
-    compute_held = functools.partial(RECORDING[-1].record, func, op) if RECORDING else func
-    found = compute_held(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
-    if any(t.shape != t.held.shape for t in written if type(t) is Pretended):
-        raise NotImplementedError(f"{func} changes the shape of a tensor in place")
+            watch(op, args)
+    real = functools.partial(RECORDING[-1].record, func, op) if RECORDING else func
+    found = real(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
     if not any(op.returned):
         return wrapped(found, index) if to_device else found
     found = found if isinstance(found, tuple) else (found,)
-    found = tuple(written.pop(0) if own else wrapped(x, index) for own, x in zip(op.returned, found))
+    found = tuple(written.pop(0) if own else wrapped(x, index)
+                  for own, x in zip(op.returned, found))
     return found if len(found) > 1 else found[0]
 
 
 def on_cpu(func, op, args, kwargs):
-    """The result of an operation on the CPU. Pinned memory is only marked; a view of it is not."""
+    """The result of an operation on the CPU. Pinned memory is only marked."""
     if op.name == "is_pinned":
         return hasattr(args[0], "pinned")
     if op.name == "_pin_memory":
@@ -272,45 +234,25 @@ def wrapped(x, index):
     return type(x)(wrapped(y, index) for y in x) if isinstance(x, (list, tuple)) else x
 
 
-def linear(x, weight, bias=None):
-    """A product with its bias as one operation on the device; C++ has two for XLA."""
-    if is_cpu(x) or bias is None:
-        return torch._C._nn.linear(x, weight, bias)
-    return torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
-
-
-@torch.library.custom_op("pretend::rms_norm", mutates_args=())
-def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.rms_norm(x, weight.shape, weight, eps)
-
-
-def rms_norm(x, shape, weight, eps):
-    """RMSNorm on the device as one operation, in float32 if there is autocast. With a gradient it is PyTorch's several."""
-    x = x.float() if torch.is_autocast_enabled("cuda") and not is_cpu(x) else x
-    if is_cpu(x) or torch.is_grad_enabled() or x.dtype != weight.dtype:
-        return torch.rms_norm(x, shape, weight, eps)
-    return fused_rms_norm(x, weight, eps)
-
-
-# ------------------------------------------------------------------------------------------ graphs
+# -------- graphs
 
 RECORDING = []      # the CUDAGraph that records, if one does
 
 
 class CUDAGraph:
-    """Operations on tensors that keep their addresses. `tape` has what launches; a view needs no operation."""
+    """Operations on tensors that keep their addresses. `tape` has what launches."""
 
     def __init__(self):
         self.tape, self.made, self.before = [], [], {}
 
     def record(self, func, op, *args, **kwargs):
-        """The result of an operation; what it writes and makes is noted, as in the end nothing is to be computed."""
+        """The result of an operation; notes what it writes and makes, as nothing is computed."""
         given = [t for x in (*args, *kwargs.values()) for t in tensors_in(x)]
-        written = (args[i] if i < len(args) else kwargs.get(name) for i, name in op.written)
-        for t in (t for x in written for t in tensors_in(x)):
-            if not any(shared(t, x) for x in self.made):
-                storage = t.untyped_storage()
-                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        for i, name in op.written:
+            for t in tensors_in(args[i] if i < len(args) else kwargs.get(name)):
+                if not any(shared(t, x) for x in self.made):
+                    storage = t.untyped_storage()
+                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         found = func(*args, **kwargs)
         self.made += [t for t in tensors_in(found) if not any(shared(t, x) for x in given)]
         if op.launches:
@@ -318,17 +260,19 @@ class CUDAGraph:
         return found
 
     def end(self):
-        """Nothing has been computed: what was written is as before, and what was made is garbage."""
+        """What was written is as before, and what was made is garbage."""
         for storage, value in self.before.values():
             storage.copy_(value)
         for t in self.made:
-            t.fill_(float("nan") if t.is_floating_point() else t.dtype == torch.bool or 7777)
+            is_float = t.is_floating_point()
+            t.fill_(float("nan") if is_float else t.dtype == torch.bool or 7777)
         self.made, self.before = [], {}
 
     def replay(self):
         count("launches", "replay")
         for func, args, kwargs, found in self.tape:
-            for old, new in zip(tensors_in(found), tensors_in(func(*args, **kwargs)), strict=True):
+            again = tensors_in(func(*args, **kwargs))
+            for old, new in zip(tensors_in(found), again, strict=True):
                 if not shared(old, new):
                     old.copy_(new)
 
@@ -344,7 +288,8 @@ def graph(recorded, pool=None, stream=None, capture_error_mode="global"):
 
 
 def tensors_in(x):
-    return [t for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)]
+    parts = x if isinstance(x, (list, tuple)) else [x]
+    return [t for t in parts if isinstance(t, torch.Tensor)]
 
 
 def shared(x, y):
@@ -353,37 +298,35 @@ def shared(x, y):
 
 
 class Operations(TorchDispatchMode):
-    """Sees operations that have no tensor to start from, too: zeros, randn."""
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False
+    """Sees operations that have no tensor to start from, too: zeros."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return compute(func, args, kwargs or {})
 
 
-def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
     """Attention on the device as one operation, the CPU's kernel, in autocast's dtype."""
     if is_cpu(q) or not q.numel():
-        return torch._C._nn.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
-                                                         enable_gqa=enable_gqa)
+        return torch._C._nn.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, **more)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf"))
     if torch.is_autocast_enabled("cuda"):
-        q, k, v, attn_mask = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, attn_mask))
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=attn_mask,
-                                                            scale=scale)[0]
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v, attn_mask = (x if x is None else x.to(dtype) for x in (q, k, v, attn_mask))
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p, is_causal, attn_mask=attn_mask)[0]
 
 
-# ------------------------------------------------------------------------------------ the device
+# -------- the device
 
 @contextlib.contextmanager
 def guard():
-    """Autograd looks in a table in C++ for the guard of a tensor's device, and a build without XLA has none: in this
-    context it finds the CPU's, which knows no streams."""
-    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
-    table = (ctypes.c_void_p * 10).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
+    """Autograd looks in a table in C++ for the guard of a tensor's device; here it finds the CPU's,
+    which knows no streams, where a build without XLA has none."""
+    library = ctypes.CDLL(next((Path(torch.__file__).parent / "lib").glob("libc10.*")))
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    table = (ctypes.c_void_p * 10).in_dll(library, name)
     before, table[9] = table[9], table[0]
     try:
         yield
@@ -395,54 +338,69 @@ def guard():
 def cuda(index=0):
     """In this context PyTorch has CUDA devices; yields the one with this index."""
     current, tensor, to = [0], torch.tensor, torch.Tensor.to
-    module = dict(
-        _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 8, current_device=lambda: current[0],
-        set_device=lambda device: current.__setitem__(0, torch.device(device).index),
-        synchronize=lambda device=None: count("waits", "synchronize"), is_bf16_supported=lambda *_: True,
-        CUDAGraph=CUDAGraph, graph=graph, graph_pool_handle=object,
-        is_current_stream_capturing=lambda: bool(RECORDING), mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10),
-        get_device_properties=lambda device=None: SimpleNamespace(total_memory=8 * 10 ** 10))
-    foreach = dict(_foreach_supported_types=[torch.Tensor, Pretended],
-                   _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"])
-    stands = [
-        (torch, "tensor", lambda *args, device=None, **kwargs: tensor(*args, device=inside(device), **kwargs)),
-        (torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *map(inside, args), **{
-            name: inside(x) for name, x in kwargs.items()})),
-        (torch.accelerator, "current_stream", lambda device=None: SimpleNamespace(is_capturing=lambda: bool(RECORDING))),
-        (F, "scaled_dot_product_attention", attention), (F, "rms_norm", rms_norm), (F, "linear", linear),
-        *((torch.cuda, *stand) for stand in module.items()),
-        *((torch.utils._foreach_utils, *stand) for stand in foreach.items())]
-    lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
-    with pytest.MonkeyPatch.context() as patch, guard(), torch.autograd.set_multithreading_enabled(False):
-        for stand in stands:
-            patch.setattr(*stand)
-        torch._C._set_only_lift_cpu_tensors(True)           # torch.tensor makes one on the CPU, and copies it
+
+    def new_tensor(*args, device=None, **kwargs):
+        return tensor(*args, device=inside(device), **kwargs)
+
+    def moved(self, *args, **kwargs):
+        kwargs = {name: inside(x) for name, x in kwargs.items()}
+        return to(self, *map(inside, args), **kwargs)
+
+    def set_device(device):
+        current[0] = torch.device(device).index
+
+    def capturing(device=None):
+        return bool(RECORDING)
+    stands = {
+        torch.cuda: dict(
+            _lazy_init=lambda: None, is_available=lambda: True, CUDAGraph=CUDAGraph, graph=graph,
+            current_device=lambda: current[0], set_device=set_device, graph_pool_handle=object,
+            is_current_stream_capturing=capturing,
+            synchronize=lambda device=None: count("waits", "synchronize"),
+            is_bf16_supported=lambda *_: True,
+            mem_get_info=lambda device=None: (6 * 10 ** 10, 8 * 10 ** 10),
+            get_device_properties=lambda device: SimpleNamespace(total_memory=8 * 10 ** 10)),
+        torch.accelerator: dict(
+            current_stream=lambda device=None: SimpleNamespace(is_capturing=capturing)),
+        torch.utils._foreach_utils: dict(
+            _foreach_supported_types=[torch.Tensor, Pretended],
+            _get_foreach_kernels_supported_devices=lambda: ["cuda", "xla"]),
+        F: dict(scaled_dot_product_attention=attention), torch: dict(tensor=new_tensor),
+        torch.Tensor: dict(to=moved)}
+    with (pytest.MonkeyPatch.context() as patch, guard(),
+          torch.autograd.set_multithreading_enabled(False)):
+        for where, those in stands.items():
+            for name, stand in those.items():
+                patch.setattr(where, name, stand)
+        # torch.tensor makes one on the CPU, and copies it
+        torch._C._set_only_lift_cpu_tensors(True)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         try:
             with Operations():
                 yield torch.device("cuda", index)
         finally:
-            torch._C._set_only_lift_cpu_tensors(lifts)
-            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+            torch._C._set_only_lift_cpu_tensors(False)
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 @contextlib.contextmanager
 def nccl():
     """In this context the backend nccl is there: gloo, for tensors on the current device only."""
-    real = SimpleNamespace(**vars(distributed))
+    start, reduce, gather = (distributed.init_process_group, distributed.all_reduce,
+                             distributed.all_gather_object)
 
     def init_process_group(backend):
         assert backend == "nccl"
-        real.init_process_group("gloo")
+        start("gloo")
 
     def all_reduce(x, op=distributed.ReduceOp.SUM):
         if is_cpu(x) or x.index != torch.cuda.current_device():
-            raise RuntimeError(f"{site()}: No backend type associated with device type {x.device}")
-        real.all_reduce(x.held, op)
+            raise RuntimeError(f"No backend type associated with device type {x.device}")
+        reduce(x.held, op)
 
-    def all_gather_object(*args):
+    def all_gather_object(*given):
         count("waits", "all_gather_object")
-        real.all_gather_object(*args)
+        gather(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "get_backend", lambda: "nccl")

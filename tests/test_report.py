@@ -1,76 +1,207 @@
-"""What is written down of a rollout, recomputed by a second way, and the page that shows it, in a real browser
-where there is one: chromium with its driver, and selenium."""
+"""What a run shows: in the terminal, in samples.jsonl, recomputed by a second way, and on its page,
+which extra/test_page.py reads in a browser."""
+import contextlib
 import copy
 import hashlib
+import io
 import json
+import math
+import os
 import random
 import re
 import shutil
-import statistics
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, batch_of, flags, tiny_model
-from conftest import records as lines
+from conftest import LETTERS, ROOT, batch_of, fault, flags, records, tiny_model
 
 import data
 import grpo
-from data import UserError
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
-from run import files, report
+from grpo import Config
+from run import dist, report
 
-HOSTILE = "</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">&amp;\u2028\u2029{{DATA}}"
-LETTERS = '''from types import SimpleNamespace
-DEFAULTS = {}
-def problems(difficulty=2):
-    made = [SimpleNamespace(prompt=a + b + "=") for a in "abcd" for b in "efgh"]
-    return made[2:], made[:2]
-def demonstration(problem, rng):
-    return "".join(rng.choices("ab\\u00e9", k=rng.randint(1, 3)))
-def reward(problem, text):
-    return {"correct": float("a" in text), "style": 0.25 * len(set(text))}
-def steps(problem, text):
-    return [(i + 1, x in "ab") for i, x in enumerate(text)]
-def answer(text):
-    return text
-'''
-TINY = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3,
-            group=4, max_new=8, minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu",
-            dtype="float32", compile=False)
+HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
+           "&amp;\u2028\u2029{{DATA}}")
+SMALL = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3, group=4, max_new=8,
+             minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu", dtype="float32",
+             supervision="process", temperature=0.7)
 
 
 def run(where, *mode, **settings):
     """A run on the command line."""
-    given = {"task": where.parent / "letters.py", "out": where} | settings
-    given["task"].write_text(LETTERS)
-    grpo.main([*mode, *flags(given)])
+    task = where.parent / "letters.py"
+    task.write_text(LETTERS)
+    grpo.main([*mode, *flags({"task": task, "out": where} | settings)])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run with process supervision at temperature 0.7, and of each step its batch and the policy after it."""
-    where, seen = tmp_path_factory.mktemp("made") / "run", {}
-    with pytest.MonkeyPatch.context() as patch:
-        real = grpo.train_step
+    """A run, and of each step its batch and the policy after it."""
+    where, seen, real = tmp_path_factory.mktemp("made") / "run", {}, grpo.train_step
 
-        def train_step(agent, problems, step):
-            """Calls through."""
-            batch, stats = real(agent, problems, step)
-            seen[step] = batch, copy.deepcopy(agent.policy)
-            return batch, stats
+    def train_step(agent, problems, step):
+        batch, stats = real(agent, problems, step)
+        seen[step] = batch, copy.deepcopy(agent.policy)
+        return batch, stats
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(grpo, "train_step", train_step)
-        run(where, **TINY, supervision="process", temperature=0.7)
-    return SimpleNamespace(folder=where, steps=seen, lines=lines(where / "samples.jsonl"))
+        run(where, **SMALL)
+    return SimpleNamespace(folder=where, steps=seen, lines=records(where / "samples.jsonl"),
+                           said=said.getvalue())
 
 
-# --------------------------------------------------------------------------------- what is written
+# -------- in the terminal
+
+@pytest.mark.parametrize("is_terminal, environment, said", [
+    (True, {}, "<32 a><31 b ⏎ ><90 c><90 d>"), (True, {"NO_COLOR": ""}, "ab ⏎ cd"),
+    (False, {}, "ab ⏎ cd")])
+def test_tokens_are_coloured_by_the_sign_of_their_advantage(
+        is_terminal, environment, said, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(os, "environ", environment)
+    found = "".join(map(report.coloured, ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]))
+    assert re.sub(r"\x1b\[(\d+)m(.*?)\x1b\[0m", r"<\1 \2>", found) == said
+
+
+def test_a_model_cannot_change_the_terminal():
+    """By the codes of its title, its colours, its cursor; a tab and a line break are text."""
+    text = "a\x1b]0;b\x07\r\x9bc\td\x7f\u00e9"
+    assert report.printable(text + "\n") == "a\\x1b]0;b\\x07\\x0d\\x9bc\td\\x7f\u00e9\n"
+    assert report.coloured("\x1b[2J\n", 1.0) == "\\x1b[2J ⏎ "
+
+
+def test_stdout_replaces_what_it_cannot_show(monkeypatch):
+    written = io.BytesIO()
+    for stdout in (io.StringIO(), io.TextIOWrapper(written, "ascii")):
+        monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's cannot be told to
+        with report.exit_code():
+            print("3 ⏎", flush=True)
+    assert written.getvalue() == b"3 ?\n"
+
+
+# Rewards differ and rows end, all groups are dead, rows are cut off, both.
+STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49))
+EQUAL, OVER = "All groups are dead", "No completion ends"
+
+
+@pytest.mark.parametrize("steps, warned", [
+    ("DDD", {3: EQUAL}), ("CCCCCCC", {3: OVER}), ("DCD", {}), ("DDGDD", {}),
+    ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER})])
+def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
+    """With the headings of docs/troubleshooting.md on it."""
+    done, told = [], {}
+    for n, (dead, finished) in enumerate(map(STEPS.get, steps), 1):
+        done.append(dict(reward=0.5, dead_groups=dead, finished=finished, seconds=1.0))
+        report.step_line(n, len(steps), done)
+        line, *warnings = capsys.readouterr().out.splitlines()
+        if warnings:
+            told[n] = "".join(re.findall('"(.+?)"', " ".join(warnings)))
+        assert line.startswith(f"step {n}/{len(steps)}  reward 0.500")
+        assert (f"finished {finished:.2f}" in line) == (finished < 0.9)
+    assert told == warned
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert all(f"\n## {heading}\n" in page for heading in (EQUAL, OVER))
+
+
+@pytest.mark.parametrize("seconds, total, left", [
+    ([60.0, 2.0, 2.0], 33, "1:00"), ([50.0] * 20 + [1.0] * 9, 89, "1:00"),
+    ([1.0] * 5 + [3.0] * 4, 609, "10:00")])
+def test_the_time_left_is_that_of_a_step_in_the_middle_of_the_last_nine(
+        seconds, total, left, capsys):
+    stats = dict(reward=1.234567, accuracy=0.98765, length=351.23, kl=0.0123, entropy=1.2345,
+                 clip_share=0.1, dead_groups=0.4375, finished=1.0)
+    n = len(seconds)
+    report.step_line(n, total, [stats | dict(seconds=s) for s in seconds])
+    assert capsys.readouterr().out == (
+        f"step {n}/{total}  reward 1.235  accuracy 0.988  length 351.2  kl 0.012  entropy 1.234  "
+        f"dead_groups 0.44  {seconds[-1]:.2f} s  left {left}\n")
+
+
+def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
+    """With the time left at the speed so far; or at once where it is asked for."""
+    assert [*map(dist.clock, (0, 59.9, 60, 3725))] == ["0:00", "0:59", "1:00", "62:05"]
+    now = [100.0]
+    monkeypatch.setattr(report.time, "time", lambda: now[0])
+    told = dist.progress("evaluation", 50)
+    for done, now[0] in ((1, 105.0), (2, 110.0), (10, 110.5), (20, 120.0), (30, 131.0)):
+        told(done)
+    told(31, "loss 0.1  ", now=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation 10/50  left 0:42", "evaluation 30/50  left 0:20",
+        "evaluation 31/50  loss 0.1  left 0:19"]
+
+
+def test_of_many_shares_the_first_and_the_last_are_shown():
+    found = {f"{kind}@{k}": k / 100 for k in (1, 2, 16, 8) for kind in ("pass", "maj")}
+    said = report.percentages(found | {"greedy": 0.5})
+    assert said == "greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%"
+
+
+def test_a_rank_without_a_share_of_a_chunk_skips_it(monkeypatch):
+    """It would have nothing to sample from. All parts stop when they are asked to."""
+    with pytest.raises(dist.Stopped, match="in the labelling, which"), dist.stoppable():
+        for part in dist.chunks("labelling", "abcde", 2):
+            assert part == "ab"
+            signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(dist, "ranks", lambda: 3)
+    for rank, parts in enumerate((["abc", "def", "g"], ["abc", "def"], ["abc", "def"])):
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        assert [*dist.chunks("labelling", "abcdefg", 3)] == parts
+
+
+@pytest.mark.parametrize("settings, noted", [
+    (dict(lr=1e-6), ["--lr 1e-06 is the paper's"]), (dict(lr=2e-6), []),
+    (dict(lr=1e-4, baseline="none", compile=True), ["compiling as it goes"])])
+def test_the_header_says_with_what_a_run_works(settings, noted, capsys):
+    cfg = Config(device="cpu", dtype="float32", **settings)
+    report.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
+    first, second, *notes = capsys.readouterr().out.splitlines()
+    assert first == (f"0.01M parameters on cpu in float32; 70 problems, 5 held out; "
+                     f"16 x 64 rows a step, --lr {cfg.lr:g}")
+    assert ("baseline none" in second) == ("baseline" in settings) and "group" not in second
+    assert all(a in b for a, b in zip(noted, notes, strict=True))
+
+
+GROUP = [("b", 1), ("a", 0), ("b", 1), ("cc", 2), ("b", 1), ("d", 0.5), ("e", 0.7), ("f", 3)]
+LONG = "a" * 20 + "b" * 41
+
+
+@pytest.mark.parametrize("rows, prompt, reward, said", [
+    (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
+    (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
+    (slice(0, 4), "?", 0.25, ["1x ?cc", "1x ?b", "1x ?b", "1x ?a"]),        # one was cut off
+    (slice(3, 4), LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
+def test_a_group_is_shown_as_its_distinct_completions(
+        rows, prompt, reward, said, capsys, monkeypatch):
+    """At most four, the best and the worst, with how often each was sampled."""
+    ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP])
+    rewards = torch.tensor([[float(r)] for _, r in GROUP])
+    batch = batch_of(ids > 63, ids=ids, reward=rewards.clone(), texts=[x for x, _ in GROUP],
+                     adv=rewards + torch.tensor([0.0, -1.0, 1.0]),
+                     problems=[SimpleNamespace(prompt=prompt)] * 8)
+    batch.reward[2] = reward
+    monkeypatch.setenv("NO_COLOR", "1")
+    report.print_group(batch, rows, byte_encoding())
+    found = capsys.readouterr().out.splitlines()
+    first = "+2.00" if "f" in said[0] else "of the first token +1.00"
+    assert found[0].endswith(f"   reward {rewards[rows].max():g}  advantage {first}")
+    for line, begin in zip(found, said, strict=True):
+        assert line.startswith(f"    {begin}   reward ")
+
 
 @pytest.mark.slow
-def test_groups_are_written_at_the_first_step_every_other_and_the_last(made):
-    assert [(x["step"], x["which"]) for x in made.lines] == [
-        (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
+def test_a_group_is_shown_at_the_first_step_at_checkpoints_and_the_last(made):
+    parts = re.split(r"^step (\d+)/.*$", made.said, flags=re.M)
+    shown = {int(step): len(re.findall(r"^    \d+x ", text, re.M))
+             for step, text in zip(parts[1::2], parts[2::2])}
+    assert shown == {1: 4, 2: 4, 3: 0, 4: 4, 5: 4}
 
+
+# -------- samples.jsonl
 
 def rows_of(line, batch):
     """The rows of a batch that a line is about."""
@@ -78,308 +209,184 @@ def rows_of(line, batch):
     return range(first, first + 4)
 
 
+@pytest.mark.slow
 def test_every_number_is_what_one_row_gives_in_float64(made):
-    """The policy after the update, asked for the whole distribution at each token, one row at a time."""
+    """The policy after the update, asked for the whole distribution, one row at a time."""
     several, moved = 0, 0.0
     for line in made.lines:
         batch, policy = made.steps[line["step"]]
         policy = policy.double().requires_grad_(False)
-        for n, i in enumerate(rows_of(line, batch)):
-            columns = [t for t, on in enumerate(batch.mask[i].tolist()) if on]
-            ids = batch.ids[i, :columns[-1] + 1]
-            dist = (policy.embed_tokens.weight @ policy(ids[None])[0].double().T / 0.7).T.softmax(-1)      # (T, V)
-            want = {"advantages": [batch.adv[i, t] for t in columns],
-                    "logp": [batch.logp[i, t] for t in columns],
-                    "ref_logp": [batch.ref_logp[i, t] for t in columns],
-                    "new_logp": [dist[t - 1, ids[t]].log() for t in columns],
-                    "entropy": [-(dist[t - 1] * dist[t - 1].log()).sum() for t in columns],
-                    "step_rewards": [batch.reward[i, t] for t in columns if batch.ends[i, t]]}
+        rows = rows_of(line, batch)
+        for name, x in batch.components.items():
+            assert line["parts"][name] == pytest.approx(x[rows].tolist(), abs=1e-4)
+        for n, i in enumerate(rows):
+            on = batch.mask[i].nonzero()[:, 0]
+            ids, sampled = batch.ids[i, :on[-1] + 1], batch.ids[i, on]
+            logits = policy(ids[None])[0, on - 1].double() @ policy.embed_tokens.weight.T
+            logp = (logits / 0.7).log_softmax(-1)
+            ends = batch.ends[i, on]
+            want = {"advantages": batch.adv[i, on], "logp": batch.logp[i, on],
+                    "ref_logp": batch.ref_logp[i, on], "entropy": -(logp.exp() * logp).sum(-1),
+                    "new_logp": logp.gather(1, sampled[:, None])[:, 0],
+                    "step_rewards": batch.reward[i, on][ends]}
             for name, numbers in want.items():
-                assert line[name][n] == pytest.approx([float(x) for x in numbers], abs=1e-4), name
+                assert line[name][n] == pytest.approx(numbers.tolist(), abs=1e-4), name
                 assert all(round(x, 4) == x for x in line[name][n])
             moved = max(moved, *(abs(a - b) for a, b in zip(line["new_logp"][n], line["logp"][n])))
-            assert line["ends"][n] == [j for j, t in enumerate(columns) if batch.ends[i, t]]
+            assert line["ends"][n] == ends.nonzero()[:, 0].tolist()
             assert line["rewards"][n] == pytest.approx(sum(line["step_rewards"][n]), abs=1e-3)
             assert line["finished"][n] == (ids[-1] == 256)
             assert line["completions"][n] == batch.texts[i] == "".join(line["tokens"][n])
-            assert line["parts"] == {name: pytest.approx([float(x[r]) for r in rows_of(line, batch)], abs=1e-4)
-                                     for name, x in batch.components.items()}
-            assert len(line["tokens"][n]) == len(columns)
-            several += len(line["ends"][n]) > 1
+            assert len(line["tokens"][n]) == len(on)
+            several += ends.sum() > 1
     assert several > 5 and moved > 0.01
-    assert any("" in row[:-1] for line in made.lines for row in line["tokens"])     # half a character
+    assert any("" in row[:-1] for line in made.lines for row in line["tokens"])  # half a character
 
 
 def test_the_widest_group_is_chosen_and_another_at_random(made):
-    for line in made.lines:
-        rewards = made.steps[line["step"]][0].reward.sum(1).tolist()
-        spreads = [statistics.pstdev(rewards[i:i + 4]) for i in range(0, 12, 4)]
-        if line["which"] == "spread":
-            assert statistics.pstdev(line["rewards"]) == pytest.approx(max(spreads), abs=1e-3)
-            widest = line["prompt"]
-        else:
-            assert line["prompt"] != widest
-    on, rewards = torch.ones(8, 1).bool(), torch.tensor([[1.], [1], [0], [2], [3], [1], [0], [0]])
-    batch = batch_of(on, reward=rewards)
-    cfg = grpo.Config(group=2)
-    assert report.widest(batch, 2) == slice(2, 4)          # of two equal ones the first
-    at_random = {report.chosen(cfg, step, batch)["random"].start for step in range(40)}
-    assert at_random == {0, 4, 6}
-    assert report.chosen(cfg, 3, batch) == report.chosen(cfg, 3, batch)
-    alone = batch_of(on[:2], reward=rewards[:2])
+    """At the first step, every --save_every, and the last."""
+    assert [(x["step"], x["which"]) for x in made.lines] == [
+        (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
+    rewards = torch.tensor([1., 1, 0, 2, 3, 1, 0, 0])[:, None]
+    batch, cfg = batch_of(torch.ones(8, 1).bool(), reward=rewards), Config(group=2)
+    found = [report.chosen(cfg, step, batch) for step in range(40)]
+    assert all(x["spread"] == slice(2, 4) for x in found)           # of two equal ones the first
+    assert {x["random"].start for x in found} == {0, 4, 6}
+    assert report.chosen(cfg, 3, batch) == found[3]
+    alone = batch_of(torch.ones(2, 1).bool(), reward=rewards[:2])
     assert report.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
 
 
-def test_no_more_logits_than_those_of_one_row(monkeypatch):
-    """At most PART; in whatever parts, the numbers are the same."""
-    policy, source = tiny_model(vocab_size=300, block_size=32), torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 300, (5, 20), generator=source)
+def test_no_more_logits_than_those_of_a_part(monkeypatch):
+    """The numbers are the same."""
+    policy, ids = tiny_model(), torch.randint(0, 256, (5, 20))
     mask = torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]])
     whole, most, head = report.as_it_is_now(policy, ids, mask, 1.3), [], policy.head
-    monkeypatch.setattr(policy, "head", lambda x: most.append(x.numel() // x.size(-1)) or head(x))
-    monkeypatch.setattr(report, "PART", 900)
+    monkeypatch.setattr(policy, "head", lambda x: (most.append(len(x)), head(x))[1])
+    monkeypatch.setattr(report, "PART", 3 * 257 + 100)
     parts = report.as_it_is_now(policy, ids, mask, 1.3)
-    assert max(most) == 3 and most.count(3) == 25
-    for one, other in zip((x for kind in whole for x in kind), (x for kind in parts for x in kind), strict=True):
+    assert max(most) == 3
+    for one, other in zip(sum(whole, []), sum(parts, []), strict=True):
         assert one == pytest.approx(other, abs=1.1e-4)
-    flat = report.as_it_is_now(policy, ids, mask, 1e6)[1]
-    assert all(x == pytest.approx([torch.tensor(300.).log().item()] * len(x), abs=1e-3) for x in flat)
 
 
 def test_pieces_join_to_the_text():
     """A character of several tokens is the last one's; half of one at the end is not lost."""
     encoding, source = byte_encoding(), random.Random(0)
     assert pieces(encoding, [*"a€b".encode(), 256]) == ["a", "", "", "€", "b", ""]
-    assert pieces(encoding, [97, *"€".encode()[:2]]) == ["a", "", "\ufffd"] and pieces(encoding, []) == []
-    text = "aé€😀\n"
-    for _ in range(500):
-        ids = source.choices([*text.encode(), 0xC3, 0xFF], k=source.randrange(1, 12)) + [256] * source.randrange(2)
+    assert pieces(encoding, [97, *"€".encode()[:2]]) == ["a", "", "\ufffd"]
+    text = "aé€😀\n".encode()
+    for n in range(300):
+        ids = source.choices([*text, 0xC3, 0xFF], k=n % 12) + [256] * (n % 2)
         assert "".join(pieces(encoding, ids)) == decode(encoding, ids)
-    ids = list(text.encode())
-    assert step_tokens(encoding, ids, [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
+    assert step_tokens(encoding, [*text], [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
 
 
 @pytest.mark.slow
-def test_looking_changes_no_step_and_no_resume(made, tmp_path, monkeypatch):
-    """The same weights whatever is written down; the same bytes after a kill between two checkpoints."""
-    settings = TINY | dict(supervision="process", temperature=0.7)
-    run(tmp_path / "less", **settings | dict(save_every=1000))
-    weights = [(x / "model.safetensors").read_bytes() for x in (made.folder, tmp_path / "less")]
-    assert weights[0] == weights[1] and [x["step"] for x in lines(tmp_path / "less" / "samples.jsonl")] == [1, 1, 5, 5]
-    real = report.log_step
-
-    def log_step(agent, step, batch, done):
-        """The end of a process that had just written down step 4."""
-        real(agent, step, batch, done)
-        if step == 4:
-            raise KeyboardInterrupt
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "log_step", log_step)
-        with pytest.raises(SystemExit):
-            run(tmp_path / "cut", **settings)
-    assert [x["step"] for x in lines(tmp_path / "cut" / "samples.jsonl")] == [1, 1, 2, 2, 4, 4]
-    run(tmp_path / "cut", "--resume")
-    for name in ("model.safetensors", "samples.jsonl"):
-        assert (tmp_path / "cut" / name).read_bytes() == (made.folder / name).read_bytes()
+def test_looking_changes_no_step(made, tmp_path):
+    run(tmp_path / "less", **SMALL | dict(save_every=1000))
+    whole, less = (x / "model.safetensors" for x in (made.folder, tmp_path / "less"))
+    assert whole.read_bytes() == less.read_bytes()
+    assert [x["step"] for x in records(less.with_name("samples.jsonl"))] == [1, 1, 5, 5]
 
 
-def test_a_run_without_a_reference_has_no_log_probability_of_one(tmp_path):
-    run(tmp_path / "run", **TINY | dict(steps=1, kl="none"))
-    assert [x["ref_logp"] for x in lines(tmp_path / "run" / "samples.jsonl")] == [None, None]
+# -------- the page
 
-
-# -------------------------------------------------------------------------------- in the terminal
-
-def test_a_group_is_shown_as_its_distinct_completions(capsys, monkeypatch):
-    """At most four, the best and the worst among them, with how often each was sampled."""
-    texts, encoding = ["b", "a", "b", "cc", "b", "d", "e", "f"], byte_encoding()
-    rewards = torch.tensor([1., 0, 1, 2, 1, 0.5, 0.7, 3])
-    ids = torch.tensor([list(b"?") + list(x.encode().ljust(2, b"\0")) for x in texts])
-    mask = torch.tensor([[False, True, len(x) > 1] for x in texts])
-    ids, mask, rewards = (torch.cat([x, x]) for x in (ids, mask, rewards[:, None]))
-    batch = batch_of(mask, ids=ids, reward=rewards, adv=(rewards - 1).expand(16, 3), texts=["-"] * 8 + texts,
-                     problems=[SimpleNamespace(prompt=x) for x in "-" * 8 + "?" * 8])
-    monkeypatch.setenv("NO_COLOR", "1")
-    report.print_group(batch, slice(8, 16), encoding)
-    assert capsys.readouterr().out == ("    1x ?f   reward 3  advantage +2.00\n    1x ?cc   reward 2  advantage +1.00\n"
-                                       "    1x ?d   reward 0.5  advantage -0.50\n    1x ?a   reward 0  advantage -1.00\n")
-    report.print_group(batch, slice(8, 12), encoding)
-    assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "2x ?b", "1x ?a"]
-    batch.reward[10] = 0.25             # as one of the two that was cut off, or by a learned reward
-    report.print_group(batch, slice(8, 12), encoding)
-    assert [line[4:9] for line in capsys.readouterr().out.splitlines()] == ["1x ?c", "1x ?b", "1x ?b", "1x ?a"]
-    batch.reward[10] = 1
-    batch.problems[10] = SimpleNamespace(prompt="a" * 20 + "b" * 41)
-    report.print_group(batch, slice(10, 11), encoding)
-    assert capsys.readouterr().out.startswith(f"    1x ... {'b' * 40}b   reward")
-    batch.problems[10] = SimpleNamespace(prompt="?")
-    batch.adv = torch.arange(48.0).view(16, 3)          # of a step, or of a critic: tokens differ
-    report.print_group(batch, slice(10, 12), encoding)
-    assert capsys.readouterr().out == ("    1x ?cc   reward 2  advantage of the first token +34.00\n"
-                                       "    1x ?b   reward 1  advantage +31.00\n")
-
-
-@pytest.mark.slow
-def test_a_group_is_shown_once_at_the_first_step_and_at_checkpoints(tmp_path, capsys):
-    for steps, at in ((1, ["1"]), (4, ["1", "3", "4"])):
-        run(tmp_path / str(steps), **TINY | dict(save_every=3, steps=steps))
-        groups = re.findall(r"^    (\d+)x |^step (\d+)", capsys.readouterr().out, re.M)
-        counts, step = {}, None
-        for n, began in groups:         # the completions that are shown after each step's line
-            step = began or step
-            counts[step] = counts.get(step, 0) + int(n or 0)
-        assert {step: n for step, n in counts.items() if n} == dict.fromkeys(at, 4)
-
-
-def test_a_step_is_a_line_of_120_columns_at_most(capsys):
-    stats = dict(reward=1.234567, accuracy=0.98765, length=351.23, kl=0.0123, entropy=1.2345, clip_share=0.1,
-                 dead_groups=0.4375, seconds=12.345, finished=1.0)
-    report.step_line(100, 500, [stats])
-    line, = capsys.readouterr().out.splitlines()
-    assert len(line) <= 120 and line.startswith("step 100/500  reward 1.235  accuracy 0.988  length 351.2  kl 0.012  "
-                                                "entropy 1.234  dead_groups 0.44  ")
-
-
-# ----------------------------------------------------------------------------------------- the page
-
-def test_what_others_wrote_is_escaped():
-    """No text in it ends the element that it stands in, and what is read back is what was written."""
-    written = [{HOSTILE: [HOSTILE, 1.5, None, "😀\0"], "list": [1, True]}]
-    text = report.page(written)
-    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)[1]
-    assert json.loads(data) == written
-    assert data.isascii() and "<" not in data
-
-
-def test_what_json_lacks_is_null(tmp_path):
-    """A browser would read none of a page with a NaN."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": NaN, "y": [Infinity, -Infinity, 1e300]}\n')
-    run, = shown_data(report.write([tmp_path]))
-    assert run["metrics"] == [{"step": 1, "x": None, "y": [None, None, 1e300]}]
-
-
-def content(text):
-    """The elements of a page that a browser would run or style, and its policy."""
-    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
-    styles = re.findall(r"<style>(.*?)</style>", text, re.S)
-    return scripts, styles, re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
-
-
-def test_a_page_is_one_file_that_loads_nothing(made):
-    text = (made.folder / "report.html").read_text()
-    scripts, styles, policy = content(text)
-    assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-                      "base-uri 'none'; form-action 'none'")
-    assert len(scripts) == 2 and len(styles) == 1 and text.count("<script") == 3
-    assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
-    own = (ROOT / "run/page/page.js").read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|fetch|XMLHttp|import\(|setTimeout", own)
-    assert "Permission is hereby granted" in text and "uPlot (v1.6.32)" in text
-    plot = (ROOT / "run/page/uPlot.iife.min.js").read_bytes()
-    assert hashlib.sha256(plot).hexdigest() == UPLOT        # as it came, 1.6.32
-
-
-UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
-
-
-def test_samples_are_thinned_evenly(tmp_path):
-    """By whole steps, the last among them; a line that is being written is left out."""
-    path, steps = tmp_path / "samples.jsonl", range(1, 101)
-    (tmp_path / "metrics.jsonl").touch()
-    for step in steps:
-        for which in ("spread", "random"):
-            files.append(path, {"step": step, "which": which, "text": "x" * 1000})
-    size = path.stat().st_size
-    whole = report.run_of(tmp_path, size)
-    assert whole["samples"] == lines(path) and whole["steps"] == 100
-    with open(path, "a") as f:
-        f.write('{"step": 101, "whi')
-    for share, kept in ((0.99, 50), (0.5, 34), (0.1, 10), (0.035, 4)):
-        found = report.run_of(tmp_path, int(share * size))
-        assert found["steps"] == 100 and len(found["samples"]) == 2 * kept and found["samples"][-1]["step"] == 100
-    (tmp_path / "samples.jsonl").unlink()
-    assert report.run_of(tmp_path, 10)["samples"] == []
+DATA = r'<script id="data" type="application/json">(.*?)</script>'
+UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"     # 1.6.32, as it came
 
 
 def shown_data(path):
     """What a page holds."""
-    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text())[1])
+    return json.loads(re.search(DATA, path.read_text())[1])
 
 
-def test_runs_are_put_beside_one_another(made, tmp_path, capsys):
-    """In the first folder, or in --out's; each run's share of the bytes is the same."""
-    copies = [tmp_path / name for name in "ab"]
-    for where in copies:
-        shutil.copytree(made.folder, where)
-    (copies[1] / "run.json").unlink()
-    (copies[1] / "samples.jsonl").unlink()
-    before = (copies[0] / "report.html").read_bytes()
+def test_what_others_wrote_is_escaped():
+    """No text ends the element that it stands in; what JSON lacks is null."""
+    written = [{HOSTILE: [HOSTILE, 1.5, "😀\0"], "list": [1, True, math.nan, -math.inf]}]
+    text = re.search(DATA, report.page(written))[1]
+    assert text.isascii() and "<" not in text
+    assert json.loads(text) == [written[0] | {"list": [1, True, None, None]}]
+
+
+def test_a_page_is_one_file_that_loads_nothing(made):
+    text = (made.folder / "report.html").read_text()
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
+    assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+                      "base-uri 'none'; form-action 'none'")
+    assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
+    assert not re.search(r"\w+HTML|document\.write|eval", (report.PAGE / "page.js").read_text())
+    plot = (report.PAGE / "uPlot.iife.min.js").read_bytes()
+    assert hashlib.sha256(plot).hexdigest() == UPLOT and "Permission is hereby granted" in text
+
+
+def test_samples_are_thinned_evenly(tmp_path):
+    """By whole steps, the last among them; a line that is being written is left out."""
+    (tmp_path / "metrics.jsonl").touch()
+    assert report.run_of(tmp_path, 10)["samples"] == []
+    log = [{"step": n // 2, "text": "x" * 1000} for n in range(2, 202)]
+    whole = "".join(json.dumps(x) + "\n" for x in log)
+    (tmp_path / "samples.jsonl").write_text(whole)
+    assert report.run_of(tmp_path, len(whole))["samples"] == log
+    (tmp_path / "samples.jsonl").write_text(whole + '{"step": 101, "whi')
+    for share, kept in ((0.99, 50), (0.5, 34), (0.1, 10), (0.035, 4)):
+        found = report.run_of(tmp_path, int(share * len(whole)))
+        assert found["steps"] == 100 and found["samples"][-1]["step"] == 100
+        assert len(found["samples"]) == 2 * kept
+
+
+def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
+    """In the first folder, or in --out's, with equal shares of the bytes; each keeps its page."""
+    copies = [shutil.copytree(made.folder, tmp_path / name) for name in "ab"]
+    for name in ("run.json", "samples.jsonl"):
+        (copies[1] / name).unlink()
     grpo.main(["--report", *map(str, copies)])
-    [head] = capsys.readouterr().out.splitlines()
-    assert head == f"the report is in {copies[0] / 'comparison.html'}"
-    assert (copies[0] / "report.html").read_bytes() == before
-    one, other = shown_data(copies[0] / "comparison.html")
-    assert (one["name"], other["name"]) == ("a", "b") and one["metrics"] == lines(made.folder / "metrics.jsonl")
-    assert one["samples"] == made.lines and one["steps"] == 4 and other["samples"] == []
-    assert one["about"]["config"]["group"] == 4 and other["about"] == {}
+    page = copies[0] / "comparison.html"
+    assert capsys.readouterr().out == f"the report is in {page}\n"
+    one, other = shown_data(page)
+    assert (one["name"], other["name"], other["samples"], other["about"]) == ("a", "b", [], {})
+    assert one["metrics"] == records(made.folder / "metrics.jsonl")
+    assert one["samples"] == made.lines and one["about"]["config"]["group"] == 4
+    monkeypatch.setattr(report, "MOST", (copies[0] / "samples.jsonl").stat().st_size)
     grpo.main(["--report", *map(str, copies), "--out", str(tmp_path / "new")])
-    assert len(shown_data(tmp_path / "new" / "comparison.html")) == 2
-    assert len(shown_data(copies[1] / "report.html")) == 1          # its own, as it was
+    one, other = shown_data(tmp_path / "new" / "comparison.html")
+    assert one["steps"] == 4 and 0 < len(one["samples"]) < 8
+    assert shown_data(report.write(copies[:1], tmp_path))[0]["samples"] == made.lines
+    assert len(shown_data(copies[0] / "report.html")) == 1
 
 
-def test_a_run_is_named_by_its_folder_wherever_one_stands(made, monkeypatch):
-    """Also as `.`; it has each line of its log, in the same order."""
-    monkeypatch.chdir(made.folder)
-    run, = shown_data(report.write(["."], ".."))
-    assert (run["name"], run["path"]) == ("run", ".") and run["metrics"] == lines(made.folder / "metrics.jsonl")
-    assert [m["step"] for m in run["metrics"]] == [0, 1, 2, 3, 4, 5]
-
-
-def test_of_a_long_run_there_is_each_line(tmp_path):
+def test_a_run_is_named_by_its_folder_wherever_one_stands(tmp_path, monkeypatch):
+    """A long one has each line of its log."""
     log = [{"step": step, "reward": step / 7} for step in range(2500)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
-    assert shown_data(report.write([tmp_path]))[0]["metrics"] == log
+    monkeypatch.chdir(tmp_path)
+    run, = shown_data(report.write(["."]))
+    assert (run["name"], run["path"], run["metrics"]) == (tmp_path.name, ".", log)
 
 
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):
+    """A run goes on without it."""
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as e:
-        grpo.main(["--report", str(made.folder), "--out", str(tmp_path / "file" / "x")])
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and "Not a directory" in err and str(tmp_path / "file" / "x") in err and err.count("\n") == 1
-
-
-def test_a_run_goes_on_without_its_page(tmp_path, capsys):
-    """Above all if someone else writes it just then."""
+    where = tmp_path / "file" / "x"
+    err = fault(capsys, "--report", made.folder, "--out", where)
+    assert "Not a directory" in err and str(where) in err
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "report.html").mkdir()
     report.refresh(tmp_path)
-    assert capsys.readouterr().out.startswith(f"note: no report: cannot write {tmp_path / 'report.html'}: ")
-
-
-def test_each_run_has_its_share_of_the_bytes(made, tmp_path, monkeypatch):
-    of_step = [sum(len(json.dumps(g)) + 1 for g in made.lines if g["step"] == step) for step in sorted({g["step"] for g in made.lines})]
-    monkeypatch.setattr(report, "MOST", sum(of_step))
-    for folders, whole in (([made.folder], True), ([made.folder] * 2, False)):
-        for run in shown_data(report.write(folders, tmp_path)):
-            assert (run["samples"] == made.lines) == whole and run["steps"] == len(of_step)
+    said = capsys.readouterr().out
+    assert said.startswith(f"note: no report: cannot write {tmp_path / 'report.html'}: ")
 
 
 @pytest.mark.parametrize("damage, says", [
-    (None, "no run in"), ("{\n", "is damaged"), ('{"step": 1}\n\0\0\n', "is damaged")])
+    (None, "no run in"), ("{\n", "is damaged"), ('{"step": 1}\n\0\0\n', "line 2, is damaged")])
 def test_a_folder_that_is_no_runs_is_one_line(damage, says, tmp_path, capsys):
     if damage:
         (tmp_path / "metrics.jsonl").write_text(damage)
-    with pytest.raises(SystemExit) as e:
-        grpo.main(["--report", str(tmp_path)])
-    out, err = capsys.readouterr()
-    assert e.value.code == 2 and not out and err.startswith("error: ") and says in err and err.count("\n") == 1
-    with pytest.raises(UserError):
-        report.write([tmp_path])
+    assert says in fault(capsys, "--report", tmp_path)
 
 
 def test_every_statistic_has_a_meaning():
-    script = (ROOT / "run/page/page.js").read_text()
+    script = (report.PAGE / "page.js").read_text()
     meaning = re.search(r"const MEANING = \{(.*?)^\};", script, re.M | re.S)[1]
-    assert set(re.findall(r"^  (\w+): \"", meaning, re.M)) == data.STATISTICS - {"step", "greedy"}, \
-        "MEANING in run/page/page.js and STATISTICS in data/__init__.py must have the same names"
+    names = set(re.findall(r"^  (\w+): \"", meaning, re.M))
+    assert names == data.STATISTICS - {"step", "greedy"}, "MEANING in page.js, STATISTICS in data"

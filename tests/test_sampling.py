@@ -110,13 +110,13 @@ def test_a_prompt_that_does_not_fit():
         byte_encoding().encode_prompt("")
 
 
-# ---------------------------------------------------------------------------- the shared cache
+# -------- the shared cache
 
 @pytest.mark.parametrize("at, prompts, states", [
     # One in twenty may stay; with the second, a tenth, both leave.
     ([0, 1] + [4] * 2 + [6] * 16, [[i, 2] for i in range(20)], [20, 20, 18, 18, 18, 16, 16]),
     # Rows that drew alike have one state, but one alone would be compiled anew.
-    ([2, 5, 5, 3, 3, 3], [[1, 2], [3]], [2] * 6)])
+    ([2, 5, 5, 3, 3, 3], [[1, 2], [3]], [2] * 6), ([0, 0, 4], [[1], [2], [3]], [3, 2, 2, 2, 2])])
 def test_states_that_rows_share_and_leave(at, prompts, states):
     model = tiny_model()
     model.kv_cache = "shared"
@@ -172,7 +172,7 @@ def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
 
 
-# --------------------------------------------------------------------------- drawing of a token
+# -------- drawing of a token
 
 ENDS = torch.tensor([0, 2 ** -25, 1 - 2 ** -24, 1], dtype=torch.float64)
 
@@ -213,6 +213,12 @@ def test_how_far_the_sum_exceeds_u():
     want = torch.tensor([0.25 - 2.0 ** -25, 0.125, 0.5, 0.25, 0.0625], dtype=torch.float64)
     assert i.tolist() == [0, 0, 2, 2, 3]
     torch.testing.assert_close(over, want, rtol=0, atol=1e-12)
+
+
+def test_of_no_numbers_the_last_token_is_drawn():
+    """Not one that there is not; its log-probability stops the run."""
+    token, logp = draw(torch.full((1, 256), float("nan")), torch.tensor([0.5]))
+    assert token.tolist() == [255] and logp.isnan().all()
 
 
 @pytest.mark.parametrize("V", [3, 128])

@@ -81,7 +81,8 @@ def running(cfg):
     except Exception as e:
         if config.REPLACED:
             e.add_note(f"--algo {cfg.algo} has replaced {', '.join(config.REPLACED)} in grpo.py")
-        e.add_note(f"the last checkpoint is kept; continue with: {command}")
+        if (cfg.folder.absolute() / "checkpoint.safetensors").exists():
+            e.add_note(f"the last checkpoint is kept; continue with: {command}")
         raise
 
 def keep_best(agent, step, results):
@@ -219,16 +220,16 @@ def check_folder(cfg):
                             f"--resume, or choose another --out")
     return ours and ("model.safetensors" in found or "checkpoint.safetensors" not in found)
 
-def open_run(cfg, checkpoint=None, problems=""):
-    """Locks the folder of a run, writes its run.json, and cuts its logs to a Checkpoint's step."""
+def open_run(cfg, checkpoint, data, problems=""):
+    """Locks the folder of a run, writes its run.json, with `data_of` it and the fingerprint of its
+    problems, and cuts its logs to a Checkpoint's step, None for a new run."""
     folder = cfg.folder
     is_kept = False if checkpoint else check_folder(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     files.lock(folder / "lock")
     files.clear_up(folder)
-    data = data_of(cfg)
     if checkpoint:
-        data |= files.about(folder).get("data", {})
+        data = data | files.about(folder).get("data", {})
         if files.about(folder).get("problems", problems) != problems:
             print0("note: the problems are others than when the run began, so held-out ones may "
                    "have been trained on: `problems` must return the same ones at each call")

@@ -23,6 +23,7 @@ from run.pretrained import frozen
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from the Checkpoint `saved`: what `train` needs."""
     cfg = replace(cfg, out=str(cfg.folder.absolute()))      # a task's code may change the directory
+    hashes = checkpoint.data_of(cfg)
     dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
@@ -46,7 +47,7 @@ def begin(cfg, task, saved):
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
     dist.wait_for_all()  # all have read what is in the folder
     if dist.rank() == 0:
-        checkpoint.open_run(cfg, saved, which)
+        checkpoint.open_run(cfg, saved, hashes, which)
     if cold:
         print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start(policy, task, problems, cfg, encoding)

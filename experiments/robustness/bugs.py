@@ -114,7 +114,7 @@ the last step ends before the end token | reward.py | reward
     tokens[-1] = len(columns) - 1  =>  pass
 all true steps to a wrong answer are good | reward.py | reward
     truths[-1] = truths[-1] and correct[i] > 0  =>  pass
-a truncated completion is rewarded | reward.py | task_errors -k cut_off
+a truncated completion is rewarded | reward.py | faults -k cut_off
     torch.where(batch.finished, x, x.clamp(max=0))  =>  x
 truncation raises a bad score | reward.py | reward
     batch.reward.clamp(max=TRUNCATED_REWARD)  =>  TRUNCATED_REWARD

@@ -140,9 +140,9 @@ def test_diffs_find_lines_that_moved_and_apply_in_any_order(tmp_path):
 
 
 # The files of tests/ that are run after a change of a file: those in which it is used most.
-ROOMS = {"grpo.py": "advantages config layout loss reward train variants warm_start",
+ROOMS = {"grpo.py": "advantages config layout loss reward train variants start",
          "model.py": "caches layout model passes sampling", "experiments/": "layout variants",
-         "data/": "config layout task_errors tasks", "run/": "checkpoint files layout train"}
+         "data/": "config layout faults tasks", "run/": "checkpoint files layout train"}
 UNEXPECTED = """--- /dev/null
 +++ b/experiments/variants/unexpected.py
 @@ -0,0 +1,5 @@

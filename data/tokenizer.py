@@ -264,6 +264,8 @@ def read_bpe(hf, special):
     *before, split = patterns_of(hf["pre_tokenizer"] or {})
     try:
         before = [regex.compile(pattern, regex.V1) for pattern in before]
+        if any(pattern.search("") for pattern in (*before, regex.compile(split))):
+            raise UserError("its tokenizer splits text by a pattern that matches nothing, too")
     except regex.error as e:
         raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
     for pattern in before:          # of what has another meaning elsewhere

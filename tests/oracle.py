@@ -235,7 +235,8 @@ class Oracle:
         stats |= {"kl": mean(kls)} if kls else {}
         if self.critic is not None:
             stats["value_loss"] = errors.item()
-        return stats | {"grad_norm": self.descend(loss + grpo.VALUE_COEF * errors)}
+        norm = self.descend(loss + grpo.VALUE_COEF * errors)
+        return stats | {"grad_norm": norm, "lr": self.rate}
 
     def descend(self, loss):
         """Clips the gradient to a norm, all models together (torch adds 1e-6 to the denominator),
@@ -246,6 +247,7 @@ class Oracle:
         rate, eps = self.cfg.lr, 1e-5 if "value" in self.cfg.baseline else 1e-8
         if self.cfg.half_life:
             rate *= 2 ** (-self.steps / self.cfg.half_life)
+        self.rate = rate
         for p, g, (m, v) in zip(self.params, grads, self.moments):
             g = g * min(1.0, grpo.GRAD_CLIP / (norm + 1e-6))
             m.copy_(0.9 * m + 0.1 * g)

@@ -254,9 +254,10 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, encoding)
     given, loss, terms = found
     assert given[:2] == ("warm start", model) and given[3:] == (3, cfg.warm_lr)
+    shown = shown[len(problems):]           # each problem's was looked at before
     assert len(shown) == 48 and len({len(text) for _, text in shown}) > 2 and terms > 1
     assert loss == pytest.approx(slow_loss(model, shown, encoding), rel=1e-5)
-    with pytest.raises(UserError, match="a demonstration has 9 tokens, --max_new is 8"):
+    with pytest.raises(UserError, match="the prompt '1' has 9 tokens, more than --max_new 8"):
         setup.warm_start(model, toy(demonstration=lambda *_: "abcdefgh"), problems, cfg, encoding)
 
 

@@ -164,7 +164,7 @@ resume without the reward model | run/checkpoint.py | data_flow -k goes_on
 resume without the labelled rows | run/checkpoint.py | data_flow -k goes_on
     agent.history, agent.state = (  =>  _, agent.state = (
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
-    f.truncate(min(f.tell(), checkpoint.sizes[name]))  =>  pass
+    f.truncate(size)  =>  pass
 the checkpoint is written in place | run/files.py | end_to_end -k killed
     beside = path.with_name(path.name + ".tmp")  =>  beside = path
 truncated completions vote | run/report.py | end_to_end -k vote

@@ -79,6 +79,7 @@ const MEANING = {
   rm_accuracy: "accuracy of the reward model on held-out labels",
   rm_error: "expected calibration error of the reward model on held-out labels",
   beta: "KL coefficient",
+  lr: "learning rate",
   seconds: "seconds per step",
   reward_seconds: "seconds of a step spent in the task's rewards",
   rollout_tok_s: "tokens sampled per second, the time of the task's rewards left out",

@@ -209,13 +209,14 @@ def patterns(*given):
     ("not all different integers", {}, {"id": 98}, {}),
     ("not all different integers", {}, {"id": 2 ** 40}, {}),
     ("not in the order of its merges", {}, {}, dict(merges=["c d", "a b"])),
-    ("cannot read", dict(model=[]), {}, {}), ("cannot read", patterns("("), {}, {}),
+    ("cannot read", dict(model=[]), {}, {}), ("cannot be read", patterns("("), {}, {}),
     ("invert True", pieces(SPLIT | dict(invert=True)), {}, {}),
     ("behavior 'Removed'", pieces(SPLIT, SPLIT | dict(behavior="Removed")), {}, {}),
     (r"\['Whitespace', 'ByteLevel'\]", pieces(dict(type="Whitespace")), {}, {}),
     *((f"several patterns, of which one has {re.escape(part)}: ", patterns(x, "a"), {}, {})
       for x, part in ((r"\w", r"\w"), (r"a\b", r"\b"), (r"\pN", r"\p"), ("[a--b]", "--"))),
     ("that cannot be read", patterns(r"\x{41}", "a"), {}, {}),
+    *(("matches nothing", patterns(*x), {}, {}) for x in (("a*", "b"), ("^|x",), ("a", "b?"))),
     ("Lowercase", dict(normalizer=dict(type="Sequence", normalizers=[
         dict(type="NFC"), dict(type="Lowercase")])), {}, {})])
 def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, added, model, model_folder):

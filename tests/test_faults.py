@@ -139,6 +139,17 @@ def test_a_task_may_change_what_it_is_given():
     assert [row["correct"] for row in rows] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("name, says", [("helper", ""), ("reward", "rename"), ("model", "rename")])
+def test_a_module_beside_a_task(name, says, tmp_path, capsys):
+    """It is found; one that has the name of a module of ours is not taken for it."""
+    (tmp_path / f"{name}.py").write_text("RIGHT = 0.25\n")
+    path = task(tmp_path, more=f"import {name} as beside\nDEFAULTS['lr'] = beside.RIGHT\n")
+    if says:
+        assert f"rename {tmp_path / name}.py" in fault(capsys, "--task", path, "--steps", 0)
+    else:
+        assert grpo.make_config(task=str(path)).lr == 0.25
+
+
 def test_the_time_of_rewards_and_steps_is_counted():
     def sleeps(*given):
         time.sleep(0.01)

@@ -103,6 +103,26 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
         assert "choose another --out, or delete the file" in said
 
 
+@pytest.mark.parametrize("at", [0.01, 0.4, 0.7, 0.99])
+def test_a_flipped_bit_of_a_checkpoint_is_found(at, again, capsys):
+    path = again / "checkpoint.safetensors"
+    found = bytearray(path.read_bytes())
+    place = found.index(b'beta\\": ') + 8 if at < 0.1 else int(at * len(found))
+    found[place] ^= 1
+    path.write_bytes(found)
+    assert "checksum" in fault(capsys, "--resume", "--steps", 3, "--out", again)
+    assert path.read_bytes() == found
+
+
+def test_a_log_that_lost_lines_is_cut_to_whole_ones(again, capsys):
+    path = again / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(True)
+    path.write_bytes(b"".join(lines)[:-9])
+    go_on(again)
+    assert f"note: {path} has lost lines" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 3]
+
+
 def test_a_file_that_is_cut_off_is_found(again):
     path = again / "checkpoint.safetensors"
     whole = path.read_bytes()
@@ -317,12 +337,16 @@ def test_two_runs_in_one_folder(again, capsys):
     """While another holds the lock there is a line, and after its end the run goes on."""
     temporary = again / "model.safetensors.tmp"
     temporary.touch()                                           # which it may be writing
-    with open(again / "lock") as other:
+    with open(again / "lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
+        other.write("4321")
+        other.flush()
         for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
-            assert "is active in" in fault(capsys, *args, "--out", again)
+            assert "run, process 4321, is active" in fault(capsys, *args, "--out", again)
     assert temporary.exists()
-    go_on(again)
+    cfg, saved = checkpoint.load(again, Config)
+    cfg = dataclasses.replace(cfg, out=str(again), steps=3)
+    grpo.train(cfg, saved=saved)                                # as in a notebook
     with open(again / "lock") as other:                         # this process let go of it
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -180,6 +180,12 @@ def read(**changes):
     return pretrained.read_config(LLAMA | changes)
 
 
+def test_llama3s_factors_in_the_wrong_order_are_refused():
+    read(rope_scaling=BENT)
+    with pytest.raises(UserError, match="low_freq_factor 4.0 must be less"):
+        read(rope_scaling=BENT | {"low_freq_factor": 4.0})
+
+
 def test_what_a_config_leaves_out():
     llama = pretrained.read_config(without(LLAMA, "num_key_value_heads"))
     gpt2 = pretrained.read_config(GPT2)

@@ -342,3 +342,17 @@ def test_a_text_is_what_the_policy_said():
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
     rollout_labels(agent_of(toy), completions, batch, 1, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
+
+
+def test_what_is_labelled_does_not_depend_on_the_number_of_ranks(monkeypatch):
+    """Nor does its order, if one rank has a problem more."""
+    def rows(*numbers):
+        return {"ids": torch.tensor(numbers).repeat_interleave(reward.CHOICES)[:, None]}
+    cfg, found = Config(prompts=4), []
+    for ranks in (1, 2):
+        monkeypatch.setattr(dist, "ranks", lambda: ranks)
+        found.append(reward.problems_to_label(range(59), cfg, random.Random(0)))
+    assert found[0] == found[1] and list(map(len, found[0])) == [5, 54]
+    monkeypatch.setattr(dist, "gather", lambda mine: [mine, rows(1, 3)])
+    ids = reward.of_all_ranks(rows(0, 2, 4))["ids"]
+    assert ids[::reward.CHOICES, 0].tolist() == [0, 1, 2, 3, 4] and len(ids) == 20

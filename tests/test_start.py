@@ -82,6 +82,13 @@ def test_a_tasks_functions_are_tried_once():
     assert tried == [(first, ""), (first, "abc"), (first, ""), (first, "12")]
 
 
+def test_components_that_process_supervision_only_logs_are_named(capsys):
+    for name, noted in (("correct", 0), ("style", 1)):
+        task = toy(reward=lambda p, text: {"correct": 0, name: 0})
+        setup.check_run(with_(supervision="process"), task, PROBLEMS)
+        assert capsys.readouterr().out.count("steps: style are only logged") == noted
+
+
 def test_the_first_held_out_problems_are_taken():
     agent = SimpleNamespace(task=toy(), encoding=byte_encoding(), policy=tiny_model())
     for n in (0, 7):

@@ -162,7 +162,7 @@ def test_one_number(value, texts):
 def test_answers_are_judged_as_by_hand():
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
-    assert Counter(right for right, *_ in rows) == {"yes": 102, "no": 102}
+    assert Counter(right for right, *_ in rows) == {"yes": 102, "no": 110}
     for right, gold, text in rows:
         problem = gsm8k.Problem("", str(Fraction(gold)), "")
         judged = gsm8k.reward(problem, answered(text.replace("⏎", "\n")))["correct"]
@@ -269,7 +269,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
     ("RecursionError", [b"[" * 100_000]), ("not an object", [b"[]", b"7"]),
     ("UnicodeDecodeError", [b"\xef\xbb"]), ("Unterminated string", [b'{"question": "q']),
     ("'question' must be a string", [b'{"question": 1, "answer": "#### 1"}', b"{}"]),
-    ("'answer' must be a string", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
+    ("to_json", [b"PAR1\x15\x98"]), ("'answer' must be a string", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
     ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")]),
     ("surrogates", [GOOD.replace(b'q"', b'\\ud800"')])])
 def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):

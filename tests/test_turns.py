@@ -235,6 +235,8 @@ def test_the_environments_words_earn_nothing(echo):
     assert_steps_end(agent, b, ends)
     assert step_tokens(ENCODING, [97, 256], [1]) == [0]
     assert step_tokens(ENCODING, [97, 256, 98, 256], [1, 2]) == [1, 2]
+    # What ends with a turn's stop token does not go on to that of the next, empty turn.
+    assert step_tokens(ENCODING, [0xc3, 256, 256, 98, 256], [1, 2]) == [1, 3]
 
 
 def test_half_a_character_at_the_end_of_a_turn_stays_there():

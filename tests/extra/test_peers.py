@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers  
 from tokenizers import models, processors, trainers  # noqa: E402
 
 import grpo  # noqa: E402
-from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
+from data.tokenizer import LETTERS, byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from run import passes, pretrained  # noqa: E402
 from run.pretrained import frozen  # noqa: E402
@@ -199,6 +199,19 @@ def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
     ours = load_encoding(tmp_path)
     made = ["".join(rng.choices([*"abcdxyz "], k=rng.randrange(1, 20))) for _ in range(300)]
     for text in [*random_texts(300), *TEXTS, *made]:
+        assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
+
+
+def test_bytes_that_a_tokenizer_lacks_are_dropped_as_by_the_library(tmp_path):
+    path = write_tokenizer(CASES["numbers"], tmp_path) / "tokenizer.json"
+    hf = json.loads(path.read_text())
+    for byte in (4, 0xa9, 0xf0, 0x9f):
+        del hf["model"]["vocab"][LETTERS[byte]]
+    path.write_text(json.dumps(hf))
+    theirs, ours = Tokenizer.from_file(str(path)), load_encoding(tmp_path)
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices([*"ab \n1", "\x04", "é", "è", "🙂", "don't"], k=9))
         assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
 
 

@@ -78,13 +78,14 @@ def test_weights_of_long_and_short_rows(mean, short, long, ratio):
     (1.0, 1, -1.0, None, 0, 0.0),           # at the bound it is not clipped
     (1.0, -1, 1.0, None, 0, 0.0)])
 def test_four_quadrants_of_the_clip(ratio, adv, loss, grad, clipped, clip):
-    """Of a token of weight 1; numbers beside it, where nothing was sampled, change nothing."""
-    x, on = math.log(ratio), torch.tensor([[True, False]])
-    logp, old, ref, adv = torch.tensor([[x, 7.0], [0.0, 3.0], [x, 9.0], [adv, 5.0]])[:, None]
+    """Of a token of weight 1, beside one without an advantage; numbers where nothing was sampled
+    change nothing."""
+    x, on = math.log(ratio), torch.tensor([[True, False, True]])
+    logp, old, ref, adv = torch.tensor([[x, 7, 0], [0, 3, 0], [x, 9, 0], [adv, 5, 0]])[:, None]
     cfg = with_(clip_low=clip, clip_high=clip)
     got, stats = loss_of(logp.requires_grad_(), old, ref, adv, on, on / 1, cfg)
     got.backward()
-    assert got.item() == approx(loss) and stats["clip_share"] == clipped
+    assert got.item() == approx(loss) and stats["clip_share"] == clipped / 2
     assert stats["kl"] == 0 and logp.grad[0, 1] == 0
     assert grad is None or logp.grad[0, 0].item() == approx(grad)
 

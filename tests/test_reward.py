@@ -267,7 +267,7 @@ def test_a_micro_batch_of_sets_has_their_share_of_the_tokens(micro_tokens, token
     assert (len(sizes) == 12) is (tokens > 1000)
 
 
-@mark.parametrize("width, lr", [(256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
+@mark.parametrize("width, lr", [(4, 1e-3), (256, 1e-3), (257, 1e-3 * 256 / 257), (1024, 2.5e-4)])
 def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
     """Which may be any. Above 256 channels the rate is as 1 / width: muP, arXiv 2203.03466."""
     batch, s = ended(["a", "bbb", "ccccc", "d"], [1, 0, 0, 1]), scorer_of()

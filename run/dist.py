@@ -271,7 +271,7 @@ def uniform(rng, *shape):
 # ---------------------------------------------------------------------- signals
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and all is saved; `stoppable` adds its number and command."""
+    """A signal asked the run to stop; `stoppable` adds its number and the command to go on."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = []      # signals received: the current step is finished and saved first

@@ -567,7 +567,8 @@ def refit_reward_model(agent, problems, iteration):
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
     labelled = []
-    size = max(1, cfg.group // reward.CHOICES) * cfg.prompts    # problems, for a step's rows
+    groups = max(1, cfg.group // reward.CHOICES)
+    size = groups * cfg.prompts         # problems at a time: as many rows as a step has
     for some in dist.chunks("labelling", held_out + train, size):
         batch = generate(agent, some, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
@@ -608,7 +609,8 @@ def train_step(agent, problems, step):
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= clock.speeds(batch) | {"lr": agent.opt.param_groups[0]["lr"]}
+    stats |= clock.speeds(batch)
+    stats["lr"] = agent.opt.param_groups[0]["lr"]
     if cfg.applies_kl:
         stats["beta"] = agent.beta
     return batch, stats

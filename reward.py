@@ -48,7 +48,9 @@ def score_by_rule(agent, problems, batch, episodes=None):
 
 def counted(components):
     """The components that are added up: all, or that named `reward`; others are only logged."""
-    return {"reward": components["reward"]} if "reward" in components else components
+    if "reward" in components:
+        return {"reward": components["reward"]}
+    return components
 
 def of_outcomes(batch):
     """The reward (B, T) of each completion at its last token, the sum of its components, 0 if they
@@ -200,13 +202,13 @@ def scores_of(reward_model, rows, cfg):
 def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
     gathered = dist.gather(rows)
-    numbers, first = [], 0              # of problems, which belong to the ranks in turn
+    numbers = []                        # of the problems, which belong to the ranks in turn
     for rank, of_rank in enumerate(gathered):
         n = len(of_rank["ids"]) // CHOICES
-        numbers += [(i, rank, first + i) for i in range(n)]
-        first += n
-    order = torch.tensor([place for *_, place in sorted(numbers)])
-    return some(passes.join(gathered), rows_of(order, CHOICES))
+        numbers += range(rank, rank + n * len(gathered), len(gathered))
+    order = torch.tensor(numbers).argsort()
+    every = passes.join(gathered)
+    return some(every, rows_of(order, CHOICES))
 
 def choices(rows, K):
     """The rows, labelled with the probability that each of a problem's K is chosen: 1 for the one

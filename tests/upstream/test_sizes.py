@@ -4,12 +4,12 @@ import ast
 import pytest
 from conftest import ROOT
 
-# Today's sizes. The target: own code 5,300 lines and 255,000 characters, run/ 2,450 and data/ 1,450
-# lines, tests/ 500,000 characters, experiments/ 170,000, 15,000 words, no line over 100 columns.
-LINES = {"own": 6_300, "run": 3_110, "data": 1_840}
-CHARACTERS = {"own": 305_000, "tests": 930_000, "experiments": 165_000}
-WORDS = 24_700
-WIDE = 1_800                # lines over 100 columns, tests/ included; there is none in experiments/
+# What it grew to; the aim: own code 5,300 lines and 255,000 characters, run/ 2,450 lines, tests/
+# 500,000 characters. A limit may be lowered.
+LINES = {"own": 5_410, "run": 2_650, "data": 1_450}
+CHARACTERS = {"own": 266_000, "tests": 550_000, "experiments": 170_000}
+WORDS = 15_000
+
 FILES = {"grpo.py": 690, "model.py": 327, "reward.py": 335, "experiments/smallest.py": 130,
          "README.md": 90}
 # At nanoGPT's density: characters of a code line, those over 80 columns, nodes of the syntax tree.
@@ -39,9 +39,8 @@ def test_words():
 
 
 def test_lines_are_not_wide():
-    wide = {room: sum(len(line) > 100 for text in ROOMS[room] for line in text.splitlines())
-            for room in ("own", "tests", "experiments")}
-    assert sum(wide.values()) <= WIDE and wide["experiments"] == 0
+    lines = [line for room in ROOMS.values() for text in room for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -55,7 +54,8 @@ def test_files_stay_light(name):
     text = (ROOT / name).read_text()
     tree, said = ast.parse(text), set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node):
             said.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     code = [line for n, line in enumerate(text.splitlines(), 1)
             if n not in said and line.strip() and not line.strip().startswith("#")]

@@ -555,8 +555,8 @@ def update(agent, batch, rng):
 
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none: unless total_loss is not 0 for two of them, a small
-    pass, as a fork may have added a term."""
+    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so that
+    is computed for two of them, a small pass: if it is not 0, no row is skipped."""
     return passes.has_gradient(agent, batch, total_loss)
 
 # ------------------------------------------------------------------------- the reward model

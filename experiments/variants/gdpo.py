@@ -3,8 +3,6 @@ group before they are added up, so that combinations with the same sum stay apar
 whitened over the batch, here over its tokens, as in the authors' code for verl. For rewards by
 the task's rule.
 """
-from dataclasses import replace
-
 import torch
 
 import grpo
@@ -21,10 +19,9 @@ def rollout(agent, problems, rng):
     if cfg.kl == "reward":
         raise UserError("--algo gdpo does not take --kl reward")
     batch, stats = of_the_sum(agent, problems, rng)
-    alone = replace(cfg, baseline="group", adv_scale="group")
     total = torch.zeros_like(batch.reward)
     for x in grpo.reward.counted(batch.components).values():
-        total += grpo.group_scores(x[:, None] * batch.ends, batch.ends, alone)[0]
+        total += grpo.group_scores(x[:, None] * batch.ends, batch.ends, cfg)[0]
     batch.adv = whiten(total.sum(1, keepdim=True) * batch.mask, batch.mask)
     return batch, stats
 

@@ -1,5 +1,6 @@
 """From rewards to advantages: scores, GAE, whitening, estimators of the KL, the critic's loss."""
 import math
+import statistics
 
 import torch
 from conftest import tiny_model
@@ -94,6 +95,12 @@ R, ROOT = [1.0, 0.0, 2.0, 5.0], math.sqrt(1.5)
     ([0.1] * 4, dict(baseline="leave-one-out"), [0] * 4)])
 def test_baselines_by_hand(rewards, given, wanted):
     assert outcome(rewards, **given)[0] == approx(wanted, abs=1e-7)
+
+
+def test_scores_of_large_rewards_keep_their_digits():
+    rewards = [1e4 + i / 16 for i in (0, 1, 3, 7)]          # in float32 exactly
+    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+    assert outcome(rewards)[0] == approx([(x - mean) / std for x in rewards], rel=1e-5)
 
 
 def test_equal_sums_of_unequal_steps_are_not_a_dead_group():

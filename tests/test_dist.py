@@ -100,7 +100,7 @@ except ImportError:
 # -------- the ranks
 
 @pytest.mark.parametrize("first, second", [
-    ([1.0, 4.0, 9.0], [2.0]), ([1.0, 5.0], []), ([7.0], []), ([], [])])
+    ([1.0, 4.0, 9.0], [2.0]), ([1.0, 5.0], []), ([7.0], []), ([], []), ([8e3, 8e3 + 1], [])])
 def test_mean_and_std_are_of_the_numbers_of_all_ranks(first, second, monkeypatch):
     whole = first + second or [0.0]
     want = pytest.approx([statistics.fmean(whole), statistics.pstdev(whole)])

@@ -164,6 +164,8 @@ def test_an_unfinished_completion_has_no_vote():
                      components={"correct": right.float()})
     found = report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)
     assert found["maj@8"] == 1 / 8 and found["pass@1"] == 7 / 8 / 8
+    batch.components["correct"] *= 0.5                      # a share counts as one
+    assert report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)["greedy"] == 7 / 16
 
 
 @pytest.mark.slow

@@ -221,6 +221,12 @@ def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
         loss, stats, logp = real(agent, batch, weight, tokens)
         return loss + 0.01 * (weight * logp).sum(), stats, logp
     _, plain = updated(b, cfg)
+    agent = agent_of(cfg)
+    agent.ref = None
+    assert grpo.has_gradient(agent, b).sum() == 4
+    with monkeypatch.context() as patch:        # a term counts, however small
+        patch.setattr(grpo, "total_loss", lambda *given: [torch.tensor(1e-12)])
+        assert grpo.has_gradient(agent, b).all()
     monkeypatch.setattr(grpo, "total_loss", with_bonus)
     _, found = updated(b, cfg)
     monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones(8).bool())

@@ -71,6 +71,13 @@ def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch)
         assert at_ends(batch, reward.cap_truncated(batch))[0][-1] == -2
 
 
+def test_a_last_step_is_true_if_any_share_is_right():
+    toy = SimpleNamespace(reward=lambda problem, text: {"correct": 0.25}, steps=task.steps)
+    batch = scored(toy, batch_of([WORK]))
+    found, ends = reward.of_steps(toy, byte_encoding(), batch)
+    assert found[ends].tolist() == [1, 1, 1]
+
+
 @mark.parametrize("found, n", [
     ([], 1), ([(1, 1.0), [3, False], (torch.tensor([3]).numpy()[0], True), (5, 0)], 3),
     ([(6, True)], 0)])
@@ -302,7 +309,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
         return continued(agent, problems, tries, begun, lambda ids, k: "yn"[k >= len(ids) % 5])
 
     def rule(problem, text):
-        return {"correct": float(text.strip(problem.prompt) == "y")}
+        return {"correct": 0.5 * (text.strip(problem.prompt) == "y")}
     batch, drawn = batch_of(["a" * 100] * 2 + ["b" * 20] * 2), []
     batch.problems, batch.ends = [SimpleNamespace(prompt=x) for x in "aabb"], batch.mask.clone()
     batch.ends[0, :50] = False                      # its first step is long
@@ -310,7 +317,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
     before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)
     label = rollout_labels(agent, completions, batch, 2, 0)
     places = batch.ends & ~passes.last_tokens(batch.mask)
-    share = (torch.arange(batch.ids.size(1)) - 5) % 5 / 4
+    share = (torch.arange(batch.ids.size(1)) - 5) % 5 / 8
     assert torch.equal(label, torch.where(places, share, before))
     assert torch.equal(batch.reward, before)
     assert [len(u) for u in drawn] == [4 * 128, 4 * (places.sum() - 128)]

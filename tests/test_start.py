@@ -71,6 +71,13 @@ def test_what_a_run_may_ask_for(changes, ranks, fault, monkeypatch):
         setup.check_run(cfg, toy(**parts), PROBLEMS)
 
 
+def test_a_link_to_the_runs_own_folder_is_no_start(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UserError, match="--init is in --out"):
+        setup.check_run(with_(init=str(tmp_path / "link"), out=f"{tmp_path}/run"), toy(), PROBLEMS)
+
+
 def test_a_tasks_functions_are_tried_once():
     """The reward without a text, steps on a demonstration: they may be slow."""
     tried = []

@@ -181,8 +181,8 @@ def test_an_answer_is_between_the_last_tags(form, reads):
 
 @pytest.mark.parametrize("truth, lines", [
     ("+", "48/2 = 24 clips.|12 x $0.25 = $3.00|1,000 + 80 = 1080.|2 + 2 = 4 and 4 * 2 = 8"),
-    ("+", "20 − 13 = 7|10/3 = 3.33|1/4=0.3|1/4=0.2"), ("-", "3 × 4 = 13|2 + 2 = 4 and 4 * 2 = 9"),
-    ("-", "0.353*1=0.3|0.136*1=0.13|2.608*5=13|1/3=0|48/2 = 25 clips.|20–13 = 6|10/3 = 3.34"),
+    ("+", "20 − 13 = 7|10/3 = 3.33|1/4=0.3|1/4=0.2"), ("-", "3 × 4 = 13|1+1=3+0=3"),
+    ("-", "2 + 2 = 4 and 4 * 2 = 9"), ("-", "0.353*1=0.3|0.136*1=0.13|2.608*5=13|1/3=0|48/2 = 25 clips.|20–13 = 6|10/3 = 3.34"),
     ("", "x = 5|237 potatoes - 60 = 177 cucumbers|Half of 48 = 24|2/3 of 9 = 6|1=1||in: -3+4 = 7"),
     ("", "910" + "+0" * 99 + "=11|1+1=2" + "0" * 300)])
 def test_lines_with_equations_are_steps(truth, lines):
@@ -638,7 +638,9 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     assert run(capsys, "--resume", "--steps", 2, "--out", out) == said
     assert run(capsys, *RUN, 0, "--init", out, "--out", after) == said
     assert load_encoding(out).frame == load_encoding(after).frame == frame
-    other = load_encoding(out, "no_think").frame        # what else is asked for is made now
+    brief = load_encoding(out, system="Be quick.").frame        # what else is asked for is made now
+    assert brief.before.count("Be quick.") == 1 and "Be brief." not in brief.before
+    other = load_encoding(out, "no_think").frame
     assert other.before == f"Today is 02 Jul 2026. {ASKED}<|im_start|>user "
     said = run(capsys, *RUN, 0, "--init", init, "--chat", "none", "--out", bare)
     assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}' (--chat none)"]

@@ -291,6 +291,16 @@ def test_credit_by_hand(name, rewards, wanted, dead, given):
     assert adv == approx(wanted) and found == dead
 
 
+def test_soft_overlong_punishes_the_last_step_alone(monkeypatch):
+    (cfg, _), mask = variant("soft_overlong", supervision="process", **HALF), tensors(OLD)[1]
+    module = sys.modules["experiments.variants.soft_overlong"]
+    monkeypatch.setattr(module, "unpunished", lambda reward, *rest: reward)
+    found = grpo.advantages(torch.zeros(mask.shape), mask, mask, None, None, cfg)
+    less = 0.25 * (mask.sum(1) - 2).clamp(0, 2)         # of rows of 2 to 4 tokens
+    assert less.unique().numel() > 1
+    assert torch.equal(found, -less[:, None] * passes.last_tokens(mask))
+
+
 @mark.parametrize("name, rewards, says", [
     ("beta_norm", [1, 2], "is 2,.*0 to 1"), ("beta_norm", [-0.5, 1], "is -0.5,.*0 to 1"),
     ("maxrl", [-1, 1], "is -1,.*negative"), ("pass_at_k", [1] * 4, "more than K, 4")])

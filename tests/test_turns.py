@@ -425,6 +425,7 @@ def test_a_question_is_played_with_its_problem_or_with_the_person(capsys, monkey
 
 def test_halving_always_finds_the_number():
     """And guessing anywhere in what is left does not. Held-out intervals are not trained on."""
+    assert guess.left(GAME, ["15", "-", "12", "+", "3", "+", "99", "-"]) == (13, 14)
     train, held_out = sides = guess.problems()
     assert not {p.prompt for p in train} & {p.prompt for p in held_out} and len(held_out) == 500
     assert {b - a + 1 for a, b in map(guess.interval, train)} == {*range(7, 64)}

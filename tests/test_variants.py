@@ -778,6 +778,17 @@ def test_each_runs_for_two_steps(name, start, bare, tmp_path, monkeypatch):
 
 
 @mark.slow
+def test_a_kl_in_the_reward_has_the_adapted_beta():
+    cfg = grpo.make_config(**letters.SMALL | dict(kl="reward", baseline="none", adv_scale="none"))
+    agent, found = letters.new_agent(cfg), []
+    for beta in (0.0, cfg.beta, 3 * cfg.beta):
+        agent.beta = beta
+        found.append(grpo.rollout(agent, letters.PROBLEMS[:cfg.prompts], random.Random(0))[0].adv)
+    none, one, three = found
+    assert (one - none).abs().max() > 1e-3
+    assert_close(three - none, 3 * (one - none), rtol=1e-4, atol=1e-6)
+
+
 @mark.parametrize("name", ["adaptive_kl", "hints", "replay", "stale", "tree", "vineppo"])
 def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_path, monkeypatch):
     """To the byte, as one that was not stopped: with problems that come again."""

@@ -61,7 +61,8 @@ def call(function, what, *given, **named):
     except SystemExit as e:             # it would end the run without a word
         raise RuntimeError(f"{what} calls exit()") from e
     except Exception as e:
-        e.add_note(f"{what} fails")
+        said = given[-1] if given else None         # a completion, or turns
+        e.add_note(f"{what} fails" + f", given {said!r:.200}" * isinstance(said, str | list))
         raise
 
 def is_executed(e):

@@ -259,14 +259,14 @@ def warm_start(policy, task, problems, cfg, encoding):
     def losses(step):
         rng = dist.rng(cfg, "warm start", step)
         drawn = rng.choices(problems, k=WARM_BATCH)
-        rows = [checked_row(p, task, encoding, cfg.max_new, rng) for p in drawn]
+        rows = [checked_row(p, task, encoding, cfg, rng) for p in drawn]
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
             logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
             yield -logp.sum() / tokens
     for problem in problems:            # before the time of a fit is spent
-        checked_row(problem, task, encoding, cfg.max_new, random.Random(0))
+        checked_row(problem, task, encoding, cfg, random.Random(0))
     passes.supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
 
     if dist.rank() == 0:
@@ -276,12 +276,14 @@ def warm_start(policy, task, problems, cfg, encoding):
         note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
 
-def checked_row(problem, task, encoding, most, rng):
-    """The `row` of a problem; raises UserError if its demonstration has more than `most` tokens."""
+def checked_row(problem, task, encoding, cfg, rng):
+    """The `row` of a problem; raises UserError if its demonstration is longer than a completion."""
     parts = row(problem, task, encoding, rng)
-    if (n := sum(map(len, parts[1:]))) > most:
-        raise UserError(f"the demonstration of {of(problem)} has {n} tokens, more than --max_new "
-                        f"{most}: raise it, or leave out such problems")
+    for name, n, what in (("max_new", sum(map(len, parts[1:])), "tokens"),
+                          ("max_turns", len(parts[1::2]), "turns")):
+        if n > getattr(cfg, name):
+            raise UserError(f"the demonstration of {of(problem)} has {n} {what}, more than "
+                            f"--{name} {getattr(cfg, name)}: raise it, or leave out such problems")
     return parts
 
 def row(problem, task, encoding, rng):

@@ -109,6 +109,12 @@ def test_mean_and_std_are_of_the_numbers_of_all_ranks(first, second, monkeypatch
         assert [x.item() for x in got] == want
 
 
+def test_means_are_of_their_names_whatever_their_order(monkeypatch):
+    one = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([5.0])}
+    two = {"b": torch.tensor([7.0]), "a": torch.tensor([4.0, 4.0])}
+    assert two_ranks(monkeypatch, dist.means, [one], [two]) == [{"a": 3.0, "b": 6.0}] * 2
+
+
 def test_ranks_whose_weights_differ_are_stopped(monkeypatch):
     """By a bit that a sum of the numbers would not show; each rank names the tensor."""
     one, two = ({name: torch.tensor([1e8, 0.0]) for name in "abc"} for _ in range(2))

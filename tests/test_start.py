@@ -273,6 +273,9 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     assert loss == pytest.approx(slow_loss(model, shown, encoding), rel=1e-5)
     with pytest.raises(UserError, match="the prompt '1' has 9 tokens, more than --max_new 8"):
         setup.warm_start(model, toy(demonstration=lambda *_: "abcdefgh"), problems, cfg, encoding)
+    game = toy(reply=lambda *_: "b", demonstration=lambda *_: ["a", "b", "a"])
+    with pytest.raises(UserError, match="has 2 turns, more than --max_turns 1"):
+        setup.warm_start(model, game, problems, with_(max_turns=1, max_new=60), encoding)
 
 
 # ---------- the memory

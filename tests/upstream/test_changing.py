@@ -319,7 +319,7 @@ def test_the_three_ways_to_log(changed, warm, tmp_path):
     grpo = changed(*[(file, f"    {end}", f"    {line}\n    {end}")
                      for line, (end, file) in zip(lines, ends.items(), strict=True)])
     m = run(grpo, tmp_path / "out", init=warm, steps=1, epochs=2)[1]
-    assert 0 < m["moved"] < 1 and 0 < m["long"] < 1 and m["lr"] == 1e-3
+    assert 0 < m["moved"] < 1 and 0 < m["long"] < 1 and m["distinct"] == 8
 
 
 # ---- the model

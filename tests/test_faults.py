@@ -258,6 +258,11 @@ def test_held_out_problems_that_are_trained_on_are_noted(capsys):
         parts = [[SimpleNamespace(prompt=x) for x in words] for words in ("abcd", prompts)]
         setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: parts))
         assert capsys.readouterr().out[:12] == said
+    for hidden, said in ((7, "note: 1 of 1"), (8, "")):         # of a game, with what it hides
+        parts = [[SimpleNamespace(prompt="a", hidden=x)] for x in (7, hidden)]
+        game = SimpleNamespace(problems=lambda: parts, reply=print)
+        setup.to_train_on(grpo.Config(), game)
+        assert capsys.readouterr().out[:12] == said
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

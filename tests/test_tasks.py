@@ -508,6 +508,12 @@ def test_prompts_and_replies_are_framed_as_is_asked_for(tmp_path, given, before,
     assert load_encoding(tmp_path, "none").stop == {256}
 
 
+def test_tokens_of_a_template_may_stand_in_an_older_file(tmp_path):
+    folder = chat_folder(tmp_path, "{{ bos_token }}" + CHAT)
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|im_end|>"}}')
+    assert load_encoding(folder).frame.before == "<|im_end|><|im_start|>user "
+
+
 def test_special_tokens_of_a_text_are_text(tmp_path):
     ours, sly = load_encoding(chat_folder(tmp_path)), "a<|im_end|><|im_start|>b<|endoftext|>"
     for ids in (ours.encode_prompt(sly), ours.encode_reply(sly)):

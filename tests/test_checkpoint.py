@@ -358,7 +358,8 @@ def test_a_task_that_has_changed_is_noted(run, task, capsys):
     for text, noted in ((TASK, 0), (TASK + "#", 1), (TASK + "#", 1), (TASK, 0)):
         task.write_text(text)
         capsys.readouterr()
-        checkpoint.open_run(*checkpoint.resume(out, Config, {"task": str(task)}), {})
+        cfg, saved = checkpoint.resume(out, Config, {"task": str(task)})
+        checkpoint.open_run(cfg, saved, checkpoint.data_of(cfg))
         note = f"note: {task} has changed since the run in {out} began"
         assert capsys.readouterr().out.count(note) == noted
     assert files.about(out)["data"].keys() == {"task"}

@@ -252,7 +252,6 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, added, m
 
 
 def test_bytes_that_a_tokenizer_lacks_are_dropped_from_pieces(model_folder):
-    """As by the library: after a text was split, and each byte for itself."""
     def without(hf):
         for lost in ("b", LETTERS[0xa9]):           # the second byte of an e with an acute accent
             del hf["model"]["vocab"][lost]

@@ -356,6 +356,7 @@ def test_damaged_folders_are_refused(tmp_path, model, file, change, fault):
     (LLAMA, ["lm_head.weight", "model.norm.weight"], {}, "'lm_head.weight', one of 2"),
     (LLAMA, [], {"more": ONE, "b": ONE + 1}, "hold tensors of another model: 'b', one of 2"),
     (LLAMA, [], {"model.norm.weight": ONE}, "has the shape [], not [32]"),
+    (LLAMA, [], {"model.norm.weight": torch.full((32,), torch.nan)}, "that are not finite"),
     (GPT2, [], {ATTENTION: torch.ones(96, 32)}, "has the shape [32, 96], not [96, 32]"),
     ("bare", ["h.1.mlp.c_fc.bias"], {}, "lack tensors of the model: 'transformer.h.1.mlp.c_fc"),
     ("bare", [], {"wte.weight": torch.ones(257, 33)}, "'wte.weight' has the shape [257, 33]")])

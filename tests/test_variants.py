@@ -277,7 +277,6 @@ HALF = dict(constants=dict(BUFFER=0.5), max_new=4, adv_scale="none")
 
 
 @mark.parametrize("name, rewards, wanted, dead, given", [
-    ("opo", [1, 0, 2, 2], [0.25, -0.75, 0, 0], [0, 1], {}),                 # (3 * 1 + 1 * 0) / 4
     ("opo", [1, 0, 2, 2, 0, 3], [0.25, -0.75, 0, 0, -0.75, 2.25], [0, 1, 0], {}),
     ("opo", [1, 0, 2, 2], [0.125, -0.375, -1 / 6, 1 / 3], [0, 0], dict(penalty=0.25)),
     ("gpg", [1, 0, 0, 0, 3, 3], [1.5, -1.5, 0, 0, 0, 0], [0, 1, 1], {}),    # one of three is live

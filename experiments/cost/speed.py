@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -76,12 +77,15 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
         tempfile.mkdtemp(), per_device_train_batch_size=part, max_steps=max_steps,
         gradient_accumulation_steps=passes_of_rollout // cfg.minibatches,
         steps_per_generation=passes_of_rollout, num_generations=cfg.group, loss_type="grpo",
-        max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP, beta=cfg.beta,
+        max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP,
+        beta=cfg.beta if cfg.applies_kl else 0,
         epsilon=cfg.clip_low, temperature=cfg.temperature, shuffle_dataset=False,
         save_strategy="no", report_to=[], seed=cfg.seed, bf16=cfg.dtype == "bfloat16",
         use_cpu=dist.device_of(cfg).type == "cpu", gradient_checkpointing=False,
         disable_tqdm=True, logging_strategy="no")
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    half_life = (cfg.half_life or math.inf) * cfg.updates
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        opt, lambda n: 0.5 ** (n // cfg.updates * cfg.updates / half_life))
     return GRPOTrainer(gpt, rewarded, settings, dataset, processing_class=tokenizer,
                        callbacks=[callback], optimizers=(opt, schedule))
 

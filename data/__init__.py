@@ -160,7 +160,8 @@ def rewards_of(task, problems, completions, tokens):
         else:
             rows = []
             for problem, completion in zip(problems, completions):
-                row = call(task.reward, f"the reward of {of(problem)}", problem, completion)
+                what = f"the function reward, for {of(problem)},"
+                row = call(task.reward, what, problem, completion)
                 rows.append(copy.copy(row))     # it may be one dict that is filled anew
     need(isinstance(rows, list) and len(rows) == len(problems), "rewards",
          f"return a list of {len(problems)} dicts, one for each completion", rows)
@@ -194,7 +195,8 @@ def answer_of(task, completion):
 def steps_of(task, problem, completion):
     """The steps of a completion as (end, truth), not yet checked."""
     with timed():
-        return call(task.steps, f"the steps of {of(problem)}", problem, copy.copy(completion))
+        what = f"the function steps, for {of(problem)},"
+        return call(task.steps, what, problem, copy.copy(completion))
 
 def check_steps(problem, completion, found, least=1):
     """Raises UserError unless steps are a list of (end, truth), with ends from `least` to the

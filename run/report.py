@@ -112,10 +112,17 @@ def step_line(step, total, done):
     seconds = stat.median(stats["seconds"] for stats in done[-9:])
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
            f"left {clock(seconds * (total - step))}")
-    if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
+    flat = in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3
+    cut = in_a_row(stats["finished"] < 0.5 for stats in done) == 3
+    kl = max(stats.get("kl", 0) for stats in done)
+    fallen = stats["accuracy"] < max(stats["accuracy"] for stats in done) / 2
+    if (flat or cut) and fallen and kl > 1:
+        return print0(f"warning: accuracy fell when the KL rose to {kl:.1f}: --lr {stats['lr']:g} "
+                      "is too high: see \"The policy has collapsed\" in docs/troubleshooting.md")
+    if flat:
         print0("warning: for 3 steps in a row all rewards of every group were equal, from which "
                "nothing is learned: see \"All groups are dead\" in docs/troubleshooting.md")
-    if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
+    if cut:
         print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "
                "earned at most 0: see \"No completion ends\" in docs/troubleshooting.md")
 
@@ -134,7 +141,8 @@ def dialogue(encoding, question, batch, episodes=None):
     [completion] = turns.texts(encoding, batch, episodes)
     if episodes is not None:
         completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
-    return printable(question + "\n" * bool(encoding.frame.after) + completion)
+    cut = "" if batch.finished[0] else f"\n(cut off after {int(batch.mask.sum())} tokens)"
+    return printable(question + "\n" * bool(encoding.frame.after) + completion) + cut
 
 def typed_reply(problem, said):
     """The `reply` of the person at the keyboard; an empty line ends the episode."""

@@ -64,8 +64,8 @@ def problems_of(cfg, task):
          "return two lists, of training and of held-out problems", found)
     train, held_out = map(list, found)
     for problem in train + held_out:
-        prompt = getattr(problem, "prompt", None)
-        need(isinstance(prompt, str), "a problem's prompt", "be a text", prompt)
+        need(isinstance(getattr(problem, "prompt", None), str), "a problem",
+             "be an object with a text as its `prompt`", problem)
     if not held_out:
         raise UserError("the task has no held-out problems to evaluate on")
     return train, held_out

@@ -210,6 +210,8 @@ def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     capsys.readouterr()
     seen = run("--ask", "17=", out=whole.folder)
     assert capsys.readouterr().out == report.printable(texts([ids])[0]) + "\n"
+    run("--ask", "\x01", "--max_new", "2", out=whole.folder)
+    assert capsys.readouterr().out.endswith("\n(cut off after 2 tokens)\n")
     assert seen.prompts(None) == ["17="] and not seen.events() and files_of(whole.folder) == before
 
 

@@ -83,19 +83,23 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     assert written.getvalue() == b"3 ?\n"
 
 
-# Rewards differ and rows end, all groups are dead, rows are cut off, both.
-STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49))
-EQUAL, OVER = "All groups are dead", "No completion ends"
+# Rewards differ and rows end, all groups are dead, rows are cut off, both; K: at a high KL, too.
+STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49), K=(1.0, 0.95))
+EQUAL, OVER, FELL = "All groups are dead", "No completion ends", "The policy has collapsed"
 
 
 @pytest.mark.parametrize("steps, warned", [
     ("DDD", {3: EQUAL}), ("CCCCCCC", {3: OVER}), ("DCD", {}), ("DDGDD", {}),
-    ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER})])
+    ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER}), ("GKKK", {4: FELL}),
+    ("KKK", {3: EQUAL}), ("GDKKGCCC", {4: FELL, 8: OVER})])
 def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
     """With the headings of docs/troubleshooting.md on it."""
     done, told = [], {}
-    for n, (dead, finished) in enumerate(map(STEPS.get, steps), 1):
-        done.append(dict(reward=0.5, dead_groups=dead, finished=finished, seconds=1.0))
+    for n, step in enumerate(steps, 1):
+        dead, finished = STEPS[step]
+        kl, accuracy = (1.1, 0.24) if step == "K" else (0.9, 0.5)
+        done.append(dict(reward=0.5, dead_groups=dead, finished=finished, seconds=1.0, lr=0.01,
+                         kl=kl, accuracy=accuracy))
         report.step_line(n, len(steps), done)
         line, *warnings = capsys.readouterr().out.splitlines()
         if warnings:
@@ -104,7 +108,7 @@ def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, caps
         assert (f"finished {finished:.2f}" in line) == (finished < 0.9)
     assert told == warned
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert all(f"\n## {heading}\n" in page for heading in (EQUAL, OVER))
+    assert all(f"\n## {heading}\n" in page for heading in (EQUAL, OVER, FELL))
 
 
 @pytest.mark.parametrize("seconds, total, left", [

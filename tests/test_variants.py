@@ -861,7 +861,8 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     ("bad.py", "SETTINGS = dict(betta=0)", "did you mean --beta"),
     ("bad.py", "SETTINGS = dict(kl='nothing')", "--kl must be one of"),
     ("none.py", "", "no file none.py"), ("CISPO", "", "did you mean cispo"),
-    (3, "", "no --algo 3: "), ("", "", "there are grpo, reinforce, .*, cispo, ")])
+    ("reinforce++", "", "there are grpo"), (3, "", "no --algo 3: "),
+    ("", "", "there are grpo, reinforce, .*, cispo, ")])
 def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(text)

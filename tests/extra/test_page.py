@@ -78,19 +78,24 @@ def choose(browser, name, value):
 # -------- what is logged
 
 def invented(rng, step, which, rows=5, text=None):
-    """A record of samples.jsonl; in each third step the group at random is dead."""
+    """A record of samples.jsonl. Of groups at random, that of each third step is dead; the next
+    has equal sums of rewards, but a completion of two steps."""
     own = [text or "".join(rng.choices("xyZ\n", k=rng.randint(1, 6))) for _ in range(rows)]
     tokens = [[*x, ""] for x in own]
     rewards = [rng.choice((-1.25, -0.5, 0.0, 2.0)) for _ in own]
-    if which == "random" and step % 3 == 0:
+    ends = [[len(x)] for x in own]
+    if which == "random" and step % 3 < 2:
         rewards = [-0.5] * rows
+    of_steps = [[x] for x in rewards]
+    if which == "random" and step % 3 == 1:
+        ends[0], of_steps[0] = [0, ends[0][0]], [0.5, -1.0]
     numbers = {key: [[round(rng.gauss(-0.2, 1), 4) for _ in x] for x in tokens]
                for key in ("advantages", "logp", "new_logp", "ref_logp", "entropy")}
     return {"step": step, "which": which, "prompt": f"{which} {step}=", "completions": own,
             "finished": [i > 0 for i in range(rows)], "rewards": rewards, "tokens": tokens,
             "parts": {"correct": [float(x > 0) for x in rewards],
                       "price": [-0.0123 * len(x) for x in own]},
-            "ends": [[len(x)] for x in own], "step_rewards": [[x] for x in rewards], **numbers}
+            "ends": ends, "step_rewards": of_steps, **numbers}
 
 
 def folder_of(where, samples, log=(), **config):
@@ -198,7 +203,7 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
             assert texts(page, "#at") == [f"{g['step']} ({g['step']} of 4)"]
             about, = texts(page, "#group p")
             assert f"mean reward {shown(sum(g['rewards']) / 5)}" in about
-            assert ("a dead group" in about) == (len({*g["rewards"]}) == 1)
+            assert ("a dead group" in about) == (len({*sum(g["step_rewards"], [])}) == 1)
             every = sorted(abs(x) for s in samples for row in values_of(s, name) for x in row)
             most = every[len(every) * 9 // 10]
             least = "0" if name in ("KL", "entropy", "surprise") else f"≤ {shown(-most)}"

@@ -9,7 +9,6 @@ from fractions import Fraction
 LONGEST = 200       # maximum length of an expression or number: bounds time, depth, result
 EQUATIONS = 200     # `steps` reads at most this many `=` signs of a text: bounds its time
 NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits only
-APART = re.compile(r"[0-9.] +[0-9.]|[0-9]{16}|\.[0-9]*\.")              # not a single number
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
@@ -70,7 +69,7 @@ SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$
 def evaluate(text):
     """Exact value of an arithmetic expression as a Fraction, or None for anything else: numbers of
     up to 15 digits, + - * /, unary minus, parentheses and spaces, in at most 200 characters."""
-    if len(text) > LONGEST or APART.search(text):
+    if len(text) > LONGEST:
         return None
     tokens = TOKEN.findall(text)
     if "".join(tokens) != text.replace(" ", ""):

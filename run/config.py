@@ -183,10 +183,6 @@ VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
 
-def algorithms(rows):
-    """The names of all algorithms: rows of a table, then files."""
-    return [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
-
 def file_of(algo):
     """The file of an algorithm, or None if it has none."""
     path = Path(algo) if algo.endswith(".py") else VARIANTS / f"{algo}.py"
@@ -202,7 +198,7 @@ def algorithm(algo, rows, grpo):
         return rows[algo]
     path = file_of(str(algo))
     if path is None:
-        names = algorithms(rows)
+        names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
         near = str(algo).isidentifier() and difflib.get_close_matches(algo.lower(), names, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise UserError(f"there is no --algo {algo}: {hint}")

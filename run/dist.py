@@ -65,11 +65,9 @@ def prepare():
 # -------------------------------------------------------------------- the ranks
 
 def start(cfg):
+    """Prepares this process, which joins the others, if torchrun started it."""
     prepare()
-    start_ranks(device_of(cfg))
-
-def start_ranks(device):
-    """Joins the other processes, if torchrun started this one."""
+    device = device_of(cfg)
     if "RANK" not in os.environ or distributed.is_initialized():
         return
     if device.type == "cuda":

@@ -93,8 +93,6 @@ def header(cfg, encoding, policy, problems, held_out):
     if cfg.lr == type(cfg).lr and millions < 100:
         print0(f"note: --lr {cfg.lr:g} is the paper's, for a model of 7 billion parameters; one as "
                f"small as this may need 1e-4")
-    if cfg.compile:
-        print0("compiling as it goes: the first evaluation and the first steps take longer")
     if cfg.init:
         frame = encoding.frame
         known = {"": "no chat template", "none": "--chat none"}

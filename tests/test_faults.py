@@ -56,7 +56,7 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
 
 @pytest.mark.parametrize("function, returned, says", [
     ("problems", ["None", "MADE", "(MADE, MADE, MADE)", "None, MADE", "MADE, 7"], "two lists"),
-    ("problems", ["[P(prompt=7)], MADE", "MADE, [{'prompt': 'x'}]", "MADE, [P()]"], "a text as its"),
+    ("problems", ["[P(prompt=7)], MADE", "MADE, [{'prompt': 'x'}]", "MADE, [P()]"], "an object"),
     ("problems", ["[], MADE"], "no training problems"), ("problems", ["MADE, []"], "no held-out"),
     ("reward", ["None", "1.0", "{'size': 1}", "[('correct', 1)]"], f"{OF_REWARD} must be {DICT}"),
     ("reward", [f"{{'correct': {x}}}" for x in (2, -1, 1.001, -0.001, 1e15)], SHARE),

@@ -103,7 +103,7 @@ def all_runs(rank, where):
             if str(args[0]).startswith(str(where)):
                 opened.append(str(args[0]))
     sys.addaudithook(note)
-    dist.start_ranks(torch.device("cpu"))
+    dist.start(grpo.Config(device="cpu"))
     for name in SHARDED if where.name == "sharded" else RUNS:
         agent, printed = run(name, where)
         modules = filter(None, (agent.policy, agent.ref, agent.critic, agent.reward_model))

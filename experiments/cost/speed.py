@@ -65,6 +65,34 @@ def new(size, who):
     return turn
 
 
+def for_trl(cfg, task, problems):
+    """The tokenizer for TRL, the rule's reward, and a function: the Dataset of some steps."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(cfg.init)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    frame, known = bool(tokenizer.chat_template), {p.prompt: p for p in problems}
+
+    def rewarded(prompts, completions, completion_ids, **_):
+        """Of a completion that is cut off only negative components count."""
+        rewards = []
+        for prompt, completion, ids in zip(prompts, completions, completion_ids):
+            if frame:
+                prompt, completion = prompt[-1]["content"], completion[0]["content"]
+            parts = task.reward(known[prompt], completion).values()
+            ended = tokenizer.eos_token_id in ids or len(ids) < cfg.max_new
+            rewards.append(sum(x if ended else min(x, 0) for x in parts))
+        return rewards
+
+    def drawn(steps):
+        """The prompts that this code samples."""
+        chosen = [p.prompt for step in steps
+                  for p in dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)]
+        return Dataset.from_list([{"prompt": [dict(role="user", content=p)] if frame else p}
+                                  for p in chosen])
+    return tokenizer, rewarded, drawn
+
+
 def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
     """TRL's trainer with the settings of a Config, and `part` rows a pass."""
     from transformers import AutoModelForCausalLM
@@ -78,11 +106,10 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
         gradient_accumulation_steps=passes_of_rollout // cfg.minibatches,
         steps_per_generation=passes_of_rollout, num_generations=cfg.group, loss_type="grpo",
         max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP,
-        beta=cfg.beta if cfg.applies_kl else 0,
-        epsilon=cfg.clip_low, temperature=cfg.temperature, shuffle_dataset=False,
-        save_strategy="no", report_to=[], seed=cfg.seed, bf16=cfg.dtype == "bfloat16",
-        use_cpu=dist.device_of(cfg).type == "cpu", gradient_checkpointing=False,
-        disable_tqdm=True, logging_strategy="no")
+        beta=cfg.beta if cfg.applies_kl else 0, epsilon=cfg.clip_low, temperature=cfg.temperature,
+        shuffle_dataset=False, save_strategy="no", report_to=[], seed=cfg.seed,
+        bf16=cfg.dtype == "bfloat16", use_cpu=dist.device_of(cfg).type == "cpu",
+        gradient_checkpointing=False, disable_tqdm=True, logging_strategy="no")
     half_life = (cfg.half_life or math.inf) * cfg.updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
         opt, lambda n: 0.5 ** (n // cfg.updates * cfg.updates / half_life))
@@ -92,25 +119,9 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
 
 def with_trl(cfg, task, problems, part):
     """The same for TRL's trainer, with `part` rows a pass: each turn is a run of one step."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.init)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    marks, frame, device = {}, bool(tokenizer.chat_template), dist.device_of(cfg)
-    known = {p.prompt: p for p in problems}
-
-    def rewarded(prompts, completions, **_):
-        pairs = zip(prompts, completions)
-        if frame:
-            pairs = [(p[-1]["content"], c[0]["content"]) for p, c in pairs]
-        return [sum(task.reward(known[p], c).values()) for p, c in pairs]
-
-    def drawn(step):
-        """The problems that this code samples at a step."""
-        chosen = [p.prompt for p in dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)]
-        return Dataset.from_list([{"prompt": [dict(role="user", content=p)] if frame else p}
-                                  for p in chosen])
+    from transformers import TrainerCallback
+    tokenizer, rewarded, drawn = for_trl(cfg, task, problems)
+    marks, device = {}, dist.device_of(cfg)
 
     class Marks(TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -118,7 +129,7 @@ def with_trl(cfg, task, problems, part):
 
         def on_step_end(self, *_, **__):
             marks["ended"] = now(device)
-    trainer = new_trainer(cfg, tokenizer, rewarded, drawn(1), Marks(), part, max_steps=1)
+    trainer = new_trainer(cfg, tokenizer, rewarded, drawn([1]), Marks(), part, max_steps=1)
     make = trainer._generate_and_score_completions
 
     def made(inputs):
@@ -128,7 +139,7 @@ def with_trl(cfg, task, problems, part):
     trainer._generate_and_score_completions = made
 
     def turn(step):
-        trainer.train_dataset = drawn(step)
+        trainer.train_dataset = drawn([step])
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
         seconds, rollout = marks["ended"] - marks["began"], marks["rollout"]

@@ -178,7 +178,7 @@ def as_rank(rank, port, top, where):
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         with pretend.cuda(rank) as device, pretend.nccl():
-            dist.start_ranks(device)
+            dist.start(grpo.Config(device="cuda"))
             for name, changes in RANKS.items():
                 agent = run(top, name, device="cuda", out=str(where / name), **changes)
                 assert all(p.device == device for p in agent.policy.parameters())

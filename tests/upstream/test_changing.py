@@ -265,6 +265,29 @@ def test_the_majority_is_the_reward(warm, tmp_path):
         assert not won or len(won) == max(map(answers.count, answers)) and len({*won}) == 1
 
 
+def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
+    """Its score is here the number of characters. A model is kept at each step, not each 50th."""
+    keep = re.search(r"^`(if step % 50 == 0: .*)` and import", PAGE, re.M)[1].replace("50", "1")
+    end, rooms = "    checkpoint.end_step(agent", "passes, report"
+    grpo = changed(("grpo.py", end, f"    {keep}\n{end}"),
+                   ("grpo.py", rooms, f"pretrained, {rooms}"))
+    algo = algorithm(tmp_path, block("scorer(") + """
+from types import SimpleNamespace
+def tokenizer(texts, **given):
+    return dict(ids=torch.tensor([[len(text)] for text in texts]))
+def scorer(ids):
+    return SimpleNamespace(logits=ids.float())
+""")
+    run(grpo, tmp_path / "out", init=warm, algo=algo, steps=2)
+    for group in records(tmp_path / "out" / "samples.jsonl"):
+        scores = [len(group["prompt"] + x) for x in group["completions"]]
+        assert any(group["finished"])
+        assert group["rewards"] == [x * ended for x, ended in zip(scores, group["finished"])]
+    one, two, end = ((tmp_path / "out" / part / "model.safetensors").read_bytes()
+                     for part in ("step1", "step2", ""))
+    assert one != two == end
+
+
 # ---- optimizer, schedules, advantages
 
 def test_another_optimizer_trains_and_is_resumed(changed, warm, tmp_path):

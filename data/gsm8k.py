@@ -44,7 +44,8 @@ def problems(train="", test="", longest=0):
 def read(path, flag):
     """The problems in a file, less blank lines; raises UserError if it has another format."""
     if not path:
-        raise UserError(f"gsm8k needs --{flag} FILE, a JSONL file of questions and answers")
+        raise UserError("gsm8k needs --test FILE, and --train FILE to train: JSONL files of "
+                        "questions and answers")
     rows, n = [], 0
     try:
         with open(regular(path), "rb") as file:

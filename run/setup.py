@@ -227,7 +227,7 @@ def outdated(where, note, cfg, task, problems, encoding):
     for name, now in settings(cfg).items():
         was = note["settings"].get(name)
         if was != now and not (name == "seed" and where == SHIPPED):
-            return f"--{name} was {was}, and is {now}"
+            return f"--{name} was {was!r}, and is {now!r}"
     try:
         loss = loss_on(where, task, problems, encoding)
     except UserError as e:

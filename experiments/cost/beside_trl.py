@@ -34,7 +34,7 @@ JOBS = {"arithmetic": dict(init="data/warm_start", micro_tokens=2048),
         "sums": dict(task="experiments/models/sums_task.py", init="out/smollm2")}
 PARTS = {"arithmetic": 128, "sums": 16}     # rows of TRL's forward passes
 EVERY = {"arithmetic": 4, "sums": 10}       # steps between evaluations
-WHO = {"ours": "tab:blue", "TRL": "tab:orange"}
+WHO = {"ours": ("tab:blue", "grpo.py"), "TRL": ("tab:orange", "TRL's GRPOTrainer")}
 
 
 class Watched:
@@ -114,12 +114,12 @@ def rows(result):
 def draw(axes, runs):
     """pass@1 over completions, and over minutes: each seed, and the median of all."""
     for axis, (x, unit) in zip(axes, (("samples", 1000), ("seconds", 60))):
-        for who, colour in WHO.items():
+        for who, (colour, label) in WHO.items():
             paths = [[(p[x] / unit, p["pass@1"]) for p in run[who]["points"]] for run in runs]
             for path in paths:
                 axis.plot(*zip(*path), color=colour, alpha=0.3, linewidth=1)
             middle = [[statistics.median(n) for n in zip(*at)] for at in zip(*paths)]
-            axis.plot(*zip(*middle), color=colour, label=who)
+            axis.plot(*zip(*middle), color=colour, label=label)
         axis.legend()
 
 

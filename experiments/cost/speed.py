@@ -106,8 +106,9 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
         gradient_accumulation_steps=passes_of_rollout // cfg.minibatches,
         steps_per_generation=passes_of_rollout, num_generations=cfg.group, loss_type="grpo",
         max_completion_length=cfg.max_new, max_grad_norm=grpo.GRAD_CLIP,
-        beta=cfg.beta if cfg.applies_kl else 0, epsilon=cfg.clip_low, temperature=cfg.temperature,
-        shuffle_dataset=False, save_strategy="no", report_to=[], seed=cfg.seed,
+        beta=cfg.beta if cfg.applies_kl else 0, use_bias_correction_kl=cfg.estimator == "ratio*k3",
+        epsilon=cfg.clip_low, temperature=cfg.temperature, shuffle_dataset=False,
+        save_strategy="no", report_to=[], seed=cfg.seed,
         bf16=cfg.dtype == "bfloat16", use_cpu=dist.device_of(cfg).type == "cpu",
         gradient_checkpointing=False, disable_tqdm=True, logging_strategy="no")
     half_life = (cfg.half_life or math.inf) * cfg.updates

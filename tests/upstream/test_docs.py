@@ -117,7 +117,7 @@ def test_messages_that_troubleshooting_quotes():
 
 
 @pytest.mark.parametrize("folder, script, result", [
-    ("studies", "seeds", "seeds"), ("models", "sums", "sums"), ("models", "gsm8k", "gsm8k"),
+    ("cost", "beside_trl", "beside_trl"), ("models", "sums", "sums"), ("models", "gsm8k", "gsm8k"),
     ("cost", "speed", "speed")])
 def test_a_table_is_that_of_its_result(folder, script, result, monkeypatch):
     """Each row, as the script would print it."""

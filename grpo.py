@@ -570,6 +570,7 @@ def refit_reward_model(agent, problems, iteration):
     groups = max(1, cfg.group // reward.CHOICES)
     size = groups * cfg.prompts         # problems at a time: as many rows as a step has
     for some in dist.chunks("labelling", held_out + train, size):
+        dist.stop_here("labelling")
         batch = generate(agent, some, reward.CHOICES, rng)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":

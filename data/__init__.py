@@ -102,7 +102,7 @@ def load_task(name):
         raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
     here, path = Path(__file__).parent, task_file(name)
     if not name.endswith(".py") and not (name.isidentifier() and path.is_file()):
-        known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text())
+        known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text("utf-8"))
         hint = f"choose {', '.join(known)} or the path of a .py file"
         if Path(f"{name}.py").is_file():
             hint = f"did you mean ./{name}.py?"
@@ -160,9 +160,9 @@ def rewards_of(task, problems, completions, tokens):
         else:
             rows = []
             for problem, completion in zip(problems, completions):
-                what = f"the function reward, for {of(problem)},"
-                row = call(task.reward, what, problem, completion)
-                rows.append(copy.copy(row))     # it may be one dict that is filled anew
+                row = call(task.reward, f"the reward of {of(problem)}", problem, completion)
+                # It may be one dict that is filled anew.
+                rows.append(dict(row) if isinstance(row, dict) else row)
     need(isinstance(rows, list) and len(rows) == len(problems), "rewards",
          f"return a list of {len(problems)} dicts, one for each completion", rows)
     for problem, row in zip(problems, rows):

@@ -150,8 +150,9 @@ def settings(mode, given, kind):
     args = known.pop("task_args", {})
     for name in record.get("data", {}).keys() & args.keys():
         if not Path(str(args[name])).exists():
-            del args[name]  # an evaluation may do without, or says which flag it needs
-    if "task" in known and given.get("task", known["task"]) == known["task"]:
+            print0(f"note: --{name} {args.pop(name)} is gone")
+    was = known.get("task", "")
+    if Path(given.get("task", was)).stem == Path(was).stem:     # a path may be another's view of it
         known |= args
     return known | {"init": str(folder)} | given, None
 

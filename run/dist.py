@@ -353,10 +353,9 @@ def progress(name, total, every=10):
     return told
 
 def chunks(name, items, size):
-    """Yields the items `size` at a time, if this rank has a share; prints progress, can stop."""
+    """Yields the items `size` at a time, if this rank has a share; prints progress."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
-        stop_here(name)
         told(i)
         if of_rank(items[i:i + size]):
             yield items[i:i + size]

@@ -3,6 +3,7 @@ import copy
 import hashlib
 import json
 import random
+import shutil
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -115,6 +116,9 @@ def check_run(cfg, task, problems):
     if cfg.group == 1 and compares:
         raise UserError("--group 1: a completion is compared with others of its prompt, unless "
                         "--baseline is none or value and --adv_scale none or batch")
+    if cfg.minibatches > cfg.prompts * cfg.group:
+        raise UserError(f"--minibatches {cfg.minibatches} is their number in a rollout, which has "
+                        f"only {cfg.prompts * cfg.group} rows")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
     if cfg.reward != "rule" and len(problems) < 10 * ranks:
@@ -271,7 +275,7 @@ def warm_start(policy, task, problems, cfg, encoding):
 
     if dist.rank() == 0:
         where = cfg.folder / "warm_start"
-        (where / "warm_start.json").unlink(missing_ok=True)
+        shutil.rmtree(where, ignore_errors=True)    # it may hold files of another model
         pretrained.save(policy, where, encoding.files)
         note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete

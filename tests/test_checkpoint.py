@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import fault, records
+from conftest import ROOT, fault, records
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -167,10 +167,12 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     out = begun / "one"
     cfg, saved = config_of("--resume", "--out", out)
     assert cfg == checkpoint.load(out, Config)[0] and saved.step == 2
-    for argv in (["--eval_only", "--out", out], ["--ask", "1*2=", "--init", out]):
+    for argv in (["--eval_only", "--out", out], ["--ask", "1*2=", "--init", out],
+                 ["--eval_only", "--out", out, "--task", ROOT / "data" / "arithmetic.py"]):
         found, none = config_of(*argv, "--samples", 1)
         assert none is None
-        assert dataclasses.replace(found, out=cfg.out, init=cfg.init, samples=2) == cfg
+        its = dict(out=cfg.out, init=cfg.init, task=cfg.task, samples=2)
+        assert dataclasses.replace(found, **its) == cfg
         assert found.init == str(out)
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", out, "--group", 16)
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
@@ -255,7 +257,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("how, n, left", [
     ("model.safetensors", 1, -1), ("checkpoint.safetensors", 4, 2), ("model.safetensors", 4, 3),
-    ("SIGTERM", 1, -1), ("SIGTERM", 4, 2)])
+    ("SIGTERM", 1, 0), ("SIGTERM", 4, 3)])
 def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, task, capsys,
                                                     monkeypatch):
     """A kill before a file is written for the n-th time, a signal in the n-th evaluation; the
@@ -271,7 +273,7 @@ def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, ta
         monkeypatch.setattr(grpo, "evaluate", evaluate)
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             run("run", *MORE)
-        assert "stopped in the greedy evaluation" in capsys.readouterr().out
+        assert f"stopped after step {left};" in capsys.readouterr().out
     with killed_before(out / how, n):
         how == "SIGTERM" or run("run", *MORE)
     assert saved_at(out) == left

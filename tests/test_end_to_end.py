@@ -173,6 +173,7 @@ def test_an_unfinished_completion_has_no_vote():
     ("--grup 4", "--grup"), ("--top_k 5", "--top_k"),       # would need a renormalised log-prob
     ("--group many", "invalid int value"), ("--group 0", "at least 1, got 0"),
     ("--group 1", "--group 1"), ("--prompts 8000", "7600 problems"),
+    ("--minibatches 513", "512 rows"),
     ("--ask 1*1= --init nowhere", "nowhere"), ("--ask 1*1= --resume", "--resume"),
     ("--resume --out nowhere", "no run in nowhere"), ("--out file/in", "file/in")])
 def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):

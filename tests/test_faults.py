@@ -58,7 +58,8 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
     ("problems", ["None", "MADE", "(MADE, MADE, MADE)", "None, MADE", "MADE, 7"], "two lists"),
     ("problems", ["[P(prompt=7)], MADE", "MADE, [{'prompt': 'x'}]", "MADE, [P()]"], "an object"),
     ("problems", ["[], MADE"], "no training problems"), ("problems", ["MADE, []"], "no held-out"),
-    ("reward", ["None", "1.0", "{'size': 1}", "[('correct', 1)]"], f"{OF_REWARD} must be {DICT}"),
+    ("reward", ["None", "1.0", "{'size': 1}", "[('correct', 1)]", "(x for x in ())"],
+     f"{OF_REWARD} must be {DICT}"),
     ("reward", [f"{{'correct': {x}}}" for x in (2, -1, 1.001, -0.001, 1e15)], SHARE),
     ("reward", ["{'correct': 1, 'x': %s}" % x for x in NUMBERS], f"'x' in {OF_REWARD}"),
     ("reward", ["{'correct': math.nan}", "{'correct': 'yes'}"], NUMBER),
@@ -173,7 +174,8 @@ def raised(*args):
 
 @pytest.mark.parametrize("function, code, says", [
     ("problems", "1 / 0", "the function problems"), ("answer", "1 / 0", "the function answer"),
-    ("steps", "1 / 0", "the steps of the prompt '2?'"), ("rewards", "1 / 0", "function rewards"),
+    ("steps", "1 / 0", "function steps, for the prompt '2?'"),
+    ("rewards", "1 / 0", "function rewards"),
     ("demonstration", "1 / 0", "the demonstration of the prompt '2?'"),
     ("reply", "1 / 0", "the reply to the prompt '2?'"), ("reward", "1 / 0", OF_REWARD),
     ("reward", "open('/none/x')", OF_REWARD), ("reward", "import helper", OF_REWARD),

@@ -484,6 +484,9 @@ def test_three_fits(given, monkeypatch):
             prompt = ENCODING.encode_prompt(problem.prompt)
             continued.append((prompt + prefix, ids[i * tries:(i + 1) * tries]))
         return ended
+    with monkeypatch.context() as patch, pytest.raises(dist.Stopped, match="in the labelling"):
+        patch.setattr(dist, "stop_asked", lambda: 15)
+        grpo.refit_reward_model(agent, FITTED, 0)
     monkeypatch.setattr(grpo, "generate", record)
     monkeypatch.setattr(grpo, "completions", record_continued)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))

@@ -327,14 +327,14 @@ def resume(both, where):
 
 @pytest.mark.parametrize("ranks, name, sig, receiver, at, when, step", [
     ("two", "ppo", signal.SIGTERM, 1, 2, "after step 1", 1),
-    ("two", "ppo", signal.SIGINT, 0, 2, "in the greedy evaluation", -1),
+    ("two", "ppo", signal.SIGINT, 0, 2, "after step 1", 1),
     ("two", "warm start", signal.SIGTERM, 1, 2, "in the warm start", -1),
     ("sharded", "steps learned", signal.SIGTERM, 0, 4, "after step 1", 1)])     # after a fit
 def test_a_signal_to_one_rank_stops_both(both, tmp_path, ranks, name, sig, receiver, at, when,
                                          step):
     """Going on, they end to the bit where they would have, one process up to rounding."""
     out, alone, whole = tmp_path / "run", tmp_path / "alone", both[0] / ranks / name
-    args = command(both, name, ranks, out=out, eval_every=int("evaluation" in when))
+    args = command(both, name, ranks, out=out, eval_every=int(sig == signal.SIGINT))
     said = quiet(tmp_path, 128 + sig, interrupted, receiver, sig, at, args)
     assert re.match(rf"stopped {when}(, which will begin again)?; continue with: python grpo.py "
                     rf"--resume --out {out}", said.splitlines()[-1])

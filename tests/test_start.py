@@ -265,7 +265,10 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     monkeypatch.setattr(passes, "supervised_fit", fit)
     monkeypatch.setattr(setup, "loss_on", lambda *_: 0.5)
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
+    (stale := tmp_path / "warm_start" / "chat_frame.json").parent.mkdir()
+    stale.touch()
     setup.warm_start(model, toy(demonstration=demonstration), problems, cfg, encoding)
+    assert not stale.exists() or stale.stat().st_size > 0
     given, loss, terms = found
     assert given[:2] == ("warm start", model) and given[3:] == (3, cfg.warm_lr)
     shown = shown[len(problems):]           # each problem's was looked at before

@@ -3,7 +3,7 @@
     pip install -r tests/requirements-peers.txt trl==1.16.0 matplotlib
     python experiments/cost/beside_trl.py arithmetic 1 2 3 4 5     # seeds; 5 minutes each
     python experiments/models/smollm2.py                           # the model of `sums`
-    python experiments/cost/beside_trl.py sums 1 --steps 40        # half an hour
+    python experiments/cost/beside_trl.py sums 1 --steps 10        # seven minutes
     python experiments/cost/beside_trl.py --readme                 # result, table, figure
 
 Both have the task's settings: the same model, prompts in the same order, optimizer steps a rollout,
@@ -33,7 +33,7 @@ FOUND = ROOT / "out" / "beside_trl"
 JOBS = {"arithmetic": dict(init="data/warm_start", micro_tokens=2048),
         "sums": dict(task="experiments/models/sums_task.py", init="out/smollm2")}
 PARTS = {"arithmetic": 128, "sums": 16}     # rows of TRL's forward passes
-EVERY = {"arithmetic": 4, "sums": 10}       # steps between evaluations
+EVERY = {"arithmetic": 4, "sums": 5}       # steps between evaluations
 WHO = {"ours": ("tab:blue", "grpo.py"), "TRL": ("tab:orange", "TRL's GRPOTrainer")}
 
 

@@ -17,26 +17,17 @@ class UserError(Exception):
 class Ended(SystemExit):
     """A second signal ends the process; an `exit()` in a task's code does not."""
 
-LARGEST = 2 ** 28       # bytes of a file that is read whole
-
-def regular(path):
-    """A path; raises UserError if it leads to something else than a file, such as a pipe, which
-    would wait for ever, or to a pointer of Git LFS."""
+def fetched(path):
+    """A path; raises UserError for a pointer of Git LFS, which stands for a file."""
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file")
-    if path.exists():
+    if path.is_file():
         with open(path, "rb") as file:
             if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
                 raise UserError(f"{path} is a Git LFS pointer: fetch the file with `git lfs pull`")
     return path
 
 def read_bytes(path):
-    """The content of a regular file; raises UserError for one of more than LARGEST bytes."""
-    size = regular(path).stat().st_size
-    if size > LARGEST:
-        raise UserError(f"{path} is too large: {size:,} bytes, of at most {LARGEST:,}")
-    return path.read_bytes()
+    return fetched(path).read_bytes()
 
 def read_json(text, source):
     """The dict in JSON text or bytes from `source`; raises UserError for anything else."""

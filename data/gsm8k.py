@@ -9,7 +9,7 @@ import json
 import re
 from typing import NamedTuple
 
-from data import UserError, regular
+from data import UserError, fetched
 from data.answers import one_number, steps, tagged  # noqa: F401, re-exports steps
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
@@ -48,7 +48,7 @@ def read(path, flag):
                         "questions and answers")
     rows, n = [], 0
     try:
-        with open(regular(path), "rb") as file:
+        with open(fetched(path), "rb") as file:
             for n, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig").strip()
                 if text:

@@ -289,8 +289,6 @@ def restore(agent, checkpoint):
         if name.startswith("opt."):
             _, key, parameter = name.split(".", 2)
             p = named[parameter]
-            if "exp_avg" in key and x.shape != p.shape:     # a fused kernel would write past it
-                raise UserError(f"the checkpoint's tensor {name} is of another shape")
             agent.opt.state[p][key] = dist.like(p, x)
     agent.history, agent.state = ({n.removeprefix(kind): x.clone() for n, x in tensors.items()
                                    if n.startswith(kind)} for kind in ("history.", "state."))

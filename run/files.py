@@ -105,10 +105,7 @@ def keep_previous(folder):
 def about(folder):
     """What run.json says of the run in a folder; empty if there is none."""
     path = Path(folder) / "run.json"
-    found = read_json(path.read_bytes(), path) if path.exists() else {}
-    if not all(isinstance(found.get(part, {}), dict) for part in ("config", "data")):
-        raise UserError(f"{path} is damaged: its config and data must be objects")
-    return found
+    return read_json(path.read_bytes(), path) if path.exists() else {}
 
 def clear_up(folder):
     """Removes what interrupted saves have left: `replacing`'s files, and safetensors' own."""

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data import UserError, read_bytes, read_json, regular
+from data import UserError, fetched, read_bytes, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import dist
@@ -241,7 +241,7 @@ def each_tensor(folder):
         parts = read_json(read_bytes(index), index)["weight_map"].values()
         files = sorted({Path(part).name for part in parts})         # beside the index
     for file in files:
-        with safe_open(regular(folder / file), "pt") as f:
+        with safe_open(fetched(folder / file), "pt") as f:
             for name in f.keys():
                 yield name, f.get_tensor(name)
 

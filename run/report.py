@@ -110,19 +110,19 @@ def step_line(step, total, done):
     seconds = stat.median(stats["seconds"] for stats in done[-9:])
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
            f"left {clock(seconds * (total - step))}")
-    flat = in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3
-    cut = in_a_row(stats["finished"] < 0.5 for stats in done) == 3
-    kl = max(stats.get("kl", 0) for stats in done)
-    fallen = stats["accuracy"] < max(stats["accuracy"] for stats in done) / 2
-    if (flat or cut) and fallen and kl > 1:
-        return print0(f"warning: accuracy fell when the KL rose to {kl:.1f}: --lr {stats['lr']:g} "
-                      "is too high: see \"The policy has collapsed\" in docs/troubleshooting.md")
-    if flat:
+    best, kl = (max(stats.get(name, 0) for stats in done) for name in ("accuracy", "kl"))
+    fallen = in_a_row(stats["accuracy"] < best / 2 for stats in done)
+    if fallen and kl > 1:
+        if fallen == 3:
+            print0(f"warning: accuracy fell when the KL rose to {kl:.1f}: --lr {stats['lr']:g} is "
+                   "too high: see \"The policy has collapsed\" in docs/troubleshooting.md")
+        return
+    if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
         print0("warning: for 3 steps in a row all rewards of every group were equal, from which "
                "nothing is learned: see \"All groups are dead\" in docs/troubleshooting.md")
-    if cut:
-        print0("warning: for 3 steps in a row most completions were cut off at --max_new, and "
-               "earned at most 0: see \"No completion ends\" in docs/troubleshooting.md")
+    if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
+        print0("warning: for 3 steps in a row most completions were cut off, at --max_new or "
+               "--max_turns: see \"No completion ends\" in docs/troubleshooting.md")
 
 def in_a_row(held):
     """How many of the last are True."""

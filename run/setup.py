@@ -136,8 +136,9 @@ def check_run(cfg, task, problems):
         require(task, "steps", "--supervision process rewards steps")
         if others := ", ".join(components.keys() - {"correct"}):
             print0(f"note: --supervision process rewards steps: {others} are only logged")
-        found = steps_of(task, problem, something)
-        check_steps(problem, turns.spoken(something), found, least=0 if replies else 1)
+        for said in nothing, something:
+            found = steps_of(task, problem, said)
+            check_steps(problem, turns.spoken(said), found, least=0 if replies else 1)
     out = cfg.folder.resolve()
     if cfg.init and Path(cfg.init).resolve() in (out, out / "best"):
         raise UserError(f"--init is in --out: the model in {cfg.init} would be overwritten")

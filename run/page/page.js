@@ -68,7 +68,7 @@ const MEANING = {
   kl: "KL to the reference, mean over tokens",
   entropy: "mean of -log pi over the sampled tokens, an estimate of the policy's entropy, in nats",
   dead_groups: "share of groups whose rewards are all equal; with a group baseline they teach nothing",
-  finished: "share of completions that ended with a stop token; the others were cut off at --max_new",
+  finished: "share of completions that ended; the others were cut off, at --max_new or --max_turns",
   clip_share: "share of tokens whose gradient the clip removed, mean over optimizer steps",
   grad_norm: "gradient norm before clipping, mean over optimizer steps",
   mismatch: "largest gap between the sampler's and the trainer's log-probability of a token",

@@ -136,7 +136,7 @@ def check_run(cfg, task, problems):
         require(task, "steps", "--supervision process rewards steps")
         if others := ", ".join(components.keys() - {"correct"}):
             print0(f"note: --supervision process rewards steps: {others} are only logged")
-        for said in nothing, something:
+        for said in something, nothing:
             found = steps_of(task, problem, said)
             check_steps(problem, turns.spoken(said), found, least=0 if replies else 1)
     out = cfg.folder.resolve()

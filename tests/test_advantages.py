@@ -92,6 +92,7 @@ R, ROOT = [1.0, 0.0, 2.0, 5.0], math.sqrt(1.5)
     (R, dict(baseline="leave-one-out", adv_scale="none"), [-4 / 3, -8 / 3, 0, 4]),
     (R, dict(baseline="none"), [x / math.sqrt(3.5) for x in R]),
     ([2.0] * 4, dict(baseline="none"), [2.0] * 4),      # a dead group is not divided
+    ([1e-8, 3e-8], dict(kl="reward"), [0, 0]),          # rounding of a KL
     ([0.1] * 4, dict(baseline="leave-one-out"), [0] * 4)])
 def test_baselines_by_hand(rewards, given, wanted):
     assert outcome(rewards, **given)[0] == approx(wanted, abs=1e-7)

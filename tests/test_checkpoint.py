@@ -178,6 +178,10 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
     other = fault(capsys, "--resume", "--task", "guess", "--out", out)
     assert "has --task arithmetic, not guess" in other
+    config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
+    assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
+    main(["--resume", "--out", str(begun / "two")])
+    assert "two is complete\n" in capsys.readouterr().out
 
 
 # ---------- exact resume
@@ -273,7 +277,8 @@ def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, ta
         monkeypatch.setattr(grpo, "evaluate", evaluate)
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             run("run", *MORE)
-        assert f"stopped after step {left};" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"stopped after step {left};" in said and "then 4 steps of RL" in said
     with killed_before(out / how, n):
         how == "SIGTERM" or run("run", *MORE)
     assert saved_at(out) == left
@@ -282,6 +287,7 @@ def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, ta
         assert f"run stopped at step {left}" in fault(capsys, *named, *SMALL, *MORE)
     assert "has --steps 2, not 3" in fault(capsys, *named, "--resume", "--steps", 3)
     run("run", "--resume")
+    assert "\nstep 4/4  " in capsys.readouterr().out
     assert metrics(out) == metrics(whole) and steps(out) == [0, 1, 2, 3, 4]
     names = "model.safetensors", "samples.jsonl", "best/model.safetensors"
     assert bytes_of(out, *names) == bytes_of(whole, *names)
@@ -365,6 +371,7 @@ def test_a_task_that_has_changed_is_noted(run, task, capsys):
         note = f"note: {task} has changed since the run in {out} began"
         assert capsys.readouterr().out.count(note) == noted
     assert files.about(out)["data"].keys() == {"task"}
+    assert checkpoint.data_of(Config(algo="dapo")).keys() == {"task", "algo"}
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
     checkpoint.resume(out, Config, {"task": str(task)})
@@ -442,7 +449,7 @@ def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
 # ---------- a folder
 
 @pytest.mark.slow
-def test_no_finished_run_is_lost(run, capsys, monkeypatch):
+def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
     """Each is renamed, whole, and can be gone on with; the lock and the warm start stay."""
     kept, real = [], grpo.evaluate
 
@@ -451,14 +458,15 @@ def test_no_finished_run_is_lost(run, capsys, monkeypatch):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return real(agent, problems)
     monkeypatch.setattr(grpo, "evaluate", evaluate)
+    (tmp_path / "run.0.1").symlink_to("gone")
     for lr in (1, 2, 3):
-        out = run("run", "--steps", 1, "--lr", lr / 1000, "--eval_every", 1)
+        out = run("run.0", "--steps", 1, "--lr", lr / 1000, "--eval_every", 1)
         (out / "notes.md").write_text("mine")
         kept.append(contents(out))
         said = capsys.readouterr().out
         assert ("starting from" in said) is (lr > 1) and (out / "warm_start").exists()
-    assert said.count(f"finished run in {out} was moved to {out}.2\n") == 1
-    for files_of, folder in zip(kept, (out.with_name("run.1"), out.with_name("run.2"))):
+    assert said.count(f"finished run in {out} was moved to {out}.3\n") == 1
+    for files_of, folder in zip(kept, (out.with_name("run.0.2"), out.with_name("run.0.3"))):
         whole = {name: x for name, x in files_of.items() if "warm_start" not in name}
         assert contents(folder) == whole and saved_at(folder) == 1 and (folder / "best").exists()
 
@@ -498,9 +506,14 @@ def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, ta
 @pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
     """Without what it left; run.json says what made the new one."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "x.tmp").touch()
     with killed_before(tmp_path / "run" / "model.safetensors"):
         out = run("run", "--steps", 1, "--eval_every", 1)
     assert (out / "best").exists() and evaluated(out) == [0, 1]
+    run("run", "--steps", 0)
+    cfg, saved = checkpoint.load(out, Config)
+    checkpoint.write_checkpoint(dataclasses.replace(cfg, steps=2), saved)   # stopped at 0
     run("run", "--steps", 0)
     assert evaluated(out) == [0] and not (out / "best").exists()
     about = files.about(out)

@@ -31,7 +31,7 @@ def shown_help(capsys, kind, *argv):
 class Forked:
     """Comments in forms that a fork may write."""
     # first title
-    plain: int = 1              # a plain one
+    plain: int = 0              # a plain one
     hash: str = ""              # with a # in it, and # another
     # second title: of more
     tight: int = 2  #tight
@@ -55,7 +55,7 @@ def test_each_setting_is_a_flag_with_its_own_help(capsys):
     given = config.read(Forked, "", argv)[1]
     assert given == dict(hash="#", spaced=1.0, bare=False, kind="a")
     said = shown_help(capsys, Forked)
-    for text in ("first title: --plain INT a plain one [1]", "--spaced FLOAT 50 % of it [0.5]",
+    for text in ("first title: --plain INT a plain one [0]", "--spaced FLOAT 50 % of it [0.5]",
                  "--kind {a,b} either [b]", "--bare, --no-bare [True]"):
         assert text in said
 
@@ -198,6 +198,7 @@ def test_what_settings_imply_for_others():
 def test_what_comes_before_what(monkeypatch):
     """The task's defaults, then the algorithm's settings, then what is asked for."""
     assert grpo.make_config(task="countdown").max_new == 384
+    assert str(grpo.Config(task="./x/y.py").folder) == "out/y"
     cfg = read("--algo", "ppo", "--beta", "0", "--clip_high", "0.3")
     assert cfg == grpo.make_config(algo="ppo", beta=0, clip_high=0.3)
     found = cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr

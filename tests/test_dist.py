@@ -15,7 +15,7 @@ from torch import distributed
 import torch.nn.functional as F
 from conftest import ROOT
 
-from data import UserError
+from data import UserError, call
 from grpo import Config
 from model import double
 from run import dist, passes
@@ -176,7 +176,7 @@ def test_a_second_signal_is_obeyed_at_once():
         signal.raise_signal(signal.SIGINT)
         assert dist.stop_asked() == 2
         with pytest.raises(SystemExit) as ended:
-            signal.raise_signal(signal.SIGTERM)
+            call(signal.raise_signal, "a reward", signal.SIGTERM)
         assert ended.value.code == 143
         raise dist.Stopped("here")
     assert (stopped.value.number, stopped.value.command) == (2, "a command")
@@ -234,9 +234,10 @@ def test_gaps_are_over_the_tokens_of_all_ranks(first, second, largest, monkeypat
 
 def test_the_rate_of_a_short_fit(monkeypatch):
     """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
-    rates, module = [], torch.nn.Linear(1, 1)
+    rates, told, module = [], [], torch.nn.Linear(1, 1)
     monkeypatch.setattr(torch.optim.AdamW, "step",
                         lambda opt: rates.append(opt.param_groups[0]["lr"]))
-    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *told: None)
+    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *x: told.append(x[0]))
     passes.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
+    assert told == [*range(1, 11)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])

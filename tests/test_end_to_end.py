@@ -21,7 +21,7 @@ from run import checkpoint, files, report
 
 # A few seconds: 1-digit problems, a small model, a short warm start.
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
-         "--group 8 --max_new 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
+         "--group 8 --max_new 12 --samples 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
 CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
 
 
@@ -134,7 +134,8 @@ def test_the_run_folder(unbroken):
     first, step, *_, last = records(unbroken / "metrics.jsonl")
     assert step.keys() >= CLOCKS | {*("step beta reward accuracy length kl entropy clip_share loss "
                                       "mismatch grad_norm dead_groups finished working").split()}
-    measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8)), *(f"maj@{k}" for k in (2, 4, 8))}
+    measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8, 12)),
+                *(f"maj@{k}" for k in (2, 4, 8, 12))}
     assert first.keys() == {"step"} | measured and measured < last.keys()
     record = records(unbroken / "samples.jsonl")[0]
     assert [len(record[x]) for x in ("completions", "rewards", "advantages")] == [8] * 3

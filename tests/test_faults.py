@@ -27,6 +27,7 @@ from types import SimpleNamespace as P
 DEFAULTS = dict(steps=3, prompts=2, group=2, max_new=4, n_layer=1, n_embd=32, warm_steps=2,
                 held_out=2, samples=1, save_every=1)
 MADE = [P(prompt=f"{i}?") for i in range(9)]
+MADE[0].prompt *= 9
 CALLS = []
 '''
 # The functions of a task, and what they return; the last two only if a test asks for them.
@@ -69,6 +70,7 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
     ("demonstration", ["None", "['a']"], "the demonstration of the prompt '2?' must be a string"),
     ("reply", ["7", "['a']", "0.5"], "the reply to the prompt '2?' must be a string or None"),
     ("steps", ["None", "((1, True),)"], "must be a list of (end, truth)"),
+    ("steps", ["[(len(said), 1)]"], "must be [] for an empty completion"),
     ("steps", ["[1]", "[(1, True, 2)]"], "must be pairs (end, truth)"),
     ("steps", [f"[({x}, 1)]" for x in ("True", "1.0", "0", "3", "None")], "here from 1 to 2"),
     ("steps", ["[(2, 1), (1, 1)]"], "integer ends that never decrease, here from 2 to 2"),

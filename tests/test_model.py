@@ -224,7 +224,8 @@ def test_what_says_only_how_it_is_anyway(harmless):
     *((wrong, " ".join(f"{name} {x!r}" for name, x in wrong.items()) + " is not supported")
       for wrong in (
           dict(hidden_act={"a": 1}), dict(attention_bias=True), dict(mlp_bias=True),
-          dict(use_sliding_window=True), dict(is_causal=False), dict(partial_rotary_factor=0),
+          dict(use_sliding_window=True), dict(is_causal=False),
+          dict(scale_attn_by_inverse_layer_idx=True), dict(partial_rotary_factor=0),
           dict(quantization_config={}))),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5 is not"),
     (dict(layer_types=["full_attention", "sliding"]), "layer_types 'sliding' is not"),

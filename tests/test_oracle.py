@@ -508,5 +508,6 @@ def test_three_fits(given, monkeypatch):
         models = agent.reward_model.parameters(), oracle.model.parameters(), before
         for p, q, first in zip(*models, strict=True):
             torch.testing.assert_close(p - first, q - first, rtol=1e-6, atol=1e-7)
+    assert {at[0] for of, at in streams if of == "labels"} in ({*()}, {*"012"})
     for p, first in zip(oracle.model.parameters(), before):
         assert not p.requires_grad or not torch.equal(p, first)

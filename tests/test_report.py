@@ -97,13 +97,14 @@ def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, caps
     done, told = [], {}
     for n, step in enumerate(steps, 1):
         dead, finished = STEPS[step]
-        kl, accuracy = (1.1, 0.24) if step == "K" else (0.9, 0.5)
+        kl, accuracy = (1 + 1 / n, 0.24) if step == "K" else (0.9, 0.5)
         done.append(dict(reward=0.5, dead_groups=dead, finished=finished, seconds=1.0, lr=0.01,
                          kl=kl, accuracy=accuracy))
         report.step_line(n, len(steps), done)
         line, *warnings = capsys.readouterr().out.splitlines()
         if warnings:
             told[n] = "".join(re.findall('"(.+?)"', " ".join(warnings)))
+            assert told[n] != FELL or f"to {max(x['kl'] for x in done):.1f}:" in warnings[0]
         assert line.startswith(f"step {n}/{len(steps)}  reward 0.500")
         assert (f"finished {finished:.2f}" in line) == (finished < 0.9)
     assert told == warned
@@ -172,7 +173,7 @@ LONG = "a" * 20 + "b" * 41
 @pytest.mark.parametrize("rows, prompt, reward, said", [
     (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
     (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
-    (slice(0, 4), "?", 0.25, ["1x ?cc", "1x ?b", "1x ?b", "1x ?a"]),        # one was cut off
+    (slice(0, 4), "\n", 0.25, ["1x  ⏎ cc", "1x  ⏎ b", "1x  ⏎ b", "1x  ⏎ a"]),      # one was cut off
     (slice(3, 4), LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):

@@ -79,14 +79,14 @@ def test_a_link_to_the_runs_own_folder_is_no_start(tmp_path):
 
 
 def test_a_tasks_functions_are_tried_once():
-    """The reward without a text, steps on a demonstration: they may be slow."""
+    """The reward without a text, steps on a demonstration and without: they may be slow."""
     tried = []
     task = toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0},
-               steps=lambda p, text: tried.append((p, text)) or [(len(text), True)])
+               steps=lambda p, text: tried.append((p, text)) or [(1, True)] * (text > ""))
     setup.check_run(with_(supervision="process"), task, PROBLEMS)
     setup.check_run(with_(supervision="process", warm_steps=0), task, PROBLEMS)
     first = PROBLEMS[0]
-    assert tried == [(first, ""), (first, "abc"), (first, ""), (first, "12")]
+    assert tried == [(first, x) for x in ("", "abc", "", "", "12", "")]
 
 
 def test_components_that_process_supervision_only_logs_are_named(capsys):
@@ -101,6 +101,9 @@ def test_the_first_held_out_problems_are_taken():
     for n in (0, 7):
         agent.cfg = with_(held_out=n)
         assert setup.held_out(agent) == HELD_OUT[:n or None]
+    agent.cfg = with_(max_new=62)
+    with pytest.raises(UserError, match="do not fit"):
+        setup.held_out(agent)
     with pytest.raises(UserError, match="no held-out problems to evaluate on"):
         setup.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))
 
@@ -187,6 +190,7 @@ def test_a_start_of_other_settings_is_not(name, x, begin):
     assert what == "new"
     if (begin.where.name, name) != ("shipped", "task"):     # the shipped one is of one task
         assert f"is not used: --{'difficulty' if name == 'task_args' else name} was " in said
+        assert f", and is {x!r}\n" in said or name in ("init", "task_args")
 
 
 @pytest.mark.parametrize("changes", [
@@ -277,8 +281,12 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     with pytest.raises(UserError, match="the prompt '1' has 9 tokens, more than --max_new 8"):
         setup.warm_start(model, toy(demonstration=lambda *_: "abcdefgh"), problems, cfg, encoding)
     game = toy(reply=lambda *_: "b", demonstration=lambda *_: ["a", "b", "a"])
-    with pytest.raises(UserError, match="has 2 turns, more than --max_turns 1"):
-        setup.warm_start(model, game, problems, with_(max_turns=1, max_new=60), encoding)
+    for n, why in ((60, "2 turns, more than --max_turns 1"), (4, ".* tokens")):
+        with pytest.raises(UserError, match=f"has {why}"):
+            setup.warm_start(model, game, problems, with_(max_turns=1, max_new=n), encoding)
+    model.embed_tokens.weight.data.zero_()
+    setup.warm_start(model, game, problems, with_(max_new=60), encoding)
+    assert found[-2] == pytest.approx(math.log(259))
 
 
 # ---------- the memory

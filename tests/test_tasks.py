@@ -148,6 +148,7 @@ def test_hostile_text_is_none_and_quick(text):
     (5, r"5 points|5 millionaires|５|USD5|Rs.5|5€|...5|10/3 \approx 5|5~\text{km}|10 ÷ 2 = 5"),
     (5, "20% of 25 = 5|0.05 hundred|0.000005 million|0.000000005B|the answer is: 5|5 m/s²"),
     (-5, "-5|−5|EUR -5|$-5"), (1080, r"$1,080.|$\boxed{1{,}080}$"), (12, "12 eggs.|3 x 4 = 12|012"),
+    (1.25, "1.249 = 1.25"),
     (1000, "1e3|1 000"), (10 ** 9, "1,000,000,000|1000000000"), (60, "5 dozen eggs"),
     (3.5, "3.50"), (1.75, "1¾"), (70, "70%"), (0.5, r".5|1 / 2|\frac{1}{2}|\frac12"),
     (2.5, "2 and 1/2"), (7, "7 " + "a" * 198),
@@ -183,7 +184,7 @@ def test_an_answer_is_between_the_last_tags(form, reads):
 
 @pytest.mark.parametrize("truth, lines", [
     ("+", "48/2 = 24 clips.|12 x $0.25 = $3.00|1,000 + 80 = 1080.|2 + 2 = 4 and 4 * 2 = 8"),
-    ("+", "20 − 13 = 7|10/3 = 3.33|1/4=0.3|1/4=0.2"), ("-", "3 × 4 = 13|1+1=3+0=3"),
+    ("+", "20 − 13 = 7|10/3 = 3.33|1/4=0.3|1/4=0.2|1-5/3 = -0.67"), ("-", "3 × 4 = 13|1+1=3+0=3"),
     ("-", "2 + 2 = 4 and 4 * 2 = 9"),
     ("-", "0.353*1=0.3|0.136*1=0.13|2.608*5=13|1/3=0|48/2 = 25 clips.|20–13 = 6|10/3 = 3.34"),
     ("", "x = 5|237 potatoes - 60 = 177 cucumbers|Half of 48 = 24|2/3 of 9 = 6|1=1||in: -3+4 = 7"),
@@ -511,8 +512,9 @@ def test_prompts_and_replies_are_framed_as_is_asked_for(tmp_path, given, before,
 
 
 def test_tokens_of_a_template_may_stand_in_an_older_file(tmp_path):
-    folder = chat_folder(tmp_path, "{{ bos_token }}" + CHAT)
-    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|im_end|>"}}')
+    folder = chat_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}" + CHAT)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
     assert load_encoding(folder).frame.before == "<|im_end|><|im_start|>user "
 
 

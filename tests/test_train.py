@@ -93,11 +93,13 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
 
 def test_completions_go_on_from_a_given_beginning():
     """It is judged with what follows, up to --max_new together, and is not trained on."""
-    agent, u = agent_of(with_(temperature=0.7), TASK), dist.uniform(random.Random(0), 8, 8)
+    seen, task = [], SimpleNamespace(
+        rewards=lambda problems, texts, n: seen.append(n) or [{"correct": 1.0}] * len(texts))
+    agent, u = agent_of(with_(temperature=0.7), task), dist.uniform(random.Random(0), 8, 8)
     agent.encoding.stop = frozenset(range(0, 257, 9))
     batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
     judged, mask, length = batch.judged, batch.mask, batch.judged.sum(1)
-    assert batch.start.tolist() == [2] * 8
+    assert batch.start.tolist() == [2] * 8 and seen == [length.tolist()]
     assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not mask[:4, :5].any()
     assert torch.equal(judged[4:], mask[4:]) and judged[:4, 2:6].all()
     assert torch.equal(judged[:4, 5:], mask[:4, 5:]) and not judged[:, :2].any()
@@ -225,8 +227,8 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monke
 @pytest.mark.parametrize("question, asked", [
     ("47*58=", "'47*58='"), ("x" * 60, "x" * 60), ("x" * 61, "QUESTION"), ("a\nb", "QUESTION")])
 def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
-    report.farewell(CFG, question)
-    assert capsys.readouterr().out.endswith(f" --init {CFG.folder} --ask {asked}\n")
+    report.farewell(with_(out="a b"), question)
+    assert capsys.readouterr().out.endswith(f" --init 'a b' --ask {asked}\n")
 
 
 def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):

@@ -516,6 +516,8 @@ def test_dynamic_sampling(ranks, given, monkeypatch):
     def one_rollout(agent, problems, rng):
         made[dist.rank()].append((problems, *real(agent, problems, rng)))
         return made[dist.rank()][-1][1:]
+    monkeypatch.setattr(letters.TASK, "reward", lambda *given: {    # a share is not all right
+        "correct": letters.rule(*given)["correct"] / 2})
     agents = [of_letters("dynamic_sampling", **given)[0] for _ in range(ranks)]
     module = sys.modules["experiments.variants.dynamic_sampling"]
     real, module.one_rollout, counts = module.one_rollout, one_rollout, set()
@@ -659,13 +661,13 @@ def test_replay():
     """Steps with the same two prompts: nothing is known of a dead one; the other is dead; none;
     both, after a newer right row."""
     (agent, module), (a, _, b, *_), batches = of_letters("replay", group=3), letters.PROBLEMS, []
-    plan = [[0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1], [0] * 6]
+    plan = [[0, 1, 1, 0, 0, 0], [1, 0, 0, 0.5, 0, 0], [0, 0, 0, 0, 0, 1], [0] * 6]
     made = judged_by(module, "present", plan)
     for problems in ([a, b], [b, a], [a, b], [b, a]):
         batches.append(grpo.rollout(agent, problems, random.Random(len(made)))[0])
         letters.shaken(agent.policy, 0.3, len(made))
     assert len(agent.state["ids"]) == 2
-    sources = {(1, 5): (0, 1), (3, 2): (2, 5), (3, 5): (2, 2)}      # step and row: of which it is
+    sources = {(1, 5): (0, 1), (2, 2): (0, 1), (3, 2): (2, 5), (3, 5): (0, 1)}  # step, row: whose
     for (step, batch), row in itertools.product(enumerate(batches), range(6)):
         old_step, old = sources.get((step, row), (step, row))
         source, on = made[old_step], batch.mask[row]
@@ -689,10 +691,15 @@ WRONG, RIGHT = "bbcdefgg", "abcdefgg"
     (4, [WRONG], ""), (1, [2 * RIGHT + "a"], "abcde")])
 def test_hints(step, shown, hint, monkeypatch):
     """Of two groups the second is dead. Half of a right text at first; a token is left at least."""
-    agent, module = of_letters("hints", group=3, steps=4)
-    monkeypatch.setattr(letters.TASK, "demonstration", lambda problem, rng: rng.choice(shown))
+    agent, module = of_letters("hints", group=3, steps=2, iterations=2)
+    monkeypatch.setattr(module.turns, "demonstration", lambda task, problem, rng: [
+        drawn.append(rng.getstate()) or rng.choice(shown), "", "bb"][:3 if step < 4 else 1])
+    drawn = []
+    module.rewards_of = lambda *given: [{"correct": 0.5 + (x[0][0] == "a") / 2} for x in given[2]]
     made, agent.step = judged_by(module, "unaided", [[1, 0, 0, 0, 0, 0]]), step
     batch = grpo.collect(agent, letters.PROBLEMS[:2], random.Random(step))
+    source = dist.rng(agent.cfg, f"hint {letters.PROBLEMS[1].prompt}", step)
+    assert drawn[0] == source.getstate()
     for row in (3, 4, 5):
         assert_begun(agent, batch, row, letters.ENCODING.encode_prompt(hint))
     unaided, n = made[0], made[0].ids.size(1)
@@ -789,9 +796,11 @@ def test_a_kl_in_the_reward_has_the_adapted_beta():
     assert_close(three - none, 3 * (one - none), rtol=1e-4, atol=1e-6)
 
 
-@mark.parametrize("name", ["adaptive_kl", "hints", "replay", "stale", "tree", "vineppo"])
+@mark.parametrize("name", [
+    "adaptive_kl", "distillation", "hints", "replay", "stale", "tree", "vineppo"])
 def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_path, monkeypatch):
     """To the byte, as one that was not stopped: with problems that come again."""
+    monkeypatch.chdir(f"{start}/../..")
     problems, held_out = arithmetic.problems(difficulty=1)
     monkeypatch.setattr(arithmetic, "problems", lambda difficulty=1: (problems[:4], held_out))
     found = []

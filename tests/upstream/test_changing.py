@@ -273,10 +273,8 @@ def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
                    ("grpo.py", rooms, f"pretrained, {rooms}"))
     algo = algorithm(tmp_path, block("scorer(") + """
 from types import SimpleNamespace
-def tokenizer(texts, **given):
-    return dict(ids=torch.tensor([[len(text)] for text in texts]))
-def scorer(ids):
-    return SimpleNamespace(logits=ids.float())
+tokenizer = lambda texts, **given: dict(ids=torch.tensor([[len(text)] for text in texts]))
+scorer = lambda ids: SimpleNamespace(logits=ids.float())
 """)
     run(grpo, tmp_path / "out", init=warm, algo=algo, steps=2)
     for group in records(tmp_path / "out" / "samples.jsonl"):

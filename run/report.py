@@ -211,7 +211,7 @@ def chosen(cfg, step, batch):
 
 def record(agent, batch, rows):
     """What samples.jsonl holds of a group, some rows of a rollout on the host, token by token."""
-    ids, mask, ends = batch.ids[rows], batch.mask[rows], batch.ends[rows]
+    ids, mask, ends = batch.ids[rows], batch.mask[rows], (batch.ends & batch.mask)[rows]
     ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
     new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
     found = {

@@ -151,8 +151,7 @@ def settings(mode, given, kind):
     for name in record.get("data", {}).keys() & args.keys():
         if not Path(str(args[name])).exists():
             print0(f"note: --{name} {args.pop(name)} is gone")
-    was = known.get("task", "")
-    if Path(given.get("task", was)).stem == Path(was).stem:     # a path may be another's view of it
+    if Path(given.get("task", "")).stem in ("", Path(known.get("task", "")).stem):      # by any path
         known |= args
     return known | {"init": str(folder)} | given, None
 
@@ -288,8 +287,7 @@ def restore(agent, checkpoint):
     for name, x in tensors.items():
         if name.startswith("opt."):
             _, key, parameter = name.split(".", 2)
-            p = named[parameter]
-            agent.opt.state[p][key] = dist.like(p, x)
+            agent.opt.state[named[parameter]][key] = dist.like(named[parameter], x)
     agent.history, agent.state = ({n.removeprefix(kind): x.clone() for n, x in tensors.items()
                                    if n.startswith(kind)} for kind in ("history.", "state."))
     agent.beta = checkpoint.beta

@@ -222,7 +222,7 @@ def algorithm(algo, rows, grpo):
     return found.SETTINGS
 
 def check_used(cfg):
-    """Raises UserError for a setting, or `group_scores`, that an algorithm would ignore."""
+    """UserError for what an algorithm would ignore; prints what it replaces, what has no effect."""
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")
@@ -230,3 +230,11 @@ def check_used(cfg):
     if "group_scores" in REPLACED and "advantages" not in REPLACED and not called:
         raise UserError(f"--algo {cfg.algo}: its scores are of outcomes: it needs "
                         f"--supervision outcome, --baseline group and --adv_scale group")
+    if file_of(cfg.algo):
+        print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
+    uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,
+                critic="value" in cfg.baseline)
+    idle = [f"--{name}" for name, used in uses.items()
+            if not used and getattr(cfg, name) != getattr(type(cfg), name)]
+    if idle:
+        print0(f"note: without effect in this run: {', '.join(idle)}")

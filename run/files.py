@@ -30,7 +30,6 @@ def replacing(path):
     """A context with a temporary file that replaces `path` at the end: a crash changes nothing."""
     beside = path.with_name(path.name + ".tmp")
     try:
-        beside.unlink(missing_ok=True)
         beside.touch()
         mode = beside.stat().st_mode
         yield beside
@@ -77,9 +76,8 @@ def lock(path):
     file.flush()
 
 def append(path, record):
-    line = json.dumps(strict(record), allow_nan=False)
     with open(path, "a") as f:
-        f.write(line + "\n")
+        f.write(json.dumps(strict(record), allow_nan=False) + "\n")
 
 def strict(x):
     """A value for JSON, which has no NaN and no infinities: None takes their place."""

@@ -118,8 +118,7 @@ def has_gradient(agent, batch, total_loss):
     if agent.ref is not None or agent.critic is not None:
         return every
     learns = batch.adv.any(1).cpu()
-    two = (~learns).nonzero()[:2, 0]  # or fewer
-    micro = select(batch, two, batch.ids.size(1))
+    micro = select(batch, (~learns).nonzero()[:2, 0], batch.ids.size(1))     # two, or fewer
     loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
     return learns if loss == 0 else every
 

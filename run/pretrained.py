@@ -111,8 +111,6 @@ def rope_settings(hf):
     """Those of a config.json's dict, by transformers' precedence: `rope_scaling` over
     `rope_parameters`, rope_theta inside over outside, an original context outside over inside."""
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"rope scaling must be a JSON object, not {given!r:.100}")
     outside = {CONTEXT: hf[CONTEXT]} if hf.get(CONTEXT) else {}
     return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | outside
 

@@ -95,8 +95,7 @@ def header(cfg, encoding, policy, problems, held_out):
                f"small as this may need 1e-4")
     if cfg.init:
         frame = encoding.frame
-        known = {"": "no chat template", "none": "--chat none"}
-        why = known.get(frame.chat, "its chat template")
+        why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
         print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
 
 DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)

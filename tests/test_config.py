@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import chat_folder, fault, tiny_model
+from conftest import chat_folder, tiny_model
 
 import grpo
 import model
@@ -358,13 +358,3 @@ def test_dropout_is_on_in_a_fit_alone(tmp_path):
     for name in ("init", "out"):
         cfg = grpo.Config(**{name: str(chat_folder(tmp_path))}, chat="none")
         assert not pretrained.trained_model(cfg)[1].training
-
-
-def test_a_command_prepares_the_process_first(tmp_path, monkeypatch, capsys):
-    """Before it has a model, or writes a file."""
-    def prepare():
-        raise UserError("prepared")
-    monkeypatch.setattr(dist, "prepare", prepare)
-    for mode in ("--steps=0", "--eval_only"):
-        assert "prepared" in fault(capsys, mode, "--out", tmp_path / "none")
-    assert not (tmp_path / "none").exists()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LETTERS, ROOT, batch_of, fault, flags, records, tiny_model
+from conftest import LETTERS, ROOT, agent_of, batch_of, fault, flags, records, tiny_model
 
 import data
 import grpo
@@ -173,7 +173,7 @@ LONG = "a" * 20 + "b" * 41
 @pytest.mark.parametrize("rows, prompt, reward, said", [
     (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
     (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
-    (slice(0, 4), "\n", 0.25, ["1x  ⏎ cc", "1x  ⏎ b", "1x  ⏎ b", "1x  ⏎ a"]),      # one was cut off
+    (slice(0, 4), "\n", 0.25, ["1x  ⏎ cc", "1x  ⏎ b", "1x  ⏎ b", "1x  ⏎ a"]),    # a row was cut off
     (slice(3, 4), LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):
@@ -241,6 +241,9 @@ def test_every_number_is_what_one_row_gives_in_float64(made):
             several += ends.sum() > 1
     assert several > 5 and moved > 0.01
     assert any("" in row[:-1] for line in made.lines for row in line["tokens"])  # half a character
+    batch.ends = ~batch.mask            # as in a beginning that was given
+    agent = agent_of(Config(), policy=policy)
+    assert not any(report.record(agent, batch, slice(0, 2))["step_rewards"])
 
 
 def test_the_widest_group_is_chosen_and_another_at_random(made):

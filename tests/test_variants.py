@@ -250,10 +250,12 @@ OTHERS = """beta_norm cispo dual_clip dynamic_sampling gmpo gspo_token hints max
 
 
 @mark.parametrize("name", [*PAPERS, *OTHERS])
-def test_constants_and_settings_of_the_papers(name):
+def test_constants_and_settings_of_the_papers(name, capsys):
     """A KL is only where the paper has one. What would be ignored is refused."""
     cfg, module = variant(name)
     config.check_used(cfg)
+    said = capsys.readouterr().out
+    assert said.startswith(f"--algo {name} replaces ") and "without effect" not in said
     found = vars(module) | module.SETTINGS | dict(FIXED=" ".join(config.FIXED))
     assert found.items() >= (dict(kl="none", FIXED="") | PAPERS.get(name, {})).items()
     for flag in config.FIXED:
@@ -822,12 +824,15 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
 
 @mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"),
                                    dict(adv_scale="none")], ids=str)
-def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path):
+def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
     """Unless by the file's own `advantages`."""
     with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
-    config.check_used(grpo.make_config(**given, algo=path))
+    config.check_used(grpo.make_config(**given, algo=path, kl="none", beta=0.5, lam=0.5))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].endswith(" replaces group_scores, advantages in grpo.py")
+    assert said[-1] == "note: without effect in this run: --beta, --lam"
 
 
 # --------------------------------------------------------------------- a file of one's own

@@ -266,7 +266,7 @@ def test_the_majority_is_the_reward(warm, tmp_path):
 
 
 def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
-    """Its score is here the number of characters. A model is kept at each step, not each 50th."""
+    """A score is the number of characters; a model is kept at each step."""
     keep = re.search(r"^`(if step % 50 == 0: .*)` and import", PAGE, re.M)[1].replace("50", "1")
     end, rooms = "    checkpoint.end_step(agent", "passes, report"
     grpo = changed(("grpo.py", end, f"    {keep}\n{end}"),

@@ -110,12 +110,6 @@ def test_the_map_quotes_each_function():
         assert line in source, f"{module}.{function}: {line}"
 
 
-def test_messages_that_troubleshooting_quotes():
-    sources = "".join(path.read_text() for path in (ROOT / "run").glob("*.py"))
-    for message in re.findall(r'^## "(.+)"$', DOCS["troubleshooting.md"], re.M):
-        assert message in sources
-
-
 @pytest.mark.parametrize("folder, script, result", [
     ("cost", "beside_trl", "beside_trl"), ("models", "sums", "sums"), ("models", "gsm8k", "gsm8k"),
     ("cost", "speed", "speed")])

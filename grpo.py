@@ -79,7 +79,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model's, of rule or rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model fitted to rule, rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # value subtracted from the rewards
@@ -90,7 +90,7 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range; PPO's, the paper is silent
     clip_high: float = 0.2      # upper clip range
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: logs the KL
     estimator: Estimator = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
@@ -104,7 +104,7 @@ class Config:
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
     n_embd: int = 256           # width of a new model; heads have 32 channels
-    warm_steps: int = 1500      # optimizer steps; with --init, 0
+    warm_steps: int = 1500      # optimizer steps; default 0 with --init
     warm_lr: float = 1.2e-3     # peak learning rate
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available

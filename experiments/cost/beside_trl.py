@@ -102,13 +102,14 @@ def rows(result):
         for points in zip(*(run[who]["points"] for who in WHO for run in runs)):
             mine, trl = points[:len(runs)], points[len(runs):]
             gaps = [a["pass@1"] - b["pass@1"] for a, b in zip(mine, trl)]
-            if points[0]["step"] % (2 * EVERY[job]) == 0:
+            step = points[0]["step"]
+            if step and step % (2 * EVERY[job]) == 0:
                 cells = [results.spread(p["pass@1"] for p in side) for side in (mine, trl)]
                 half = 2.776 * statistics.stdev(gaps) / 5 ** 0.5 if len(gaps) == 5 else None
                 cells += [f"{statistics.mean(gaps):+.1%} ± {half:.1%}" if half else ""]
-                cells += [results.spread((p["seconds"] / 60 for p in side), ".1f")
+                cells += [f"{statistics.median(p['seconds'] for p in side) / 60:.1f}"
                           for side in (mine, trl)]
-                yield f"| {job}, {points[0]['step']} | {' | '.join(cells)} |"
+                yield f"| {job}, {step} | {' | '.join(cells)} |"
 
 
 def draw(axes, runs):

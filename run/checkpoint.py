@@ -151,7 +151,7 @@ def settings(mode, given, kind):
     for name in record.get("data", {}).keys() & args.keys():
         if not Path(str(args[name])).exists():
             print0(f"note: --{name} {args.pop(name)} is gone")
-    if Path(given.get("task", "")).stem in ("", Path(known.get("task", "")).stem):      # by any path
+    if Path(given.get("task", "")).stem in ("", Path(known.get("task", "")).stem):     # by any path
         known |= args
     return known | {"init": str(folder)} | given, None
 

@@ -154,7 +154,7 @@ ranks of a sharded model make different numbers of passes | run/passes.py | rank
 resume without the adapted beta | run/checkpoint.py | variants -k adapted_beta
     agent.beta = checkpoint.beta  =>  pass
 resume without the optimizer | run/checkpoint.py | checkpoint -k any_optimizer
-    agent.opt.state[p][key] = dist.like(p, x)  =>  pass
+    agent.opt.state[named[parameter]][key] = dist.like(named[parameter], x)  =>  pass
 resume that resets the reference | run/checkpoint.py | oracle -k any_two
     p.data.copy_(dist.like  =>  name.startswith("ref.") or p.data.copy_(dist.like
 resume without the critic | run/checkpoint.py | oracle -k any_two

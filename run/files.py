@@ -30,6 +30,7 @@ def replacing(path):
     """A context with a temporary file that replaces `path` at the end: a crash changes nothing."""
     beside = path.with_name(path.name + ".tmp")
     try:
+        beside.unlink(missing_ok=True)
         beside.touch()
         mode = beside.stat().st_mode
         yield beside

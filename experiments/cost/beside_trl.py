@@ -97,7 +97,7 @@ class Watched:
 
 def rows(result):
     """The lines of the table in docs/measurements.md; of five seeds also the mean difference
-    between a seed's runs, with its 95 % interval by Student's t."""
+    between a seed's runs, with its 95 % interval by Student's t, and the minutes."""
     for job, runs in result.items():
         for points in zip(*(run[who]["points"] for who in WHO for run in runs)):
             mine, trl = points[:len(runs)], points[len(runs):]
@@ -108,7 +108,7 @@ def rows(result):
                 half = 2.776 * statistics.stdev(gaps) / 5 ** 0.5 if len(gaps) == 5 else None
                 cells += [f"{statistics.mean(gaps):+.1%} ± {half:.1%}" if half else ""]
                 cells += [f"{statistics.median(p['seconds'] for p in side) / 60:.1f}"
-                          for side in (mine, trl)]
+                          if half else "" for side in (mine, trl)]
                 yield f"| {job}, {step} | {' | '.join(cells)} |"
 
 

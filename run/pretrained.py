@@ -167,8 +167,8 @@ def config_of(folder):
     """The path of a model's config.json; raises UserError if there is none."""
     path = Path(folder) / "config.json"
     if not path.exists():
-        raise UserError(f"no model in {folder}: train one, or hf download NAME --local-dir FOLDER; a "
-                        f"LoRA adapter must be merged into its model, by peft's merge_and_unload")
+        raise UserError(f"no model in {folder}: train one, or hf download NAME --local-dir FOLDER; "
+                        f"a LoRA adapter must be merged into its model, by peft's merge_and_unload")
     return path
 
 def of_config(hf):

@@ -307,7 +307,8 @@ def test_a_demonstration_that_is_no_episode(shown):
 
 def test_a_step_may_be_an_empty_first_turn():
     task = SimpleNamespace(
-        steps=lambda _, said: [(0, False), (1, True)][:len(said)], demonstration=lambda *given: ["", "x", "b"],
+        steps=lambda _, said: [(0, False), (1, True)][:len(said)],
+        demonstration=lambda *given: ["", "x", "b"],
         answer=lambda said: "", reply=lambda problem, said: {1: "x"}.get(len(said)),
         reward=lambda *given: {"correct": 1.0})
     setup.check_run(Config(supervision="process", prompts=1), task, [QUESTION])

@@ -89,7 +89,7 @@ EQUAL, OVER, FELL = "All groups are dead", "No completion ends", "The policy has
 
 @pytest.mark.parametrize("steps, warned", [
     ("DDD", {3: EQUAL}), ("CCCCCCC", {3: OVER}), ("DCD", {}), ("DDGDD", {}),
-    ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER}), ("GKKK", {4: FELL}),
+    ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER}), ("GKKKK", {4: FELL}),
     ("KKK", {3: EQUAL}), ("GDKKGCCC", {8: OVER}),
     ("GKKDKKK", {4: EQUAL, 7: FELL})])
 def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):

@@ -229,7 +229,7 @@ def test_the_algorithm_in_a_file_is_that_file():
     variants = ROOT / "experiments" / "variants"
     assert (variants / "cispo.py").read_text().endswith(block("def surrogate"))
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \|(.*)\|$", PAGE, re.M)
-    assert len(rows) == 9
+    assert len(rows) == 12
     for name, arguments, files in rows:
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
         for file in re.findall(r"`(\w+)`", files):
@@ -267,15 +267,15 @@ def test_the_majority_is_the_reward(warm, tmp_path):
 
 def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
     """A score is the number of characters; a model is kept at each step."""
-    keep = re.search(r"^`(if step % 50 == 0: .*)` and import", PAGE, re.M)[1].replace("50", "1")
-    end, rooms = "    checkpoint.end_step(agent", "passes, report"
-    grpo = changed(("grpo.py", end, f"    {keep}\n{end}"),
+    keep, end, rooms = block("% 50"), "    checkpoint.end_step(agent", "passes, report"
+    grpo = changed(("grpo.py", end, keep.replace("50", "1") + end),
                    ("grpo.py", rooms, f"pretrained, {rooms}"))
-    algo = algorithm(tmp_path, block("scorer(") + """
+    judge = block("scorer(").replace("from transformers import", "#")
+    algo = algorithm(tmp_path, re.sub(r"scorer = .*\ntokenizer = .*\n", """
 from types import SimpleNamespace
 tokenizer = lambda texts, **given: dict(ids=torch.tensor([[len(text)] for text in texts]))
 scorer = lambda ids: SimpleNamespace(logits=ids.float())
-""")
+""", judge))
     run(grpo, tmp_path / "out", init=warm, algo=algo, steps=2)
     for group in records(tmp_path / "out" / "samples.jsonl"):
         scores = [len(group["prompt"] + x) for x in group["completions"]]

@@ -3,7 +3,7 @@
     pip install -r tests/requirements-peers.txt trl==1.16.0 matplotlib
     python experiments/cost/beside_trl.py arithmetic 1 2 3 4 5     # seeds; 5 minutes each
     python experiments/models/smollm2.py                           # the model of `sums`
-    python experiments/cost/beside_trl.py sums 1 --steps 10        # seven minutes
+    python experiments/cost/beside_trl.py sums 1 --steps 10        # half an hour
     python experiments/cost/beside_trl.py --readme                 # result, table, figure
 
 Both have the task's settings: the same model, prompts in the same order, optimizer steps a rollout,
@@ -139,7 +139,7 @@ def main():
         results.write(FOUND / f"{args.job}-{seed}.json", made)
     if args.readme:
         found = {job: [json.loads(path.read_text()) for path in sorted(FOUND.glob(f"{job}-*"))]
-                 for job in JOBS}
+                 for job in JOBS if [*FOUND.glob(f"{job}-*")]}
         results.write(HERE / "beside_trl.json", found)
         titles = {"pass@1, held out": "thousand completions", "pass@1, over time": "minutes"}
         results.figure(HERE / "beside_trl.png", partial(draw, runs=found["arithmetic"]), titles)

@@ -152,8 +152,7 @@ def rewards_of(task, problems, completions, tokens):
             rows = []
             for problem, completion in zip(problems, completions):
                 row = call(task.reward, f"the reward of {of(problem)}", problem, completion)
-                # It may be one dict that is filled anew.
-                rows.append(dict(row) if isinstance(row, dict) else row)
+                rows.append(dict(row) if isinstance(row, dict) else row)  # it may be filled anew
     need(isinstance(rows, list) and len(rows) == len(problems), "rewards",
          f"return a list of {len(problems)} dicts, one for each completion", rows)
     for problem, row in zip(problems, rows):

@@ -249,8 +249,7 @@ def check_alike(tensors):
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
             raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "
-                            f"the last checkpoint with --resume. An algorithm makes its state one "
-                            f"on all ranks with dist.all_reduce or dist.gather")
+                            f"the last checkpoint with --resume (agent.state must be one on all)")
 
 # --------------------------------------------------------------- random streams
 

@@ -1,7 +1,6 @@
 """Batches of rows, micro-batches, supervised fits, and a training pass that equals
 `model.token_logps` up to rounding, but computes a prefix that rows have in common once: on a CPU a
-step takes half the time. That assumes that a state depends on earlier tokens alone: a bidirectional
-prefix, or a router that sees other tokens, needs `--cache plain`."""
+step takes half the time. A state must depend on earlier tokens alone."""
 from dataclasses import replace
 
 import torch

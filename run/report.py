@@ -91,8 +91,8 @@ def header(cfg, encoding, policy, problems, held_out):
            f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
     print0(f"settings: {', '.join(given)}")
     if cfg.lr == type(cfg).lr and millions < 100:
-        print0(f"note: --lr {cfg.lr:g} is the paper's, for a model of 7 billion parameters; one as "
-               f"small as this may need 1e-4")
+        print0(f"note: --lr {cfg.lr:g} is the paper's, for 7 billion parameters; a model as small "
+               f"as this may need 1e-4")
     if cfg.init:
         frame = encoding.frame
         why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")

@@ -304,7 +304,7 @@ function card(g, i, run, steps) {
   const replies = g.replies?.[i] || [];                   // the number of tokens before each
   g.tokens[i].forEach((piece, t) => {
     const reply = replies.indexOf(t);
-    if (reply >= 0) text.append(make("span", "reply", g.completions[i][2 * reply + 1]));
+    if (reply >= 0) text.append(make("span", "reply", g.completions[i].at(2 * (reply - replies.length))));   // some may be given
     const label = piece || (g.finished[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
     const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n").replace(/\n$/, ""));
     const x = of(g, i, t);

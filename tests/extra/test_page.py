@@ -233,7 +233,7 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
 def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
     """Each before the token that was sampled next; a search is in what the policy said."""
     one = invented(random.Random(0), 1, "spread", 2, "ab")
-    one |= {"completions": [["a", "<b>no</b>", "b"], ["ab"]], "replies": [[1], []],
+    one |= {"completions": [["given", "?", "a", "<b>no</b>", "b"], ["ab"]], "replies": [[1], []],
             "rewards": [1.0, 0.0], "ends": [[0, 2], [2]], "step_rewards": [[0.5, 0.25], [0.75]]}
     page = opened(report.write([folder_of(tmp_path / "turns", [one])]))
     assert texts(page, ".card .text") == ["a0.5<b>no</b>b·0.25", "ab⟨end⟩0.75"]

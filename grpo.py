@@ -566,12 +566,12 @@ def refit_reward_model(agent, problems, iteration):
     cfg = agent.cfg
     rng = dist.rng(cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, cfg, rng)
+    draws = dist.rng(cfg, "label", iteration)   # not rng, which all ranks must use alike
     labelled = []
     groups = max(1, cfg.group // reward.CHOICES)
     size = groups * cfg.prompts         # problems at a time: as many rows as a step has
-    for some in dist.chunks("labelling", held_out + train, size):
-        dist.stop_here("labelling")
-        batch = generate(agent, some, reward.CHOICES, rng)
+    for some in dist.chunks("labelling", held_out + train, size, stops=True):
+        batch = generate(agent, some, reward.CHOICES, draws)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
             batch.reward = reward.rollout_labels(

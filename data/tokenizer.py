@@ -341,7 +341,7 @@ def tokens_of_texts(model, special):
         order[a, b] = vocab[a + b]
     if [*order.values()] != sorted(order.values()):
         raise UserError("its token ids are not in the order of its merges")
-    made = made_words(vocab, order)
+    made = {word for word in vocab if len(merged(word, order)) == 1}
     if model.get("ignore_merges"):
         for word in vocab.keys() - made - special.keys():
             parts = merged(word, order)
@@ -351,36 +351,11 @@ def tokens_of_texts(model, special):
         made = vocab.keys()
     return {vocab[word] for word in made}
 
-def made_words(vocab, order):
-    """The words that merges make of their letters. `order`: the ids of merged pairs, ascending. A
-    pair of made words is tried at its seam; what that leaves is merged in full."""
-    made = {letter: (-1, letter, letter) for letter in BYTE_OF}     # id and halves of a word
-    for (a, b), i in order.items():
-        if a in made and b in made and is_free(a, b, order, made):
-            made[a + b] = i, a, b
-    others = {a + b for a, b in order} - made.keys()
-    found = made.keys() | {word for word in others if len(merged(word, order)) == 1}
-    return found & vocab.keys()
-
-def is_free(a, b, order, made):
-    """Whether no merge joins an end of `a` to a beginning of `b` before both are whole. Their own
-    merges are undone, latest first: what lies at the seam may not be a pair that comes before the
-    merge just undone. Of equal merges the left one comes first."""
-    while len(a) + len(b) > 2:
-        (i, _, end), (j, begin, _) = made[a], made[b]
-        if i > j:
-            a, until = end, i
-        else:
-            b, until = begin, j + 1
-        if order.get((a, b), until) < until:
-            return False
-    return True
-
 def merged(word, order):
     """The tokens of a word: the first pair in `order` is joined, as long as there is one."""
     parts = [*word]
-    while found := [order[pair] for pair in itertools.pairwise(parts) if pair in order]:
-        first = min(found)
-        at = [order.get(pair) for pair in itertools.pairwise(parts)].index(first)
-        parts[at:at + 2] = ["".join(parts[at:at + 2])]
+    while found := [(order[pair], i) for i, pair in enumerate(itertools.pairwise(parts))
+                    if pair in order]:
+        _, i = min(found)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts

@@ -351,10 +351,13 @@ def progress(name, total, every=10):
             print0(f"{name} {done}/{total}  {more}left {clock(left)}")
     return told
 
-def chunks(name, items, size):
-    """Yields the items `size` at a time, if this rank has a share; prints progress."""
+def chunks(name, items, size, stops=False):
+    """Yields the items `size` at a time, if this rank has a share; prints progress. With `stops` a
+    signal ends it on all ranks at once."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         told(i)
+        if stops:
+            stop_here(name)
         if of_rank(items[i:i + size]):
             yield items[i:i + size]

@@ -127,9 +127,9 @@ def own_settings(task, config):
     own = inspect.signature(task.problems).parameters.values()
     own = [p for p in own if p.name not in {"cfg", *(f.name for f in fields(config))}]
     for p in own:
-        if type(p.default) not in (bool, int, float, str):
+        if type(p.default) not in (bool, int, float, str) or p.name in {"help", *MODES}:
             raise UserError(f"the parameter {p.name} of the task's problems() is no setting of the "
-                            f"run, so it needs a default: a number or a text")
+                            f"run, so it needs a default, a number or a text; --{p.name} may be taken")
     return {p.name: p.default for p in own}
 
 def problems_of(task, cfg):

@@ -124,6 +124,9 @@ def check_run(cfg, task, problems):
     if cfg.reward != "rule" and len(problems) < 10 * ranks:
         raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
                         f"{len(problems)}")
+    if cfg.reward != "rule" and not cfg.applies_kl:
+        print0("note: without a KL a learned reward ended at 0 % in every trial: see \"A learned "
+               "reward\" in docs/questions.md")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     [components] = rewards_of(task, [problem], [nothing], [1])     # raises UserError for no reward

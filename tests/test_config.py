@@ -96,7 +96,7 @@ def test_the_help_has_a_tasks_defaults_and_settings(mine, capsys):
         assert text in said
 
 
-@pytest.mark.parametrize("parameter", ["config", "size=None", "*sizes"])
+@pytest.mark.parametrize("parameter", ["config", "size=None", "*sizes", "ask=1", "help=1"])
 def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"DEFAULTS = {{}}\ndef problems({parameter}): pass\nreward = answer = print\n")

@@ -89,6 +89,14 @@ def test_a_tasks_functions_are_tried_once():
     assert tried == [(first, x) for x in ("", "abc", "", "", "12", "")]
 
 
+def test_a_learned_reward_without_a_kl_is_warned_of(capsys):
+    for given, noted in ((dict(kl="none"), 1), (dict(beta=0.0), 1), (dict(kl="reward"), 0)):
+        setup.check_run(with_(reward="model", **given), toy(), PROBLEMS)
+        assert capsys.readouterr().out.count("without a KL") == noted
+    setup.check_run(with_(kl="none"), toy(), PROBLEMS)
+    assert capsys.readouterr().out == ""
+
+
 def test_components_that_process_supervision_only_logs_are_named(capsys):
     for name, noted in (("correct", 0), ("style", 1)):
         task = toy(reward=lambda p, text: {"correct": 0, name: 0})

@@ -146,14 +146,6 @@ def test_of_many_shares_the_first_and_the_last_are_shown():
     assert said == "greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%"
 
 
-def test_a_rank_without_a_share_of_a_chunk_skips_it(monkeypatch):
-    """It would have nothing to sample from."""
-    monkeypatch.setattr(dist, "ranks", lambda: 3)
-    for rank, parts in enumerate((["abc", "def", "g"], ["abc", "def"], ["abc", "def"])):
-        monkeypatch.setattr(dist, "rank", lambda: rank)
-        assert [*dist.chunks("labelling", "abcdefg", 3)] == parts
-
-
 @pytest.mark.parametrize("settings, noted", [
     (dict(lr=1e-6), ["--lr 1e-06 is the paper's"]), (dict(lr=2e-6, baseline="none"), [])])
 def test_the_header_says_with_what_a_run_works(settings, noted, capsys):

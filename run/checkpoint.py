@@ -175,7 +175,7 @@ def resume(folder, kind, flags):
                             f"the path of a file that was moved")
     args = {name: flags.get(name, x) for name, x in cfg.task_args.items()}
     flags = {name: x for name, x in flags.items() if name not in args}
-    was = cfg.task
+    was = cfg
     cfg = dataclasses.replace(cfg, **flags | {"out": str(folder), "task_args": args})
     check_data(cfg, was)
     if cfg.total_steps < checkpoint.step:
@@ -189,14 +189,15 @@ def data_of(cfg):
             for name, path in paths.items()
             if isinstance(path, (str, Path)) and Path(path).is_file()}
 
-def check_data(cfg, task):
-    """Raises UserError if files of a resumed run's problems or algorithm changed; a task's may."""
+def check_data(cfg, was):
+    """Raises UserError if files of a resumed run changed, but for code that is where it was."""
     began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
     for name in began:
         if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
             continue
-        if name == "task" and name in data and task == cfg.task:
-            print0(f"note: {task_file(cfg.task)} has changed since the run in {cfg.folder} began")
+        is_code = name in ("task", "algo")
+        if is_code and name in data and getattr(cfg, name) == getattr(was, name):
+            print0(f"note: the file of --{name} has changed since the run in {cfg.folder} began")
         else:
             raise UserError(f"the file of --{name} has changed since the run in {cfg.folder} "
                             f"began, or is gone: restore it, or say where it is with --{name} FILE")

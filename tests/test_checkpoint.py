@@ -360,21 +360,24 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     assert steps(out) == [0, 1, 2, 3] and checkpoint.load(out, Config)[0].task == str(moved)
 
 
-def test_a_task_that_has_changed_is_noted(run, task, capsys):
-    """Each time, against how the run began. Without its run.json nothing is known of the file."""
-    out = run("run", "--steps", 0)
-    for text, noted in ((TASK, 0), (TASK + "#", 1), (TASK + "#", 1), (TASK, 0)):
-        task.write_text(text)
+def test_code_that_has_changed_is_noted(run, task, capsys):
+    """Each time, against how the run began. Without its run.json nothing is known of the files."""
+    code = {"task": task, "algo": task.with_name("mine.py")}
+    code["algo"].write_text("SETTINGS = {}\n")
+    out = run("run", "--steps", 0, "--algo", code["algo"])
+    given = {name: str(path) for name, path in code.items()}
+    for more, noted in (("", 0), ("#", 1), ("#", 1), ("", 0)):
+        task.write_text(TASK + more)
+        code["algo"].write_text("SETTINGS = {}\n" + more)
         capsys.readouterr()
-        cfg, saved = checkpoint.resume(out, Config, {"task": str(task)})
+        cfg, saved = checkpoint.resume(out, Config, given)
         checkpoint.open_run(cfg, saved, checkpoint.data_of(cfg))
-        note = f"note: {task} has changed since the run in {out} began"
-        assert capsys.readouterr().out.count(note) == noted
-    assert files.about(out)["data"].keys() == {"task"}
-    assert checkpoint.data_of(Config(algo="dapo")).keys() == {"task", "algo"}
+        notes = [f"note: the file of --{name} has changed since the run in {out}" for name in code]
+        assert [*map(capsys.readouterr().out.count, notes)] == [noted] * 2
+    assert files.about(out)["data"].keys() == {"task", "algo"}
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
-    checkpoint.resume(out, Config, {"task": str(task)})
+    checkpoint.resume(out, Config, given)
     files.LOCK.close()
 
 

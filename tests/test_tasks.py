@@ -252,14 +252,14 @@ def rows_in(folder, *rows):
 
 
 def test_gsm8k(tmp_path):
-    path = rows_in(tmp_path, (" Two and 2?\n", " 2+2 = <<2+2=4>>4 \n#### 4"),
+    path = rows_in(tmp_path, (" Two and 2?\n", " 1+1 = <<1+1=2>>2, 2+2 = <<2+2=4>>4 \n#### 4"),
                    ("Many?" + " word" * 300, "It is.\n#### 1,080"))
     train, test = gsm8k.problems(path, path)
     marked = gsm8k.problem_of(dict(question="q", answer="#### 1 is no answer\n#### 2"))
     assert (marked.solution, marked.answer) == ("#### 1 is no answer", "2")
     assert train == test and [p.answer for p in train] == ["4", "1080"]
     assert train[0].prompt == gsm8k.PROMPT.format("Two and 2?")
-    for p, working in zip(train, ("2+2 = 4", "It is.")):
+    for p, working in zip(train, ("1+1 = 2, 2+2 = 4", "It is.")):
         shown = gsm8k.demonstration(p, random)
         assert shown == f"<think>\n{working}\n</think>\n<answer>{p.answer}</answer>"
         assert gsm8k.reward(p, shown) == {"correct": 1.0, "format": 0.1}

@@ -829,10 +829,11 @@ def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
     with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
+    config.check_used(grpo.make_config(kl="watch", estimator="k1"))
     config.check_used(grpo.make_config(**given, algo=path, kl="none", beta=0.5, lam=0.5))
     said = capsys.readouterr().out.splitlines()
-    assert said[-2].endswith(" replaces group_scores, advantages in grpo.py")
-    assert said[-1] == "note: without effect in this run: --beta, --lam"
+    assert said[0].endswith(" replaces group_scores, advantages in grpo.py")
+    assert said[1] == "note: without effect in this run: --beta, --lam"
 
 
 # --------------------------------------------------------------------- a file of one's own

@@ -89,7 +89,7 @@ class Config:
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range; PPO's, the paper is silent
-    clip_high: float = 0.2      # upper clip range
+    clip_high: float = 0.2      # upper; the first update of a rollout has no ratio to clip
     kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: logs the KL
     estimator: Estimator = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term

@@ -175,12 +175,11 @@ def resume(folder, kind, flags):
                             f"the path of a file that was moved")
     args = {name: flags.get(name, x) for name, x in cfg.task_args.items()}
     flags = {name: x for name, x in flags.items() if name not in args}
-    was = cfg
-    cfg = dataclasses.replace(cfg, **flags | {"out": str(folder), "task_args": args})
-    check_data(cfg, was)
-    if cfg.total_steps < checkpoint.step:
+    changed = dataclasses.replace(cfg, **flags | {"out": str(folder), "task_args": args})
+    check_data(changed, cfg)
+    if changed.total_steps < checkpoint.step:
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
-    return cfg, checkpoint
+    return changed, checkpoint
 
 def data_of(cfg):
     """SHA-256 of the files with code or problems that settings name, by setting."""
@@ -195,8 +194,7 @@ def check_data(cfg, was):
     for name in began:
         if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
             continue
-        is_code = name in ("task", "algo")
-        if is_code and name in data and getattr(cfg, name) == getattr(was, name):
+        if name in {"task", "algo"} & data.keys() and getattr(cfg, name) == getattr(was, name):
             print0(f"note: the file of --{name} has changed since the run in {cfg.folder} began")
         else:
             raise UserError(f"the file of --{name} has changed since the run in {cfg.folder} "

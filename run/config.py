@@ -129,8 +129,7 @@ def own_settings(task, config):
     for p in own:
         if type(p.default) not in (bool, int, float, str) or p.name in {"help", *MODES}:
             raise UserError(f"the parameter {p.name} of the task's problems() is no setting of the "
-                            f"run, so it needs a default, a number or a text, if --{p.name} is "
-                            f"free")
+                            f"run, so it needs a default, a number or a text, and its own name")
     return {p.name: p.default for p in own}
 
 def problems_of(task, cfg):

@@ -352,8 +352,7 @@ def progress(name, total, every=10):
     return told
 
 def chunks(name, items, size, stops=False):
-    """Yields the items `size` at a time, if this rank has a share; prints progress. With `stops` a
-    signal ends it on all ranks at once."""
+    """Yields the items `size` at a time, if this rank has a share; prints progress, may stop."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         told(i)

@@ -224,11 +224,7 @@ def starting_model(cfg, task, problems, longest, encoding):
     if not where:
         return pretrained.new_model(cfg, encoding, longest), cold
     print0(f"starting from {where}")
-    policy = pretrained.load_model(where, cfg, encoding, longest)
-    dtype = policy.hf.get("dtype") or policy.hf.get("torch_dtype") or "float32"
-    if dtype != "float32":
-        print0(f"its weights are {dtype}; they are trained, and saved, in float32")
-    return policy, cold
+    return pretrained.load_model(where, cfg, encoding, longest), cold
 
 def outdated(where, note, cfg, task, problems, encoding):
     """Why a kept warm start is not today's, or None if it is; SHIPPED may have another seed."""

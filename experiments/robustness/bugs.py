@@ -132,8 +132,8 @@ no history is replayed | reward.py | oracle -k three_fits
 the held-out tenth is fitted as well | reward.py | reward
     train = some(rows, slice(apart, None))  =>  train = rows
 the wrong problems are labelled | grpo.py | oracle -k three_fits
-    generate(agent, some, reward.CHOICES, rng)  =>
-      generate(agent, train[:len(some)], reward.CHOICES, rng)
+    generate(agent, some, reward.CHOICES, draws)  =>
+      generate(agent, train[:len(some)], reward.CHOICES, draws)
 a learned reward is divided by the group's std | grpo.py | config -k imply
     others["adv_scale"] = "none"  =>  pass
 the reference is not updated between iterations | grpo.py | data_flow -k reference_moves

@@ -96,6 +96,9 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
+    problems, group = batch.problems, agent.cfg.group
+    if any(p is not problems[i - i % group] for i, p in enumerate(problems)):
+        raise UserError(f"a rollout must have --group {group} rows of each problem, side by side")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -216,6 +219,9 @@ def choices(rows, K):
     label, ends = rows["label"], rows["ends"]
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
+    if best.all():
+        dist.print0("warning: no set of labelled completions has different rewards: the reward "
+                    "model has nothing to learn from")
     chance = best / best.sum(1, keepdim=True)
     return rows | {"label": label.masked_scatter(ends, chance)}
 
@@ -259,7 +265,8 @@ def refit(agent, batches, n_held_out, rng):
     accuracy, error = quality(score, label, K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
-    dist.print0(f"reward model  held out: accuracy {accuracy:.1%}  calibration error {error:.3f}")
+    dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions; held out: accuracy "
+                f"{accuracy:.1%}{f' on sets of {K} that differ' * (K > 1)}  calibration error {error:.3f}")
     return {"rm_accuracy": accuracy, "rm_error": error}
 
 def labelled(batch):
@@ -309,16 +316,17 @@ def fit(reward_model, rows, K, cfg, rng):
 
 def quality(score, label, K):
     """Accuracy and expected calibration error (10 bins) of scores (n,) on labels (n,). Of K choices
-    any of those most likely to be chosen is right."""
+    any of the best is right; where all are, the set does not count: NaN if there is no other."""
     if K == 1:
         p = score.sigmoid()
         confidence = torch.maximum(p, 1 - p)
         correct = ((p > 0.5) == (label > 0.5)).float()
         outcome = correct
     else:
-        p = score.view(-1, K).softmax(1)
-        confidence, pick = p.max(1)
         chance = label.view(-1, K)  # of being chosen
+        differ = chance.amax(1) > chance.amin(1)
+        confidence, pick = score.view(-1, K).softmax(1)[differ].max(1)
+        chance = chance[differ]
         outcome = chance.gather(1, pick[:, None]).squeeze(1)
         correct = (outcome == chance.amax(1)).float()
     bins = (confidence * 10).long().clamp(max=9)

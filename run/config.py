@@ -221,7 +221,7 @@ def algorithm(algo, rows, grpo):
         FIXED[name] = found.SETTINGS.get(name, getattr(grpo.Config, name))
     return found.SETTINGS
 
-def check_used(cfg):
+def check_used(cfg, task):
     """UserError for what an algorithm would ignore; prints what it replaces, what has no effect."""
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
@@ -233,8 +233,10 @@ def check_used(cfg):
     if file_of(cfg.algo):
         print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
     uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,
-                critic="value" in cfg.baseline)
+                critic="value" in cfg.baseline, max_turns=hasattr(task, "reply"),
+                n_layer=not cfg.init, n_embd=not cfg.init)
+    defaults = vars(type(cfg)) | getattr(task, "DEFAULTS", {})
     idle = [f"--{name}" for name, used in uses.items()
-            if not used and getattr(cfg, name) != getattr(type(cfg), name)]
+            if not used and getattr(cfg, name) != defaults[name]]
     if idle:
         print0(f"note: without effect in this run: {', '.join(idle)}")

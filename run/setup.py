@@ -105,7 +105,7 @@ def longest_of(encoding, problems):
 
 def check_run(cfg, task, problems):
     """Raises UserError for what would end a run only after its warm start."""
-    config.check_used(cfg)
+    config.check_used(cfg, task)
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or start from a model with "
                                        "--init FOLDER")

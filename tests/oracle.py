@@ -365,7 +365,7 @@ class FitOracle:
                 found += [(1 / (1 + math.exp(-abs(s))), (s > 0) == (y > 0.5))
                           for s, y in zip(score, label)]
                 right += [correct for _, correct in found]
-            else:
+            elif min(label) < max(label):
                 pick = score.index(max(score))
                 found.append((math.exp(max(score)) / sum(map(math.exp, score)), label[pick]))
                 right.append(label[pick] == max(label))

@@ -203,8 +203,8 @@ def test_a_fork_gives_up_the_handlers_of_a_run_alone():
 def gap(gaps, n=100, dtype=None):
     """What is found of a row of which the first n tokens were sampled; None if it is too large."""
     logp = F.pad(torch.as_tensor(gaps, dtype=torch.float64), (0, max(0, n - len(gaps))))[None]
-    mask = torch.arange(logp.size(1))[None] < n
-    row = SimpleNamespace(mask=mask, logp=torch.zeros_like(logp), on_policy=None)
+    mask = (torch.arange(logp.size(1)) < n).expand(2, -1)
+    row = SimpleNamespace(mask=mask, logp=torch.zeros_like(logp), on_policy=torch.arange(2) < 1)
     try:
         return passes.checked_gap([(row, logp)], dtype)
     except UserError as e:

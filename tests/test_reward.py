@@ -187,11 +187,13 @@ def test_the_loss_of_an_identical_pair_is_ln_2():
     ([0.5] * 3, [0, 0.5, 1], 1, 2 / 3, 1 / 6),          # undecided is `bad`
     ([1.0, 0.95], [1, 1], 1, 1, 0.025),         # to be sure is of the last bin
     ([0.7, 0.3, 0.7, 0.3], [1, 0, 0, 1], 2, 0.5, 0.2),
-    ([0.7, 0.3, 0.7, 0.3], [1, 0, 0.5, 0.5], 2, 1, 0.05)])      # one of two equals
+    ([0.2, 0.8, 0.6, 0.4], [0.5, 0.5, 1, 0], 2, 1, 0.4),        # of two equals none is better
+    ([0.6, 0.3, 0.1], [0.5, 0.5, 0], 3, 1, 0.1)])
 def test_quality_by_hand(chance, label, K, accuracy, error):
     chance, label = torch.tensor([chance, label])
     score = chance.logit().clamp(max=99) if K == 1 else chance.log()
     assert quality(score, label, K) == approx((accuracy, error))
+    assert math.isnan(quality(score[:2], torch.ones(2), 2)[0])
 
 
 def scorer_of():

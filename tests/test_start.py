@@ -202,7 +202,7 @@ def test_a_start_of_other_settings_is_not(name, x, begin):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(by=toy(demonstration=lambda p, rng: "abd")), dict(problems=HELD_OUT)])
+    dict(by=toy(demonstration=lambda p, rng: "ab")), dict(problems=HELD_OUT)])
 def test_a_start_is_of_todays_demonstrations(changes, begin):
     what, said = begin(**changes)
     assert what == "new" and "its loss is another" in said

@@ -13,7 +13,7 @@ RATE, BOUND = 0.1, 0.2
 
 def train_step(agent, problems, step):
     if not agent.cfg.applies_kl:
-        raise UserError("--algo adaptive_kl adapts beta: it needs --beta and --kl loss or reward")
+        raise UserError("--algo adaptive_kl needs --beta and --kl loss or reward")
     batch, stats = one_step(agent, problems, step)
     error = min(max(stats["kl"] / TARGET - 1, -BOUND), BOUND)
     agent.beta *= 1 + RATE * error

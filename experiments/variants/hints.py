@@ -2,7 +2,7 @@
 anew behind the beginning of a right demonstration, SHARE of it at first, nothing in the end."""
 import torch
 import grpo
-from data import rewards_of, turns
+from data import require, rewards_of, turns
 from grpo import collect as unaided
 from run import dist, passes
 
@@ -10,6 +10,7 @@ SETTINGS = dict(kl="none")
 SHARE, TRIES = 0.5, 50
 
 def collect(agent, problems, rng):
+    require(agent.task, "demonstration", "--algo hints shows its beginning")
     batch, G = unaided(agent, problems, rng), agent.cfg.group
     u = dist.of_rank(dist.uniform(rng, len(problems), G, agent.cfg.max_new))
     dead = (batch.components["correct"].view(-1, G).amax(1) == 0).nonzero()[:, 0].tolist()

@@ -5,6 +5,7 @@ away; a resume rounds it once.
 import torch
 
 import grpo
+from data import UserError
 from grpo import train_step as one_step
 
 SETTINGS = dict(kl="loss")
@@ -12,13 +13,14 @@ RATE = 0.01
 
 
 def train_step(agent, problems, step):
+    if not agent.cfg.applies_kl:
+        raise UserError("--algo moving_reference needs --beta and --kl loss or reward")
     found = one_step(agent, problems, step)
-    if agent.ref:
-        agent.ref.to(agent.policy.norm.weight.dtype)
-        new = dict(agent.policy.named_parameters())
-        with torch.no_grad():
-            for name, p in agent.ref.named_parameters():
-                p.lerp_(new.get(name, new["embed_tokens.weight"]), RATE)   # it may be tied
+    agent.ref.to(agent.policy.norm.weight.dtype)
+    new = dict(agent.policy.named_parameters())
+    with torch.no_grad():
+        for name, p in agent.ref.named_parameters():
+            p.lerp_(new.get(name, new["embed_tokens.weight"]), RATE)    # it may be tied
     return found
 
 

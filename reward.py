@@ -220,7 +220,7 @@ def choices(rows, K):
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
     if best.all():
-        dist.print0("warning: no set of labelled completions has different rewards: the reward "
+        dist.print0("warning: the labelled completions of each problem earn the same: the reward "
                     "model has nothing to learn from")
     chance = best / best.sum(1, keepdim=True)
     return rows | {"label": label.masked_scatter(ends, chance)}
@@ -265,8 +265,8 @@ def refit(agent, batches, n_held_out, rng):
     accuracy, error = quality(score, label, K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
-    dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions; held out: accuracy "
-                f"{accuracy:.1%}{f' on sets of {K} that differ' * (K > 1)}  calibration error {error:.3f}")
+    dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
+                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}  calibration error {error:.3f}")
     return {"rm_accuracy": accuracy, "rm_error": error}
 
 def labelled(batch):

@@ -135,10 +135,14 @@ def refuse_foreign_code(found, given, folder):
 
 def settings(mode, given, kind):
     """The settings, flags over those of a run that is resumed or used; its Checkpoint, or None."""
-    task = given.get("task", kind.task)
-    folder = config.folder_of({"task": task} | load_task(task).DEFAULTS | given)
+    name = given.get("task", kind.task)
+    task = load_task(name)
+    folder = config.folder_of({"task": name} | task.DEFAULTS | given)
+    own = config.own_settings(task, kind)
     if mode.resume:
         cfg, saved = resume(folder, kind, given)
+        if gone := cfg.task_args.keys() - own.keys():
+            raise UserError(f"the task has no --{min(gone)}, with which the run in {folder} began")
         return vars(cfg), saved
     if not mode.eval_only and mode.ask is None:
         return given, None
@@ -148,8 +152,8 @@ def settings(mode, given, kind):
     known = {name: x for name, x in record.get("config", {}).items() if name in names}
     refuse_foreign_code(known, given, folder)
     args = known.pop("task_args", {})
-    for name in record.get("data", {}).keys() & args.keys():
-        if not Path(str(args[name])).exists():
+    for name, x in [*args.items()]:
+        if name not in own or name in record.get("data", {}) and not Path(str(x)).exists():
             print0(f"note: --{name} {args.pop(name)} is gone")
     if Path(given.get("task", "")).stem in ("", Path(known.get("task", "")).stem):     # by any path
         known |= args

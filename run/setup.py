@@ -30,7 +30,7 @@ def begin(cfg, task, saved):
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps:
         more = "; a larger --steps continues it" if cfg.iterations == 1 else ""
-        print0(f"the run in {cfg.folder} is complete{more}")
+        print0(f"the run in {cfg.folder} is complete{more}; --eval_only evaluates it")
 
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(problems, held_out)

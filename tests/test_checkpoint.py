@@ -349,6 +349,12 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     run("run", "--resume", "--steps", 2)            # it is known from now on
     assert checkpoint.load(out, Config)[0].task_args["train"] == str(other)
 
+    task.write_text(TASK.replace("difficulty", "level"))
+    cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
+    assert "note: --difficulty 1 is gone" in capsys.readouterr().out
+    assert cfg.task_args == dict(level=2, train=str(other), test="")
+    assert "the task has no --difficulty, with" in fault(capsys, *resume, "--steps", 2)
+    task.write_text(TASK)
     task.rename(moved)
     for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
         assert f"to allow it, add --task {task}" in fault(capsys, *given)

@@ -214,8 +214,9 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
         assert lines[-1].endswith("; continue with: python grpo.py --resume --out o --task t.py\n")
     assert says in "".join(lines) and "the reward of the prompt" in "".join(lines)
     monkeypatch.chdir(tmp_path)
-    task(tmp_path)
+    task(tmp_path, reward="os.chdir('/')")
     grpo.main(["--resume", *args])
+    assert f"--init {tmp_path}/o --ask" in capsys.readouterr().out
     assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 

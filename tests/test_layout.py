@@ -43,21 +43,6 @@ def test_an_import_runs_down(name):
                       "what requirements.txt names; data/ is without torch"
 
 
-def test_no_import_cycles():
-    below = {name: {x for x in imports(name) if x in SOURCES and x != name} for name in SOURCES}
-    done, ready = {"data", "run"}, True
-    while ready:
-        ready = {name for name in below.keys() - done if below[name] <= done}
-        done |= ready
-    assert not below.keys() - done, "an import cycle"
-
-
-def test_the_table_of_run_names_its_files():
-    """A file of one's own need not be in it."""
-    table = re.findall(r"^    (\w+) +\w", SOURCES["run"].read_text(), re.M)
-    assert len(table) == len({*table}) == 9 and {f"run.{name}" for name in table} <= {*SOURCES}
-
-
 def test_nothing_evaluates_or_unpickles():
     files = [*PATHS, *(ROOT / "experiments").rglob("*.py")]
     assert len(files) >= 40

@@ -140,6 +140,9 @@ def test_a_component_named_reward_is_the_reward():
     stats = report.statistics(batch, dead)
     assert stats["reward"] == approx(-0.5)
     assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
+    batch.problems = ["one", "another"] * 2
+    with raises(UserError, match="--group 2 rows of each problem, side by side"):
+        reward.fill_in_rewards(agent, batch)
 
 
 def test_rewards_of_all_completions_at_once():
@@ -164,7 +167,7 @@ def test_a_task_needs_one_of_both(more, tmp_path):
 
 # ------------------------------------------------------------------------------- the reward model
 
-def test_people_choose_any_of_the_best():
+def test_people_choose_any_of_the_best(capsys):
     ends = torch.zeros(9, 4, dtype=torch.bool)
     ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True
     label, third = torch.full((9, 4), 7.0), approx(1 / 3)
@@ -172,7 +175,9 @@ def test_people_choose_any_of_the_best():
     found = choices({"ends": ends, "label": label}, 3)
     assert found["label"][ends].tolist() == [0, 1, 0, 0.5, 0, 0.5, *[third] * 3]
     assert torch.equal(found["label"][~ends], label[~ends]) and label[0, 3] == 0
-    assert found["ends"] is ends
+    assert found["ends"] is ends and not capsys.readouterr().out
+    choices({"ends": ends, "label": label * 0}, 3)
+    assert "nothing to learn from" in capsys.readouterr().out
 
 
 def test_the_loss_of_an_identical_pair_is_ln_2():

@@ -833,14 +833,13 @@ def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
     with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
-    for more, idle in ((dict(kl="none"), "--beta, --estimator, --lam, --max_turns"),
-                       (dict(kl="watch", init="x", n_layer=7), "--beta, --lam, --max_turns, --n_layer")):
-        cfg = grpo.make_config(**given, algo=path, beta=0.5, lam=0.5, estimator="k2", max_turns=3,
-                               **more)
+    for more, idle in ((dict(kl="none"), "beta, --estimator, --lam"),
+                       (dict(kl="watch", init="x", n_layer=7), "beta, --lam, --n_layer")):
+        cfg = grpo.make_config(**given, algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
         config.check_used(cfg, arithmetic)
         said = capsys.readouterr().out.splitlines()
         assert said[-2].endswith(" replaces group_scores, advantages in grpo.py")
-        assert said[-1] == f"note: without effect in this run: {idle}"
+        assert said[-1] == f"note: without effect in this run: --{idle}"
 
 
 # --------------------------------------------------------------------- a file of one's own

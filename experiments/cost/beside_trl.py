@@ -27,7 +27,7 @@ import grpo  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost.speed import for_trl, new_trainer  # noqa: E402
-from run import config, dist, pretrained  # noqa: E402
+from run import config, pretrained  # noqa: E402
 
 FOUND = ROOT / "out" / "beside_trl"
 JOBS = {"arithmetic": dict(init="data/warm_start", micro_tokens=2048),

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -67,10 +66,9 @@ def block(part):
 def algorithm(folder, code):
     """The path of a file with one of the page's functions, and with what it leaves out."""
     if "SETTINGS" not in code:
-        name = re.match(r"def (\w+)", code)[1]
-        code = ("from collections import Counter\nimport torch\nimport grpo\nSETTINGS = {}\n"
-                "from data import answer_of\nfrom grpo import collect as judged\n"
-                f"from grpo import kl_estimate as uncut\n{code}\ngrpo.{name} = {name}")
+        name = re.search(r"^def (\w+)", code, re.M)[1]
+        code = (f"import grpo\nSETTINGS = {{}}\nfrom grpo import kl_estimate as uncut\n{code}\n"
+                f"grpo.{name} = {name}")
     (folder / "mine.py").write_text(code)
     return str(folder / "mine.py")
 
@@ -196,7 +194,7 @@ def test_a_setting_of_a_task_reaches_its_reward(changed):
 
 
 def test_a_reward_that_compares_completions():
-    exec(block("def rewards"), names := {"Counter": Counter})
+    exec(block("def rewards"), names := {})
     problem = SimpleNamespace(prompt="?", answer="1")
     found = names["rewards"]([problem] * 3, ["1", "1", "2"], [1] * 3)
     assert found == [{"correct": 1, "rare": 0.05}] * 2 + [{"correct": 0, "rare": 0.1}]

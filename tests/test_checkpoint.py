@@ -181,7 +181,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
     main(["--resume", "--out", str(begun / "two")])
-    assert "two is complete\n" in capsys.readouterr().out
+    assert "two is complete; --eval_only" in capsys.readouterr().out
 
 
 # ---------- exact resume

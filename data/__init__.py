@@ -168,7 +168,7 @@ def check_components(problem, parts):
     need(isinstance(parts, dict) and "correct" in parts, what, "be a dict with 'correct'", parts)
     for name, x in parts.items():
         need(isinstance(name, str) and "@" not in name and name not in STATISTICS - {"reward"},
-             f"a component of {what}", "have a name, and none of a statistic", name)
+             f"a component of {what}", "have a name that no statistic has", name)
         # So that float32 holds sums of components, and their squares in a std.
         need(isinstance(x, numbers.Real) and abs(x) <= 1e15, f"{name!r} in {what}",
              "be a finite number from -1e15 to 1e15", x)

@@ -64,7 +64,7 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
     ("reward", [f"{{'correct': {x}}}" for x in (2, -1, 1.001, -0.001, 1e15)], SHARE),
     ("reward", ["{'correct': 1, 'x': %s}" % x for x in NUMBERS], f"'x' in {OF_REWARD}"),
     ("reward", ["{'correct': math.nan}", "{'correct': 'yes'}"], NUMBER),
-    ("reward", ["{'correct': 1, %r: 0.9}" % x for x in NAMES], "have a name, and none of a stat"),
+    ("reward", ["{'correct': 1, %r: 0.9}" % x for x in NAMES], "have a name that no stat"),
     ("rewards", ["None", "[]", "({'correct': 1},)", "[{'correct': 1}] * 2"], "a list of 1 dicts"),
     ("rewards", ["[None]", "[1.0]"], DICT), ("answer", ["None", "7.5", "['7']"], "function answer"),
     ("demonstration", ["None", "['a']"], "the demonstration of the prompt '2?' must be a string"),

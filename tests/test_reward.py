@@ -250,7 +250,8 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
     agent = conftest.agent_of(cfg, reward_model=s, history={})
     measures = refit(agent, [batch], 40, random.Random(0))
     assert measures["rm_accuracy"] > 0.75 and measures["rm_error"] < 0.25
-    assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in capsys.readouterr().out
+    said = f"to 720 completions  held out: accuracy {measures['rm_accuracy']:.1%}"
+    assert said in capsys.readouterr().out
     assert len(agent.history["ids"]) == 720
     if supervision == "outcome":
         r = learned(s, batch, cfg)[80:][batch.ends[80:]]

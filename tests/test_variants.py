@@ -712,6 +712,9 @@ def test_hints(step, shown, hint, monkeypatch):
     assert torch.equal(batch.ids[:3, :n], unaided.ids[:3])
     assert batch.components["correct"][:3].tolist() == [1, 0, 0]
     assert batch.texts[3:] != unaided.texts[3:] and len({*batch.texts[3:]}) > 1
+    agent.task = None
+    with raises(UserError, match="the task has no function demonstration"):
+        grpo.collect(agent, [], random)
 
 
 def test_stale(monkeypatch):
@@ -834,9 +837,9 @@ def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
     for more, idle in ((dict(kl="none"), "beta, --estimator, --lam"),
-                       (dict(kl="watch", init="x", n_layer=7), "beta, --lam, --n_layer")):
+                       (dict(kl="watch", init="x", n_layer=7, n_embd=9), "beta, --lam, --n_layer")):
         cfg = grpo.make_config(**given, algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
-        config.check_used(cfg, arithmetic)
+        config.check_used(cfg, SimpleNamespace(DEFAULTS={"n_embd": 9}))
         said = capsys.readouterr().out.splitlines()
         assert said[-2].endswith(" replaces group_scores, advantages in grpo.py")
         assert said[-1] == f"note: without effect in this run: --{idle}"

@@ -96,9 +96,9 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
-    problems, group = batch.problems, agent.cfg.group
-    if any(p is not problems[i - i % group] for i, p in enumerate(problems)):
-        raise UserError(f"a rollout must have --group {group} rows of each problem, side by side")
+    group = agent.cfg.group
+    if batch.problems != repeated(batch.problems[::group], group):
+        raise UserError("a rollout must have --group rows of each problem, side by side")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -216,12 +216,12 @@ def of_all_ranks(rows):
 def choices(rows, K):
     """The rows, labelled with the probability that each of a problem's K is chosen: 1 for the one
     with the highest reward, shared by those that tie."""
-    label, ends = rows["label"], rows["ends"]
+    label = rows["label"]
+    ends = rows["ends"]
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
     if best.all():
-        dist.print0("warning: the labelled completions of each problem earn the same: the reward "
-                    "model has nothing to learn from")
+        dist.print0("warning: all labels are equal: the reward model has nothing to learn from")
     chance = best / best.sum(1, keepdim=True)
     return rows | {"label": label.masked_scatter(ends, chance)}
 

@@ -114,7 +114,7 @@ def test_a_completion_that_is_cut_off_keeps_its_penalties():
     torch.testing.assert_close(found, torch.tensor([
         [1, 0, 0.2, -0.01], [0, -1, 0.2, -0.01], [0, 0, 0, -0.01], [0, -1, 0, -0.01],
         [0, -1, 0, -0.04]]))
-    reward.fill_in_rewards(agent_of(grpo.Config()), b)
+    reward.fill_in_rewards(agent_of(grpo.Config(group=1)), b)
     torch.testing.assert_close(b.reward.sum(1), found.sum(1))
 
 

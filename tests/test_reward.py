@@ -59,7 +59,7 @@ STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": 
 def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch):
     """A newline closes a step; the last one ends at the last token."""
     monkeypatch.setattr(reward, "TRUNCATED_REWARD", -1.5)
-    batch, agent = batch_of([*wanted], end=end), agent_of(task, supervision=supervision)
+    batch, agent = batch_of([*wanted], end=end), agent_of(task, supervision=supervision, group=1)
     reward.fill_in_rewards(agent, scored(task, batch))
     assert batch.texts == [*wanted] and batch.problems == [PROBLEM] * len(wanted)
     assert at_ends(batch, batch.reward) == [*wanted.values()]
@@ -141,7 +141,7 @@ def test_a_component_named_reward_is_the_reward():
     assert stats["reward"] == approx(-0.5)
     assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
     batch.problems = ["one", "another"] * 2
-    with raises(UserError, match="--group 2 rows of each problem, side by side"):
+    with raises(UserError, match="--group rows of each problem, side by side"):
         reward.fill_in_rewards(agent, batch)
 
 

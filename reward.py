@@ -248,8 +248,7 @@ def refit(agent, batches, n_held_out, rng):
     apart = n_held_out * CHOICES
     test = some(rows, slice(apart))
     train = some(rows, slice(apart, None))
-    to_fit = train
-    history = train
+    to_fit = history = train
     if agent.history:
         tenth = len(train["ids"]) // 10
         old = replay(agent.history, tenth, K, rng)

@@ -109,14 +109,14 @@ def step_line(step, total, done):
     seconds = stat.median(stats["seconds"] for stats in done[-9:])
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
            f"left {clock(seconds * (total - step))}")
-    best, kl = (max(stats.get(name, 0) for stats in done) for name in ("accuracy", "kl"))
-    low = best / 2 if kl else best / 2 - 0.1        # without a KL, lower than by chance
-    fallen = in_a_row(stats["accuracy"] < low for stats in done)
-    if fallen and not 0 < kl <= 1:
-        if fallen == 3:
-            cause = f" when the KL rose to {kl:.1f}" if kl else " below half its best"
-            print0(f"warning: accuracy fell{cause}: --lr {stats['lr']:g} is too high: see "
-                   "\"The policy has collapsed\" in docs/troubleshooting.md")
+    best = max(x["accuracy"] for x in done)
+    # By chance it may fall, too, but not so far, or at so large a KL.
+    fallen = in_a_row(x["accuracy"] < best / 2 - 0.1 * (x.get("kl", 0) <= 1) for x in done)
+    if fallen == 3:
+        learned = "--beta is too low for a learned reward, or " * ("rule_reward" in stats)
+        print0(f"warning: accuracy fell below half its best: {learned}--lr {stats['lr']:g} is too "
+               "high: see \"The policy has collapsed\" in docs/troubleshooting.md")
+    if fallen:
         return
     if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
         print0("warning: for 3 steps in a row all rewards of every group were equal, from which "

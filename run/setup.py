@@ -124,6 +124,8 @@ def check_run(cfg, task, problems):
     if cfg.reward != "rule" and len(problems) < 10 * ranks:
         raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
                         f"{len(problems)}")
+    if cfg.reward == "rollouts" and cfg.supervision == "outcome":
+        raise UserError("--reward rollouts labels steps: it needs --supervision process")
     if cfg.reward != "rule" and not cfg.applies_kl:
         print0("note: without a KL a learned reward ended at 0 % in every trial: see \"A learned "
                "reward\" in docs/questions.md")

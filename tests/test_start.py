@@ -60,6 +60,7 @@ def toy(**parts):
     (dict(demonstration=None), 1, "has no function demonstration"),
     (dict(demonstration=None, warm_steps=0, steps=None), 1, ""),
     (dict(steps=None, supervision="process"), 1, "has no function steps"),
+    (dict(reward="rollouts"), 1, "rollouts labels steps"),
     (dict(reward=lambda p, text: {}), 1, "'correct'"),
     (dict(answer=lambda text: 3), 1, "return a string"),
     (dict(steps=lambda p, text: 3, supervision="process"), 1, "must be a list")], ids=str)

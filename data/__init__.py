@@ -96,7 +96,7 @@ def load_task(name):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text("utf-8"))
         hint = f"choose {', '.join(known)} or the path of a .py file"
         if Path(f"{name}.py").is_file():
-            hint = f"did you mean ./{name}.py?"
+            hint = f"did you mean {name}.py?"
         raise UserError(f"no task {name!r}: {hint}")
     if path.parent == here:
         EXECUTED.add(str(path))

@@ -111,9 +111,8 @@ def add_flag(group, name, kind, default, text):
 def no_setting(name, names, shown=None):
     """The UserError for a name that is none of `names`, with the one probably meant."""
     near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, 1, 0.81)
-    hint = "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings"
-    if near:  # a slip: other programs' names are not guessed at
-        hint = f"did you mean --{near[0]}?"
+    hint = f"did you mean --{near[0]}?" if near else (      # TRL's names are not guessed at
+        "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings")
     return UserError(f"there is no setting {shown or name}: {hint}")
 
 # ------------------------------------------------------------------- the values

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -29,8 +30,8 @@ def begin(cfg, task, saved):
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps:
-        more = "; a larger --steps continues it" if cfg.iterations == 1 else ""
-        print0(f"the run in {cfg.folder} is complete{more}; --eval_only evaluates it")
+        print0(f"the run in {cfg.folder} is complete: --eval_only evaluates it, a larger "
+               f"--steps continues it")
 
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(problems, held_out)
@@ -74,6 +75,10 @@ def problems_of(cfg, task):
 def to_train_on(cfg, task):
     """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
+    again = [p.prompt for part in problems_of(cfg, task) for p in part]
+    if again != [p.prompt for p in train + held_out]:
+        raise UserError("`problems` must return the same ones, in the same order, at each call: "
+                        "seed what draws or shuffles them")
     if not train:
         empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
@@ -90,8 +95,7 @@ def fingerprint(train, held_out):
     prompts = [[p.prompt for p in part] for part in (train, held_out)]
     found = hashlib.sha256(repr(prompts).encode()).hexdigest()
     if {*dist.gather(found)} != {found}:
-        raise UserError("the ranks have different problems: `problems` must return the same ones, "
-                        "in the same order, at each call: seed what draws or shuffles them")
+        raise UserError("the ranks have different problems: seed what draws or shuffles them")
     return found
 
 def held_out(agent):
@@ -244,11 +248,9 @@ def outdated(where, note, cfg, task, problems, encoding):
 
 def note_in(where):
     """The note that `warm_start` wrote beside a kept one, or None."""
-    try:
+    with suppress(OSError, UserError):
         note = read_json(read_bytes(where / "warm_start.json"), where)
-    except (OSError, UserError):
-        return None
-    return note if note.keys() >= {"settings", "loss"} else None
+        return note if note.keys() >= {"settings", "loss"} else None
 
 @torch.no_grad()
 def loss_on(where, task, problems, encoding):

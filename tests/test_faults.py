@@ -235,7 +235,7 @@ def test_an_exception_of_an_algorithm_says_what_it_has_replaced(tmp_path):
 
 def test_other_problems_on_resume_are_noted(tmp_path, capsys):
     """Those that differ between calls; not fewer held-out ones, which is a setting."""
-    path = task(tmp_path, problems="MADE[:] = MADE[os.path.exists(__file__ + 'x'):]")
+    path = task(tmp_path, problems="MADE[0].prompt = 'ab'[os.path.exists(__file__ + 'x')]")
     args = ["--task", str(path), "--out", str(tmp_path / "out"), "--warm_steps", "0"]
 
     def found(*more):
@@ -263,11 +263,15 @@ def test_held_out_problems_that_are_trained_on_are_noted(capsys):
         parts = [[SimpleNamespace(prompt=x) for x in words] for words in ("abcd", prompts)]
         setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: parts))
         assert capsys.readouterr().out[:12] == said
+    one, two = parts
     for hidden, said in ((7, "note: 1 of 1"), (8, "")):         # of a game, with what it hides
         parts = [[SimpleNamespace(prompt="a", hidden=x)] for x in (7, hidden)]
         game = SimpleNamespace(problems=lambda: parts, reply=print)
         setup.to_train_on(grpo.Config(), game)
         assert capsys.readouterr().out[:12] == said
+    calls = iter(((one, two), (two, one)))
+    with pytest.raises(UserError, match="seed what draws or shuffles them"):
+        setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: next(calls)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -232,7 +232,8 @@ def check_used(cfg, task):
     if file_of(cfg.algo):
         print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
     uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,
-                critic="value" in cfg.baseline, n_layer=not cfg.init, n_embd=not cfg.init)
+                critic="value" in cfg.baseline, n_layer=not cfg.init, n_embd=not cfg.init,
+                max_turns=hasattr(task, "reply"))
     defaults = vars(type(cfg)) | getattr(task, "DEFAULTS", {})
     idle = [f"--{name}" for name, used in uses.items()
             if not used and getattr(cfg, name) != defaults[name]]

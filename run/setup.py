@@ -30,8 +30,7 @@ def begin(cfg, task, saved):
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     if has_model and saved.step == cfg.total_steps:
-        print0(f"the run in {cfg.folder} is complete: --eval_only evaluates it, a larger "
-               f"--steps continues it")
+        print0(f"the run in {cfg.folder} is complete: raise --steps, or use --eval_only")
 
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(problems, held_out)

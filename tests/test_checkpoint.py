@@ -181,7 +181,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
     main(["--resume", "--out", str(begun / "two")])
-    assert "two is complete: --eval_only" in capsys.readouterr().out
+    assert "two is complete: raise" in capsys.readouterr().out
 
 
 # ---------- exact resume
@@ -322,7 +322,7 @@ def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys
     run("run", "--resume", "--steps", 9)
     assert evaluated(out)[-2:] == [8, 9] and checkpoint.load(out, Config)[0].save_every == 3
     said, last = capsys.readouterr().out, metrics(out)[-1]
-    assert said.count(f"the run in {out} is complete: --eval_only evaluates it, a larger") == 1
+    assert said.count(f"the run in {out} is complete: raise --steps, or use --eval_only") == 1
     assert f"\nstep 9  held out: greedy {last['greedy']:.1%}  pass@1 {last['pass@1']:.1%}" in said
     assert "dead_groups" not in last and "dead_groups" not in said
 

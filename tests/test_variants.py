@@ -836,7 +836,7 @@ def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
     with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
         grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
     path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
-    for more, idle in ((dict(kl="none"), "beta, --estimator, --lam"),
+    for more, idle in ((dict(kl="none", max_turns=3), "beta, --estimator, --lam, --max_turns"),
                        (dict(kl="watch", init="x", n_layer=7, n_embd=9), "beta, --lam, --n_layer")):
         cfg = grpo.make_config(**given, algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
         config.check_used(cfg, SimpleNamespace(DEFAULTS={"n_embd": 9}))

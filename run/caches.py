@@ -165,7 +165,7 @@ class Step:
         return self.h[:, 0]
 
     def record(self, model):
-        """Records the model's kernels as a graph; nothing is computed. No .item() may be in it."""
+        """Records the model's kernels as a graph; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
             self.h = model(self.ids, self.pos, self.cache, slots=self.slots)

@@ -55,6 +55,9 @@ def write_checkpoint(cfg, checkpoint):
 def end_step(agent, step, stats):
     """Logs a step and saves when due; raises Stopped after a signal."""
     cfg, stopped = agent.cfg, dist.stop_asked()
+    for name, x in agent.state.items():
+        if not isinstance(x, torch.Tensor):
+            raise UserError(f"agent.state[{name!r}] must be a tensor, not {x!r:.100}")
     results = {name: x for name, x in stats.items() if name == "greedy" or "@" in name}
     if results:
         print0(f"step {step}  held out: {report.percentages(results)}")
@@ -79,8 +82,6 @@ def running(cfg):
         with dist.stoppable(command), files.LOCK:
             yield
     except Exception as e:
-        if config.REPLACED:
-            e.add_note(f"--algo {cfg.algo} has replaced {', '.join(config.REPLACED)} in grpo.py")
         if (cfg.folder.absolute() / "checkpoint.safetensors").exists():
             e.add_note(f"the last checkpoint is kept; continue with: {command}")
         raise
@@ -198,11 +199,23 @@ def check_data(cfg, was):
     for name in began:
         if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
             continue
-        if name in {"task", "algo"} & data.keys() and getattr(cfg, name) == getattr(was, name):
+        place, before = Path(getattr(cfg, name, "")), Path(getattr(was, name, ""))
+        if name in {"task", "algo"} & data.keys() and place.name == before.name:
             print0(f"note: the file of --{name} has changed since the run in {cfg.folder} began")
         else:
             raise UserError(f"the file of --{name} has changed since the run in {cfg.folder} "
                             f"began, or is gone: restore it, or say where it is with --{name} FILE")
+
+def compare_problems(folder, cfg, fingerprint):
+    """Prints a note if a run of this task, in a folder or the one above it, had other problems."""
+    folder, task = Path(folder), Path(cfg.task).stem
+    for place in (folder, folder.parent):
+        about = files.about(place)
+        was = about.get("config", {})
+        same = was.get("task_args") == cfg.task_args and Path(was["task"]).stem == task
+        if same and about.get("problems", fingerprint) != fingerprint:
+            print0(f"note: the problems are others than when the run in {place} began, so held-out "
+                   f"ones may have been trained on: seed what draws them, sort sets")
 
 # ----------------------------------------------------------------- a run begins
 
@@ -233,9 +246,7 @@ def open_run(cfg, checkpoint, data, problems=""):
     files.clear_up(folder)
     if checkpoint:
         data = data | files.about(folder).get("data", {})
-        if files.about(folder).get("problems", problems) != problems:
-            print0("note: the problems are others than when the run began, so held-out ones may "
-                   "have been trained on: `problems` must return the same ones at each call")
+        compare_problems(folder, cfg, problems)
     else:
         if is_kept:
             files.keep_previous(folder)
@@ -270,9 +281,6 @@ def training_state(agent):
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
-    for n, x in agent.state.items():
-        if not isinstance(x, torch.Tensor):
-            raise UserError(f"agent.state[{n!r}] must be a tensor, not {x!r:.100}")
     others = {f"{kind}.{n}": x for kind in ("history", "state")
               for n, x in getattr(agent, kind).items()}
     return {n: p.detach() for n, p in named.items()} | moments | others

@@ -111,7 +111,7 @@ def add_flag(group, name, kind, default, text):
 def no_setting(name, names, shown=None):
     """The UserError for a name that is none of `names`, with the one probably meant."""
     near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, 1, 0.81)
-    hint = f"did you mean --{near[0]}?" if near else (      # TRL's names are not guessed at
+    hint = f"did you mean --{near[0]}?" if near else (
         "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings")
     return UserError(f"there is no setting {shown or name}: {hint}")
 
@@ -119,7 +119,7 @@ def no_setting(name, names, shown=None):
 
 def folder_of(settings):
     """The folder of a run with these settings: --out or, without one, out/<task>."""
-    return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
+    return Path(settings.get("out") or f"out/{Path(settings['task']).stem}").expanduser()
 
 def own_settings(task, config):
     """A task's own settings with defaults: parameters of its `problems` that are not the run's."""
@@ -216,8 +216,10 @@ def algorithm(algo, rows, grpo):
         raise UserError(f"{path}: grpo.py has no {min(new)} to replace")
     if not isinstance(getattr(found, "SETTINGS", None), dict):
         raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
-    for name in getattr(found, "FIXED", []):
-        FIXED[name] = found.SETTINGS.get(name, getattr(grpo.Config, name))
+    variants = [x for name, x in sys.modules.items() if name.startswith("experiments.variants.")]
+    for module in variants:     # those that it imports, too
+        for name in getattr(module, "FIXED", []):
+            FIXED[name] = (vars(grpo.Config) | module.SETTINGS | found.SETTINGS)[name]
     return found.SETTINGS
 
 def check_used(cfg, task):

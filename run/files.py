@@ -72,6 +72,8 @@ def lock(path):
         file.seek(0)
         raise UserError(f"another run, process {file.read()}, is active in {path.parent}: wait "
                         f"until it ends, or choose another --out") from e
+    except OSError as e:
+        print0(f"note: {path.parent} cannot be locked: {e}")
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

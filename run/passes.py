@@ -249,8 +249,7 @@ def checked_gap(scored, dtype):
     if not (largest <= most and mean <= most_on_average):
         raise UserError(f"sampler and trainer disagree: their log-probabilities are up to "
                         f"{largest:.2g} apart, {mean:.2g} on average; rounding explains {most} and "
-                        f"{most_on_average}. Attention, temperature and masks must be the same in "
-                        f"both; rows of another policy must be False in the Batch's on_policy")
+                        f"{most_on_average}: see the section in docs/troubleshooting.md")
     return largest
 
 # -------------------------------------------------------------- supervised fits

@@ -399,6 +399,5 @@ def micro_tokens(model, cfg, longest):
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
     need = memory(model, replace(cfg, micro_tokens=n), longest)
-    known = f" of {free / 1e9:.1f} free" if free < math.inf else ""
-    dist.print0(f"memory: about {need / 1e9:.1f} GB{known}")
+    dist.print0(f"memory: about {need / 1e9:.1f} GB of {free / 1e9:.1f} free")
     return n

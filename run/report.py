@@ -149,25 +149,17 @@ def typed_reply(problem, said):
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
 
-BEGAN = os.getcwd()     # a task's code may change it
-
-def shown(path):
-    """A path, relative to where the process began if it is in there."""
-    here = os.path.relpath(path, BEGAN)
-    return str(path) if here.startswith("..") else here
-
 def farewell(cfg, question):
     """Prints where the report and the model are, and how to ask it a question."""
-    folder = shown(cfg.folder)
-    print0(f"curves, and completions token by token: {folder}/report.html")
+    print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"
-    print0(f"the model is in {folder}; ask it: python grpo.py --task {shlex.quote(cfg.task)} "
-           f"--init {shlex.quote(folder)} --ask {shlex.quote(question)}")
+    print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {shlex.quote(cfg.task)} "
+           f"--init {shlex.quote(str(cfg.folder))} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
     """The command that continues a run; it must name files with code, which it executes."""
-    command = f"python grpo.py --resume --out {shlex.quote(shown(cfg.folder))}"
+    command = f"python grpo.py --resume --out {shlex.quote(str(cfg.folder))}"
     for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):
             command += f" --{flag} {shlex.quote(file)}"
@@ -287,7 +279,6 @@ class Clock:
         self.began, self.judged = time.perf_counter(), data.SPENT[0]
 
     def has_sampled(self):
-        """Notes that the rollout has ended, and how long its rewards took."""
         self.sampled = time.perf_counter()
         self.judging = data.SPENT[0] - self.judged
 

@@ -34,6 +34,8 @@ def begin(cfg, task, saved):
 
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(problems, held_out)
+    if cfg.init:
+        checkpoint.compare_problems(cfg.init, cfg, which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
     check_run(cfg, task, problems)
@@ -74,10 +76,6 @@ def problems_of(cfg, task):
 def to_train_on(cfg, task):
     """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
-    again = [p.prompt for part in problems_of(cfg, task) for p in part]
-    if again != [p.prompt for p in train + held_out]:
-        raise UserError("`problems` must return the same ones, in the same order, at each call: "
-                        "seed what draws or shuffles them")
     if not train:
         empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
@@ -98,7 +96,9 @@ def fingerprint(train, held_out):
     return found
 
 def held_out(agent):
-    found = problems_of(agent.cfg, agent.task)[1][:agent.cfg.held_out or None]
+    train, found = problems_of(agent.cfg, agent.task)
+    checkpoint.compare_problems(agent.cfg.init, agent.cfg, fingerprint(train, found))
+    found = found[:agent.cfg.held_out or None]
     pretrained.check_context(agent.policy, agent.cfg, longest_of(agent.encoding, found))
     return found
 

@@ -358,7 +358,7 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     task.rename(moved)
     for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
         assert f"to allow it, add --task {task}" in fault(capsys, *given)
-    other = tmp_path / "changed.py"
+    other = tmp_path / "changed.py"     # under its own name it would only be noted
     other.write_text(TASK + "#")
     resume = ["--resume", "--steps", 3, "--out", out, "--task"]
     assert "file of --task has changed" in fault(capsys, *resume, other)
@@ -381,6 +381,10 @@ def test_code_that_has_changed_is_noted(run, task, capsys):
         notes = [f"note: the file of --{name} has changed since the run in {out}" for name in code]
         assert [*map(capsys.readouterr().out.count, notes)] == [noted] * 2
     assert files.about(out)["data"].keys() == {"task", "algo"}
+    (task.parent / "moved").mkdir()
+    (task.parent / "moved" / task.name).write_text(TASK + "#")
+    checkpoint.resume(out, Config, given | {"task": str(task.parent / "moved" / task.name)})
+    assert notes[0] in capsys.readouterr().out
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
     checkpoint.resume(out, Config, given)

@@ -199,6 +199,7 @@ def test_what_comes_before_what(monkeypatch):
     """The task's defaults, then the algorithm's settings, then what is asked for."""
     assert grpo.make_config(task="countdown").max_new == 384
     assert str(grpo.Config(task="./x/y.py").folder) == "out/y"
+    assert grpo.Config(out="~/x").folder == Path.home() / "x"
     cfg = read("--algo", "ppo", "--beta", "0", "--clip_high", "0.3")
     assert cfg == grpo.make_config(algo="ppo", beta=0, clip_high=0.3)
     found = cfg.baseline, cfg.beta, cfg.clip_high, cfg.lr

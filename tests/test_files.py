@@ -329,6 +329,14 @@ def test_two_runs_in_one_folder(again, capsys):
         assert other.read() == str(os.getpid())
 
 
+def test_a_file_system_without_locks(again, capsys, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    go_on(again)
+    assert f"note: {again} cannot be locked: " in capsys.readouterr().out
+
+
 def test_what_killed_saves_left_is_cleared(again):
     """Also under the names of six characters that safetensors writes to before it renames."""
     left = [again / ".tmp0a79jC", again / "best" / ".tmpABCDEF", again / "model.safetensors.tmp",

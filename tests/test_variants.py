@@ -877,6 +877,14 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("1*\\x07")
 
 
+def test_what_an_imported_variant_does_not_use_is_refused(tmp_path):
+    path = tmp_path / "two.py"
+    path.write_text("from experiments.variants import gdpo\nSETTINGS = {}\n")
+    cfg = grpo.make_config(algo=str(path), supervision="process")
+    with raises(UserError, match="two.py does not take --supervision process"):
+        config.check_used(cfg, arithmetic)
+
+
 @mark.parametrize("name, text, says", [
     ("bad.py", "def surrogate(): pass", "needs a dict named SETTINGS"),
     ("bad.py", "import grpo\nSETTINGS = {}\ngrpo.surogate = print", "no surogate to replace"),

@@ -33,7 +33,7 @@ def collect(agent, problems, rng):
     found = dist.gather(passes.take(now, best))
     every = passes.join([part for part in (agent.state, *found) if part])
     latest = {prompt: i for i, prompt in enumerate(prompts(every))}
-    agent.state = {name: x[[*latest.values()]] for name, x in every.items()}
+    agent.state |= {name: x[[*latest.values()]] for name, x in every.items()}
     return batch
 
 def prompts(rows):

@@ -1,6 +1,7 @@
 """Settings: the command line of a dataclass, a task's own, what implies what; a fork's model."""
 import dataclasses
 import json
+from pathlib import Path
 from typing import Literal
 
 import pytest

@@ -18,7 +18,7 @@ import data
 import grpo
 import reward
 from data import UserError
-from run import dist, files, setup
+from run import checkpoint, dist, files, setup
 
 P = SimpleNamespace(prompt="1+1=")
 TOP = '''
@@ -239,6 +239,17 @@ def test_other_problems_on_resume_are_noted(tmp_path, capsys):
     assert found("--eval_only")[0] and found(*new)[0]
     noted, now = found("--resume")
     assert noted and now != was
+
+
+def test_problems_are_compared_with_those_of_the_same_task(tmp_path, capsys):
+    """In the folder of a run and, as that of its warm start, in the one above."""
+    was = {"config": {"task": "a/t.py", "task_args": {"n": 1}}, "problems": "x"}
+    (tmp_path / "run.json").write_text(json.dumps(was))
+    for task, n, which, noted in (
+            ("t.py", 1, "y", 1), ("t.py", 2, "y", 0), ("u.py", 1, "y", 0), ("t.py", 1, "x", 0)):
+        cfg = SimpleNamespace(task=task, task_args={"n": n})
+        checkpoint.compare_problems(tmp_path / "warm_start", cfg, which)
+        assert capsys.readouterr().out.count("the problems are others") == noted
 
 
 def test_ranks_must_have_the_same_problems(monkeypatch):

@@ -131,10 +131,6 @@ def test_a_file_that_is_cut_off_is_found(again):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
             checkpoint.load(again, Config)
-    for text in ("", "[]", "{}"):
-        files.write_tensors(path, {}, {"grpo": text})
-        with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
-            checkpoint.load(again, Config)
 
 
 def test_a_resumed_run_lets_go_of_the_file(again):

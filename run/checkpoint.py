@@ -194,7 +194,7 @@ def data_of(cfg):
             if isinstance(path, (str, Path)) and Path(path).is_file()}
 
 def check_data(cfg, was):
-    """Raises UserError if files of a resumed run changed, but for code that is where it was."""
+    """Raises UserError if files of a resumed run changed, but for code under its old name."""
     began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
     for name in began:
         if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:

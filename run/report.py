@@ -113,9 +113,9 @@ def step_line(step, total, done):
     # By chance it may fall, too, but not so far, or at so large a KL.
     fallen = in_a_row(x["accuracy"] < best / 2 - 0.1 * (x.get("kl", 0) <= 1) for x in done)
     if fallen == 3:
-        learned = "--beta is too low for a learned reward, or " * ("rule_reward" in stats)
-        print0(f"warning: accuracy fell below half its best: {learned}--lr {stats['lr']:g} is too "
-               "high: see \"The policy has collapsed\" in docs/troubleshooting.md")
+        learned = "--beta may be too low for a learned reward, or " * ("rule_reward" in stats)
+        print0(f"warning: accuracy fell below half its best: {learned}--lr {stats['lr']:g} may be "
+               "too high: see \"The policy has collapsed\" in docs/troubleshooting.md")
     if fallen:
         return
     if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:

@@ -301,10 +301,10 @@ function card(g, i, run, steps) {
   head.append(make("span", "", `${g.tokens[i].length} tokens`));
   const text = make("pre", "text"), {of, both} = QUANTITIES[$("colour").value];
   const most = scaleOf(run, $("colour").value), marked = found(g, i);
-  const replies = g.replies?.[i] || [];                   // the number of tokens before each
+  const replies = g.replies?.[i] || [];                   // the number of tokens before each that is not given
   g.tokens[i].forEach((piece, t) => {
     const reply = replies.indexOf(t);
-    if (reply >= 0) text.append(make("span", "reply", g.completions[i].at(2 * (reply - replies.length))));   // some may be given
+    if (reply >= 0) text.append(make("span", "reply", g.completions[i].at(2 * (reply - replies.length))));
     const label = piece || (g.finished[i] && t === g.tokens[i].length - 1 ? "⟨end⟩" : "·");
     const token = make("span", piece ? "tok" : "tok mark", label.replaceAll("\n", "↵\n").replace(/\n$/, ""));
     const x = of(g, i, t);

@@ -321,7 +321,7 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     assert told["clip_share"] > (0.1 if others else 0) or batch.old_logp is None
     if others:
         batch.on_policy = None
-        with raises(UserError, match="in the Batch's on_policy"):
+        with raises(UserError, match="sampler and trainer disagree"):
             grpo.update(agent, batch, random.Random(0))
 
 

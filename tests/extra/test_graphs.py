@@ -113,15 +113,14 @@ def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
     assert not {*graphs(agent.sampler).values()} & {*before.values()}
 
 
-def test_a_model_that_waits_inside_says_what_to_do(device, monkeypatch):
+def test_a_model_that_waits_inside_cannot_be_recorded(device, monkeypatch):
     """And then nothing is left of the attempt."""
     gpt, forward = static(tiny_model().to(device)), model.MLP.forward
     want = sampled(tiny_model(), SHORT)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="capturing") as caught:
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="capturing"):
         patch.setattr(model.MLP, "forward",
                       lambda self, x: forward(self, x) * float(x.sum().item() < 9e9))
         sampled(gpt, SHORT)
-    assert "--cache shared" in caught.value.__notes__[0]
     assert not torch.cuda.is_current_stream_capturing()
     assert_same(sampled(gpt, SHORT), want)
 

@@ -207,9 +207,9 @@ def check_data(cfg, was):
                             f"began, or is gone: restore it, or say where it is with --{name} FILE")
 
 def compare_problems(folder, cfg, fingerprint):
-    """Prints a note if a run of this task, in a folder or the one above it, had other problems."""
-    folder, task = Path(folder), Path(cfg.task).stem
-    for place in (folder, folder.parent):
+    """Prints a note if a run of this task in a folder, or above it, had other problems."""
+    task = Path(cfg.task).stem
+    for place in (Path(folder), Path(folder).parent) if folder else ():
         about = files.about(place)
         was = about.get("config", {})
         same = was.get("task_args") == cfg.task_args and Path(was["task"]).stem == task
@@ -246,7 +246,6 @@ def open_run(cfg, checkpoint, data, problems=""):
     files.clear_up(folder)
     if checkpoint:
         data = data | files.about(folder).get("data", {})
-        compare_problems(folder, cfg, problems)
     else:
         if is_kept:
             files.keep_previous(folder)

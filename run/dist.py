@@ -337,6 +337,7 @@ def say(text, stream):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 def clock(seconds):
+    """Seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 def progress(name, total, every=10):

@@ -180,7 +180,7 @@ def of_config(hf):
     return model
 
 def fill(model, weights):
-    """A model that was on the meta device with its weights, and what precompute_rope makes."""
+    """A model that was on the meta device, with its weights and RoPE."""
     model.load_state_dict(weights, assign=True)
     model.precompute_rope()
     return model

@@ -279,6 +279,7 @@ class Clock:
         self.began, self.judged = time.perf_counter(), data.SPENT[0]
 
     def has_sampled(self):
+        """Notes that the rollout has ended."""
         self.sampled = time.perf_counter()
         self.judging = data.SPENT[0] - self.judged
 

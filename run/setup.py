@@ -34,8 +34,7 @@ def begin(cfg, task, saved):
 
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(problems, held_out)
-    if cfg.init:
-        checkpoint.compare_problems(cfg.init, cfg, which)
+    checkpoint.compare_problems(cfg.folder if saved else cfg.init, cfg, which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
     check_run(cfg, task, problems)

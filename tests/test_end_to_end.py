@@ -171,8 +171,8 @@ def test_an_unfinished_completion_has_no_vote():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args, says", [
-    ("--grup 4", "--grup"), ("--top_k 5", "--top_k"),       # would need a renormalised log-prob
-    ("--group many", "invalid int value"), ("--group 0", "at least 1, got 0"),
+    ("--grup 4", "--grup"), ("--group many", "invalid int value"),
+    ("--group 0", "at least 1, got 0"),
     ("--group 1", "--group 1"), ("--prompts 8000", "7600 problems"),
     ("--minibatches 513", "512 rows"),
     ("--ask 1*1= --init nowhere", "nowhere"), ("--ask 1*1= --resume", "--resume"),

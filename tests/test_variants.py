@@ -503,9 +503,9 @@ def test_a_teacher_has_the_students_tokenizer(tmp_path):
     assert torch.equal(weights(agent.teacher), weights(teacher))
     ranks = {bytes([255 - i]): i for i in range(256)}
     mine = Encoding("mine", r"[\s\S]", ranks, {"<|endoftext|>": 256}, [256], {})
-    for encoding, vocab_size in (mine, 257), (byte_encoding(), 258):
-        with raises(UserError, match=f"^{tmp_path}: the teacher lacks tokens"):
-            grpo.new_agent(cfg, arithmetic, encoding, tiny_model(1, vocab_size=vocab_size))
+    for encoding, size in (mine, 257), (byte_encoding(), 258):
+        with raises(UserError, match=f"^{tmp_path}: the teacher lacks"):
+            grpo.new_agent(cfg, arithmetic, encoding, tiny_model(1, vocab_size=size))
 
 
 # --------------------------------------------------------------------- sampling and references

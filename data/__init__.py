@@ -1,7 +1,6 @@
 """Tasks (one file each), the helpers they share (`answers`), tokenizers and UserError. No torch."""
 import contextlib
 import copy
-import importlib
 import importlib.util
 import json
 import numbers
@@ -61,8 +60,8 @@ def is_executed(e):
     frames = traceback.extract_tb(e.__traceback__)
     return any(frame.filename in EXECUTED for frame in frames)
 
-def import_file(path, name):
-    """Executes a .py file as the module `name`; raises UserError if there is none."""
+def import_file(path, name=""):
+    """Executes a .py file as the module `name`, or its own; raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"no file {path}")
     path = path.absolute()
@@ -74,6 +73,11 @@ def import_file(path, name):
                             f"beside it: rename {beside}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))       # for modules beside it
+    if not name:        # by which a process pool imports it, unless another has it
+        name = f"task_{path.stem}"
+        with contextlib.suppress(AttributeError, ImportError, ValueError):
+            if importlib.util.find_spec(path.stem).origin == str(path):
+                name = path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     EXECUTED.add(module.__file__)
@@ -102,7 +106,7 @@ def load_task(name):
         EXECUTED.add(str(path))
         task = call(importlib.import_module, f"the import of {path}", f"data.{path.stem}")
     else:
-        task = import_file(path, f"task_{path.stem}")
+        task = import_file(path)
     if not isinstance(getattr(task, "DEFAULTS", None), dict):
         raise UserError(f"{path} is not a task: it needs a dict named DEFAULTS")
     for function in ("problems", "rewards" if hasattr(task, "rewards") else "reward", "answer"):

@@ -12,8 +12,8 @@ NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII 
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
-# What a number may wear, and what is left without it. No text beyond LONGEST is read: patterns may
-# backtrack, as Python before 3.11.5 matches a possessive group wrongly.
+# What a number may wear, and what is left without it. Patterns may backtrack: no text beyond
+# LONGEST is read.
 ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
 ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
 PLAIN = [(re.compile(worn), plain) for worn, plain in (

@@ -12,15 +12,15 @@ The answer is the number after the last `=`, or the guess.
 A task is one file without torch. It defines DEFAULTS, `problems`, `reward` and `answer`; for a warm
 start also `demonstration`; for process supervision also `steps`; for several turns also `reply`.
 
-`reward(problem, completion)` returns numbers by name, which are added up. One is `correct`, from 0
-to 1, the share that evaluations count as right. Another scale is a component beside it, as in
-`{"correct": right, "wrong": right - 1}`. One named `reward` is the reward; all others, `correct`
-too, are then only logged. A completion that was cut off at --max_new has a `correct`
-of 0, and other positive components count as 0, too.
+`reward(problem, completion)` returns numbers by name, always the same names, which are added up.
+One is `correct`, from 0 to 1, the share that evaluations count as right. Another scale is a
+component beside it, as in `{"correct": right, "wrong": right - 1}`. One named `reward` is the
+reward; all others, `correct` too, are then only logged. A completion that was cut off at --max_new
+has a `correct` of 0, and other positive components count as 0, too.
 
-`steps(problem, completion)` returns a list of (end, truth) for its reasoning steps: `end` is the
-number of characters up to the end of the step. A true step earns 1; the last one ends at the last
-token, and earns 1 only if `correct` is above 0 too. Other components are then only logged.
+`steps(problem, completion)` returns a list of (end, truth) for its reasoning steps, [] for an empty
+text: `end` is the number of characters up to the end of the step. A true step earns 1; the last one
+ends at the last token, and earns 1 only if `correct` is above 0 too. Others are then only logged.
 """
 import math
 import random
@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 from data import UserError
 
-# Defaults of Config for this task.
 DEFAULTS = dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2)
 
 # Some demonstrations are guesses, made by rounding the factors; the others show the work.

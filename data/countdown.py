@@ -16,7 +16,7 @@ from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, re-expo
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 save_every=50)
 
-DRAWS, HELD_OUT = 60000, 500     # some draws give no problem
+DRAWS, HELD_OUT = 60000, 500
 PROMPT = ("Use the numbers {} and the operations + - * /, each number exactly once, to make {}. "
           "Think between <think> and </think>, then give the expression between <answer> and "
           "</answer>, for example <answer>(1+2)/3</answer>.\n")

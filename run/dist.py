@@ -176,7 +176,8 @@ def updating(agent):
         caches.forget(agent.sampler)
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
-    yield
+    with torch.enable_grad():       # a task's code may have switched it off
+        yield
     sync_sampler(agent)
 
 def sync_sampler(agent):
@@ -277,7 +278,7 @@ def ask_to_stop(number, frame):
     """A handler: records the first signal, exits at the second; says where the run is."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     if ASKED:
-        os.write(2, f"ended in {place}; --resume continues from the last checkpoint\n".encode())
+        os.write(2, f"ended in {place}; --resume continues if there is a checkpoint\n".encode())
         raise Ended(128 + number)
     ASKED.append(number)
     os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())

@@ -254,8 +254,7 @@ def checked_gap(scored, dtype):
 
 # -------------------------------------------------------------- supervised fits
 
-GRAD_CLIP = 1.0  # maximum gradient norm of a supervised fit
-
+@torch.enable_grad()
 def supervised_fit(name, module, losses, steps, lr):
     """`steps` steps of AdamW on the loss terms of `losses(step)`; the rate rises, then falls."""
     params = [p for p in module.parameters() if p.requires_grad]
@@ -270,7 +269,7 @@ def supervised_fit(name, module, losses, steps, lr):
             loss.backward()
             total += loss.detach()
         dist.sum_gradients(params)
-        dist.clip_gradients(params, GRAD_CLIP)
+        dist.clip_gradients(params, 1.0)
         opt.step()
         opt.zero_grad()
         tenth = (step + 1) % max(1, steps // 10) == 0

@@ -27,8 +27,8 @@ from run.dist import clock, print0, say
 def exit_code():
     """A context for a command: signals and errors are one line, but those of a task a traceback."""
     code = 0
-    if hasattr(sys.stdout, "reconfigure"):        # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
+    if hasattr(sys.stdout, "reconfigure"):        # no notebook's
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
     except dist.Stopped as when:
@@ -329,7 +329,7 @@ def majority_at(k, right, answers):
 
 # --------------------------------------------------------------------- the page
 
-PAGE = Path(__file__).parent / "page"   # all that it loads
+PAGE = Path(__file__).parent / "page"
 MOST = 20_000_000       # about as many bytes of samples.jsonl on one page, over all its runs
 
 def refresh(folder):

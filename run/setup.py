@@ -82,7 +82,7 @@ def to_train_on(cfg, task):
     same = repr if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
-        print0(f"note: {n} of {len(held_out)} held-out prompts are also training prompts: "
+        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems: "
                f"evaluations will count what was learned by heart")
     return train, held_out
 
@@ -133,12 +133,12 @@ def check_run(cfg, task, problems):
                "reward\" in docs/questions.md")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
-    [components] = rewards_of(task, [problem], [nothing], [1])     # raises UserError for no reward
     answer_of(task, nothing)
     if replies:
         turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
         something = turns.demonstration(task, problem, random.Random(0))
+    components, _ = rewards_of(task, [problem] * 2, [nothing, something], [1, 1])
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
         if others := ", ".join(components.keys() - {"correct"}):
@@ -202,8 +202,8 @@ def asked(agent, question):
 
 # --------------------------------------------------------------- the warm start
 
-# Supervised fine-tuning on demonstrations, kept in the run's folder; SHIPPED is the default run's.
-# One is used if its settings are today's, and its loss, with code and demonstrations of today, too.
+# Supervised fine-tuning, kept in the run's folder; SHIPPED is the default run's. One is used if its
+# settings are today's, and so is its loss, by today's code and demonstrations.
 SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 

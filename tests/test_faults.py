@@ -65,8 +65,9 @@ NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
     ("reward", ["{'correct': 1, 'x': %s}" % x for x in NUMBERS], f"'x' in {OF_REWARD}"),
     ("reward", ["{'correct': math.nan}", "{'correct': 'yes'}"], NUMBER),
     ("reward", ["{'correct': 1, %r: 0.9}" % x for x in NAMES], "have a name that no stat"),
-    ("rewards", ["None", "[]", "({'correct': 1},)", "[{'correct': 1}] * 2"], "a list of 1 dicts"),
-    ("rewards", ["[None]", "[1.0]"], DICT), ("answer", ["None", "7.5", "['7']"], "function answer"),
+    ("rewards", ["None", "[]", "({'correct': 1},) * 2", "[{'correct': 1}]"], "a list of 2 dicts"),
+    ("rewards", ["[None] * 2", "[1, 2]"], DICT),
+    ("answer", ["None", "7.5", "['7']"], "function answer"),
     ("demonstration", ["None", "['a']"], "the demonstration of the prompt '2?' must be a string"),
     ("reply", ["7", "['a']", "0.5"], "the reply to the prompt '2?' must be a string or None"),
     ("steps", ["None", "((1, True),)"], "must be a list of (end, truth)"),
@@ -153,6 +154,17 @@ def test_a_module_beside_a_task(name, says, tmp_path, capsys, monkeypatch):
         assert f"rename {tmp_path / name}.py" in fault(capsys, "--task", path, "--steps", 0)
     else:
         assert grpo.make_config(task=str(path)).lr == 0.25
+
+
+def test_a_process_that_is_no_fork_imports_a_task(tmp_path, monkeypatch):
+    """By its file, unless the name is another module's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = task(tmp_path).rename(tmp_path / "judge.py")
+    answer = data.load_task(str(path)).answer
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(answer, "x").get(60) == ""
+    data.load_task(str(path.rename(tmp_path / "signal.py")))
+    assert sys.modules["signal"] is signal
 
 
 def test_the_time_of_rewards_and_steps_is_counted():

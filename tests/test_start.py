@@ -62,6 +62,7 @@ def toy(**parts):
     (dict(steps=None, supervision="process"), 1, "has no function steps"),
     (dict(reward="rollouts"), 1, "rollouts labels steps"),
     (dict(reward=lambda p, text: {}), 1, "'correct'"),
+    (dict(reward=lambda p, text: {"correct": 0, text: 0}), 1, "have the components"),
     (dict(answer=lambda text: 3), 1, "return a string"),
     (dict(steps=lambda p, text: 3, supervision="process"), 1, "must be a list")], ids=str)
 def test_what_a_run_may_ask_for(changes, ranks, fault, monkeypatch):
@@ -80,14 +81,14 @@ def test_a_link_to_the_runs_own_folder_is_no_start(tmp_path):
 
 
 def test_a_tasks_functions_are_tried_once():
-    """The reward without a text, steps on a demonstration and without: they may be slow."""
+    """On a demonstration and without a text: they may be slow."""
     tried = []
     task = toy(reward=lambda p, text: tried.append((p, text)) or {"correct": 0},
                steps=lambda p, text: tried.append((p, text)) or [(1, True)] * (text > ""))
     setup.check_run(with_(supervision="process"), task, PROBLEMS)
     setup.check_run(with_(supervision="process", warm_steps=0), task, PROBLEMS)
     first = PROBLEMS[0]
-    assert tried == [(first, x) for x in ("", "abc", "", "", "12", "")]
+    assert tried == [(first, x) for x in ("", "abc", "abc", "", "", "12", "12", "")]
 
 
 def test_a_learned_reward_without_a_kl_is_warned_of(capsys):

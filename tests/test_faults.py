@@ -30,7 +30,7 @@ MADE = [P(prompt=f"{i}?") for i in range(9)]
 MADE[0].prompt *= 9
 CALLS = []
 '''
-# The functions of a task, and what they return; the last two only if a test asks for them.
+# A task's functions, and what they return.
 FUNCTIONS = {"problems()": "MADE[2:], MADE[:2]", "answer(said)": "''", "steps(problem, said)": "[]",
              "demonstration(problem, rng)": "'ab'", "reward(problem, said)": "{'correct': 0.0}",
              "rewards(problems, said, tokens)": "", "reply(problem, said)": ""}

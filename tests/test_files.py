@@ -242,7 +242,7 @@ def test_normalizers_in_a_sequence(steps, text, model_folder):
     assert load_encoding(model_folder).encode_ordinary("e\u0301") == [*text.encode()]
 
 
-# Tokenizers of letters, merges and words, and the ids that tokenizers 0.23.3 gives for texts.
+# Tokenizers, and the ids that tokenizers 0.23.3 gives for texts.
 RECORDED = json.loads((ROOT / "tests" / "tokenizers.json").read_text())
 COMMON = dict(merges=RECORDED["merges"], texts=RECORDED["texts"])
 CASES = {case["name"]: COMMON | case for case in RECORDED["cases"]}

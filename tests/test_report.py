@@ -76,14 +76,14 @@ def test_a_model_cannot_change_the_terminal():
 def test_stdout_replaces_what_it_cannot_show(monkeypatch):
     written = io.BytesIO()
     for stdout in (io.StringIO(), io.TextIOWrapper(written, "ascii")):
-        monkeypatch.setattr(sys, "stdout", stdout)          # a notebook's cannot be told to
+        monkeypatch.setattr(sys, "stdout", stdout)
         with report.exit_code():
             print("3 ⏎", flush=True)
     assert written.getvalue() == b"3 ?\n"
 
 
 # Rewards differ and rows end, all groups are dead, rows are cut off, both; K: at a high KL, too.
-# L, E, F: at a low one. The accuracies are about the least that is taken; F: of a learned reward.
+# L, E, F: at a low one. F: of a learned reward. The accuracies are about the least.
 STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49), K=(1.0, 0.95))
 ACCURACY = dict(K=0.24, L=0.24, E=0.151, F=0.149)
 EQUAL, OVER, FELL = "All groups are dead", "No completion ends", "The policy has collapsed"

@@ -34,7 +34,7 @@ def variant(name, constants={}, **changes):
 
 # ----------------------------------------------------------------------------------- the loss
 
-# Two groups of two rows. Ratios within all clips and beyond, with advantages of both signs.
+# Two groups of two rows, with ratios within all clips and beyond.
 LENGTHS, A = [3, 1, 4, 2], [1.3, -0.7, 0.4, -1.1]
 OLD = [[-1.2, -0.3, -2.0], [-0.9], [-0.1, -3.0, -0.7, -1.6], [-2.2, -1.9]]
 LOG_RATIO = [[0.02, 0.5, -0.6], [1.2], [-0.3, 1.6, -0.05, 0.45], [1.7, -0.5]]

@@ -107,7 +107,7 @@ function stroke(color, dash = []) {
 // The lines of a chart: one quantity of one run each.
 function linesOf(name, known) {
   const measured = known.filter(heldOut), most = Math.max(...measured.map(kOf));
-  const ends = measured.filter(key => kOf(key) === 1 || kOf(key) === most);
+  const ends = measured.filter(key => kOf(key) === 1 || !several && kOf(key) === most);
   const keys = [name, ...(name === "accuracy" ? ends : [])];
   return keys.flatMap((key, j) => runs.map((run, i) => ({
     key, run, color: several ? i : j, dash: several ? DASHES[j % 5] : [], label: several ? run.label : key,

@@ -14,7 +14,6 @@ from run import report
 
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
 --disable-background-networking --disable-component-update --window-size=1280,900""".split()
-# What is drawn goes into `charts`, too.
 SPY = """
 window.charts = [];
 let plot;
@@ -113,13 +112,13 @@ def folders(tmp_path_factory):
     """Two runs of other lengths, one of them measured at other steps."""
     rng, made = random.Random(0), []
     for name, last in (("a", 4), ("b", 8)):
-        log = [{"step": 0, "greedy": 0, "pass@2": 0.5, "pass@4": 0.1}]
+        log = [{"step": 0, "greedy": 0, "pass@1": 0.5, "pass@4": 0.1}]
         for step in range(1, last + 1):
             log.append({"step": step, "reward": round(rng.gauss(-1, 1), 5), "length": step / 3,
                         "accuracy": rng.choice((0.0, 0.5)), "kl": -1e-4 * step, "beta": 0,
                         "entropy": 1.0, "dead_groups": 0.1, "price": -1.0, "odd": 2})
             if step == last - 1:
-                log[-1] |= {"greedy": 0.625, "pass@2": 0.5, "pass@4": 0.75}
+                log[-1] |= {"greedy": 0.625, "pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.75}
         samples = [invented(rng, step, which) for step in range(1, 5)
                    for which in ("spread", "random")]
         made.append(folder_of(tmp_path_factory.mktemp("page") / name, samples, log, group=last))
@@ -161,13 +160,15 @@ def values_of(g, name):
 # -------- the page
 
 def test_curves_are_those_of_the_logs(opened, folders, page):
-    """Each point; of pass@k those between the least k and the largest are left out, and what is not
-    of first interest is folded away."""
+    """Each point; of pass@k the first and the last are there, or of several runs the first; what is
+    not of first interest is folded away."""
+    alone = opened(report.write(folders[:1])).execute_script("return charts")
+    assert alone[1][3:] == [[0.5, None, None, 0.5, None], [0.1, None, None, 0.75, None]]
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)
     first = {name: [name] for name in ("reward", "accuracy", "length", "kl", "entropy")}
-    first["accuracy"] += ["greedy", "pass@4"]
+    first["accuracy"] += ["greedy", "pass@1"]
     others = ["price", "odd", "dead_groups", "beta"]
     assert texts(page, "#first h3") == [*first] and texts(page, "#more h3") == others
     charts = page.execute_script("return charts")

@@ -62,7 +62,7 @@ def demonstration(problem, rng):
     return f"<think>\n{working}\n</think>\n<answer>{problem.solution}</answer>"
 
 def answer(completion):
-    """The expression in the last answer tags; "" if there is none."""
+    """The expression in the last answer tags, or ""."""
     return tagged(completion) or ""
 
 def reward(problem, completion):

@@ -81,7 +81,7 @@ def demonstration(problem, rng):
     return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
 
 def answer(completion):
-    """The number in the last answer tags as text; "" if there is none."""
+    """The number in the last answer tags as text, or ""."""
     number = one_number(tagged(completion) or "")
     return "" if number is None else str(number)
 

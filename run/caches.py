@@ -107,10 +107,9 @@ def up(n, to):
 
 # ---------------------------------------------------------------- static shapes
 
-# On a GPU a token's kernels, 600 for 24 layers, are launched one by one, and it idles while the
-# host waits for a number. So ended rows are looked for only every 16 tokens, and for each number
-# of rows and slots, rounded up, the kernels are recorded once, as a CUDA graph. It has bare
-# addresses: the cache stays, weights change in place.
+# A token's kernels, 600 for 24 layers, are launched one by one, and a GPU idles while the host
+# waits: ended rows are dropped every 16 tokens, and for each number of rows and slots, rounded up,
+# kernels are recorded once, as a CUDA graph, with bare addresses: cache and weights stay in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:

@@ -183,7 +183,7 @@ REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
 
 def file_of(algo):
-    """The file of an algorithm, or None if it has none."""
+    """The file of an algorithm, or None."""
     path = Path(algo) if algo.endswith(".py") else VARIANTS / f"{algo}.py"
     return path if algo.endswith(".py") or algo.isidentifier() and path.is_file() else None
 

@@ -54,7 +54,7 @@ def compile_all(cfg, *modules):
                 layer.logps = torch.compile(layer.logps, dynamic=True)
 
 def prepare():
-    """Settings of the process, made once."""
+    """Settings of the process."""
     torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s for each new shape; most batches are one
     with contextlib.suppress(OSError, AttributeError):      # not glibc
         # Keep freed memory: its page faults would be a twentieth of a training step on a CPU.

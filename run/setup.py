@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 import shutil
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -37,7 +37,8 @@ def begin(cfg, task, saved):
     checkpoint.compare_problems(cfg.folder if saved else cfg.init, cfg, which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
-    check_run(cfg, task, problems)
+    with chdir("."):        # and back, if a reward changed it
+        check_run(cfg, task, problems)
     longest = longest_of(encoding, problems + held_out)
 
     cold = False  # whether it still needs a warm start

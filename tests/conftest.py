@@ -206,7 +206,7 @@ def chat_folder(where, template=CHAT):
     return where
 
 
-# A task that a small model learns something of: completions of 1 to 5 letters.
+# A task that a small model learns: completions of 1 to 5 letters.
 LETTERS = """
 from types import SimpleNamespace as Problem
 DEFAULTS = {}

@@ -230,6 +230,8 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
     grpo.main(["--resume", *args])
     assert f"--init {tmp_path}/o --ask" in capsys.readouterr().out
     assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]
+    monkeypatch.chdir(tmp_path)
+    grpo.main([*args[:2], *"--init o --steps 0 --out n".split()])
 
 
 # ---------- problems, processes
@@ -299,7 +301,7 @@ def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
         child = context.Process(target=waits)
         child.start()
         assert ready.wait(20)
-        files.LOCK.close()                  # as if the run had been killed, and its child lived on
+        files.LOCK.close()                  # as if the run had been killed
         with open(tmp_path / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.terminate()

@@ -43,7 +43,6 @@ RUNS = {
                                supervision="process", steps=1),
     "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
-# Where each rank keeps a part of every model.
 SHARDED = ["turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
 PAIRS = [("two", name) for name in RUNS] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"

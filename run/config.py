@@ -198,7 +198,7 @@ def algorithm(algo, rows, grpo):
     path = file_of(str(algo))
     if path is None:
         names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
-        near = str(algo).isidentifier() and difflib.get_close_matches(algo.lower(), names, 1, 0.81)
+        near = str(algo).isidentifier() and difflib.get_close_matches(algo.lower(), names, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise UserError(f"there is no --algo {algo}: {hint}")
     sys.modules["grpo"] = grpo  # which may be __main__

@@ -78,11 +78,12 @@ def end_step(agent, step, stats):
 def running(cfg):
     """A context for a run: a signal stops it after a step; an exception says how to go on."""
     command = report.resume_command(cfg)
+    path = cfg.folder.absolute() / "checkpoint.safetensors"     # a reward may change the directory
     try:
         with dist.stoppable(command), files.LOCK:
             yield
     except Exception as e:
-        if (cfg.folder.absolute() / "checkpoint.safetensors").exists():
+        if path.exists():
             e.add_note(f"the last checkpoint is kept; continue with: {command}")
         raise
 

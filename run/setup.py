@@ -208,7 +208,6 @@ def asked(agent, question):
 SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 
-# A fork's field that changes the model, or what it imitates, belongs here.
 DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
 
 def settings(cfg):

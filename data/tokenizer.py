@@ -141,7 +141,7 @@ def load_encoding(folder, chat="auto", system=""):
     if "tokenizer.json" not in files:
         if "vocab.json" in files:
             raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "
-                            f"AutoTokenizer writes one")
+                            f"AutoTokenizer writes one, by save_pretrained")
         raise UserError(f"no tokenizer.json in {folder}: hf download NAME --local-dir FOLDER "
                         f"fetches a model")
     try:

@@ -27,7 +27,7 @@ from run.dist import clock, print0, say
 def exit_code():
     """A context for a command: signals and errors are one line, but those of a task a traceback."""
     code = 0
-    if hasattr(sys.stdout, "reconfigure"):        # no notebook's
+    if hasattr(sys.stdout, "reconfigure"):        # not a notebook's
         sys.stdout.reconfigure(errors="replace")
     try:
         yield

@@ -10,8 +10,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
-# In this process and those that tests start: models this small gain nothing from a second thread,
-# and on a busy machine processes with two threads wait for each other.
+# In this process and those that tests start: models this small gain nothing from a second thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Nor do they see a GPU: with --gpu, test_gpu.py runs on it, alone.
 if "--gpu" not in sys.argv:

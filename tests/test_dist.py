@@ -170,7 +170,7 @@ def handlers():
 def test_a_second_signal_is_obeyed_at_once():
     """With the code of a shell; what stops after the first bears its number."""
     before = handlers()
-    assert dist.ask_to_stop not in before               # no test has left it
+    assert dist.ask_to_stop not in before
     with pytest.raises(dist.Stopped) as stopped, dist.stoppable("a command"):
         assert handlers() == [dist.ask_to_stop] * 2 and dist.stop_asked() == 0
         signal.raise_signal(signal.SIGINT)

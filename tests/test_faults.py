@@ -163,7 +163,8 @@ def test_a_process_that_is_no_fork_imports_a_task(tmp_path, monkeypatch):
     answer = data.load_task(str(path)).answer
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply_async(answer, "x").get(60) == ""
-    data.load_task(str(path.rename(tmp_path / "signal.py")))
+    for name in ("a.b.py", "signal.py"):
+        data.load_task(str(path := path.rename(tmp_path / name)))
     assert sys.modules["signal"] is signal
 
 
@@ -217,7 +218,8 @@ def test_an_exception_of_a_task_is_a_traceback(function, code, says, tmp_path, m
 def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
     """From its last checkpoint, wherever the reward has gone."""
     monkeypatch.chdir(tmp_path)
-    task(tmp_path, reward=f"os.chdir('/'); CALLS.append(0)\n    if len(CALLS) > 10: {code}")
+    away = "os.makedirs('e', exist_ok=True); os.chdir('e')"
+    task(tmp_path, reward=f"{away}; CALLS.append(0)\n    if len(CALLS) > 10: {code}")
     args = ["--task", "t.py", "--out", "o"]
     if says == SHARE:
         lines = [fault(capsys, *args)]
@@ -226,7 +228,7 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
         assert lines[-1].endswith("; continue with: python grpo.py --resume --out o --task t.py\n")
     assert says in "".join(lines) and "the reward of the prompt" in "".join(lines)
     monkeypatch.chdir(tmp_path)
-    task(tmp_path, reward="os.chdir('/')")
+    task(tmp_path, reward=away)
     grpo.main(["--resume", *args])
     assert f"--init {tmp_path}/o --ask" in capsys.readouterr().out
     assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]

@@ -253,7 +253,7 @@ def test_a_config_that_this_model_does_not_compute(change, fault):
     assert fault in str(e.value)
 
 
-# The frequencies that transformers 5.23 computes, for a context of 256 and heads of 12 channels.
+# The frequencies of transformers 5.23, for a context of 256 and heads of 12 channels.
 SCALED = [
     (dict(type="linear", factor=3.0),
      [0.33333334, 0.071814485, 0.015471961, 0.0033333332, 0.00071814476, 0.00015471964]),

@@ -504,7 +504,7 @@ def test_a_teacher_has_the_students_tokenizer(tmp_path):
     ranks = {bytes([255 - i]): i for i in range(256)}
     mine = Encoding("mine", r"[\s\S]", ranks, {"<|endoftext|>": 256}, [256], {})
     for encoding, size in (mine, 257), (byte_encoding(), 258):
-        with raises(UserError, match=f"^{tmp_path}: the teacher lacks"):
+        with raises(UserError, match=f"^{tmp_path}: .*vocabulary"):
             grpo.new_agent(cfg, arithmetic, encoding, tiny_model(1, vocab_size=size))
 
 

@@ -26,9 +26,9 @@ def tokens(encoding):
 def new_agent(cfg, task, encoding, policy, saved=None):
     agent = of_student(cfg, task, encoding, policy, saved)
     its_encoding, agent.teacher = pretrained.trained_model(replace(cfg, init=TEACHER))
-    lacks = policy.cfg.vocab_size > agent.teacher.cfg.vocab_size
-    if lacks or tokens(its_encoding) != tokens(encoding):
-        raise UserError(f"{TEACHER}: the teacher lacks tokens of the student")
+    larger = policy.cfg.vocab_size > agent.teacher.cfg.vocab_size
+    if larger or tokens(its_encoding) != tokens(encoding):
+        raise UserError(f"{TEACHER}: the teacher's vocabulary is not the student's")
     return agent
 
 

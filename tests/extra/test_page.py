@@ -160,8 +160,8 @@ def values_of(g, name):
 # -------- the page
 
 def test_curves_are_those_of_the_logs(opened, folders, page):
-    """Each point; of pass@k the first and the last are there, or of several runs the first; what is
-    not of first interest is folded away."""
+    """Each point; of pass@k the first and last, or of several runs the first; what is not of first
+    interest is folded away."""
     alone = opened(report.write(folders[:1])).execute_script("return charts")
     assert alone[1][3:] == [[0.5, None, None, 0.5, None], [0.1, None, None, 0.75, None]]
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]

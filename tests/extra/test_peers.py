@@ -218,8 +218,7 @@ def test_bytes_that_a_tokenizer_lacks_are_dropped_as_by_the_library(tmp_path):
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# What else there is in some: what opens a text, the date, texts stripped, marked answers, a loop
-# that is left, JSON, a namespace.
+# What else there is in some.
 ODD = """{{- bos_token + strftime_now('%d %b %Y') }}{% set ns = namespace(n=0) %}
 {% for m in messages %}
     {% if ns.n > 5 %}{% break %}{% endif %}

@@ -137,7 +137,7 @@ def test_diffs_find_lines_that_moved_and_apply_in_any_order(tmp_path):
     assert applied("all", *DIFFS) == applied("back", *back)
 
 
-# The files of tests/ that are run after a change of a file: those in which it is used most.
+# The tests that are run after a change of a file: those that use it most.
 ROOMS = {"grpo.py": "advantages config layout loss reward train variants start",
          "model.py": "caches layout model passes sampling", "experiments/": "layout variants",
          "data/": "config layout faults tasks", "run/": "checkpoint files layout train"}

@@ -62,6 +62,8 @@ def test_every_flag_exists(name):
 @pytest.mark.parametrize("name", DOCS)
 def test_every_link_leads_somewhere(name):
     where = (ROOT if name == "README.md" else ROOT / "docs")
+    for path in re.findall(r"`(\w+/[\w/]+\.py)`", DOCS[name]):
+        assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\(([^)]+)\)", DOCS[name]):
         if not link.startswith("https://"):
             file, _, anchor = link.partition("#")

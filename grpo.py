@@ -27,6 +27,7 @@ from torch.nn import Module
 import model
 import reward
 from run import caches, checkpoint, config, dist, passes, report, setup
+from run.passes import Tokens
 
 # ---------------------------------------------------------------------------- the settings
 GRAD_CLIP = 1.0             # maximum gradient norm
@@ -169,29 +170,37 @@ def implied(chosen):
 # ----------------------------------------------------------------------- the state of a run
 @dataclass
 class Batch:
-    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t.
-    Tensors are float32 unless a type is given."""
-    ids: Tensor                 # (B, T) int64: prompt, completion, padding on the right
-    mask: Tensor                # (B, T) bool: sampled tokens, the end token included
+    """A rollout: P prompts * G completions = B rows, row p * G + g; the rows of a problem are its
+    group. Column t belongs to token t. Tensors are float32 unless a type is given. The loss gets
+    some rows of each field, and of Tokens as many columns as these rows have."""
+    ids: Tokens                 # (B, T) int64: prompt, completion, padding on the right
+    mask: Tokens                # (B, T) bool: sampled tokens, the end token included
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
-    logp: Tensor                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
+    logp: Tokens                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
-    judged: Tensor = None       # (B, T) bool: mask, and what was given of the completion
-    on_policy: Tensor = None    # (B,) bool: sampled by the present policy; None: all rows are
+    judged: Tokens = None       # (B, T) bool: mask, and what was given of the completion
+    on_policy: Tensor = None    # (B,) bool: sampled by the present policy, as by default
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text, or list of turns if the task replies
     components: dict = None     # (B,) each: components of the rule's reward, by name
-    reward: Tensor = None       # (B, T), at `ends` below
-    ends: Tensor = None         # (B, T) bool: last token of the row, or of each reasoning step
-    old_logp: Tensor = None     # (B, T) log pi_old; None: pi is pi_old, the ratio is 1
-    ref_logp: Tensor = None     # (B, T) log pi of the reference
-    value: Tensor = None        # (B, T) critic's value of the state before token t
-    adv: Tensor = None          # (B, T) advantages
-    returns: Tensor = None      # (B, T) targets of the value
+    reward: Tokens = None       # (B, T), at `ends` below
+    ends: Tokens = None         # (B, T) bool: last token of the row, or of each reasoning step
+    old_logp: Tokens = None     # (B, T) log pi_old; None: pi is pi_old, the ratio is 1
+    ref_logp: Tokens = None     # (B, T) log pi of the reference
+    value: Tokens = None        # (B, T) critic's value of the state before token t
+    adv: Tokens = None          # (B, T) advantages
+    returns: Tokens = None      # (B, T) targets of the value
 
     def __post_init__(self):
         if self.judged is None:
             self.judged = self.mask
+        if self.on_policy is None:
+            self.on_policy = torch.ones_like(self.finished)
+
+    @property
+    def groups(self):
+        """The number of each row's group, (B,), on the host."""
+        return passes.groups_of(self.problems)
 
 @dataclass
 class Agent:
@@ -303,23 +312,38 @@ def completions(agent, problems, group, u=None, begun=None):
     return batch
 
 def generate(agent, problems, group, rng=None):
-    """`completions` of this rank's share of the problems; without rng, the most likely ones."""
+    """`completions` of this rank's problems, drawn by rng, or without it the most likely ones."""
     u = None
-    if rng is not None:     # drawn for all ranks: samples do not depend on how many there are
-        u = dist.uniform(rng, len(problems), group, agent.cfg.max_new)
-        u = dist.of_rank(u).flatten(0, 1)       # (B, N)
-    return completions(agent, dist.of_rank(problems), group, u)
+    if rng is not None:
+        u = dist.uniform_here(rng, len(problems), group, agent.cfg.max_new)
+        u = u.flatten(0, 1)         # (B, N)
+    return completions(agent, problems, group, u)
+
+def given(agent, problems, said):
+    """Rows that the policy did not sample, judged by the rule: for each problem a completion, as
+    ids. Their logp is the present policy's; that of who wrote them may take its place."""
+    prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
+    rows = [prompt + ids for prompt, ids in zip(prompts, said)]
+    ids = passes.padded(rows, 1, max(map(len, rows)))
+    start, end = torch.tensor([[*map(len, prompts)], [*map(len, rows)]])[..., None]
+    column = torch.arange(ids.size(1))
+    finished = torch.tensor([row[-1] in agent.encoding.stop for row in rows])
+    tensors = ids, (start <= column) & (column < end), finished, torch.zeros(ids.shape), start[:, 0]
+    batch = Batch(*(x.to(agent.policy.device) for x in tensors))
+    batch.on_policy = torch.zeros_like(batch.finished)
+    batch.logp, _ = logps(agent.sampler, batch, agent.cfg)
+    reward.score_by_rule(agent, problems, batch)
+    return batch
 
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
-    than the mean, or do not divide. r (B, T) at `ends` (B, T). Returns scores (B, T), and which
-    groups are dead, (P,): whose std is at most a millionth of the mean, or of a floor. The std
-    divides by n (the paper is silent): the scores' mean square is 1 for any G, without epsilon."""
-    shape = ends.shape
-    ends = ends.view(-1, cfg.group, shape[1])                           # (P, G, T)
-    r = torch.where(ends, model.double(r).view_as(ends), 0)
+    than the mean, or do not divide. r (P, G, T) at `ends` (P, G, T), False in the last rows of a
+    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): whose std is
+    at most a millionth of the mean, or of a floor. The std divides by n (the paper is silent): the
+    scores' mean square is 1 for any G, without epsilon."""
+    r = torch.where(ends, model.double(r), 0)
     n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
     total = r.sum((1, 2), keepdim=True)
     mean = total / n
@@ -337,8 +361,14 @@ def group_scores(r, ends, cfg):
         mean = torch.where(dead, r, mean)       # r - mean is exactly 0
     std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
     score = (r - mean) / std
-    score = torch.where(ends, score, 0).float()
-    return score.view(shape), dead.flatten()
+    return torch.where(ends, score, 0).float(), dead.flatten()
+
+def scores_of_rows(r, ends, groups, cfg):
+    """`group_scores` of rows: scores (B, T) of r (B, T) at `ends`, by their groups' numbers (B,)."""
+    rows, place = passes.grid(groups, ends.device)              # (P, G), (B,)
+    exists = rows[..., None] >= 0
+    score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
+    return score.flatten(0, 1)[place], dead
 
 def gae(r, value, mask, gamma, lam):
     """Generalized advantage estimation, (B, T): A_t = sum over l of (gamma lam)^l delta_{t+l}, with
@@ -362,18 +392,19 @@ def whiten(x, mask):
     differ = mask & (std > 1e-6 * mean.abs())
     return torch.where(differ, (x - mean) / std, 0).float()
 
-def advantages(r, ends, mask, penalty, value, cfg):
-    """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T):
-    rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or None."""
+def advantages(r, ends, groups, mask, penalty, value, cfg):
+    """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T) but
+    the rows' groups (B,): rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask;
+    value, or None."""
     returns = None
     if value is None:       # a row's whole penalty counts at its end, before the scores
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
-        score, dead = group_scores(r, ends, cfg)
+        score, dead = scores_of_rows(r, ends, groups, cfg)
         adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
     else:                   # each token is an action, with a penalty of its own
-        score, dead = group_scores(r, ends, cfg)
+        score, dead = scores_of_rows(r, ends, groups, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
@@ -382,16 +413,17 @@ def advantages(r, ends, mask, penalty, value, cfg):
 
 # ----------------------------------------------------- rollout: completions, rewards, credit
 def collect(agent, problems, rng):
-    """The rows of a rollout, judged by the rule; a variant may collect other ones."""
+    """The rows of a rollout of this rank's problems, judged by the rule; those of a problem are its
+    group. A variant may collect other ones."""
     return generate(agent, problems, agent.cfg.group, rng)
 
 def rollout(agent, problems, rng):
-    """Completions of the problems with their rewards and advantages: a Batch, and statistics."""
+    """Completions of this rank's problems, rewards, advantages: a Batch, and its statistics."""
     cfg = agent.cfg
     batch = collect(agent, problems, rng)
     reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
-    has_ratios = cfg.updates > 1 or batch.on_policy is not None
+    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all())) > 0
     old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
@@ -401,7 +433,7 @@ def rollout(agent, problems, rng):
     if cfg.kl == "reward" and agent.ref is not None:
         penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(
-        batch.reward, batch.ends, batch.mask, penalty, batch.value, cfg)
+        batch.reward, batch.ends, batch.groups, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
 
 def old_logps(agent, batch, has_ratios):
@@ -414,9 +446,7 @@ def old_logps(agent, batch, has_ratios):
     if not (in_reward or in_bfloat16 or agent.critic is not None):
         return batch.logp, None
     old_logp, value = logps(agent.sampler, batch, cfg, agent.critic)
-    if batch.on_policy is not None:
-        old_logp = torch.where(batch.on_policy[:, None], old_logp, batch.logp)
-    return old_logp, value
+    return torch.where(batch.on_policy[:, None], old_logp, batch.logp), value
 
 @torch.no_grad()
 def logps(gpt, batch, cfg, critic=None):
@@ -501,8 +531,8 @@ def value_loss(value, old_value, returns, weight):
     return (weight * error).sum() / 2
 
 def total_loss(agent, batch, weight, n_tokens):
-    """The sum of all terms of the loss (a new term goes here) for some rows of a rollout, the
-    statistics, and the log-probabilities (B, T)."""
+    """The sum of all terms of the loss for some rows of a rollout, the statistics, and the
+    log-probabilities (B, T). A new term goes here; `has_gradient` says which rows have one."""
     cfg = agent.cfg
     logp, value = token_logps(agent.policy, batch, cfg, agent.critic)
     loss, stats = policy_loss(logp, batch, weight, n_tokens, cfg, agent.beta)
@@ -512,16 +542,22 @@ def total_loss(agent, batch, weight, n_tokens):
     return loss, stats, logp
 
 # ------------------------------------------------------------------------------- the update
-def minibatches(cfg, rng, n):
+def minibatches(cfg, rng, groups):
     """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
-    host) of the rows of each among this rank's n, and its number of rows on all ranks."""
-    here, total = dist.numbered(n, cfg.group)   # this rank's rows among those of all
+    host) of the rows of each among this rank's, whose groups are numbered (B,), and its number of
+    rows on all ranks."""
+    here, total = dist.numbered(groups)         # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
         for chosen in order.tensor_split(cfg.minibatches):
             rows = torch.isin(here, chosen).nonzero()[:, 0]
             n_rows = dist.all_reduce(torch.tensor(len(rows)))
             yield rows, n_rows.clamp(min=1).item()
+
+def minibatch(agent, batch, rows):
+    """The rollout as an optimizer step on some of its rows, indices on the host, is to see it. A
+    variant may change what depends on the whole minibatch, on all ranks: see `clip_cov`."""
+    return batch
 
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics."""
@@ -530,14 +566,13 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
-    mask = batch.mask.cpu()
-    learns = has_gradient(agent, batch)
-    for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, len(mask))):
-        n_tokens = dist.all_reduce(mask[rows].sum())
+    for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
+        part = minibatch(agent, batch, rows)
+        n_tokens = dist.all_reduce(passes.take(part.mask, rows).sum())
         n_tokens = n_tokens.clamp(min=1).item()
-        rows = rows[learns[rows]]
+        rows = rows[has_gradient(agent, part)[rows]]
         scored = []
-        for micro in passes.micro_batches(batch, rows, cfg.micro_tokens, agent.policy):
+        for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
             weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
@@ -553,11 +588,17 @@ def update(agent, batch, rng):
         agent.opt.zero_grad()
     return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
+def has_advantage(agent, batch):
+    """Which rows have an advantage, or a term of the reference or the critic: (B,), on the host."""
+    others = agent.ref is not None or agent.critic is not None
+    return (batch.mask.any(1) & (batch.adv.any(1) | others)).cpu()
+
 def has_gradient(agent, batch):
-    """Which rows have a gradient, (B,) on the host; update skips the others. Without reference and
-    critic, those with advantages 0 have none. A fork may have added a term to total_loss, so that
-    is computed for two of them, a small pass: if it is not 0, no row is skipped."""
-    return passes.has_gradient(agent, batch, total_loss)
+    """Which rows have a gradient, (B,), on the host: update skips the others. A loss that a file
+    replaces may have more terms: it gets all rows, unless the file says `has_advantage`."""
+    if {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys():
+        return torch.ones(len(batch.ids), dtype=torch.bool)
+    return has_advantage(agent, batch)
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
@@ -574,8 +615,7 @@ def refit_reward_model(agent, problems, iteration):
         batch = generate(agent, some, reward.CHOICES, draws)
         batch.reward, batch.ends = reward.of_rule(agent, batch)
         if cfg.reward == "rollouts":
-            batch.reward = reward.rollout_labels(
-                agent, completions, batch, reward.CHOICES, stream=iteration)
+            batch.reward = reward.rollout_labels(agent, completions, batch, stream=iteration)
         labelled.append(batch)
     return reward.refit(agent, labelled, len(held_out), rng)
 
@@ -606,7 +646,7 @@ def train_step(agent, problems, step):
             opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
-    batch, stats = rollout(agent, drawn, dist.rng(cfg, "rollout", step))
+    batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
@@ -643,7 +683,7 @@ def train(cfg, task=None, saved=None):
             stats = fitted | stats
             fitted = {}                 # logged with the iteration's first step
             log.append(stats)
-            report.log_step(agent, step, batch, log)
+            report.log_step(agent, step, batch, log, token_logps)
             finish_step(agent, held_out, step, stats)
     report.farewell(cfg, held_out[0].prompt)
     return agent

@@ -303,7 +303,8 @@ class ScalarHead(nn.Module):
         self.head = nn.Linear(size, 1)
         nn.init.normal_(self.head.weight, std=std, generator=generator)
         nn.init.zeros_(self.head.bias)
-        self.norm = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)     # mean and std
+        unfitted = torch.tensor([0.0, torch.inf])       # mean and std of scores: all count as 0
+        self.norm = nn.Parameter(unfitted, requires_grad=False)
 
     def forward(self, ids, layout=None, h=None):
         """Scalars (B, T) of ids (B, T); without a trunk of the policy's states h (B, T, C)."""

@@ -36,6 +36,8 @@ def score_by_rule(agent, problems, batch, episodes=None):
     """Fills in each row's problem, text, and components (B,) of the rule's reward. Of a completion
     that was cut off only negative ones count."""
     group = len(batch.ids) // len(problems)
+    if hasattr(agent.task, "reply") and episodes is None:
+        raise UserError("rows of a task with several turns need its Episodes")
     batch.problems = repeated(problems, group)
     batch.texts = texts(agent.encoding, batch, episodes)
     lengths = batch.judged.sum(1).tolist()
@@ -96,9 +98,6 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
-    group = agent.cfg.group
-    if batch.problems != repeated(batch.problems[::group], group):
-        raise UserError("a rollout must have --group rows of each problem, side by side")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -131,11 +130,11 @@ def score_rows(reward_model, ids, mask):
 
 def learned(reward_model, batch, cfg):
     """The learned reward (B, T) at `ends`: the normalised score of a completion, or the probability
-    that a step is good."""
+    that a step is good; 0 before the first fit."""
     raw = scores(reward_model, batch.ids, batch.mask, cfg)
+    mean, std = reward_model.norm               # std is infinite before the first fit
     if cfg.supervision == "process":
-        return torch.where(batch.ends, raw.sigmoid(), 0)
-    mean, std = reward_model.norm
+        return torch.where(batch.ends, raw.sigmoid() / std, 0)
     return torch.where(batch.ends, (raw - mean) / std, 0)
 
 def reward_loss(score, label, K):
@@ -160,11 +159,13 @@ def problems_to_label(problems, cfg, rng):
     to_fit = rng.sample(problems[tenth:], n - n_held_out)
     return held_out, to_fit
 
-def rollout_labels(agent, completions, batch, group, stream, tries=4):
+def rollout_labels(agent, completions, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end, by
     grpo.completions, that are right; a last step keeps its true label. `stream`, prompt and place
     name a step's random numbers."""
     cfg = agent.cfg
+    of_groups, place = passes.grid(batch.groups)
+    number = place % of_groups.size(1)          # of each row in its group
     ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
     start = batch.start.tolist()
     label = batch.reward.cpu().clone()
@@ -173,11 +174,11 @@ def rollout_labels(agent, completions, batch, group, stream, tries=4):
         problems, begun, u = [], [], []
         for row, column in part.tolist():
             problem, first = batch.problems[row], start[row]
-            later = mask[row, column + 1:].int().argmax()       # 0, or the length of a reply
+            later = judged[row, column + 1:].int().argmax()     # 0, or the length of a reply
             prefix = slice(first, column + 1 + later)
             problems.append(problem)
             begun.append((ids[row, prefix].tolist(), judged[row, prefix].tolist()))
-            place = f"{stream}/{problem.prompt}/{row % group}/{column - first}"
+            place = f"{stream}/{problem.prompt}/{number[row]}/{column - first}"
             u.append(dist.uniform(dist.rng(cfg, "labels", place), tries, cfg.max_new))
         if problems:
             played = completions(agent, problems, tries, torch.cat(u), begun)
@@ -220,8 +221,6 @@ def choices(rows, K):
     ends = rows["ends"]
     reward = label[ends].view(-1, K)
     best = reward == reward.amax(1, keepdim=True)
-    if best.all():
-        dist.print0("warning: all labels are equal: the reward model has nothing to learn from")
     chance = best / best.sum(1, keepdim=True)
     return rows | {"label": label.masked_scatter(ends, chance)}
 
@@ -254,18 +253,25 @@ def refit(agent, batches, n_held_out, rng):
         old = replay(agent.history, tenth, K, rng)
         to_fit = passes.join([train, old])
         history = passes.join([agent.history, train])
-    fit(reward_model, to_fit, K, cfg, rng)
     agent.history = history
+    label = to_fit["label"][to_fit["ends"]]
+    if label.amin() == label.amax():
+        dist.print0("warning: all labels are equal: the reward model learns nothing from them, and "
+                    "one that never learned gives every completion 0")
+        return {}
+    fit(reward_model, to_fit, K, cfg, rng)
 
     score = scores_of(reward_model, test, cfg)
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     label = test["label"][test["ends"]]
-    accuracy, error = quality(score, label, K)
-    if K > 1:
-        normalise(reward_model, agent.history, cfg)
+    accuracy, error, chance = quality(score, label, K)
+    normalise(reward_model, agent.history, cfg)
     dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
-                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}  calibration error {error:.3f}")
+                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}  calibration "
+                f"error {error:.3f}")
+    if not accuracy > chance:
+        dist.print0("warning: the reward model is no better than chance")
     return {"rm_accuracy": accuracy, "rm_error": error}
 
 def labelled(batch):
@@ -274,7 +280,11 @@ def labelled(batch):
     return {name: x.cpu() for name, x in rows.items()}
 
 def normalise(reward_model, history, cfg):
-    """Gives scores the mean 0 and the std 1 over the history: the latest rows vary too little."""
+    """Gives scores the mean 0 and the std 1 over the history: the latest rows vary too little. Of
+    steps the probabilities count, as they are."""
+    if cfg.supervision == "process":
+        reward_model.norm.copy_(torch.tensor([0.0, 1.0]))
+        return
     score = scores_of(reward_model, history, cfg)
     mean, std = score.mean(), score.std()
     if not std > 1e-6 * mean.abs():
@@ -314,22 +324,27 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """Accuracy and expected calibration error (10 bins) of scores (n,) on labels (n,). Of K choices
-    any of the best is right; where all are, the set does not count: NaN if there is no other."""
+    """Accuracy and expected calibration error (10 bins) of scores (n,) on labels (n,), and the
+    accuracy of a guess. Of K choices any of the best is right; where all are, the set does not
+    count: NaN if there is no other."""
     if K == 1:
         p = score.sigmoid()
         confidence = torch.maximum(p, 1 - p)
-        correct = ((p > 0.5) == (label > 0.5)).float()
+        good = (label > 0.5).float()
+        correct = ((p > 0.5) == (good > 0.5)).float()
         outcome = correct
+        chance = torch.maximum(good.mean(), 1 - good.mean())        # the more frequent answer
     else:
-        chance = label.view(-1, K)  # of being chosen
-        differ = chance.amax(1) > chance.amin(1)
+        shares = label.view(-1, K)  # the probability of each to be chosen
+        differ = shares.amax(1) > shares.amin(1)
         confidence, pick = score.view(-1, K).softmax(1)[differ].max(1)
-        chance = chance[differ]
-        outcome = chance.gather(1, pick[:, None]).squeeze(1)
-        correct = (outcome == chance.amax(1)).float()
+        shares = shares[differ]
+        outcome = shares.gather(1, pick[:, None]).squeeze(1)
+        best = shares.amax(1)
+        correct = (outcome == best).float()
+        chance = (shares == best[:, None]).float().mean()
     bins = (confidence * 10).long().clamp(max=9)
     gap = torch.zeros(10)
     gap = gap.index_add(0, bins, confidence - outcome)
     error = gap.abs().sum() / len(correct)
-    return correct.mean().item(), error.item()
+    return correct.mean().item(), error.item(), chance.item()

@@ -97,12 +97,14 @@ def largest(n):
     """The largest of an integer over all ranks."""
     return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
 
-def numbered(n, group):
-    """The numbers of this rank's n rows among all, (n,), of which some may be unused, and how many
-    there are. Groups belong to the ranks in turn."""
-    total = -(-largest(n) // group) * group * ranks()
-    every = torch.arange(total).view(-1, group)
-    return of_rank(every).flatten()[:n], total
+def numbered(groups):
+    """The numbers of this rank's rows among those of all ranks, (B,), by the numbers of their
+    groups, (B,), and how many there are. Groups belong to the ranks in turn."""
+    every = gather(groups)
+    turns = [of_a_rank * ranks() + i for i, of_a_rank in enumerate(every)]
+    number = torch.cat(turns).argsort(stable=True).argsort()
+    before = sum(map(len, every[:rank()]))
+    return number[before:before + len(groups)], len(number)
 
 def mean_and_std(x):
     """Mean and std of x (n,) over all ranks, without Bessel's correction."""
@@ -130,8 +132,11 @@ def means(stats):
     if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components: use the same ones for "
                         "every prompt")
-    found = sums({name: stats[name].float().mean() for name in names})
-    return {name: found[name] / ranks() for name in stats}
+    total = all_reduce(torch.stack([stats[name].float().sum() for name in names]))
+    count = all_reduce(torch.tensor([float(stats[name].numel()) for name in names]))
+    mean = total / count.to(total.device).clamp(min=1)
+    found = dict(zip(names, mean.tolist()))
+    return {name: found[name] for name in stats}
 
 def wait_for_all():
     all_reduce(torch.zeros(())).item()
@@ -266,6 +271,11 @@ def uniform(rng, *shape):
     """float64 uniforms in [0, 1), the same on every machine."""
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
+def uniform_here(rng, n, *shape):
+    """`uniform` for this rank's n problems, (n, ...), drawn for those of all ranks: what is sampled
+    does not depend on how many there are."""
+    return of_rank(uniform(rng, n * ranks(), *shape))
+
 # ---------------------------------------------------------------------- signals
 
 class Stopped(Exception):
@@ -353,11 +363,11 @@ def progress(name, total, every=10):
     return told
 
 def chunks(name, items, size, stops=False):
-    """Yields the items `size` at a time, if this rank has a share; prints progress, may stop."""
+    """Yields this rank's share, if any, of `size` items at a time; prints progress, may stop."""
     told = progress(name, len(items))
     for i in range(0, len(items), size):
         told(i)
         if stops:
             stop_here(name)
-        if of_rank(items[i:i + size]):
-            yield items[i:i + size]
+        if share := of_rank(items[i:i + size]):
+            yield share

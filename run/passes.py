@@ -1,7 +1,8 @@
 """Batches of rows, micro-batches, supervised fits, and a training pass that equals
 `model.token_logps` up to rounding, but computes a prefix that rows have in common once: on a CPU a
 step takes half the time. A state must depend on earlier tokens alone."""
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import NewType
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from model import send
 from run import dist
 
 # -------------------------------------------------------------- rows of Batches
+
+Tokens = NewType("Tokens", torch.Tensor)    # the type of a Batch's fields (B, T)
 
 def padded(rows, group, width):
     """Each of the rows (lists of ids), padded with 0 to `width`, `group` times: (B, width)."""
@@ -38,7 +41,6 @@ def join(values):
     if isinstance(first, list):
         return sum(values, [])
     if first is None:
-        assert all(value is None for value in values), "a field that only some of the Batches have"
         return None
     if first.dim() == 2:
         T = max(x.size(1) for x in values)
@@ -46,17 +48,39 @@ def join(values):
     return torch.cat(values)
 
 def take(x, rows):
-    """Some rows of a field, by indices (n,) on the host."""
+    """Some rows of a field, by indices (n,) on the host: of a tensor, a list, or each in a dict."""
     if isinstance(x, dict):
         return {name: take(value, rows) for name, value in x.items()}
     if isinstance(x, list):
         return [x[i] for i in rows.tolist()]
-    return None if x is None else x[send(rows, x.device)]
+    return x[send(rows, x.device)] if isinstance(x, torch.Tensor) else x
 
 def joined(batches, rows):
     """Some rows of several Batches, by indices (n,) through all of them, as one Batch."""
-    fields = join([vars(batch) for batch in batches])
-    return type(batches[0])(**take(fields, rows))
+    for name in vars(batches[0]):
+        if len({getattr(batch, name) is None for batch in batches}) > 1:
+            raise UserError(f"Batches cannot be joined: only some of them have {name}")
+    every = join([vars(batch) for batch in batches])
+    return type(batches[0])(**take(every, rows))
+
+def groups_of(problems):
+    """The number of each row's group, (B,) on the host: the rows of one problem, wherever they are,
+    are a group."""
+    number = {}
+    return torch.tensor([number.setdefault(id(p), len(number)) for p in problems], dtype=torch.int64)
+
+def grid(groups, device="cpu"):
+    """For each group, by the numbers of the rows' groups (B,), its rows, (P, G), -1 where it has
+    fewer; and for each row its place in there, flattened, (B,)."""
+    sizes = groups.bincount()
+    most = max(sizes.tolist(), default=0)
+    order = groups.argsort(stable=True)
+    first = sizes.cumsum(0) - sizes                             # of each group, in that order
+    place = groups * most
+    place[order] += torch.arange(len(order)) - first[groups[order]]
+    rows = torch.full((len(sizes) * most,), -1)
+    rows[place] = torch.arange(len(order))
+    return rows.view(len(sizes), most).to(device), place.to(device)
 
 # ---------------------------------------------------------------- micro-batches
 
@@ -99,27 +123,18 @@ def split_rows(ids, mask, budget, module=None):
         yield torch.tensor([], dtype=torch.int64), ids.size(1)
 
 def select(batch, rows, T):
-    """The tensors of some rows of a Batch, cut to T columns, as a Batch."""
-    tensors = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    return type(batch)(**{name: x[:, :T] if x.dim() == 2 else x
-                          for name, x in take(tensors, rows).items()})
+    """Some rows of a Batch, by indices on the host, with Tokens cut to T columns."""
+    found = take(vars(batch), rows)
+    for f in fields(batch):
+        if f.type is Tokens and found[f.name] is not None:
+            found[f.name] = found[f.name][:, :T]
+    return type(batch)(**found)
 
 def micro_batches(batch, rows, budget, module):
     """Yields the parts of `split_rows` of some rows as Batches."""
     ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
     for part, T in split_rows(ids, mask, budget, module):
         yield select(batch, rows[part], T)
-
-@torch.no_grad()
-def has_gradient(agent, batch, total_loss):
-    """See grpo.has_gradient."""
-    every = torch.ones(len(batch.ids), dtype=torch.bool)
-    if agent.ref is not None or agent.critic is not None:
-        return every
-    learns = batch.adv.any(1).cpu()
-    micro = select(batch, (~learns).nonzero()[:2, 0], batch.ids.size(1))     # two, or fewer
-    loss, *_ = total_loss(agent, micro, micro.mask.float(), 1)
-    return learns if loss == 0 else every
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):
     """`grpo.token_logps` of a Batch, in micro-batches."""
@@ -224,6 +239,38 @@ def logps_in_parts(gpt, h, tokens):
     parts = zip(h.split(size), tokens.split(size))
     return torch.cat([checkpoint(gpt.logps, *part, use_reentrant=False) for part in parts])
 
+@torch.no_grad()
+def entropies(gpt, batch, cfg):
+    """The entropy in nats, (B, T), of the distribution from which the policy, as it is now, would
+    draw each sampled token of a Batch; 0 outside mask."""
+    ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
+    entropy = torch.zeros(mask.shape, device=device)
+    size = max(1, most_logits(device) // gpt.cfg.vocab_size)
+    for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
+        before, sampled = ids[rows, :T - 1], mask[rows, 1:T]
+        h = gpt(before, layout=layout_of(gpt, before, sampled))                 # (r, T - 1, C)
+        sampled = send(sampled, device)
+        parts = (h[sampled] / cfg.temperature).split(size)
+        found = torch.cat([torch.special.entr(gpt.probs(part)).sum(-1) for part in parts])
+        entropy[send(rows, device), 1:T] = entropy.new_zeros(sampled.shape).masked_scatter(
+            sampled, found)
+    return entropy
+
+def token_numbers(batch):
+    """The number of each column of each row, (B, T), among those of all ranks, and how many there
+    are: the same with one rank and with several."""
+    number, total = dist.numbered(batch.groups)
+    T = dist.largest(batch.ids.size(1))
+    return number[:, None] * T + torch.arange(batch.ids.size(1)), total * T
+
+def highest(x, mask, share):
+    """A mask of the `share` of all ranks' tokens in mask (B, T), at least one, whose x (B, T) is
+    the highest; of equal ones all."""
+    every = torch.cat(dist.gather(x[mask.to(x.device)].cpu()))
+    n = max(1, int(share * len(every)))
+    least = F.pad(every, (0, 1), value=-torch.inf).topk(n).values[-1]
+    return mask & (x >= least.to(x.device)).to(mask.device)
+
 # ----------------------------------------------- sampler and trainer must agree
 
 # The largest and the mean gap allowed before the first optimizer step; beyond it every ratio would
@@ -237,9 +284,7 @@ def checked_gap(scored, dtype):
     most, most_on_average = MISMATCH[dtype]
     gaps, tokens = [], 0
     for batch, logp in scored:
-        mask = batch.mask
-        if batch.on_policy is not None:
-            mask = mask & batch.on_policy[:, None]
+        mask = batch.mask & batch.on_policy[:, None]
         gaps.append(torch.where(mask, logp - batch.logp, 0).abs().flatten())
         tokens = tokens + mask.sum()
     gaps = torch.cat(gaps)

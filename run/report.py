@@ -17,7 +17,6 @@ import torch
 import data
 from data import UserError, answer_of, turns
 from data.tokenizer import pieces
-from model import send
 from run import dist, files, passes
 from run.dist import clock, print0, say
 
@@ -60,20 +59,20 @@ def coloured(piece, adv):
         return piece
     return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
-def print_group(batch, rows, encoding):
+def print_group(batch, encoding):
     """Prints the distinct completions of a group: at most four, of highest and lowest reward."""
-    prompt = on_one_line(batch.problems[rows.start].prompt)
+    prompt = on_one_line(batch.problems[0].prompt)
     if len(prompt) > 60:
         prompt = f"... {prompt[-40:]}"
     reward = batch.reward.sum(1).tolist()
     alike = {}  # the rows of each completion and reward
-    for row in range(rows.start, rows.stop):
+    for row in range(len(reward)):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
     for same in distinct if len(distinct) <= 4 else distinct[:2] + distinct[-2:]:
         row = same[0]
         mask = batch.mask[row]
-        adv = batch.adv[row][mask].tolist()
+        adv = batch.adv[row][mask].tolist() or [0.0]    # of a row without a sampled token
         said = [*map(coloured, pieces(encoding, batch.ids[row][mask].tolist()), adv)]
         places = passes.replies_after(mask)
         for n, reply in zip(reversed(places), reversed(batch.texts[row][1::2])):
@@ -167,60 +166,60 @@ def resume_command(cfg):
 
 # ---------------------------------------------------------------- samples.jsonl
 
-PART = 2 ** 24      # most logits at a time, of one row; 64 MiB in float32
-
-def log_step(agent, step, batch, done):
-    """Prints a line for a step; when due also a group, and adds two groups to samples.jsonl."""
+def log_step(agent, step, batch, done, logps):
+    """Prints a line for a step; when due also a group, and adds two groups to samples.jsonl, with
+    log pi after the update, by grpo.logps."""
     cfg, first = agent.cfg, dist.rank() == 0
     step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
         return
-    tensors = {n: x.cpu() for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    components = {n: x.cpu() for n, x in batch.components.items()}
-    batch = dataclasses.replace(batch, **tensors, components=components)
-    if first:
-        print_group(batch, widest(batch, cfg.group), agent.encoding)
-    if first or dist.is_sharded(agent.policy):  # every rank takes part in its passes
-        for which, rows in chosen(cfg, step, batch).items():
-            found = {"step": step, "which": which, **record(agent, batch, rows)}
-            if first:
-                files.append(cfg.folder / "samples.jsonl", found)
-
-def widest(batch, group):
-    """The rows of the group with the largest std of rewards; the first one in a tie."""
-    rewards = batch.reward.sum(1).double().view(-1, group)
-    p = int(rewards.std(1, correction=0).argmax())
-    return slice(p * group, (p + 1) * group)
+    for which, rows in chosen(cfg, step, batch).items():
+        if not (first or dist.is_sharded(agent.policy)):    # every rank takes part in its passes
+            return
+        group = passes.select(batch, rows, batch.ids.size(1))
+        new_logp, _ = logps(agent.policy, group, cfg)
+        entropy = passes.entropies(agent.policy, group, cfg)
+        if not first:
+            continue
+        tensors = {n: x.cpu() for n, x in vars(group).items() if isinstance(x, torch.Tensor)}
+        components = {n: x.cpu() for n, x in group.components.items()}
+        group = dataclasses.replace(group, **tensors, components=components)
+        if which == "spread":
+            print_group(group, agent.encoding)
+        found = record(agent, group, new_logp.cpu(), entropy.cpu())
+        files.append(cfg.folder / "samples.jsonl", {"step": step, "which": which, **found})
 
 def chosen(cfg, step, batch):
-    """The rows of two of this rank's groups: that of the widest spread of rewards, and another."""
-    found = {"spread": widest(batch, cfg.group)}
-    others = [*range(0, len(batch.ids), cfg.group)]
-    others.remove(found["spread"].start)
-    if others:
-        begin = dist.rng(cfg, "samples", step).choice(others)
-        found["random"] = slice(begin, begin + cfg.group)
+    """The rows of two of this rank's groups, if it has some: that of the widest spread of rewards,
+    the first one in a tie, and another."""
+    grid, _ = passes.grid(batch.groups)
+    groups = [rows[rows >= 0] for rows in grid]
+    if not groups:
+        return {}
+    rewards = batch.reward.sum(1).double().cpu()
+    spread = [rewards[rows].std(correction=0).item() for rows in groups]
+    found = {"spread": groups.pop(spread.index(max(spread)))}
+    if groups:
+        found["random"] = dist.rng(cfg, "samples", step).choice(groups)
     return found
 
-def record(agent, batch, rows):
-    """What samples.jsonl holds of a group, some rows of a rollout on the host, token by token."""
-    ids, mask, ends = batch.ids[rows], batch.mask[rows], (batch.ends & batch.mask)[rows]
-    ref_logp = None if batch.ref_logp is None else numbers(batch.ref_logp[rows], mask)
-    new_logp, entropy = as_it_is_now(agent.policy, ids, mask, agent.cfg.temperature)
+def record(agent, batch, new_logp, entropy):
+    """What samples.jsonl holds of a group, a Batch on the host, token by token."""
+    mask, ends = batch.mask, batch.ends & batch.mask
     found = {
-        "prompt": batch.problems[rows.start].prompt,
-        "completions": batch.texts[rows],
-        "finished": batch.finished[rows].tolist(),
-        "rewards": rounded(batch.reward[rows].sum(1)),
-        "parts": {name: rounded(x[rows]) for name, x in batch.components.items()},
-        "tokens": [pieces(agent.encoding, row[on].tolist()) for row, on in zip(ids, mask)],
-        "advantages": numbers(batch.adv[rows], mask),
-        "logp": numbers(batch.logp[rows], mask),
-        "new_logp": new_logp,
-        "ref_logp": ref_logp,
-        "entropy": entropy,
+        "prompt": batch.problems[0].prompt,
+        "completions": batch.texts,
+        "finished": batch.finished.tolist(),
+        "rewards": rounded(batch.reward.sum(1)),
+        "parts": {name: rounded(x) for name, x in batch.components.items()},
+        "tokens": [pieces(agent.encoding, row[on].tolist()) for row, on in zip(batch.ids, mask)],
+        "advantages": numbers(batch.adv, mask),
+        "logp": numbers(batch.logp, mask),
+        "new_logp": numbers(new_logp, mask),
+        "ref_logp": None if batch.ref_logp is None else numbers(batch.ref_logp, mask),
+        "entropy": numbers(entropy, mask),
         "ends": [end[on].nonzero()[:, 0].tolist() for end, on in zip(ends, mask)],
-        "step_rewards": numbers(batch.reward[rows], ends)}
+        "step_rewards": numbers(batch.reward, ends)}
     if hasattr(agent.task, "reply"):    # the number of tokens sampled before each reply
         found["replies"] = [passes.replies_after(row) for row in mask]
     return found
@@ -233,24 +232,6 @@ def rounded(x):
     """The numbers of a tensor (n,), to four decimals."""
     return [round(value, 4) for value in x.tolist()]
 
-@torch.no_grad()
-def as_it_is_now(policy, ids, mask, temperature):
-    """log pi and entropy (in nats) of each sampled token after the update: for each row a list."""
-    logps, entropies = [], []
-    size = max(1, PART // policy.cfg.vocab_size)
-    for row, on, T in zip(ids, mask, passes.row_lengths(mask).tolist()):
-        with torch.compiler.set_stance("force_eager"):  # a single row would be compiled again
-            h = policy(row[None, :T - 1])[0]            # (T, C)
-        h = h[on[1:T]]                                  # (n, C)
-        tokens = send(row[:T][on[:T]], h.device)        # (n,)
-        logps.append([])
-        entropies.append([])
-        for part, token in zip(h.split(size), tokens.split(size)):
-            logits = policy.head(part / temperature).log_softmax(-1)  # (n, V)
-            logps[-1] += rounded(logits.gather(-1, token[:, None])[:, 0])
-            entropies[-1] += rounded(-(logits.exp() * logits).sum(-1))
-    return logps, entropies
-
 # --------------------------------------------------------------- the statistics
 
 def statistics(batch, dead):
@@ -261,9 +242,9 @@ def statistics(batch, dead):
     entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
-    if len(dead) < len(batch.ids):        # with one completion per prompt there are no groups
+    if len(dead) < len(batch.ids) or not len(dead):     # one completion per prompt is no group
         stats["dead_groups"] = dead
-    if isinstance(batch.texts[0], list):  # of the policy's
+    if any(isinstance(text, list) for text in batch.texts):     # of the policy's
         said = [float(len(text[::2])) for text in batch.texts]
         stats["turns"] = torch.tensor(said, device=batch.ids.device)
     if batch.value is not None:  # 1: predicts all returns; 0: only their mean

@@ -13,19 +13,19 @@ SETTINGS = dict(kl="none")
 
 
 def group_scores(reward, ends, cfg):
-    r = double(reward.sum(1)).view(-1, cfg.group)                # (P, G)
+    r, exists = double(reward.sum(2)), ends.any(2)                                      # (P, G)
     if r.min() < 0 or r.max() > 1:
         wrong = r.min() if r.min() < 0 else r.max()
         raise UserError(f"--algo beta_norm: a reward is {wrong:g}, and must be from 0 to 1")
-    p = r.mean(1, keepdim=True)                                                         # (P, 1)
+    p = r.sum(1, True) / exists.sum(1, True)                                            # (P, 1)
     mean, std = dist.mean_and_std(p.flatten())
     mean, var = mean.clamp(1e-3, 1 - 1e-3), std.square().clamp(min=1e-4)
     size = (mean * (1 - mean) / var - 1).clamp(min=1e-3)                                # a + b
     beta = torch.distributions.Beta(1 + mean * size / 3, 1 + (1 - mean) * size / 3)
     density = beta.log_prob(p.clamp(1e-3, 1 - 1e-3)).exp()
-    dead = r.amax(1) == r.amin(1)
+    dead = ((r == r[:, :1]) | ~exists).all(1)
     score = torch.where(dead[:, None], 0, (r - p) / density).to(reward)
-    return score.view(-1, 1) * ends, dead
+    return score[..., None] * ends, dead
 
 
 grpo.group_scores = group_scores

@@ -21,7 +21,7 @@ def rollout(agent, problems, rng):
     batch, stats = of_the_sum(agent, problems, rng)
     total = torch.zeros_like(batch.reward)
     for x in grpo.reward.counted(batch.components).values():
-        total += grpo.group_scores(x[:, None] * batch.ends, batch.ends, cfg)[0]
+        total += grpo.scores_of_rows(x[:, None] * batch.ends, batch.ends, batch.groups, cfg)[0]
     batch.adv = whiten(total.sum(1, keepdim=True) * batch.mask, batch.mask)
     return batch, stats
 

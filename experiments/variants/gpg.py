@@ -12,8 +12,8 @@ SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token")
 FIXED = ["clip_low", "clip_high", "ratio"]
 
 
-def advantages(reward, ends, mask, penalty, value, cfg):
-    adv, returns, dead = of_groups(reward, ends, mask, penalty, value, cfg)
+def advantages(reward, ends, groups, mask, penalty, value, cfg):
+    adv, returns, dead = of_groups(reward, ends, groups, mask, penalty, value, cfg)
     groups, live = dist.all_reduce(torch.tensor([len(dead), int((~dead).sum())])).tolist()
     return adv * groups / max(live, 1), returns, dead
 

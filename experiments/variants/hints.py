@@ -12,11 +12,11 @@ SHARE, TRIES = 0.5, 50
 def collect(agent, problems, rng):
     require(agent.task, "demonstration", "--algo hints shows its beginning")
     batch, G = unaided(agent, problems, rng), agent.cfg.group
-    u = dist.of_rank(dist.uniform(rng, len(problems), G, agent.cfg.max_new))
+    u = dist.uniform_here(rng, len(problems), G, agent.cfg.max_new)
     dead = (batch.components["correct"].view(-1, G).amax(1) == 0).nonzero()[:, 0].tolist()
     if not dead:
         return batch
-    hinted = [dist.of_rank(problems)[p] for p in dead]
+    hinted = [problems[p] for p in dead]
     begun = [hint(agent, problem) for problem in hinted]
     aided = grpo.completions(agent, hinted, G, u[dead].flatten(0, 1), begun)
     rows = torch.arange(len(batch.ids)).view(-1, G)

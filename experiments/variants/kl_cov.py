@@ -1,29 +1,55 @@
-"""KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of tokens with the largest covariance of advantage
-and log-probability is penalized by |log ratio|, as in the authors' code; there is no clip. The
-covariance's means are over a micro-batch, whose size is fixed; the loss is a mean over tokens.
+"""KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of a minibatch's tokens with the largest covariance
+of advantage and log-probability, the first of equal ones, is penalized by |log ratio|, as in the
+authors' code; there is no clip, and the loss is a mean over tokens. Takes a forward pass more.
 """
+from dataclasses import dataclass, replace
+
 import torch
 
 import grpo
+from grpo import Tokens
+from grpo import total_loss as unpenalized
+from run import dist, passes
 
-SETTINGS = dict(kl="none", loss_mean="token", micro_tokens=2048)
-FIXED = ["clip_low", "clip_high", "micro_tokens"]
+SETTINGS = dict(kl="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
+FIXED = ["clip_low", "clip_high"]
 SHARE, COEFFICIENT = 2e-3, 1.0
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
-    cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean()).detach()
-    ranked = cov[mask].sort(descending=True).values             # none if a rank has no rows
-    held = mask & (cov >= ranked[max(1, int(SHARE * len(ranked))) - 1]) if len(ranked) else mask
-    moved = ratio.log().abs()
-    moved = torch.where(moved > 1e-4, moved, 0)         # below, it is rounding
-    return ratio * adv - held * COEFFICIENT * moved, held
+@dataclass
+class Batch(grpo.Batch):
+    held: Tokens = None         # (B, T) bool: penalized
 
 
-def has_gradient(agent, batch):
-    return torch.ones(len(batch.ids), dtype=torch.bool)     # all rows may be held back
+def minibatch(agent, batch, rows):
+    part = passes.select(batch, rows, batch.ids.size(1))
+    on = part.mask
+    logp = part.logp
+    if part.old_logp is not None:
+        logp, _ = grpo.logps(agent.policy, part, agent.cfg)
+    adv_mean, _ = dist.mean_and_std(part.adv[on])
+    logp_mean, _ = dist.mean_and_std(logp[on])
+    cov = (part.adv - adv_mean) * (logp - logp_mean)
+    number, total = passes.token_numbers(batch)
+    first = cov.cpu().double().round(decimals=4) - 5e-5 * number[rows] / total
+    held = torch.zeros_like(batch.mask)
+    held[rows] = passes.highest(first, on, SHARE)
+    return replace(batch, held=held)
 
 
-grpo.surrogate = surrogate
-grpo.has_gradient = has_gradient
+def total_loss(agent, batch, weight, n_tokens):
+    loss, stats, logp = unpenalized(agent, batch, weight, n_tokens)
+    stats["clip_share"] = batch.held.sum() / n_tokens
+    if batch.old_logp is not None:
+        ratio = grpo.importance_ratio(logp, batch.old_logp, batch.mask, agent.cfg)
+        moved = ratio.log().abs()
+        moved = torch.where(moved > 1e-4, moved, 0)         # below, it is rounding
+        penalty = COEFFICIENT * (weight * batch.held * moved).sum()
+        stats["loss"] = stats["loss"] + penalty
+        loss = loss + penalty
+    return loss, stats, logp
+
+
+grpo.Batch = Batch
+grpo.minibatch = minibatch
+grpo.total_loss = total_loss

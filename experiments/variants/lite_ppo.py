@@ -11,7 +11,7 @@ SETTINGS = dict(kl="none", loss_mean="token")
 
 def group_scores(reward, ends, cfg):
     score, dead = minus_mean(reward, ends, replace(cfg, adv_scale="none"))
-    _, std = mean_and_std(reward.sum(1))
+    _, std = mean_and_std(reward.sum(2)[ends.any(2)])
     return score / std.clamp(min=1e-6), dead
 
 

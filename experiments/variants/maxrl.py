@@ -11,12 +11,13 @@ SETTINGS = dict(kl="none")
 
 
 def group_scores(reward, ends, cfg):
-    r = reward.sum(1).view(-1, cfg.group)                                               # (P, G)
+    r, exists = reward.sum(2), ends.any(2)                                              # (P, G)
     if r.min() < 0:
         raise UserError(f"--algo maxrl: a reward is {r.min():g}, and must not be negative")
-    mean, dead = r.mean(1, keepdim=True), r.amax(1) == r.amin(1)
+    mean = r.sum(1, True) / exists.sum(1, True)
+    dead = ((r == r[:, :1]) | ~exists).all(1)
     score = torch.where(dead[:, None], 0, (r - mean) / mean.clamp(min=1e-6))
-    return score.view(-1, 1) * ends, dead
+    return score[..., None] * ends, dead
 
 
 grpo.group_scores = group_scores

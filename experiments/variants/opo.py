@@ -3,16 +3,20 @@ length, which minimizes the gradient's variance if gradients grow with the lengt
 clip, no std, no KL; a mean over tokens.
 """
 import grpo
+from run.passes import grid
 
 SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
 FIXED = ["baseline", "adv_scale"]
 
 
-def advantages(reward, ends, mask, penalty, value, cfg):
-    r, n = (reward - penalty).sum(1).view(-1, cfg.group), mask.sum(1).view(-1, cfg.group)
+def advantages(reward, ends, groups, mask, penalty, value, cfg):
+    rows, place = grid(groups, mask.device)             # (P, G), (B,)
+    exists = rows >= 0
+    r, n = (reward - penalty).sum(1)[rows], mask.sum(1)[rows] * exists
     score = r - (r * n).sum(1, True) / n.sum(1, True)
-    dead = r.amax(1) == r.amin(1)
-    return score.masked_fill(dead[:, None], 0).view(-1, 1) * mask, None, dead
+    dead = ((r == r[:, :1]) | ~exists).all(1)
+    score = score.masked_fill(dead[:, None], 0).flatten()[place]
+    return score[:, None] * mask, None, dead
 
 
 grpo.advantages = advantages

@@ -13,10 +13,4 @@ def update(agent, batch, rng):
     return of_all(agent, replace(batch, mask=batch.mask & batch.finished[:, None]), rng)
 
 
-def has_gradient(agent, batch):
-    everything = agent.ref is not None or agent.critic is not None
-    return (batch.finished & (batch.adv.any(1) | everything)).cpu()
-
-
 grpo.update = update
-grpo.has_gradient = has_gradient

@@ -14,17 +14,17 @@ K = 4
 
 
 def group_scores(reward, ends, cfg):
-    group = cfg.group
-    if group <= K:
-        raise UserError(f"pass_at_k: --group {group} must be more than K, {K}")
-    right = reward.sum(1).view(-1, group) >= 1          # (P, G)
-    fails = [comb(group - n, K) / comb(group, K) for n in right.sum(1).tolist()]
-    ways = comb(group - 1, K - 1)
-    alone = [comb(max(0, group - n - 1), K - 1) / ways for n in right.sum(1).tolist()]
+    right = reward.sum(2) >= 1                          # (P, G)
+    sizes = ends.any(2).sum(1).tolist()
+    if min(sizes, default=K + 1) <= K:
+        raise UserError(f"pass_at_k: --group {min(sizes)} must be more than K, {K}")
+    counts = [*zip(sizes, right.sum(1).tolist())]
+    fails = [comb(G - n, K) / comb(G, K) for G, n in counts]
+    alone = [comb(max(0, G - n - 1), K - 1) / comb(G - 1, K - 1) for G, n in counts]
     fail, alone = (torch.tensor(x)[:, None].to(reward) for x in (fails, alone))
     dead, std = (fail == 0) | (fail == 1), (fail * (1 - fail)).sqrt()
     score = torch.where(dead, 0, torch.where(right, fail, fail - alone) / std)
-    return score.view(-1, 1) * ends, dead.flatten()
+    return score[..., None] * ends, dead.flatten()
 
 
 grpo.group_scores = group_scores

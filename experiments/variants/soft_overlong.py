@@ -17,8 +17,8 @@ def punishment(mask, cfg):
     return FACTOR * (over / (BUFFER * cfg.max_new)).clamp(0, 1) * last_tokens(mask)
 
 
-def advantages(reward, ends, mask, penalty, value, cfg):
-    return unpunished(reward - punishment(mask, cfg), ends, mask, penalty, value, cfg)
+def advantages(reward, ends, groups, mask, penalty, value, cfg):
+    return unpunished(reward - punishment(mask, cfg), ends, groups, mask, penalty, value, cfg)
 
 
 def rollout(agent, problems, rng):

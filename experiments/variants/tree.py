@@ -11,13 +11,13 @@ def collect(agent, problems, rng):
     G, N = agent.cfg.group, agent.cfg.max_new
     half = -(-G // 2)
     trunks = grpo.generate(agent, problems, half, rng)
-    at, u = (dist.of_rank(dist.uniform(rng, len(problems), half, n)).flatten(0, 1) for n in (1, N))
+    at, u = (dist.uniform_here(rng, len(problems), half, n).flatten(0, 1) for n in (1, N))
     begun = []
     for ids, mask, start, share in zip(trunks.ids.cpu(), trunks.mask.cpu(), trunks.start, at[:, 0]):
         sampled = mask.nonzero()[:, 0]
         kept = slice(start, sampled[int(share * len(sampled))])
         begun.append((ids[kept].tolist(), mask[kept].tolist()))
-    own = repeated(dist.of_rank(problems), half)
+    own = repeated(problems, half)
     branches = grpo.completions(agent, own, 1, u, begun)
     rows = torch.arange(2 * len(own)).view(2, -1, half).transpose(0, 1)     # (P, 2, G / 2)
     return passes.joined([trunks, branches], rows.flatten(1)[:, :G].flatten())

@@ -195,7 +195,7 @@ class Batch:
         if self.judged is None:
             self.judged = self.mask
         if self.on_policy is None:
-            self.on_policy = torch.ones_like(self.finished)
+            self.on_policy = self.mask.new_ones(len(self.mask))
 
     @property
     def groups(self):

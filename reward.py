@@ -98,6 +98,9 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
+    alone = len({*batch.groups.tolist()}) == len(batch.ids) > 1
+    if alone and agent.cfg.group > 1:
+        raise UserError("rows of a group must have one problem, the same object, but no two have")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -134,7 +137,7 @@ def learned(reward_model, batch, cfg):
     raw = scores(reward_model, batch.ids, batch.mask, cfg)
     mean, std = reward_model.norm               # std is infinite before the first fit
     if cfg.supervision == "process":
-        return torch.where(batch.ends, raw.sigmoid() / std, 0)
+        return torch.where(batch.ends & std.isfinite(), raw.sigmoid(), 0)
     return torch.where(batch.ends, (raw - mean) / std, 0)
 
 def reward_loss(score, label, K):

@@ -247,7 +247,7 @@ def entropies(gpt, batch, cfg):
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, most_logits(device) // gpt.cfg.vocab_size)
     for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
-        before, sampled = ids[rows, :T - 1], mask[rows, 1:T]
+        before, sampled = ids[rows, :T][:, :-1], mask[rows, 1:T]
         h = gpt(before, layout=layout_of(gpt, before, sampled))                 # (r, T - 1, C)
         sampled = send(sampled, device)
         parts = (h[sampled] / cfg.temperature).split(size)

@@ -38,8 +38,9 @@ def test_returns_do_not_depend_on_whitening():
     last = passes.last_tokens(MASK)
     reward, value = last * torch.tensor([[3.0], [-1.0], [2.0], [0.5]]), MASK * torch.randn(4, 6)
     given = dict(group=2, baseline="value", lam=1.0)
-    plain, white = (advantages(reward, last, MASK, ZERO, value, Config(adv_scale=scale, **given))
-                    for scale in ("none", "batch"))
+    groups = torch.arange(4) // 2
+    plain, white = (advantages(reward, last, groups, MASK, ZERO, value,
+                               Config(adv_scale=scale, **given)) for scale in ("none", "batch"))
     assert torch.equal(plain[1], white[1])
     assert_close(white[0], whiten(plain[0], MASK))
     assert_close(plain[1] * MASK, MASK * reward.sum(1, keepdim=True))
@@ -74,8 +75,8 @@ def outcome(rewards, **given):
     mask = torch.arange(5).expand(B, -1) < 2 + torch.arange(B)[:, None] % 3
     mask[:, 0] = False
     ends, zero = passes.last_tokens(mask), torch.zeros(B, 5)
-    r, cfg = ends * torch.tensor(rewards)[:, None], Config(**dict(group=B) | given)
-    adv, returns, dead = advantages(r, ends, mask, zero, None, cfg)
+    r, groups = ends * torch.tensor(rewards)[:, None], torch.arange(B) // given.pop("group", B)
+    adv, returns, dead = advantages(r, ends, groups, mask, zero, None, Config(**given))
     assert returns is None and torch.equal(adv, mask * adv[:, 1:2])
     return adv[:, 1].tolist(), dead.tolist()
 
@@ -108,8 +109,8 @@ def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
     """Scores are over three steps; a token has the sum of those from it on."""
     ends, zero = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 1]]) > 0, torch.zeros(2, 4)
     reward = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    cfg, x = Config(group=2, supervision="process"), math.sqrt(0.5)
-    adv, _, dead = advantages(reward, ends, zero == 0, zero, None, cfg)
+    cfg, x = Config(supervision="process"), math.sqrt(0.5)
+    adv, _, dead = advantages(reward, ends, torch.zeros(2).long(), zero == 0, zero, None, cfg)
     assert dead.tolist() == [False]
     assert adv.flatten().tolist() == approx([-x, -x, -2 * x, -2 * x, x, x, x, x])
 

@@ -432,7 +432,7 @@ def test_scores_that_say_nothing(monkeypatch):
     for x, spread in ((1.0, 0), (0.0, 0), (1e4, 1e-3), (-2.0, 0)):
         monkeypatch.setattr(reward, "scores_of", lambda *_: x + spread * torch.randn(20))
         with pytest.raises(UserError, match="gives every completion the same score"):
-            reward.normalise(None, {}, None)
+            reward.normalise(None, {}, Config())
     monkeypatch.setattr(reward, "fit", lambda *_: None)
     monkeypatch.setattr(reward, "scores_of", lambda *_: torch.tensor([1.0, float("nan")]))
     agent = SimpleNamespace(cfg=Config(supervision="process"), reward_model=None, history={})

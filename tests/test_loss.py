@@ -17,7 +17,7 @@ import grpo
 from data import UserError
 from grpo import Agent, Batch, Config, bounded, policy_loss, sample, token_weights
 from model import ScalarHead, token_logps
-from run import caches, passes, pretrained
+from run import caches, config, passes, pretrained
 from run.passes import split_rows
 
 CFG = Config(prompts=2, group=4, max_new=12)
@@ -148,6 +148,7 @@ def a_rollout(**given):
     cfg, g = with_(**given), torch.Generator().manual_seed(3)
     u = torch.rand(8, 12, generator=g, dtype=torch.float64)
     b = sample(tiny_model(), [[49, 50, 61], [51, 61]], 4, [12] * 2, 1.0, set(range(0, 257, 13)), u)
+    b.problems = [*"aaaabbbb"]
     b.adv = torch.where(b.mask, torch.randn(8, 1, generator=g), 0)
     b.old_logp, noise = b.logp, torch.randn(b.logp.shape, generator=g)
     b.ref_logp = None if cfg.kl == "none" else torch.where(b.mask, b.logp + 0.3 * noise, 0)
@@ -191,7 +192,7 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     watched, whole = updated(b, cfg)
     b.ref_logp = None
     stats, less = updated(b, cfg)
-    assert sum(seen) == 8 + 8 - len(dead) + 2       # two of them to see that they have no loss
+    assert sum(seen) == 8 + 8 - len(dead)
     assert_close(less, whole, rtol=0, atol=1e-6)
     for name in {*stats} - {"mismatch"}:
         assert stats[name] == approx(watched[name], abs=1e-6), name
@@ -212,26 +213,24 @@ def test_a_row_with_any_advantage_is_kept():
     assert grpo.has_gradient(agent, b).all()
 
 
-def test_a_new_term_of_the_loss_cannot_lose_rows(monkeypatch):
-    """A fork adds an entropy bonus; rows without an advantage have one too."""
+@mark.parametrize("replaced", ["surrogate", "policy_loss", "total_loss"])
+def test_a_new_term_of_the_loss_cannot_lose_rows(replaced, monkeypatch):
+    """A file adds one for some of the rows without an advantage; or says that there is none."""
     (b, cfg), real = a_rollout(kl="none"), grpo.total_loss
     b.adv[:4] = 0
 
-    def with_bonus(agent, batch, weight, tokens):
+    def with_more(agent, batch, weight, tokens):
         loss, stats, logp = real(agent, batch, weight, tokens)
-        return loss + 0.01 * (weight * logp).sum(), stats, logp
-    _, plain = updated(b, cfg)
-    agent = agent_of(cfg)
-    agent.ref = None
-    assert grpo.has_gradient(agent, b).sum() == 4
-    with monkeypatch.context() as patch:        # a term counts, however small
-        patch.setattr(grpo, "total_loss", lambda *given: [torch.tensor(1e-12)])
-        assert grpo.has_gradient(agent, b).all()
-    monkeypatch.setattr(grpo, "total_loss", with_bonus)
-    _, found = updated(b, cfg)
+        return loss + 0.01 * (weight * logp * (batch.start == 2)[:, None])[2:].sum(), stats, logp
+    monkeypatch.setattr(grpo, "total_loss", with_more)
+    skipped = updated(b, cfg)[1]
+    monkeypatch.setitem(config.REPLACED, replaced, real)
+    found = updated(b, cfg)[1]
+    assert not any(torch.allclose(x, y, atol=1e-4) for x, y in zip(found, skipped))
     monkeypatch.setattr(grpo, "has_gradient", lambda agent, batch: torch.ones(8).bool())
     assert all(map(torch.equal, found, updated(b, cfg)[1]))
-    assert not any(torch.allclose(x, y, atol=1e-4) for x, y in zip(found, plain))
+    monkeypatch.setattr(grpo, "has_gradient", grpo.has_advantage)
+    assert all(map(torch.equal, skipped, updated(b, cfg)[1]))
 
 
 def test_a_step_is_without_dropout(encoding):
@@ -253,7 +252,7 @@ def test_a_gap_in_any_micro_batch_is_found(row):
     b.logp[row, first] += 6e-5
     assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-5, abs=1e-5)
     b.logp[row, first] += 1
-    rows, _ = next(grpo.minibatches(two, random.Random(0), 8))
+    rows, _ = next(grpo.minibatches(two, random.Random(0), b.groups))
     for given in [cfg] + [two] * (row in rows):
         with raises(UserError, match="sampler and trainer disagree: .* up to 1 apart"):
             updated(b, given, 1e-9)
@@ -320,7 +319,7 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     assert 0 < told["mismatch"] < (0.5 if cfg.dtype == "bfloat16" else 1e-4)
     assert told["clip_share"] > (0.1 if others else 0) or batch.old_logp is None
     if others:
-        batch.on_policy = None
+        batch.on_policy = batch.on_policy | True
         with raises(UserError, match="sampler and trainer disagree"):
             grpo.update(agent, batch, random.Random(0))
 
@@ -347,7 +346,8 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
 def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
     """Each is once in an epoch; the size of a minibatch is that of all ranks."""
     def split(rows):
-        parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), rows)
+        groups = torch.arange(rows) // 4
+        parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), groups)
         return [(rows.tolist(), size) for rows, size in parts]
     found = on_ranks(len(n), lambda rank: split(n[rank]), monkeypatch)
     monkeypatch.undo()
@@ -414,8 +414,10 @@ def test_no_float64_where_there_is_none(monkeypatch):
     model, u = tiny_model(), torch.rand(8, 12)
     with Watch():
         b = sample(model, [[1, 2, 3], [4]], 4, [12, 12], 1.0, {256}, u)
+        b.problems = [*"aaaabbbb"]
         reward = torch.zeros_like(b.logp).masked_scatter(b.mask, u.flatten())
-        given = reward, passes.last_tokens(b.mask), b.mask, 0 * reward, 0 * reward
+        groups = torch.arange(8) // 4
+        given = reward, passes.last_tokens(b.mask), groups, b.mask, 0 * reward, 0 * reward
         b.adv, *_ = grpo.advantages(*given, with_(adv_scale="batch"))
         b.old_logp = b.logp
         updated(b, CFG)

@@ -141,9 +141,12 @@ def test_some_rows_of_several_batches():
     b = [0, 0, 0, 1, 1]
     assert got.logp.tolist() == [b, [0, 5, 0, 0, 0], b, [0, 0, 1, 1, 1]]
     assert torch.equal(got.mask, got.logp > 0) and torch.equal(got.judged, got.mask)
-    assert got.value is got.on_policy is None
+    assert got.value is None and got.on_policy.all()
+    narrow.on_policy = torch.tensor([False])
+    got = passes.joined([narrow, wide], torch.tensor([2, 0, 2, 1]))
+    assert got.on_policy.tolist() == [True, False, True, True]
     narrow.value = narrow.logp
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError, match="only some of them have value"):
         passes.joined([wide, narrow], torch.tensor([0]))
 
 

@@ -21,7 +21,7 @@ import data
 import grpo
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Config
-from run import dist, report
+from run import dist, passes, report
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
@@ -179,7 +179,8 @@ def test_a_group_is_shown_as_its_distinct_completions(
                      problems=[SimpleNamespace(prompt=prompt)] * 8)
     batch.reward[2] = reward
     monkeypatch.setenv("NO_COLOR", "1")
-    report.print_group(batch, rows, byte_encoding())
+    part = passes.select(batch, torch.arange(8)[rows], 3)
+    report.print_group(part, byte_encoding())
     found = capsys.readouterr().out.splitlines()
     first = "+2.00" if "f" in said[0] else "of the first token +1.00"
     assert found[0].endswith(f"   reward {rewards[rows].max():g}  advantage {first}")
@@ -228,8 +229,8 @@ def test_every_number_is_what_one_row_gives_in_float64(made):
     assert several > 5 and moved > 0.01
     assert any("" in row[:-1] for line in made.lines for row in line["tokens"])  # half a character
     batch.ends = ~batch.mask            # as in a beginning that was given
-    agent = agent_of(Config(), policy=policy)
-    assert not any(report.record(agent, batch, slice(0, 2))["step_rewards"])
+    none = 0 * batch.logp
+    assert not any(report.record(agent_of(Config()), batch, none, none)["step_rewards"])
 
 
 def test_the_widest_group_is_chosen_and_another_at_random(made):
@@ -239,26 +240,27 @@ def test_the_widest_group_is_chosen_and_another_at_random(made):
     assert [(x["step"], x["which"]) for x in made.lines] == [
         (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
     rewards = torch.tensor([1., 1, 0, 2, 3, 1, 0, 0])[:, None]
-    batch, cfg = batch_of(torch.ones(8, 1).bool(), reward=rewards), Config(group=2)
-    found = [report.chosen(cfg, step, batch) for step in range(40)]
-    assert all(x["spread"] == slice(2, 4) for x in found)           # of two equal ones the first
-    assert {x["random"].start for x in found} == {0, 4, 6}
-    assert report.chosen(cfg, 3, batch) == found[3]
-    alone = batch_of(torch.ones(2, 1).bool(), reward=rewards[:2])
-    assert report.chosen(cfg, 1, alone) == {"spread": slice(0, 2)}
+    def chosen(rows):
+        some = batch_of(torch.ones(rows, 1).bool(), reward=rewards[:rows],
+                        problems=[*"aabbccdd"[:rows]])
+        for step in range(40):
+            yield {x: y.tolist() for x, y in report.chosen(Config(), step, some).items()}
+    found = [*chosen(8)]
+    assert all(x["spread"] == [2, 3] for x in found)                # of two equal ones the first
+    assert {*map(str, (x["random"] for x in found))} == {"[0, 1]", "[4, 5]", "[6, 7]"}
+    assert [*chosen(8)] == found and [*chosen(2)] == [{"spread": [0, 1]}] * 40
 
 
 def test_no_more_logits_than_those_of_a_part(monkeypatch):
     """The numbers are the same."""
-    policy, ids = tiny_model(), torch.randint(0, 256, (5, 20))
-    mask = torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]])
-    whole, most, head = report.as_it_is_now(policy, ids, mask, 1.3), [], policy.head
+    policy, ids, most = tiny_model(), torch.randint(0, 256, (5, 20)), []
+    batch = batch_of(torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]]), ids=ids)
+    head, whole = policy.head, passes.entropies(policy, batch, Config(temperature=1.3))
     monkeypatch.setattr(policy, "head", lambda x: (most.append(len(x)), head(x))[1])
-    monkeypatch.setattr(report, "PART", 3 * 257 + 100)
-    parts = report.as_it_is_now(policy, ids, mask, 1.3)
-    assert max(most) == 3
-    for one, other in zip(sum(whole, []), sum(parts, []), strict=True):
-        assert one == pytest.approx(other, abs=1.1e-4)
+    monkeypatch.setattr(passes, "most_logits", lambda device: 3 * 257 + 100)
+    parts = passes.entropies(policy, batch, Config(temperature=1.3))
+    assert max(most) == 3 and whole[batch.mask].all() and not whole[~batch.mask].any()
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-4)
 
 
 def test_pieces_join_to_the_text():

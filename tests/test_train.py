@@ -87,8 +87,9 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given,
     else:
         assert batch.old_logp is None
     if agent.cfg.kl == "reward":
-        none = batch.reward, batch.ends, batch.mask, 0 * batch.logp, None, agent.cfg
-        assert torch.equal(batch.adv, grpo.advantages(*none)[0])
+        given = [getattr(batch, name) for name in ("reward", "ends", "groups", "mask")]
+        none = grpo.advantages(*given, 0 * batch.logp, None, agent.cfg)
+        assert torch.equal(batch.adv, none[0])
 
 
 def test_completions_go_on_from_a_given_beginning():

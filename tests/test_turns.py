@@ -123,9 +123,10 @@ def test_credit_crosses_what_the_environment_said(settings):
     b.reward, b.value = numbers() * b.ends, numbers() if "value" in cfg.baseline else None
     b.old_logp, b.ref_logp = b.logp + 0.2 * numbers(), b.logp + 0.2 * numbers()
     penalty = 0.04 * (b.old_logp - b.ref_logp) * (cfg.kl == "reward")
-    given = b.reward, b.ends, b.mask, penalty, b.value
-    adv, returns, dead = advantages(*given, cfg)
-    want = advantages(*(None if x is None else short(x) for x in given), cfg)
+    given, groups = (b.reward, b.ends, b.mask, penalty, b.value), torch.arange(len(b.ids)) // 8
+    adv, returns, dead = advantages(*given[:2], groups, *given[2:], cfg)
+    less = [None if x is None else short(x) for x in given]
+    want = advantages(*less[:2], groups, *less[2:], cfg)
     torch.testing.assert_close(short(adv), want[0])
     assert (adv[~b.mask] == 0).all() and adv[b.mask].any() and torch.equal(dead, want[2])
     assert b.value is None or torch.allclose(short(returns), want[1])
@@ -328,7 +329,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     def completions(*given):
         calls.append((*given[2:], grpo.completions(*given)))
         return calls[-1][-1]
-    label = reward.rollout_labels(agent, completions, b, 8, 0)
+    label = reward.rollout_labels(agent, completions, b, 0)
     ends = (b.ends & ~passes.last_tokens(b.mask)).nonzero().tolist()
     (tries, _, begun, found), = calls
     assert_played(agent, found)
@@ -353,9 +354,9 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     r, ends = reward.of_rule(agent, found)
     assert_steps_end(agent, found, ends)
     assert not (ends & ~found.judged).any() and found.judged.sum(1).max() <= 20
-    cfg = Config(prompts=len(begun), group=tries, supervision="process", kl="none")
-    adv, _, _ = advantages(r, ends, found.mask, torch.zeros_like(r), None, cfg)
-    score, _ = grpo.group_scores(r, ends, cfg)
+    cfg, groups = Config(supervision="process", kl="none"), torch.arange(len(r)) // tries
+    adv, _, _ = advantages(r, ends, groups, found.mask, torch.zeros_like(r), None, cfg)
+    score, _ = grpo.scores_of_rows(r, ends, groups, cfg)
     later = score.flip(1).cumsum(1).flip(1)         # of the steps from a token on
     torch.testing.assert_close(adv, torch.where(found.mask, later, 0))
     assert score[ends & ~found.mask].any()
@@ -385,7 +386,7 @@ def test_the_terminal_shows_replies_apart(echo, capsys):
     replies = torch.tensor([float(len(said[1::2])) for said in b.texts])
     b.reward = passes.last_tokens(b.mask) * replies[:, None]        # those with the most are shown
     b.adv = torch.where(b.mask, 0.5, 0)
-    report.print_group(b, slice(0, 8), ENCODING)
+    report.print_group(passes.select(b, torch.arange(8), b.ids.size(1)), ENCODING)
     lines = capsys.readouterr().out.splitlines()
     want = ["".join(f"[{x}]" if k % 2 else x for k, x in enumerate(said)) for said in b.texts[:8]]
     assert len(lines) == 4 and any(line.count("[") > 1 for line in lines)

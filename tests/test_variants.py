@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import test_oracle as letters
 import torch
 from conftest import ROOT, agent_of, batch_of, fault, flags, records, tiny_model
-from pytest import approx, fixture, mark, raises
+from pytest import MonkeyPatch, approx, fixture, mark, raises
 from torch.testing import assert_close
 
 import grpo
@@ -62,8 +62,13 @@ def of_code(name, scale=1, constants={}, **changes):
     logp = (old + scale * tensors(LOG_RATIO)[0]).requires_grad_(True)
     adv = torch.tensor(A)[:, None] * mask
     weight = grpo.token_weights(mask.double(), cfg.loss_mean, 4, 10, cfg.max_new)
-    batch = grpo.Batch(None, mask, None, None, None, old_logp=old, adv=adv)
-    loss, stats = grpo.policy_loss(logp, batch, weight, 10, cfg, 0.0)
+    batch = batch_of(mask, old_logp=old, adv=adv)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "token_logps", lambda *given: (logp, None))
+        patch.setattr(grpo, "logps", lambda *given: (logp.detach(), None))
+        agent = agent_of(cfg)
+        batch = grpo.minibatch(agent, batch, torch.arange(4))
+        loss, stats, _ = grpo.total_loss(agent, batch, weight, 10)
     loss.backward()
     assert not logp.grad[~mask].any()
     return loss.item(), logp.grad[mask].tolist(), round(stats["clip_share"].item() * 10)
@@ -198,7 +203,7 @@ def test_clip_cov(held, double):
 
     def term(r, n, o, a, logs):
         return 0 * r if next(place) == pick and held else ppo(r, a, 1, 1)
-    check("clip_cov", term, "token", sum(far) + held,
+    check("clip_cov", term, "token", sum(far),
           constants=dict(LOW=middle - 1e-6, HIGH=middle + 1e-6))
 
 
@@ -209,7 +214,7 @@ def test_clip_cov_draws_a_share_of_all_tokens(double):
         torch.manual_seed(seed)
         _, grad, n = of_code("clip_cov", 4, dict(LOW=-100, HIGH=100, SHARE=0.3))
         found.append([i for i in range(10) if not grad[i] and not far[i]])
-        assert len(found[-1]) == 3 and n == 3 + sum(far)
+        assert len(found[-1]) == 3 and n == sum(far)
         assert found[-1] != [i for i in range(10) if not far[i]][:3]
     assert found[0] == found[1]
 
@@ -222,22 +227,39 @@ def test_kl_cov(share, n, double):
     def term(r, new, old, a, logs):
         return r * a - 1.5 * abs(new - old) * (next(place) in held)
     check("kl_cov", term, "token", n, constants=dict(SHARE=share, COEFFICIENT=1.5))
-    nothing = torch.zeros(0, 3)         # what a rank may have in an epoch's last micro-batch
-    cfg, _ = variant("kl_cov")
-    assert grpo.surrogate(*[nothing] * 3, nothing.bool(), cfg)[0].shape == (0, 3)
-    assert grpo.has_gradient(None, rolled()).tolist() == [True] * 4     # all count in the share
+
+
+@mark.parametrize("name", ["clip_cov", "entropy_tokens", "kl_cov"])
+def test_a_share_is_of_the_minibatch_on_all_ranks(name, monkeypatch):
+    """Of as many tokens, also where most are alike: all rows but one have the same advantage."""
+    def chosen(rank=0):
+        own = dist.of_rank(torch.arange(8).view(4, 2)).flatten()
+        part = grpo.minibatch(agent, passes.select(batch, own, 9), torch.arange(len(own)))
+        tokens = (part.held if name == "kl_cov" else part.adv != 0 if name == "entropy_tokens"
+                  else (part.adv == 0) & part.mask)
+        return {(row.item(), t) for row, on in zip(own, tokens) for t in on.nonzero()[:, 0].tolist()}
+    cfg, _ = variant(name, dict(SHARE=0.25, LOW=-99, HIGH=99))
+    agent, ids = agent_of(cfg, step=3, policy=tiny_model()), torch.randint(0, 9, (8, 9))
+    mask = (torch.arange(9) > 1) & (torch.arange(9) < 4 + torch.arange(8)[:, None] % 5)
+    adv = torch.where(mask, torch.tensor([2.0] + 7 * [-0.5])[:, None], 0)
+    batch = batch_of(mask, ids=ids, adv=adv, problems=[*"aabbccdd"], logp=-1.0 * mask)
+    whole, n = chosen(), mask.sum().item()
+    assert len(whole) == n // 4
+    assert set.union(*letters.on_ranks(2, chosen, monkeypatch)) == whole
+    monkeypatch.undo()
+    batch = replace(batch, mask=mask & False)
+    assert not chosen()
 
 
 CLIP = "clip_low clip_high"
 PAPERS = dict(      # what no formula here sees: constants, settings, and those that are refused
     adaptive_kl=dict(kl="reward"), dapo=dict(clip_high=0.28, loss_mean="token"),
-    clip_cov=dict(SHARE=2e-4, LOW=1, HIGH=5, micro_tokens=2048, FIXED="micro_tokens"),
+    clip_cov=dict(SHARE=2e-4, LOW=1, HIGH=5, loss_mean="token"),
     distillation=dict(FIXED="baseline adv_scale kl supervision reward"),
     dppo_kl=dict(FIXED=CLIP), dppo_tv=dict(FIXED=CLIP), sapo=dict(FIXED=CLIP),
-    entropy_tokens=dict(SHARE=0.2, clip_high=0.28, loss_mean="token", micro_tokens=2048,
-                        FIXED="micro_tokens"),
+    entropy_tokens=dict(SHARE=0.2, clip_high=0.28, loss_mean="token"),
     gdpo=dict(FIXED="baseline adv_scale supervision reward"), gpg=dict(FIXED=f"{CLIP} ratio"),
-    kl_cov=dict(SHARE=2e-3, COEFFICIENT=1, micro_tokens=2048, FIXED=f"{CLIP} micro_tokens"),
+    kl_cov=dict(SHARE=2e-3, COEFFICIENT=1, loss_mean="token", FIXED=CLIP),
     lite_ppo=dict(loss_mean="token"), luspo=dict(FIXED="loss_mean"),
     moving_reference=dict(kl="loss"), off_policy_mask=dict(kl="loss", estimator="ratio*k3"),
     opo=dict(FIXED="baseline adv_scale"), pass_at_k=dict(K=4), periodic_reference=dict(kl="loss"),
@@ -269,7 +291,8 @@ def credit(name, rewards, group=2, penalty=0.0, **given):
     """The advantage of each row, the same at all of its tokens; and which groups are dead."""
     (cfg, _), mask = variant(name, group=group, **given), tensors(OLD * 4)[1][:len(rewards)]
     reward, ends = torch.tensor(rewards, dtype=torch.float32)[:, None], passes.last_tokens(mask)
-    adv, _, dead = grpo.advantages(reward * ends, ends, mask, penalty * mask, None, cfg)
+    groups = torch.arange(len(rewards)) // group
+    adv, _, dead = grpo.advantages(reward * ends, ends, groups, mask, penalty * mask, None, cfg)
     assert torch.equal(adv, mask * adv[:, 2:3])
     return adv[:, 2].tolist(), dead.tolist()
 
@@ -297,7 +320,7 @@ def test_soft_overlong_punishes_the_last_step_alone(monkeypatch):
     (cfg, _), mask = variant("soft_overlong", supervision="process", **HALF), tensors(OLD)[1]
     module = sys.modules["experiments.variants.soft_overlong"]
     monkeypatch.setattr(module, "unpunished", lambda reward, *rest: reward)
-    found = grpo.advantages(torch.zeros(mask.shape), mask, mask, None, None, cfg)
+    found = grpo.advantages(torch.zeros(mask.shape), mask, None, mask, None, None, cfg)
     less = 0.25 * (mask.sum(1) - 2).clamp(0, 2)         # of rows of 2 to 4 tokens
     assert less.unique().numel() > 1
     assert torch.equal(found, -less[:, None] * passes.last_tokens(mask))
@@ -340,7 +363,7 @@ def rolled(adv=(0.0, 0.0, 0.0, 0.0), rewards=(1.0, 1.0, 1.0, 1.0), **components)
     """A rollout of four rows, two groups, of which the last was cut off."""
     mask, finished = tensors(OLD)[1], torch.tensor([True, True, True, False])
     parts = {name: torch.tensor(x) for name, x in components.items()}
-    return batch_of(mask, finished=finished, components=parts,
+    return batch_of(mask, finished=finished, components=parts, problems=[*"aabb"],
                     adv=torch.tensor(adv)[:, None] * mask,
                     reward=passes.last_tokens(mask) * torch.tensor(rewards)[:, None])
 
@@ -385,7 +408,8 @@ def test_overlong_filter(ref, critic):
     grpo.update(agent, batch, None)
     assert torch.equal(seen[0].mask[:3], before[:3]) and not seen[0].mask[3].any()
     assert torch.equal(batch.mask, before)
-    assert grpo.has_gradient(agent, batch).tolist() == [True, bool(ref or critic), True, False]
+    learns = grpo.has_gradient(agent, seen[0])
+    assert learns.tolist() == [True, bool(ref or critic), True, False]
 
 
 GAPS = [[0.1, 0.9, -0.4], [0.3], [0.5, 0.4, -0.1, 0.0], [900.0, 0.0]]
@@ -430,8 +454,7 @@ def test_dapo_punishes_each_rollout_of_a_step():
 
 
 def test_the_tokens_with_the_highest_entropy():
-    cfg, _ = variant("entropy_tokens", dict(
-        of_all_tokens=lambda agent, batch, *more: batch.adv), temperature=1.3)
+    cfg, _ = variant("entropy_tokens", temperature=1.3)
     batch, chosen = rolled(adv=[1.0, 1.0, -1.0, 0.0]), []
     batch.ids, before = torch.randint(0, 200, (4, 6)), batch.adv.clone()
     for policy in (tiny_model(0, 3.0), tiny_model(1, 3.0)):     # and after an update
@@ -441,12 +464,9 @@ def test_the_tokens_with_the_highest_entropy():
             p = (h @ policy.embed_tokens.weight.T / 1.3).softmax(-1)
             entropy[i, t] = -(p * p.log()).sum().item()
         chosen.append(entropy >= entropy[batch.mask].sort().values[-2])         # 2 of 10
-        adv = grpo.total_loss(agent, batch, 0, 0)
+        adv = grpo.minibatch(agent, batch, torch.arange(4)).adv
         assert torch.equal(adv, chosen[-1] * before) and torch.equal(batch.adv, before)
     assert not torch.equal(*chosen)
-    nothing = replace(batch, mask=batch.mask & False)
-    assert grpo.total_loss(agent, nothing, 0, 0) is batch.adv
-    assert grpo.has_gradient(None, batch).tolist() == [True] * 4        # all count in the share
 
 
 def test_remax(monkeypatch):
@@ -471,7 +491,7 @@ def test_vineppo():
     value[0, 3], value[2, 2] = 0.25, 0.5
 
     def labels(agent, completions, batch, *given):
-        assert completions is grpo.completions and given == (2, "vineppo 7", 4)
+        assert completions is grpo.completions and given == ("vineppo 7", 4)
         return value
     got, _ = rollout_of("vineppo", batch, rollout_labels=labels)
     half, quarter = 0.5, 0.25
@@ -533,9 +553,9 @@ def test_dynamic_sampling(ranks, given, monkeypatch):
             ranks, lambda rank: grpo.train_step(agents[rank], letters.PROBLEMS, step), monkeypatch)
         n, enough = len(made[0]), []
         sampled = sum(batch.mask.sum().item() for of_rank in made for _, batch, _ in of_rank)
+        asked = [id(p) for of_rank in made for problems, *_ in of_rank for p in problems]
+        assert len({*asked}) == len(asked) == n * given["prompts"]
         for (batch, stats), of_rank in zip(found, made):
-            asked = [id(problem) for problems, *_ in of_rank for problem in problems]
-            assert len({*asked}) == n * given["prompts"]
             groups = [(x, slice(G * g, G * g + G)) for _, x, _ in of_rank for g in range(own)]
             live = [len({*x.components["correct"][rows].tolist()}) > 1 for x, rows in groups]
             first = [groups[i] for i in sorted(range(n * own), key=lambda i: not live[i])[:own]]
@@ -684,7 +704,10 @@ def test_replay():
         for name in ("finished", "texts", "problems"):
             assert getattr(batch, name)[row] == getattr(source, name)[old]
         assert batch.on_policy[row] == (old_step == step)
-        assert torch.equal(batch.old_logp[row][on], batch.logp[row][on])
+        if batch.on_policy.all():
+            assert batch.old_logp is None
+        else:
+            assert torch.equal(batch.old_logp[row][on], batch.logp[row][on])
         if old_step < step:
             assert_judged(batch, row)           # again, by the rule
 

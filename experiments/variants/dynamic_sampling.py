@@ -19,7 +19,7 @@ TRIES = 3
 
 
 def train_step(agent, problems, step):
-    agent.others = problems
+    agent.all = problems
     batch, stats = one_step(agent, problems, step)
     kept = dist.all_reduce(batch.mask.sum()).item()
     stats["rollout_tok_s"] *= stats.pop("sampled") / kept       # it counted the kept ones alone
@@ -27,8 +27,9 @@ def train_step(agent, problems, step):
 
 
 def rollout(agent, problems, rng):
-    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems) // dist.ranks()
-    others, sampler = agent.others, agent
+    found, live, own = [], torch.zeros(0, dtype=torch.bool), len(problems)
+    number = {id(problem): i for i, problem in enumerate(agent.all)}
+    tried, sampler = set(), agent
     whitens = agent.cfg.adv_scale == "batch"
     if whitens:                         # in the end, without what is dropped
         sampler = replace(agent, cfg=replace(agent.cfg, adv_scale="none"))
@@ -36,11 +37,11 @@ def rollout(agent, problems, rng):
         found.append(one_rollout(sampler, problems, rng))
         right = found[-1][0].components["correct"].view(own, -1).cpu()
         live = torch.cat((live, right.amin(1) < right.amax(1)))
-        tried = {id(problem) for problem in problems}
-        others = [problem for problem in others if id(problem) not in tried]
-        if len(others) < len(problems):
+        tried |= {*sum(dist.gather([number[id(problem)] for problem in problems]), [])}
+        others = [problem for i, problem in enumerate(agent.all) if i not in tried]
+        if len(others) < own * dist.ranks():
             break
-        problems = rng.sample(others, len(problems))
+        problems = dist.of_rank(rng.sample(others, own * dist.ranks()))
     order = (~live).int().sort(stable=True).indices[:own]
     rows = (order[:, None] * agent.cfg.group + torch.arange(agent.cfg.group)).flatten()
     stats = {name: sum(s[name] for _, s in found) / len(found) for name in found[0][1]}

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import importlib
 import json
@@ -224,6 +225,28 @@ def steps(problem, text):
 def answer(text):
     return text[:1]
 """
+
+
+class Torch:
+    """torch, whose float32 has 64 bits."""
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def float64():
+    """The tested side computes in float64, where two ways to a number agree."""
+    torch.optim.AdamW([torch.zeros(1)], 1.0)        # imports half of torch, which is not to see it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(grpo, "torch", Torch())
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def agent_of(cfg, task=None, **parts):

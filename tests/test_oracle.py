@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed
-from conftest import records, tiny_model
+from conftest import float64, records, tiny_model
 from oracle import Draws, FitOracle, Oracle, Row, logps  # noqa: F401, test_variants.py has logps
 
 import grpo
@@ -53,23 +53,11 @@ TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1],
 
 # -------------------------------------------------------------------- the tested side, recorded
 
-class Torch:
-    """torch, whose float32 has 64 bits."""
-    float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
 @pytest.fixture(autouse=True)
-def double(monkeypatch):
-    """The tested side too computes in float64, where two ways to a number agree."""
-    torch.optim.AdamW([torch.zeros(1)], 1.0)        # imports half of torch, which is not to see it
-    torch.set_default_dtype(torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(grpo, "torch", Torch())
-    yield
-    torch.set_default_dtype(torch.float32)
+def double():
+    """The tested side too."""
+    with float64():
+        yield
 
 
 def shaken(module, by, seed):

@@ -256,16 +256,21 @@ def assert_alike(one, two, beside=TIMES):
             assert a[x] == pytest.approx(b[x], rel=3e-4, abs=3e-6), x
 
 
+def without_bias(name, *states):
+    """Choices say nothing about the bias of a reward model, which rounding alone moves, and with it
+    the mean of the scores."""
+    if name == "reward learned":
+        for state in states:
+            state["reward_model.norm"][0] -= state.pop("reward_model.head.bias")[0]
+
+
 @pytest.mark.parametrize("ranks, name", PAIRS)
 def test_every_weight_is_that_of_one_process(both, ranks, name):
-    """The moments of Adam and the labelled rows too. Choices say nothing about the bias of a reward
-    model, which rounding alone moves, and with it the mean of the scores."""
+    """The moments of Adam and the labelled rows too."""
     one, two = (tensors(both[0] / where / name) for where in ("one", ranks))
     begun = load_file(both[0] / "start" / "model.safetensors")
     assert one.keys() == two.keys() and len(one) > 20
-    if name == "reward learned":
-        for model in (one, two):
-            model["reward_model.norm"][0] -= model.pop("reward_model.head.bias")[0]
+    without_bias(name, one, two)
     for n, x in one.items():
         weight = begun.get("model." + n.removeprefix("policy."))
         if x.dtype != torch.float32:

@@ -101,7 +101,7 @@ class Forked:
         self.connection.send((where, work, given))
         self.where, self.pid, self.exitcode = where, self.connection.recv(), None
 
-    def join(self, seconds=60):
+    def join(self, seconds=300):
         """Waits for its end; its exit code, negative after a signal, or None if it still runs."""
         if self.exitcode is None and self.connection.poll(seconds):
             self.exitcode = self.connection.recv()
@@ -111,7 +111,7 @@ class Forked:
         """Sends it a signal."""
         os.kill(self.pid, number)
 
-    def end(self, seconds=60):
+    def end(self, seconds=300):
         """Waits for its end, which must come; its exit code, stdout and stderr."""
         if self.join(seconds) is None:
             self.kill()

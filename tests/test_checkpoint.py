@@ -301,9 +301,11 @@ def test_what_the_machine_needs_changes_a_result_only_by_rounding(whole, run, tm
     with killed_before(tmp_path / "run" / "model.safetensors", 3):
         out = run("run", *MORE)
     run("run", "--resume", *"--micro_tokens 16 --recompute --cache plain --samples 2".split())
-    one, other, began = weights(whole), weights(out), weights(whole / "warm_start")
-    moved = max((one[name] - began[name]).abs().max() for name in one)
-    assert 0 < max((one[name] - other[name]).abs().max() for name in one) < 1e-2 * moved
+    cfg = checkpoint.load(out, Config)[0]
+    assert (cfg.micro_tokens, cfg.recompute, cfg.cache) == (16, True, "plain")
+    one, other, began = (torch.cat([x.flatten() for _, x in sorted(weights(where).items())])
+                         for where in (whole, out, whole / "warm_start"))
+    assert (one - other).norm() < 0.05 * (one - began).norm()
     assert "pass@2" in metrics(out)[-1] and "pass@2" not in metrics(out)[1]
 
 

@@ -140,7 +140,7 @@ def on_ranks(ranks, work, monkeypatch):
     """`work(rank)` of each rank, in threads that sum up as processes would."""
     if ranks == 1:
         return [work(0)]
-    own, barrier = threading.local(), threading.Barrier(ranks, timeout=20)
+    own, barrier = threading.local(), threading.Barrier(ranks, timeout=300)
     handed, op_of = [None] * ranks, distributed.ReduceOp
 
     def gather(x):

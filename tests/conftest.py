@@ -12,20 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # In this process and those that tests start: models this small gain nothing from a second thread.
-os.environ["OMP_NUM_THREADS"] = "1"
-# Nor do they see a GPU: with --gpu, test_gpu.py runs on it, alone.
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+# Nor do they see a GPU, nor that of a Mac: with --gpu, test_gpu.py runs on it, alone.
 if "--gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(1)
+torch.backends.mps.is_available = lambda: False
+torch.set_num_threads(THREADS)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.tokenizer import byte_encoding  # noqa: E402
 import grpo  # noqa: E402
+import noise  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from run import config, passes, pretrained  # noqa: E402
@@ -38,11 +40,16 @@ def pytest_addoption(parser):
                      help="also tests/upstream: what this repository says about itself")
     parser.addoption("--gpu", action="store_true",
                      help="the tests that need a GPU, tests/extra/test_gpu.py, and no others")
+    parser.addoption("--noise", type=int, metavar="SEED",
+                     help="matrix products are off by a last bit, as on another machine")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
     config.addinivalue_line("markers", "quick: all that are not slow; a minute")
+    config.addinivalue_line("markers", "without_noise: sees what --noise itself does")
+    if config.option.noise is not None:
+        noise.install(config.option.noise)
     ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo
     config.addinivalue_line("filterwarnings", ignored)
 
@@ -67,6 +74,8 @@ def file_of(argument):
 def pytest_collection_modifyitems(config, items):
     if config.option.gpu:
         items[:] = [item for item in items if item.path.name == "test_gpu.py"]
+    if config.option.noise is not None:
+        items[:] = [item for item in items if item.get_closest_marker("without_noise") is None]
     for item in items:
         if item.get_closest_marker("slow") is None and item.path.parent == ROOT / "tests":
             item.add_marker("quick")
@@ -85,7 +94,7 @@ def pytest_runtestloop(session):
 
 # -------- processes of the tests
 
-FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+FORK = multiprocessing.get_context("fork")
 
 
 class Forked:
@@ -164,7 +173,7 @@ def begin(where, work, given):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
-    torch.set_num_threads(1)    # makes the pool of threads anew; else two may do so at once
+    torch.set_num_threads(THREADS)      # makes their pool anew; else two may do so at once
     work(*given)
 
 
@@ -247,6 +256,20 @@ def float64():
             yield
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def large_epsilon(agent, new_optimizer=grpo.new_optimizer):
+    """That of Adam, so that it does not divide a gradient that is all rounding by its own size."""
+    opt = new_optimizer(agent)
+    opt.param_groups[0]["eps"] = 1e-3
+    return opt
+
+
+@pytest.fixture(scope="module")
+def large_epsilons():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "new_optimizer", large_epsilon)
+        yield
 
 
 def agent_of(cfg, task=None, **parts):

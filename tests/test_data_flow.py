@@ -203,17 +203,17 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     """With the policy as the run left it, of which it changes no file."""
     before, policy = files_of(whole.folder), whole.of("train_step")[-1].args[0].policy
-    capsys.readouterr()
-    seen = run("--ask", "17=", out=whole.folder)
-    ids = seen.of("sample")[0].got.ids
-    assert capsys.readouterr().out == report.printable(texts(ids.tolist())[0]) + "\n"
-    with torch.no_grad():
-        logits = policy.head(policy(ids))[0, 2:-1]
-    lost = logits.amax(1) - logits.gather(1, ids[0, 3:, None])[:, 0]
-    assert lost.max() < 1e-4 and (len(lost) == 6 or ids[0, -1] == 256)
-    run("--ask", "\x01", "--max_new", "2", out=whole.folder)
-    assert capsys.readouterr().out.endswith("\n(cut off after 2 tokens)\n")
-    assert seen.prompts(None) == ["17="] and not seen.events() and files_of(whole.folder) == before
+    for question, room, after in (("17=", 6, ""), ("\x01", 2, "\n(cut off after 2 tokens)")):
+        capsys.readouterr()
+        seen, n = run("--ask", question, out=whole.folder, max_new=room), len(question)
+        ids = seen.of("sample")[0].got.ids
+        assert capsys.readouterr().out == report.printable(texts(ids.tolist())[0]) + after + "\n"
+        with torch.no_grad():
+            logits = policy.head(policy(ids))[0, n - 1:-1]
+        lost = logits.amax(1) - logits.gather(1, ids[0, n:, None])[:, 0]
+        assert lost.max() < 1e-4 and (len(lost) == room or ids[0, -1] == 256)
+        assert seen.prompts(None) == [question] and not seen.events()
+    assert files_of(whole.folder) == before
 
 
 # --------------------------------------------------------------------------------- every setting

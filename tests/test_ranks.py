@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import LETTERS, Forked, flags, records
+from conftest import LETTERS, Forked, flags, large_epsilon, records
 from safetensors.torch import load_file
 from test_turns import ECHO
 from torch.distributed.tensor import DTensor
@@ -66,17 +66,8 @@ def run(name, where):
     return agent, printed.getvalue()
 
 
-new_optimizer = grpo.new_optimizer
-
-
-def large_epsilon(agent):
-    opt = new_optimizer(agent)
-    opt.param_groups[0]["eps"] = 1e-3
-    return opt
-
-
 def set_constants(setattr=setattr):
-    """Adam's epsilon so large that rounding does not decide a sign, and a quick fit."""
+    """Adam does not amplify rounding, and a fit is quick."""
     setattr(grpo, "new_optimizer", large_epsilon)
     setattr(reward, "FIT_STEPS", 12)     # all 45 problems: of the last one the second rank has none
     setattr(reward, "FIT_LR", 1e-2)

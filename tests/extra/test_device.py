@@ -10,13 +10,13 @@ import torch
 from torch import distributed
 from conftest import LETTERS, ROOT, flags
 from safetensors.torch import load_file
-from test_ranks import TIMES, large_epsilon, metrics, pair, without_bias
+from test_ranks import TIMES, metrics, pair, without_bias
 
 import grpo
 from data.tokenizer import byte_encoding
 from run import checkpoint, dist, pretrained, report
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py needs Unix's names")
+pytestmark = pytest.mark.usefixtures("large_epsilons")
 
 
 # -------- the pretence itself
@@ -108,14 +108,6 @@ def settings(top, name, **changes):
     given = SMALL | RUNS[name] | changes
     family = given.pop("family")
     return given | dict(task=str(top / "letters.py"), init=family and str(top / family))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def large_epsilons():
-    """Adam does not divide a gradient that is all rounding by its own size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "new_optimizer", large_epsilon)
-        yield
 
 
 def run(top, name, **changes):

@@ -303,6 +303,15 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
+
+
+def metrics(where):
+    """The lines of a run's metrics.jsonl, less its times."""
+    lines = records(where / "metrics.jsonl")
+    return [{name: x for name, x in line.items() if name not in TIMES} for line in lines]
+
+
 def flags(settings):
     """Settings as a command line."""
     found = []

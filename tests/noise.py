@@ -1,4 +1,4 @@
-"""The kernels of another machine, which round otherwise: `python -m pytest --noise SEED`. Each matrix
+"""The kernels of another machine, which round otherwise: `python -m pytest --noise SEED`. A matrix
 product, forward and backward, is multiplied by 1 - 2^-23, 1 or 1 + 2^-23 (2^-52 in float64), as a
 function of its shape, the element and the seed alone: a run and its resumed twin still agree."""
 import zlib

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ROOT, fault, records
+from conftest import ROOT, fault, metrics
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -36,12 +36,6 @@ def answer(text):
     return text[:1]
 """
 SMALL = "--n_layer 1 --n_embd 16 --warm_steps 12 --warm_lr 1e-2 --lr 5e-3 --samples 2".split()
-CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
-
-
-def metrics(where):
-    lines = records(where / "metrics.jsonl")
-    return [{name: x for name, x in line.items() if name not in CLOCKS} for line in lines]
 
 
 def steps(where):

@@ -1,4 +1,5 @@
 """Devices, random streams, signals, and what ranks agree on: each function alone."""
+import ast
 import os
 import random
 import signal
@@ -96,6 +97,14 @@ except ImportError:
     env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"} | own
     said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
     assert said.split() == [own.get("GOMP_SPINCOUNT", "1000")]
+
+
+def test_an_older_python_says_so():
+    """In a file that it can parse."""
+    ast.parse((ROOT / "grpo.py").read_text(), feature_version=(3, 8))
+    code = "import sys; sys.version_info = 3, 10, 9; sys.modules['torch'] = None; import grpo"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "error: Python 3.11 or newer is needed\n"
 
 
 # -------- the ranks

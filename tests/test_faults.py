@@ -3,7 +3,6 @@ import fcntl
 import itertools
 import json
 import multiprocessing
-import os
 import signal
 import sys
 import time

@@ -77,7 +77,8 @@ def test_a_resumed_run_samples_from_the_weights_that_were_saved():
 @pytest.mark.parametrize("updates", [{}, dict(minibatches=2), dict(epochs=2)], ids=str)
 @pytest.mark.parametrize("given", [
     {}, dict(baseline="value"), dict(kl="reward"), dict(dtype="bfloat16")], ids=str)
-def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(given, updates, monkeypatch):
+def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(
+        given, updates, monkeypatch):
     """With one update the loss has its own. A KL that is 0 is no penalty, to the last bit."""
     def logps(model, batch, *others, own=grpo.logps):
         logp, values = own(model, batch, *others)

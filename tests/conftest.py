@@ -48,6 +48,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
     config.addinivalue_line("markers", "quick: all that are not slow; a minute")
     config.addinivalue_line("markers", "without_noise: sees what --noise itself does")
+    if [Path(argument).resolve() for argument in config.args] == [ROOT]:
+        config.args[:] = [str(ROOT / "tests")]          # not those of another clone within this one
     if config.option.noise is not None:
         noise.install(config.option.noise)
     ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo

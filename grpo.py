@@ -13,6 +13,8 @@ RLOO and others as settings of it. A step, for P prompts with G completions each
 """
 import os
 import sys
+if sys.version_info < (3, 11):
+    sys.exit("error: Python 3.11 or newer is needed")
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
@@ -35,8 +37,7 @@ GAMMA = 1.0                 # discount, used only with a critic
 VALUE_COEF = 0.1            # weight of the critic's loss
 VALUE_CLIP = 0.2            # how far PPO's value loss lets a value move from the old one
 NO_CLIP = 1e9               # a clip range in which every ratio lies
-# The published algorithms, as differences from Config.
-ALGOS = {
+ALGOS = {       # published algorithms, as differences from Config
     "grpo": {},             # DeepSeekMath, 2402.03300: the group's mean in place of a critic
     "reinforce": dict(baseline="none", adv_scale="none", kl="none",
                       loss_mean="constant", clip_low=NO_CLIP, clip_high=NO_CLIP),
@@ -661,7 +662,6 @@ def train(cfg, task=None, saved=None):
     and Algorithm 1: in each iteration a new reference, a refitted reward model, --steps steps."""
     # Again: in a notebook another Config may have put its functions in place since.
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
-    # Loads the policy, or makes it and trains its warm start; cfg gets its micro_tokens.
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
     done = -1                   # new, or stopped before the warm start's end

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import importlib
 import json
@@ -11,20 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # In this process and those that tests start: models this small gain nothing from a second thread.
-os.environ["OMP_NUM_THREADS"] = "1"
-# Nor do they see a GPU: with --gpu, test_gpu.py runs on it, alone.
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+# Nor do they see a GPU, nor that of a Mac: with --gpu, test_gpu.py runs on it, alone.
 if "--gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(1)
+torch.backends.mps.is_available = lambda: False
+torch.set_num_threads(THREADS)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.tokenizer import byte_encoding  # noqa: E402
 import grpo  # noqa: E402
+import noise  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from run import config, passes, pretrained  # noqa: E402
@@ -37,11 +40,18 @@ def pytest_addoption(parser):
                      help="also tests/upstream: what this repository says about itself")
     parser.addoption("--gpu", action="store_true",
                      help="the tests that need a GPU, tests/extra/test_gpu.py, and no others")
+    parser.addoption("--noise", type=int, metavar="SEED",
+                     help="matrix products are off by a last bit, as on another machine")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a quarter of a second or more")
     config.addinivalue_line("markers", "quick: all that are not slow; a minute")
+    config.addinivalue_line("markers", "without_noise: sees what --noise itself does")
+    if [Path(argument).resolve() for argument in config.args] == [ROOT]:
+        config.args[:] = [str(ROOT / "tests")]          # not those of another clone within this one
+    if config.option.noise is not None:
+        noise.install(config.option.noise)
     ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo
     config.addinivalue_line("filterwarnings", ignored)
 
@@ -66,6 +76,8 @@ def file_of(argument):
 def pytest_collection_modifyitems(config, items):
     if config.option.gpu:
         items[:] = [item for item in items if item.path.name == "test_gpu.py"]
+    if config.option.noise is not None:
+        items[:] = [item for item in items if item.get_closest_marker("without_noise") is None]
     for item in items:
         if item.get_closest_marker("slow") is None and item.path.parent == ROOT / "tests":
             item.add_marker("quick")
@@ -84,7 +96,7 @@ def pytest_runtestloop(session):
 
 # -------- processes of the tests
 
-FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+FORK = multiprocessing.get_context("fork")
 
 
 class Forked:
@@ -100,7 +112,7 @@ class Forked:
         self.connection.send((where, work, given))
         self.where, self.pid, self.exitcode = where, self.connection.recv(), None
 
-    def join(self, seconds=60):
+    def join(self, seconds=300):
         """Waits for its end; its exit code, negative after a signal, or None if it still runs."""
         if self.exitcode is None and self.connection.poll(seconds):
             self.exitcode = self.connection.recv()
@@ -110,7 +122,7 @@ class Forked:
         """Sends it a signal."""
         os.kill(self.pid, number)
 
-    def end(self, seconds=60):
+    def end(self, seconds=300):
         """Waits for its end, which must come; its exit code, stdout and stderr."""
         if self.join(seconds) is None:
             self.kill()
@@ -163,7 +175,7 @@ def begin(where, work, given):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
-    torch.set_num_threads(1)    # makes the pool of threads anew; else two may do so at once
+    torch.set_num_threads(THREADS)      # makes their pool anew; else two may do so at once
     work(*given)
 
 
@@ -226,6 +238,42 @@ def answer(text):
 """
 
 
+class Torch:
+    """torch, whose float32 has 64 bits."""
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def float64():
+    """The tested side computes in float64, where two ways to a number agree."""
+    torch.optim.AdamW([torch.zeros(1)], 1.0)        # imports half of torch, which is not to see it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(grpo, "torch", Torch())
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def large_epsilon(agent, new_optimizer=grpo.new_optimizer):
+    """That of Adam, so that it does not divide a gradient that is all rounding by its own size."""
+    opt = new_optimizer(agent)
+    opt.param_groups[0]["eps"] = 1e-3
+    return opt
+
+
+@pytest.fixture(scope="module")
+def large_epsilons():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "new_optimizer", large_epsilon)
+        yield
+
+
 def agent_of(cfg, task=None, **parts):
     """An Agent with what every run has: a policy and a tokenizer."""
     return grpo.Agent(cfg, task, **{"encoding": byte_encoding(), "policy": tiny_model(), **parts})
@@ -255,6 +303,15 @@ def batch_of_rows(rows, **parts):
 def records(path):
     """Those of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
+
+
+def metrics(where):
+    """The lines of a run's metrics.jsonl, less its times."""
+    lines = records(where / "metrics.jsonl")
+    return [{name: x for name, x in line.items() if name not in TIMES} for line in lines]
 
 
 def flags(settings):

@@ -1,12 +1,13 @@
 """Who sees what, and which setting moves what: whole runs through `main`, whose functions note what
 they were given and gave. First a run of two iterations, whole and resumed; then each setting, in a
 run where it is active."""
+import contextlib
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder, flags, records
+from conftest import chat_folder, flags, float64, metrics, records
 
 import grpo
 import model
@@ -165,7 +166,7 @@ def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(wh
 def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     """Killed in the step after one that it had saved, between the iterations or within one."""
     run(out=tmp_path, kill_at=last + 1, **ITERATED)
-    assert [line["step"] for line in records(tmp_path / "metrics.jsonl")] == [*range(last + 2)]
+    assert [line["step"] for line in metrics(tmp_path)] == [*range(last + 2)]
     seen = run("--resume", out=tmp_path)
     fits = [("refit_reward_model", 1)] * (last == 3)
     left = [x for x in seen.events() if x != ("evaluate",)]
@@ -176,9 +177,7 @@ def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     assert len(steps[0].args[0].history["ids"]) == 2 * 38
     one, other = (checkpoint.load(x, Config)[1].tensors for x in (whole.folder, tmp_path))
     assert same(one, other) and one.keys() > {"history.ids", "reward_model.norm"}
-    one, other = ([{n: x for n, x in line.items() if n[-4:] not in ("onds", "ok_s")}
-                   for line in records(x / "metrics.jsonl")] for x in (whole.folder, tmp_path))
-    assert one == other
+    assert metrics(whole.folder) == metrics(tmp_path)
     one, other = (records(x / "samples.jsonl") for x in (whole.folder, tmp_path))
     assert one == other and [x["step"] for x in one] == [1, 1, 4, 4, 6, 6]
 
@@ -201,18 +200,18 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
 
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     """With the policy as the run left it, of which it changes no file."""
-    before, ids = files_of(whole.folder), list(b"17=")
-    policy = whole.of("train_step")[-1].args[0].policy
-    with torch.no_grad():
-        while ids[-1] != 256 and len(ids) < 3 + 6:
-            h = policy(torch.tensor([ids]))
-            ids.append(policy.head(h)[0, -1].argmax().item())
-    capsys.readouterr()
-    seen = run("--ask", "17=", out=whole.folder)
-    assert capsys.readouterr().out == report.printable(texts([ids])[0]) + "\n"
-    run("--ask", "\x01", "--max_new", "2", out=whole.folder)
-    assert capsys.readouterr().out.endswith("\n(cut off after 2 tokens)\n")
-    assert seen.prompts(None) == ["17="] and not seen.events() and files_of(whole.folder) == before
+    before, policy = files_of(whole.folder), whole.of("train_step")[-1].args[0].policy
+    for question, room, after in (("17=", 6, ""), ("\x01", 2, "\n(cut off after 2 tokens)")):
+        capsys.readouterr()
+        seen, n = run("--ask", question, out=whole.folder, max_new=room), len(question)
+        ids = seen.of("sample")[0].got.ids
+        assert capsys.readouterr().out == report.printable(texts(ids.tolist())[0]) + after + "\n"
+        with torch.no_grad():
+            logits = policy.head(policy(ids))[0, n - 1:-1]
+        lost = logits.amax(1) - logits.gather(1, ids[0, n:, None])[:, 0]
+        assert lost.max() < 1e-4 and (len(lost) == room or ids[0, -1] == 256)
+        assert seen.prompts(None) == [question] and not seen.events()
+    assert files_of(whole.folder) == before
 
 
 # --------------------------------------------------------------------------------- every setting
@@ -270,14 +269,17 @@ def alike(a, b):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The stages of a run with BASE and some settings, in the folder where it was started."""
+    """The stages of a run with BASE and some settings, in the folder where it was started; in
+    float64: Adam divides a gradient that is all rounding by its own size."""
     known = {}
 
     def of(settings):
         if (key := str(sorted(settings.items()))) not in known:
             where = tmp_path_factory.mktemp("made")
             chat_folder(where / "chat")
-            with pytest.MonkeyPatch.context() as patch:
+            halves = settings.get("dtype") == "bfloat16"        # of 64 bits there are none
+            exact = contextlib.nullcontext() if halves else float64()
+            with pytest.MonkeyPatch.context() as patch, exact:
                 patch.chdir(where)
                 known[key] = stages(run(**BASE | settings))
         return known[key]

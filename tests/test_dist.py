@@ -1,4 +1,5 @@
 """Devices, random streams, signals, and what ranks agree on: each function alone."""
+import ast
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -23,7 +25,7 @@ from run import dist, passes
 
 def two_ranks(monkeypatch, f, first, second):
     """What f gives on each of two ranks, played by threads that wait for each other."""
-    here, given, meet = threading.local(), {}, threading.Barrier(2, timeout=10)
+    here, given, meet = threading.local(), {}, threading.Barrier(2, timeout=300)
 
     def gather(x):
         given[here.rank] = x
@@ -97,6 +99,14 @@ except ImportError:
     assert said.split() == [own.get("GOMP_SPINCOUNT", "1000")]
 
 
+def test_an_older_python_says_so():
+    """In a file that it can parse."""
+    ast.parse((ROOT / "grpo.py").read_text(), feature_version=(3, 8))
+    code = "import sys; sys.version_info = 3, 10, 9; sys.modules['torch'] = None; import grpo"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "error: Python 3.11 or newer is needed\n"
+
+
 # -------- the ranks
 
 @pytest.mark.parametrize("first, second", [
@@ -152,13 +162,12 @@ def test_a_stream_is_of_its_seed_purpose_and_step():
 
 
 def test_numbers_are_the_same_on_every_machine():
-    """To the bit; a second draw from the stream is another one."""
-    source = random.Random(0)
-    got = dist.uniform(source, 2, 2), dist.uniform(source, 2)
-    assert got[0].dtype == torch.float64
-    assert [x.tolist() for x in got] == [
-        [[0.7984801223563218, 0.8003479718879506], [0.8372418555995936, 0.8896066683651614]],
-        [0.3528477596074505, 0.3184049182633061]]
+    """To the bit, those of numpy; a second draw from the stream is another one."""
+    source, seeds = random.Random(0), random.Random(0)
+    for shape in ((2, 2), (2,)):
+        want = np.random.default_rng(seeds.getrandbits(64)).random(shape)
+        got = dist.uniform(source, *shape)
+        assert got.dtype == torch.float64 and got.tolist() == want.tolist()
 
 
 # -------- signals

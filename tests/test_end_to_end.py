@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Forked, batch_of, fault, records
+from conftest import ROOT, TIMES, Forked, batch_of, fault, metrics, records
 
 import grpo
 from data import arithmetic
@@ -21,12 +21,6 @@ from run import checkpoint, files, report
 
 SMALL = ("--difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 --prompts 4 "
          "--group 8 --max_new 12 --samples 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
-CLOCKS = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}
-
-
-def metrics(where):
-    lines = records(where / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
 
 
 def begin(out, *more):
@@ -132,7 +126,7 @@ def test_the_run_folder(unbroken):
              "samples.jsonl report.html warm_start tokenizer.json tokenizer_config.json").split()
     assert {p.name for p in unbroken.iterdir()} == {*names}
     first, step, *_, last = records(unbroken / "metrics.jsonl")
-    assert step.keys() >= CLOCKS | {*("step beta reward accuracy length kl entropy clip_share loss "
+    assert step.keys() >= TIMES | {*("step beta reward accuracy length kl entropy clip_share loss "
                                       "mismatch grad_norm dead_groups finished working").split()}
     measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8, 12)),
                 *(f"maj@{k}" for k in (2, 4, 8, 12))}

@@ -358,7 +358,8 @@ def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):
     order, real_sync, real_save = [], os.fsync, files.save_file
 
     def fsync(fd):
-        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        here = os.fstat(fd)
+        order.extend(x.name for x in again.iterdir() if os.path.samestat(x.stat(), here))
         real_sync(fd)
 
     def save_file(tensors, path, metadata):
@@ -408,7 +409,9 @@ def broken_pipe():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [broken_pipe, lambda: None, lambda: open("/dev/full", "w")])
+@pytest.mark.parametrize("stream", [broken_pipe, lambda: None, pytest.param(
+    lambda: open("/dev/full", "w"),
+    marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has one"))])
 def test_nobody_reads(stream, again, monkeypatch, capfd):
     """`| head`, a closed terminal, a full disk: a run goes on, and an error is code 2."""
     def into(out, err, *args):

@@ -193,9 +193,9 @@ def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     b.ref_logp = None
     stats, less = updated(b, cfg)
     assert sum(seen) == 8 + 8 - len(dead)
-    assert_close(less, whole, rtol=0, atol=1e-6)
+    assert_close(less, whole, rtol=1e-4, atol=1e-5)
     for name in {*stats} - {"mismatch"}:
-        assert stats[name] == approx(watched[name], abs=1e-6), name
+        assert stats[name] == approx(watched[name], rel=1e-5, abs=1e-6), name
 
 
 def test_a_row_with_any_advantage_is_kept():
@@ -294,9 +294,10 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
     dict(dtype="bfloat16", minibatches=2)], ids=str)
 def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     """As sampled or, in bfloat16 or with a critic, a pass's over the sampler's weights; none with
-    one update. Rows of others keep theirs, here 3 nats too small, if a Batch says so."""
+    one update. Those sampled are 5e-5 too small; 3 of others, who keep theirs if a Batch says so."""
     def collect(*x, own=grpo.collect):
         batch = own(*x)
+        batch.logp = batch.logp - 5e-5 * batch.mask
         if others:
             batch.on_policy, batch.logp = ~off, batch.logp - 3 * (batch.mask & off[:, None])
         return batch
@@ -309,14 +310,13 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
     present, _ = grpo.logps(agent.sampler, batch, cfg) if given else (batch.logp, None)
-    assert torch.equal(present[0], batch.logp[0]) is not bool(given)
     if cfg.updates > 1 or others:
         want = torch.where(off[:, None] & others, batch.logp, present)
         assert torch.equal(batch.old_logp, want)
     else:
         assert batch.old_logp is None
     told = grpo.update(agent, batch, random.Random(0))
-    assert 0 < told["mismatch"] < (0.5 if cfg.dtype == "bfloat16" else 1e-4)
+    assert 3e-5 < told["mismatch"] < (0.5 if cfg.dtype == "bfloat16" else 1e-4)
     assert told["clip_share"] > (0.1 if others else 0) or batch.old_logp is None
     if others:
         batch.on_policy = batch.on_policy | True
@@ -325,9 +325,11 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
 
 
 @mark.parametrize("critic", [None, "shared", "separate"])
-def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
+def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
     """Up to rounding, in every weight. A critic learns from rows without an advantage, too."""
     given, after = {} if critic is None else dict(baseline="group+value", critic=critic), []
+    shared, own = [], passes.SharedRows
+    monkeypatch.setattr(passes, "SharedRows", lambda *given: shared.append(1) or own(*given))
     for cache in ("plain", "shared"):
         b, cfg = a_rollout(minibatches=2, micro_tokens=30, cache=cache, **given)
         head = None
@@ -337,7 +339,7 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic):
             b.value, b.returns, b.ref_logp = 0 * b.adv, b.adv + 0.5 * b.mask, None
             b.adv[:7] = 0
         after.append(updated(b, cfg, 0.1, critic=head)[1])
-    assert not all(map(torch.equal, *after))            # two ways
+        assert bool(shared) is (cache == "shared")
     for x, y in zip(*after, strict=True):
         assert x.any() and (x - y).abs().max() < 1e-4 * x.abs().max() + 1e-7
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from test_caches import FAMILIES
 
 from data import UserError
@@ -364,7 +364,7 @@ def test_a_file_has_each_tensor_of_its_model_and_no_other(config, gone, new, fau
     """OpenAI's own GPT-2 has shorter names; older files hold constants."""
     short = "transformer." if config == "bare" else ""
     file = made(GPT2 if short else config, tmp_path)
-    tensors = {name.removeprefix(short): x for name, x in load_file(file).items()}
+    tensors = {name.removeprefix(short): x for name, x in load(file.read_bytes()).items()}
     save_file(tensors | {"h.0.attn.bias": ONE, "layers.0.rotary_emb.inv_freq": ONE + 1}, file)
     pretrained.load(tmp_path)
     save_file(without(tensors, *gone) | new, file)
@@ -374,7 +374,7 @@ def test_a_file_has_each_tensor_of_its_model_and_no_other(config, gone, new, fau
 def test_a_tied_head_in_the_file_is_the_embedding(tmp_path):
     """It is left out, or the same; another one would be lost."""
     file = made(LLAMA | dict(tie_word_embeddings=True), tmp_path)
-    tensors, name = load_file(file), "model.embed_tokens.weight"
+    tensors, name = load(file.read_bytes()), "model.embed_tokens.weight"
     save_file(tensors | {"lm_head.weight": tensors[name].clone()}, file)
     assert torch.equal(pretrained.load(tmp_path).embed_tokens.weight, tensors[name])
     save_file(tensors | {"lm_head.weight": tensors[name] + 1}, file)

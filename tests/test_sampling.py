@@ -145,7 +145,7 @@ def test_slots_are_multiples_of_16(longest):
 
 def test_states_keep_their_numbers_while_one_is_not_needed():
     """Of 20, the fourth is of a row at its limit; those after it read their own keys still."""
-    model, limits = tiny_model(), [6] * 3 + [1] + [6] * 16
+    model, limits = tiny_model().double(), [6] * 3 + [1] + [6] * 16
     given = [[i, 2] for i in range(20)], 1, limits, 1.0, set(), uniform(20, 6)
     plain = sample(model, *given)
     model.kv_cache = "shared"
@@ -158,10 +158,10 @@ def test_states_keep_their_numbers_while_one_is_not_needed():
 def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     """Cut to 16 bits, or packed with a state's number into one, some would be the same."""
     few, V = torch.tensor([5, 5 + 2 ** 8, 5 + 2 ** 16]), 2 ** 16 + 128
-    model = tiny_model(vocab_size=V, n_layer=1)
+    model = tiny_model(vocab_size=V, n_layer=1).double()
     weight = model.embed_tokens.weight[few].T / 20
     none = torch.full((1, V), -float("inf"))
-    model.head = lambda h: none.repeat(len(h), 1).index_copy(1, few, h @ weight)
+    model.head = lambda h: none.repeat(len(h), 1).index_copy(1, few, (h @ weight).float())
     prompts, u = [[5 + 2 ** 16, 40_000, 5], [5, 40_000, 5]], uniform(12, 3)
     u[:, 0] = torch.tensor([0.1, 0.5, 0.9]).repeat(4)       # all three from each prompt's state
     given = prompts, 6, [3, 3], 1.0, set(), u

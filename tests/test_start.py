@@ -339,6 +339,7 @@ GPT2 = dict(n_kv_head=8, norm="layer", mlp="gelu", positions="learned", bias="al
 
 
 @pytest.mark.slow
+@pytest.mark.without_noise
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", [dict(n_layer=2), dict(n_layer=8), dict(n_layer=8, **GPT2)])
 def test_the_estimate_of_an_update_is_near(recompute, shape):

@@ -96,7 +96,7 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
     assert (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
     for form in (token_logps, passes.token_logps):
         logp, value = form(model, b.ids, b.mask, 0.7)
-        torch.testing.assert_close(logp, b.logp, rtol=0, atol=5e-5)
+        torch.testing.assert_close(logp, b.logp, rtol=0, atol=1e-4)
         assert value is None
 
 

@@ -1,7 +1,6 @@
 """The static cache on CUDA, where the model's step is recorded as a graph for each shape: on a
 pretended device, whose graphs compute nothing while they record."""
 import copy
-import sys
 from types import SimpleNamespace
 
 import pretend
@@ -15,7 +14,6 @@ from grpo import sample
 from run import caches, dist
 from run.pretrained import frozen
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pretend.py needs Unix's names")
 NEVER = {257}       # no token
 SHORT = (PROMPTS, 8, 20, STOP)
 # Prompts, completions of each, their tokens, what ends them: two need the largest Memory.

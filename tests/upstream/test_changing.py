@@ -161,10 +161,6 @@ def test_a_recipe_leaves_the_tests_green(name, tmp_path):
     changes, tests = FORKS[name], f"quick or test_each_runs_for_two_steps and {name}"
     if name == "window":
         tests = "quick and not " + re.search(r"`(test_\w+)` needs the window too", PAGE)[1]
-    if name == "parameter":
-        file, new, old = re.search(
-            r"`(tests/\w+.py)` needs a bound of (\S+) in place of (\S+)\.\n", PAGE).groups()
-        changes = [*changes, (file, old, new)]
     folder = copy(tmp_path / "code", *changes)
     if name == "board":
         (tmp_path / "wandb.py").write_text("from unittest.mock import Mock\ninit = Mock()\n")
@@ -180,6 +176,13 @@ def test_a_recipe_leaves_the_tests_green(name, tmp_path):
         env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     shutil.rmtree(folder)               # 13 MB
+
+
+def test_another_clone_in_the_folder_is_left_alone(tmp_path):
+    copy(copy(tmp_path / "code") / "clone")
+    said = subprocess.check_output([sys.executable, "-m", "pytest", "--collect-only", "-q"],
+                                   cwd=tmp_path / "code", text=True)
+    assert "tests/test_loss.py::" in said and "clone" not in said
 
 
 # ---- tasks, rewards, algorithms

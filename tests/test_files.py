@@ -180,14 +180,15 @@ def test_a_run_json_that_lacks_something(change, again):
 
 # ---------- tokenizers
 
-LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
 TOKEN = dict(id=257, content="<a>", single_word=False, lstrip=False, rstrip=False,
              normalized=False, special=False)
 SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=False)
 
 
 def pieces(*parts):
-    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, LEVEL]))
+    last = LEVEL | dict(use_regex=False)
+    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, last]))
 
 
 def patterns(*given):
@@ -249,14 +250,16 @@ CASES = {case["name"]: COMMON | case for case in RECORDED["cases"]}
 
 
 def write_tokenizer(case, folder):
-    """The files of a case: the words of its merges in their order, then those of none."""
+    """The files of a case: the words of its merges in their order, then those of none. In older
+    files ByteLevel has no use_regex."""
     merges = [pair.split(" ") for pair in case["merges"]]
     words = dict.fromkeys([*map("".join, merges), *case.get("words", [])])
     vocab = {LETTERS[b]: b for b in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    level = LEVEL | {name: case[name] for name in ("use_regex",) if name in case}
     hf = dict(
         version="1.0", normalizer=None, post_processor=None, decoder=None, truncation=None,
         padding=None, added_tokens=[TOKEN | dict(id=len(vocab), content="<end>", special=True)],
-        pre_tokenizer=dict(type="Sequence", pretokenizers=case["parts"]),
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[*case.get("parts", []), level]),
         model=dict(type="BPE", vocab=vocab, merges=merges,
                    ignore_merges=case.get("ignore_merges", False)))
     for name, content in (("tokenizer.json", hf), ("config.json", {}),

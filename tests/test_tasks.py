@@ -145,21 +145,12 @@ def test_hostile_text_is_none_and_quick(text):
 # ---------- answers in free text
 
 @pytest.mark.parametrize("value, texts", [
-    (5, r"5 points|\[5\]|5 millionaires|５|USD5|Rs.5|£5|¥5|5£|5¥|5€|...5|10/3 \approx 5|$$5$$"),
-    (5, "10÷2 = 5|(12 - 2)x0.5 = 5|5 m/s²|5 ft^2|[5]|'5'|“5”|cost:5|`5`|5 piñatas|5 gurús|Ann’s 5"),
-    (5, "20% of 25 = 5|0.05 hundred|0.005 thousand|0.000005 million|0.000005M|0.000000005B|~$5"),
-    (5, r"0.000000005 billion|the answer is: 5|5 is correct|5 people, I think|5\ cm³|10/3 ≈ 5"),
-    (5, r"5~\text{km}|5 xylophones|kitten: 5|5 noodles"), (500, "It is 500"), (3000, "3*10^3"),
-    (-5, "-5|−5|EUR -5|$-5|negative $5"), (1080, r"$1,080.|$\boxed{1{,}080}$"),
-    (12, r"12 eggs.|3 x 4 = 12|3×4 = 12|3 \cdot 4 = 12|012"), (1.25, "1.249 = 1.25|1¼"),
-    (1000, "1e3|1 000|1\u202f000"), (10 ** 9, "1,000,000,000|1000000000"), (60, "5 dozen eggs"),
-    (3.5, "3.50"), (1.75, "1¾"), (70, "70%"), (0.5, r".5|1 / 2|\frac{1}{2}|\frac12"),
-    (2.5, "2 and 1/2"), (7, "7 " + "a" * 198),
+    (1000, "1\u202f000"), (1000, "1e3"), (10 ** 9, "1,000,000,000"), (7, "7 " + "a" * 198),
     (None, "|none|10-3|٣|1,2345|--5|-$-5|-x = 5|1...000|.|$|5*6*|*5*6|5!|5 /x?|5 -|5* x|5--a|5-a"),
-    (None, "1\n000|.5.00|12345678901234518|18 (rounded from 17.6)|5٥|5²|0,005|5\n0|M$5|f(5)"),
+    (None, "1\n000|.5.00|12345678901234518|18 (rounded from 17.6)|5٥|5²|0,005|5\n0|M$5|5 π|5万"),
     (None, "5 million billion|7 " + "a" * 199 + "|5 != x|5 и|5\u0338|\u20105|\u20145|\ufe635"),
-    (None, "5 minus taxes|5 ÷ some|5 and a half|5 and an inch|5 and a bit|5 miles in one hour|up to 5"),
-    (None, "square root of 5|covid5|5 π|5万")])
+    (None, "5 minus taxes|5 ÷ some|5 and a half|5 and an inch|5 and a bit|5 miles in one hour"),
+    (None, "up to 5|square root of 5|covid5|f(5)")])
 def test_one_number(value, texts):
     for text in texts.split("|"):
         assert one_number(text) == value, text
@@ -181,7 +172,8 @@ def test_words_that_make_it_no_number(form, words):
 def test_answers_are_judged_as_by_hand():
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
-    assert Counter(right for right, *_ in rows) == {"yes": 93, "no": 75}
+    rows = [(*row, text) for *row, texts in rows for text in texts.split("|")]
+    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 75}
     for right, gold, text in rows:
         problem = gsm8k.Problem("", str(Fraction(gold)), "")
         judged = gsm8k.reward(problem, answered(text.replace("⏎", "\n")))["correct"]

@@ -226,4 +226,5 @@ def test_the_rate_of_a_short_fit(monkeypatch):
     monkeypatch.setattr(dist, "progress", lambda name, total: lambda *x: told.append(x[::2]))
     passes.supervised_fit("a fit", module, lambda step: (), 20, 6.0)
     assert told == [(n, n % 2 == 0) for n in range(1, 21)]
-    assert rates == pytest.approx([0.2 * n for n in range(1, 13)] + [0.3 * n for n in range(8, 0, -1)])
+    up, down = [0.2 * n for n in range(1, 13)], [0.3 * n for n in range(8, 0, -1)]
+    assert rates == pytest.approx(up + down)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from data import UserError, tokenizer
+from data import UserError, load_task, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import dist, passes, pretrained, setup
+from run import config, dist, passes, pretrained, setup
 from run.passes import token_logps
 from run.pretrained import memory
 
@@ -293,6 +293,15 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     model.embed_tokens.weight.data.zero_()
     setup.warm_start(model, game, problems, with_(max_new=60), encoding)
     assert found[-2] == pytest.approx(math.log(259))
+
+
+@pytest.mark.slow
+def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
+    """Which is of today's constants: else each newcomer waits for another."""
+    cfg, arithmetic = grpo.make_config(device="cpu", out=str(tmp_path)), load_task("arithmetic")
+    problems, _ = config.problems_of(arithmetic, cfg)
+    _, cold = setup.starting_model(cfg, arithmetic, problems, 6, byte_encoding())
+    assert not cold, capsys.readouterr().out
 
 
 # ---------- the memory

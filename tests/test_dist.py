@@ -111,6 +111,13 @@ def test_ranks_whose_weights_differ_are_stopped(monkeypatch):
     assert said[0] == said[1] and "the same b;" in said[0]
 
 
+def test_a_rank_without_rows_takes_part_in_an_update(monkeypatch):
+    one, two = torch.nn.Linear(2, 1).weight, torch.nn.Linear(2, 1).weight
+    one.grad = torch.tensor([[3.0, 4.0]])
+    two_ranks(monkeypatch, dist.sum_gradients, [[one]], [[two]])
+    assert one.grad.tolist() == two.grad.tolist() == [[3, 4]]
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run():
     weight = torch.nn.Linear(2, 1).weight
     weight.grad = torch.tensor([[3.0, float("nan")]])

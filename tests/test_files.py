@@ -256,11 +256,12 @@ def write_tokenizer(case, folder):
     merges = [pair.split(" ") for pair in case["merges"]]
     words = dict.fromkeys([*map("".join, merges), *case.get("words", [])])
     vocab = {LETTERS[b]: b for b in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    parts = [SPLIT | part if "pattern" in part else part for part in case.get("parts", [])]
     level = LEVEL | {name: case[name] for name in ("use_regex",) if name in case}
     hf = dict(
         version="1.0", normalizer=None, post_processor=None, decoder=None, truncation=None,
         padding=None, added_tokens=[TOKEN | dict(id=len(vocab), content="<end>", special=True)],
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[*case.get("parts", []), level]),
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, level]),
         model=dict(type="BPE", vocab=vocab, merges=merges,
                    ignore_merges=case.get("ignore_merges", False)))
     for name, content in (("tokenizer.json", hf), ("config.json", {}),
@@ -360,6 +361,14 @@ def test_files_are_as_others(again, tmp_path):
         assert (again / name).stat().st_mode == (tmp_path / "mine").stat().st_mode
     with pytest.raises(UserError, match="cannot write .*gone/run.json: .*No such file"):
         files.write_whole(again / "gone" / "run.json", "{}")
+
+
+def test_a_checksum_is_of_names_types_shapes_and_numbers():
+    x = torch.ones(4)
+    found = [files.checksum({name: x}, text) for name, x, text in (
+        ("a", x, ""), ("b", x, ""), ("a", x.int(), ""), ("a", x.view(torch.int32), ""),
+        ("a", x.view(2, 2), ""), ("a", x, "a"))]
+    assert len({*found}) == len(found)
 
 
 def test_a_log_has_no_number_that_json_lacks(tmp_path):

@@ -2,67 +2,61 @@
 
 Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
 """
+import operator
 import re
-import unicodedata
 from fractions import Fraction
 
 LONGEST = 200       # maximum length of an expression or number: bounds time, depth, result
 EQUATIONS = 200     # `steps` reads at most this many `=` signs of a text: bounds its time
 NUMERAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?|\.[0-9]{1,15}")    # ASCII digits only
 TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
-BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}              # precedence
+OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul),
+             "/": (2, Fraction)}                        # precedence and what it does
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
 # What a number may wear, and what is left without it. Patterns may backtrack: no text beyond
 # LONGEST is read.
 ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
 ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
-PLAIN = [(re.compile(worn), plain) for worn, plain in (
-    (r"[^\S\n]|\\[,;:! ()[\]]|\\q?quad\b|~(?=\\)", " "),  # all kinds of spaces, \( and \[
-    (r"\\(?:text|math)[a-z]*|\\(?:left|right|mbox|underline)\b", " "), (r"\\([$%])", r"\1"),
-    (r"\\(?:boxed|fbox)\b", "####"), (r"\\approx\b", "≈"), (r"\{,\}", ","),  # 1{,}080
-    (r"\\[dt]?frac *(?:\{([0-9]+)\}|([0-9])) *(?:\{([0-9]+)\}|([0-9]))", r" \1\2/\3\4"),
-    (r"(?<!\w)([*_`]{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?!\w)", r"\2"),           # **72**
-    (r"[✓✔✅]", " "), (r"\^\{?\\circ\}?|°", ""),
-    (r"([mtds] ?\}?)(?:\^\{?[23]\}?|[²³])(?!\w)", r"\1"),                    # cm^2
-    (r"\\(?:times|cdot)\b|×|(?<=[0-9)]) ?x ?(?=[0-9])", "*"),                # 3 x 4
-    (r"(?<=[0-9]) ?[/÷] ?(?=[0-9])", "/"),
-    (r"(?<=[0-9]) ?\* ?10\^\{?(-?[0-9]{1,2})\}?", r"e\1"),                   # 2 * 10^3
-    (r"(?<=[0-9]) (?=[0-9]{3}(?![0-9/]))", ","),                             # 12 500
-    (r"(?<![~0-9])~ ?(?=\S)", " "),  # about 72; but ~~72~~ is struck out
-    (r"(?i)\b(?:minus|negative)\s+(?=\$?[0-9])", "-"), (r"\.\.+", "…"))]
+PLAIN = (
+    (r"[^\S\n]|\\[, ()[\]]|~(?=\\)|\\(?:text|math)[a-z]*|[✓✅]", " "),
+    (r"°|\^\\circ|\\(?=[$%])", ""), (r"\{,\}", ","), (r"\.\.+", "…"),  # 1{,}080
+    (r"\\d?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4"),
+    (r"(?<!\w)([*`]+)(\S.*?)\1(?!\w)", r"\2"),  # **72**
+    (r"([mts]\}?)(?:\^[23]|[²³])", r"\1"),  # cm^2
+    (r"\\(?:times|cdot)|×|(?<=[\d)]) ?x ?(?=\d)", "*"),  # 3 x 4
+    (r" ?(?:/|÷(?= ?\d)) ?", "/"), (r" ?\* ?10\^(\d)", r"e\1"),  # 2 * 10^3
+    (r"(?<=\d) (?=\d{3})", ","),  # 12 500
+    (r"~(?=[$\d])", " "),  # about 72; but ~~72~~ is struck out
+    (r"(?i)(?:minus|negative)\s+(?=[$\d])", "-"))
 # What precedes one of these is working: only what follows the last one counts.
-MARK = re.compile(r"####|≈|(?i:\banswer(?: is:?|:))")
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "grand": 10 ** 3, "lakh": 10 ** 5,
-          "million": 10 ** 6, "crore": 10 ** 7, "bn": 10 ** 9, "billion": 10 ** 9}
-WORDED = (r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|forty|"
-          r"(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|[a-z]*illion|"
-          rf"{'|'.join(SCALES)})(?:s|ths)?")
-CURRENCY = r"(?:(?:[A-Z]{2}|[ACRS])?[$£¥₠-₿]{1,3}|[A-Z]{3}|Rs\.?)"
-# One number, with its sign, currency and scale, between two texts without a digit.
+MARK = re.compile(r"####|≈|\\(?:boxed|approx)|(?i:answer(?: is:?|:))")
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9}
+CURRENCY = r"(?:(?:US|A)?[$£¥₠-₿]{1,2}|[A-Z]{3}|Rs\.) *"
+# The text before a number, its sign and currency, the number, its scale, and the text after it.
+# Only a space, a bracket, a quotation mark or a colon stands directly before it.
 NUMBER = re.compile(
-    r"([^0-9]*?)(?<![A-Za-z_.$£¥₠-₿+*/^-])"
-    rf"((?:-|\+(?! ))? *(?:{CURRENCY} *-?)?) *(?=\.?[0-9])"
-    r"((?:[0-9]{1,15} +)?(?:and )?[0-9]{1,15}/[1-9][0-9]{0,14}|"  # 2 1/2
-    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{0,15})(?:\.[0-9]{1,15})?(?:[eE]-?[0-9]{1,2})?)"
-    rf"(?:[ -]?([kKMB]|(?i:{'|'.join(SCALES)}))\b)?([^0-9]*)")
-SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
+    r"""(.*?)(?<![^\s([{"'“:…])"""
+    rf"(-? *(?:{CURRENCY})?|{CURRENCY}- *|\+)(?=\.?\d)"
+    r"((?:\d+ +)?(?:and )?\d+/[1-9]\d*|"  # 2 1/2
+    r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d{0,15})(?:\.\d{1,15})?(?:e\d{1,2})?)"
+    rf"(?: ?([kMB]|(?i:{'|'.join(SCALES)}))\b)?(.*)", re.ASCII | re.DOTALL)
+# Letters and signs of words, km/h and 5-mile. What cannot be read might take a number back.
+PROSE = re.compile(r"""(?:[a-zA-Zß-öø-ÿ\s.,:!'’"“”()[\]{}%$£¥¢₠-₿…]|/[a-z]|-[a-z]{2})*""")
 # Words that take a number back or leave it open, wherever they are; and words that make it another
 # number, if they are the last before it, or anywhere after it.
-NOT = re.compile(r"(?i)\b(?:no|not|never|none|neither|cannot|wrong\w*|incorrect\w*|false|error|"
-                 r"mistak\w*|doubt|or|instead|except|but|unless|almost|nearly|nicht|не)\b|"
-                 r"n['’]t\b|[!<>]=|[不错錯]")
-BEFORE = re.compile(rf"(?i)\b(?:{WORDED}|than|over|under|above|below|least|most|(?<!adds )up to|"
-                    r"plus|times|divided by|point|half|third|quarter|double|twice|triple|square|"
-                    r"root|sqrt|log|ln|sin|cos|tan|exp|max(?:imum)?|min(?:imum)?)"
+NOT = re.compile(r"(?i)\b(?:no|not|cannot|never|neither|wrong|incorrect|or|but|except|instead|"
+                 r"almost|nearly)\b|n['’]t|!=")
+OTHER = (r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]*illion|"
+         r"(?:twen|thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|th)|half|halve|third|quarter|"
+         r"dozen|hundred|thousand|grand|lakh|crore|mil|mln|bn|twice|double|triple|plus|minus|"
+         r"than|least|most)(?:d|s|ths)?")
+BEFORE = re.compile(rf"(?i)\b(?:{OTHER}|over|under|above|below|up to|times|point|root|sqrt|log)"
                     r"(?: of)?\W*$|\w\($")
-AFTER = re.compile(rf"(?i)\b(?:{WORDED}|minus|plus|multiplied|divided|squared|cubed|doubled|"
-                   r"tripled|halved|factorial|twice|itself|half|halves|thirds|quarters|fifths|"
-                   r"eighths|"
-                   r"and an?|(?:more|less|fewer) than|negative|score|[ap]m|i|"
-                   r"at least|at most|pi|π|[kxyzn]|st|nd|rd|th|ish|mil|mille|mio|mln|"
-                   r"(?:is|was|would|must|seems)(?! (?:the|my|correct|right)))\b|"
-                   r"^!|[万萬億亿百만억천]|千(?![克米])|тыс|лион|लाख")
-SIGNS = str.maketrans({"x": "*", "\u00d7": "*", "\u2212": "-", "\u2013": "-", "$": None})
+AFTER = re.compile(rf"(?i)\b(?:{OTHER}|negative|factorial|score|squared|cubed|and an?|[ap]m|pi|"
+                   r"st|nd|rd|th|ish|teen|(?-i:[b-fi-kn-rt-z])|"  # 3x, but 3 m
+                   r"(?:is|was)(?! (?:the|correct)))\b|^!")
+SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
+SIGNS = str.maketrans({"x": "*", "×": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # ---------------------------------------------------------------- the evaluator
 
@@ -76,36 +70,28 @@ def evaluate(text):
         return None
     tokens = ["", *reversed(tokens)]  # a stack; "" marks the end
     try:
-        n, d = take(tokens)
+        value = take(tokens)
     except (ValueError, ZeroDivisionError):
         return None
-    return Fraction(n, d) if tokens == [""] else None
+    return Fraction(value) if tokens == [""] else None
 
 def take(tokens, least=0):
-    """Parses an expression off the stack, up to an operator whose precedence is at most `least`.
-    Returns numerator and denominator: Fractions would reduce at each step, which is slow."""
-    token, minus = tokens.pop(), 1
+    """The value of the expression that is taken off the stack, up to an operator whose precedence
+    is at most `least`: an int, which is faster, or a Fraction."""
+    token, sign = tokens.pop(), 1
     while token == "-":
-        token, minus = tokens.pop(), -minus
+        token, sign = tokens.pop(), -sign
     if token == "(":
-        n, d = take(tokens)
+        value = take(tokens)
         if tokens.pop() != ")":
             raise ValueError("unclosed parenthesis")
     else:
-        whole, _, decimals = token.partition(".")
-        n, d = int(whole + decimals), 10 ** len(decimals)       # ValueError if not a numeral
-    n = minus * n
-    while BINDING.get(tokens[-1], 0) > least:
-        sign = tokens.pop()
-        m, e = take(tokens, BINDING[sign])
-        if sign == "/" and m == 0:
-            raise ZeroDivisionError
-        if sign == "/":
-            m, e = e, m
-        elif sign == "-":
-            m = -m
-        n, d = n * m if sign in "*/" else n * e + m * d, d * e
-    return n, d
+        value = int(token) if token.isdigit() else Fraction(token)  # ValueError if not a numeral
+    value *= sign
+    while tokens[-1] in OPERATORS and OPERATORS[tokens[-1]][0] > least:
+        precedence, operate = OPERATORS[tokens.pop()]
+        value = operate(value, take(tokens, precedence))
+    return value
 
 # --------------------------------------------------------- answers in free text
 
@@ -126,13 +112,13 @@ def one_number(text):
         return None
     text = text.translate(ASCII)
     for worn, plain in PLAIN:
-        text = worn.sub(plain, text)
+        text = re.sub(worn, plain, text)
     *marked, last = MARK.split(text)
     if NOT.search(text) or re.search("[0-9]", "".join(marked[1:])):
         return None
     sides = last.split("=")
     said = [side for side in sides if number(side) is not None]
-    same = (x == said[-1] or prose(x) or equal("0+" + arithmetic(x), arithmetic(said[-1]))
+    same = (x == said[-1] or PROSE.fullmatch(x) or equal("0+" + arithmetic(x), arithmetic(said[-1]))
             for x in sides)
     return number(said[-1]) if said and all(same) else None
 
@@ -143,18 +129,12 @@ def number(text):
     if not match:
         return None
     before, sign, digits, scale, after = match.groups("")
-    if BEFORE.search(before) or AFTER.search(after) or not prose(before + after):
+    if BEFORE.search(before) or AFTER.search(after) or not PROSE.fullmatch(before + after):
         return None
     value = sum(map(Fraction, re.sub("and|,", "", digits).split()))
-    if "/" in digits and value.denominator == 1 or len(re.findall("[-+]", sign)) > 1:
+    if "/" in digits and value.denominator == 1:
         return None
     return value * SCALES[scale.lower()] * (-1 if "-" in sign else 1)
-
-def prose(text):
-    """Whether a text has no digit, operator or symbol, but for currencies and as in km/h."""
-    kinds = {unicodedata.category(c) for c in text if c != "\n"}
-    plain = all(kind[0] in "LMZP" or kind in ("Sc", "Cf") for kind in kinds)
-    return plain and not re.search(r"[*\\]|/(?! ?[^\W\d_])|-(?![^\W\d_])|-[a-z]\b", text)
 
 def arithmetic(text):
     """What is left of a text without its words."""

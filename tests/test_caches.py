@@ -143,6 +143,17 @@ def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
     assert alive[1]() is None
 
 
+def test_weights_that_are_freed_have_no_memory(monkeypatch):
+    """Those of a sharded run's sampler, for an update: its graphs know their addresses."""
+    agent = SimpleNamespace(policy=tiny_model(), sampler=static(tiny_model()))
+    sample(agent.sampler, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
+    monkeypatch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
+    monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
+    with dist.updating(agent):
+        assert agent.sampler not in caches.MEMORY
+        assert not any(p.numel() for p in agent.sampler.parameters())
+
+
 @pytest.mark.parametrize("flag, cuda, found", [
     ("auto", False, "shared"), ("auto", True, "static"), ("static", False, "static"),
     ("shared", True, "shared"), ("plain", True, "plain")])

@@ -25,7 +25,7 @@ from run import checkpoint, config, files
 TASK = """
 from types import SimpleNamespace as Problem
 DEFAULTS = dict(steps=2, prompts=3, group=4, max_new=5)
-def problems(difficulty=2, train='', test=''):
+def problems(difficulty=2, train='', test='', more=''):
     made = [Problem(prompt=c + d + "=") for c in "abcdef" for d in "abcdef"]
     return made[6:], made[:6]
 def demonstration(problem, rng):
@@ -332,23 +332,24 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     rows, other, moved = tmp_path / "rows", tmp_path / "other", tmp_path / "elsewhere.py"
     rows.write_text("1,2")
     other.write_text("3,4")
-    out = run("run", "--steps", 0, "--train", rows, "--difficulty", 1)
+    out = run("run", "--steps", 0, "--train", rows, "--test", rows, "--difficulty", 1)
     resume = ["--resume", "--task", task, "--steps", 1, "--out", out]
-    for given in ([*resume, "--train", other], resume):
-        assert "file of --train has changed since" in fault(capsys, *given)
-        rows.unlink(missing_ok=True)
-    assert "has --test , not" in fault(capsys, *resume, "--test", other)
+    for name in ("train", "test"):
+        assert f"file of --{name} has changed since" in fault(capsys, *resume, f"--{name}", other)
+    rows.unlink()
+    assert "file of --train has changed since" in fault(capsys, *resume)
+    assert "has --more , not" in fault(capsys, *resume, "--more", other)
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
-    assert cfg.task_args == dict(difficulty=1, train="", test="")
+    assert cfg.task_args == dict(difficulty=1, train="", test="", more="")
     other.write_text("1,2")
-    run("run", "--resume", "--steps", 1, "--train", other)
+    run("run", "--resume", "--steps", 1, "--train", other, "--test", other)
     run("run", "--resume", "--steps", 2)            # it is known from now on
     assert checkpoint.load(out, Config)[0].task_args["train"] == str(other)
 
     task.write_text(TASK.replace("difficulty", "level"))
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
     assert "note: --difficulty 1 is gone" in capsys.readouterr().out
-    assert cfg.task_args == dict(level=2, train=str(other), test="")
+    assert cfg.task_args == dict(level=2, train=str(other), test=str(other), more="")
     assert "the task has no --difficulty, with" in fault(capsys, *resume, "--steps", 2)
     task.write_text(TASK)
     task.rename(moved)
@@ -534,15 +535,16 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
 @pytest.mark.slow
 def test_a_start_is_kept_with_its_note_at_the_end(run, tmp_path):
     """A run that is killed in between has no note, and its weights are not taken for a start."""
-    out, names = tmp_path / "run", ("model.safetensors", "warm_start.json")
+    start = tmp_path / "run" / "warm_start"
     for warm_steps in (12, 13):
-        with killed_before(out / "warm_start" / "warm_start.json"):
+        with killed_before(start / "warm_start.json"):
             run("run", "--steps", 0, "--warm_steps", warm_steps)
-        assert {path.name for path in (out / "warm_start").iterdir()} & {*names} == {names[0]}
+        left = {*contents(start)}
         run("run", "--steps", 0, "--warm_steps", warm_steps)
-        before = bytes_of(out / "warm_start", *names)
+        kept = contents(start)
+        assert left == kept.keys() - {"warm_start.json"} and "tokenizer.json" in left
         run("run", "--steps", 0, "--warm_steps", warm_steps)        # takes it
-        assert before == bytes_of(out / "warm_start", *names)
+        assert contents(start) == kept
     assert not (run("none", "--steps", 0, "--warm_steps", 0) / "warm_start").exists()
 
 

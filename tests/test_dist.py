@@ -6,8 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from torch import distributed
 import torch.nn.functional as F
 from conftest import ROOT
+from test_oracle import on_ranks
 
 from data import UserError, call
 from grpo import Config
@@ -24,28 +23,8 @@ from run import dist, passes
 
 
 def two_ranks(monkeypatch, f, first, second):
-    """What f gives on each of two ranks, played by threads that wait for each other."""
-    here, given, meet = threading.local(), {}, threading.Barrier(2, timeout=300)
-
-    def gather(x):
-        given[here.rank] = x
-        meet.wait()
-        both = [given[0], given[1]]
-        meet.wait()
-        return both
-
-    def all_reduce(x, op=distributed.ReduceOp.SUM):
-        both = torch.stack(gather(x))
-        return both.sum(0) if op == distributed.ReduceOp.SUM else both.amax(0)
-
-    def work(rank):
-        here.rank = rank
-        return f(*(first, second)[rank])
-    monkeypatch.setattr(dist, "gather", gather)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "ranks", lambda: 2)
-    with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(work, (0, 1))]
+    """What f gives on each of two ranks."""
+    return on_ranks(2, lambda rank: f(*(first, second)[rank]), monkeypatch)
 
 
 def result_or_fault(f, *given):
@@ -107,6 +86,12 @@ def test_an_older_python_says_so():
     assert done.stderr == "error: Python 3.11 or newer is needed\n"
 
 
+def test_a_start_prepares_the_process():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    dist.start(Config(device="cpu"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 # -------- the ranks
 
 @pytest.mark.parametrize("first, second", [
@@ -134,6 +119,13 @@ def test_ranks_whose_weights_differ_are_stopped(monkeypatch):
     assert one["b"].sum() == two["b"].sum()
     said = two_ranks(*checked)
     assert said[0] == said[1] and "the same b;" in said[0]
+
+
+def test_a_rank_without_rows_takes_part_in_an_update(monkeypatch):
+    one, two = torch.nn.Linear(2, 1).weight, torch.nn.Linear(2, 1).weight
+    one.grad = torch.tensor([[3.0, 4.0]])
+    two_ranks(monkeypatch, dist.sum_gradients, [[one]], [[two]])
+    assert one.grad.tolist() == two.grad.tolist() == [[3, 4]]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run():
@@ -242,11 +234,13 @@ def test_gaps_are_over_the_tokens_of_all_ranks(first, second, largest, monkeypat
 
 
 def test_the_rate_of_a_short_fit(monkeypatch):
-    """In less than 30 steps the rise meets the fall: thirtieths going up, tenths coming down."""
+    """In less than 30 steps the rise meets the fall: thirtieths going up, twentieths coming down.
+    Each tenth of the steps is told."""
     rates, told, module = [], [], torch.nn.Linear(1, 1)
     monkeypatch.setattr(torch.optim.AdamW, "step",
                         lambda opt: rates.append(opt.param_groups[0]["lr"]))
-    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *x: told.append(x[0]))
-    passes.supervised_fit("a fit", module, lambda step: (), 10, 3.0)
-    assert told == [*range(1, 11)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.6, 0.3])
+    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *x: told.append(x[::2]))
+    passes.supervised_fit("a fit", module, lambda step: (), 20, 6.0)
+    assert told == [(n, n % 2 == 0) for n in range(1, 21)]
+    up, down = [0.2 * n for n in range(1, 13)], [0.3 * n for n in range(8, 0, -1)]
+    assert rates == pytest.approx(up + down)

@@ -100,7 +100,8 @@ def test_components_of_a_rollout_are_the_same(monkeypatch):
 
 @pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])
 def test_correct_is_a_share(x):
-    data.check_components(P, {"correct": x, "more": -1e15})
+    parts, task = {"correct": x, "more": -1e15}, SimpleNamespace(reward=lambda *given: parts)
+    assert data.rewards_of(task, [P], "a", [1]) == [parts]
 
 
 def test_a_completion_that_is_cut_off_keeps_its_penalties():

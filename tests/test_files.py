@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, batch_of, fault
+from conftest import ROOT, batch_of, fault, records
 from safetensors import SafetensorError
 
 import data
@@ -121,7 +121,7 @@ def test_a_log_that_lost_lines_is_cut_to_whole_ones(again, capsys):
     path.write_bytes(b"".join(lines)[:-9])
     go_on(again)
     assert f"note: {path} has lost lines" in capsys.readouterr().out
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 3]
+    assert [line["step"] for line in records(path)] == [0, 1, 3]
 
 
 def test_a_file_that_is_cut_off_is_found(again):
@@ -175,19 +175,21 @@ def test_a_run_json_that_lacks_something(change, again):
     """Settings that there are no more are nobody's fault: an older version had them."""
     rewrite(again / "run.json", lambda about: about | change)
     main([*map(str, ask(again)), "--max_new", "12"])
-    go_on(again, 2)
+    go_on(again)
+    assert records(again / "metrics.jsonl")[-1]["step"] == 3
 
 
 # ---------- tokenizers
 
-LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
 TOKEN = dict(id=257, content="<a>", single_word=False, lstrip=False, rstrip=False,
              normalized=False, special=False)
 SPLIT = dict(type="Split", pattern={"Regex": "a"}, behavior="Isolated", invert=False)
 
 
 def pieces(*parts):
-    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, LEVEL]))
+    last = LEVEL | dict(use_regex=False)
+    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, last]))
 
 
 def patterns(*given):
@@ -249,14 +251,17 @@ CASES = {case["name"]: COMMON | case for case in RECORDED["cases"]}
 
 
 def write_tokenizer(case, folder):
-    """The files of a case: the words of its merges in their order, then those of none."""
+    """The files of a case: the words of its merges in their order, then those of none. In older
+    files ByteLevel has no use_regex."""
     merges = [pair.split(" ") for pair in case["merges"]]
     words = dict.fromkeys([*map("".join, merges), *case.get("words", [])])
     vocab = {LETTERS[b]: b for b in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    parts = [SPLIT | part if "pattern" in part else part for part in case.get("parts", [])]
+    level = LEVEL | {name: case[name] for name in ("use_regex",) if name in case}
     hf = dict(
         version="1.0", normalizer=None, post_processor=None, decoder=None, truncation=None,
         padding=None, added_tokens=[TOKEN | dict(id=len(vocab), content="<end>", special=True)],
-        pre_tokenizer=dict(type="Sequence", pretokenizers=case["parts"]),
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, level]),
         model=dict(type="BPE", vocab=vocab, merges=merges,
                    ignore_merges=case.get("ignore_merges", False)))
     for name, content in (("tokenizer.json", hf), ("config.json", {}),
@@ -285,6 +290,8 @@ def test_a_word_that_no_merge_makes(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [257]}')
     encoding = load_encoding(tmp_path)
     assert encoding.stop == {257, 259} and encoding.token_bytes(257) == b"abc"
+    (tmp_path / "chat_frame.json").write_text('{"chat": "none", "before": "xa"}')
+    assert load_encoding(tmp_path).encode_prompt("b") == [120, 256]    # a token of frame and text
     write_tokenizer(case | dict(ignore_merges=True), tmp_path)
     with pytest.raises(UserError, match="token 'abc' is 'ab' and 'c', which no merge joins"):
         load_encoding(tmp_path)
@@ -347,11 +354,27 @@ def test_what_killed_saves_left_is_cleared(again):
 
 def test_files_are_as_others(again, tmp_path):
     (tmp_path / "mine").touch()
+    (again / "run.json.tmp").symlink_to(tmp_path / "mine")      # is not followed
     go_on(again)
+    assert (tmp_path / "mine").read_bytes() == b""
     for name in ("report.html", "config.json", "checkpoint.safetensors", "metrics.jsonl"):
         assert (again / name).stat().st_mode == (tmp_path / "mine").stat().st_mode
     with pytest.raises(UserError, match="cannot write .*gone/run.json: .*No such file"):
         files.write_whole(again / "gone" / "run.json", "{}")
+
+
+def test_a_checksum_is_of_names_types_shapes_and_numbers():
+    x = torch.ones(4)
+    found = [files.checksum({name: x}, text) for name, x, text in (
+        ("a", x, ""), ("b", x, ""), ("a", x.int(), ""), ("a", x.view(torch.int32), ""),
+        ("a", x.view(2, 2), ""), ("a", x, "a"))]
+    assert len({*found}) == len(found)
+
+
+def test_a_log_has_no_number_that_json_lacks(tmp_path):
+    inf = float("inf")
+    files.append(tmp_path / "log", {"a": inf - inf, "b": [1.5, {"c": -inf}], "d": (inf,)})
+    assert records(tmp_path / "log") == [{"a": None, "b": [1.5, {"c": None}], "d": [None]}]
 
 
 def test_logs_are_on_the_disk_before_the_checkpoint(again, monkeypatch):

@@ -17,7 +17,7 @@ import grpo
 from data import UserError
 from grpo import Agent, Batch, Config, bounded, policy_loss, sample, token_weights
 from model import ScalarHead, token_logps
-from run import caches, config, passes, pretrained
+from run import caches, config, dist, passes, pretrained
 from run.passes import split_rows
 
 CFG = Config(prompts=2, group=4, max_new=12)
@@ -352,7 +352,8 @@ def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
         parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), groups)
         return [(rows.tolist(), size) for rows, size in parts]
     found = on_ranks(len(n), lambda rank: split(n[rank]), monkeypatch)
-    monkeypatch.undo()
+    totals = on_ranks(len(n), lambda rank: dist.numbered(torch.arange(n[rank]) // 4)[1], monkeypatch)
+    assert totals == [sum(n)] * len(n)      # of which all ranks draw
     for rows, of_rank in zip(n, found):
         for epoch in (of_rank[:3], of_rank[3:]):
             assert sorted(sum((part for part, _ in epoch), [])) == list(range(rows))

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from data import UserError, tokenizer
+from data import UserError, load_task, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
-from run import dist, passes, pretrained, setup
+from run import config, dist, passes, pretrained, setup
 from run.passes import token_logps
 from run.pretrained import memory
 
@@ -295,6 +295,15 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     assert found[-2] == pytest.approx(math.log(259))
 
 
+@pytest.mark.slow
+def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
+    """Which is of today's constants: else each newcomer waits for another."""
+    cfg, arithmetic = grpo.make_config(device="cpu", out=str(tmp_path)), load_task("arithmetic")
+    problems, _ = config.problems_of(arithmetic, cfg)
+    _, cold = setup.starting_model(cfg, arithmetic, problems, 6, byte_encoding())
+    assert not cold, capsys.readouterr().out
+
+
 # ---------- the memory
 
 TINY = dict(prompts=1, group=2, max_new=8, device="cpu", dtype="float32")
@@ -359,13 +368,17 @@ def test_the_estimate_of_an_update_is_near(recompute, shape):
     {}, dict(kl="none"), dict(kl="none", critic="separate"), dict(kl="none", baseline="value"),
     dict(baseline="value", critic="separate"), dict(reward="model", kl="none"),
     dict(baseline="group+value", critic="separate", kl="none", reward="model")], ids=str)
-def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
+def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype, monkeypatch):
     """Weights, gradients and moments are nearly all of it where rows are few and short."""
     cfg = Config(**TINY | dict(max_new=2, micro_tokens=1, dtype=dtype) | settings)
     policy = pretrained.to_device(tiny_model(**WIDE, tied=tied), cfg)
     agent = grpo.new_agent(cfg, None, None, policy)
     sampler = agent.sampler if agent.sampler is not policy else None
     there = 4 * bytes_of(policy, agent.critic, agent.reward_model) + bytes_of(agent.ref, sampler)
+    assert 1 < memory(policy, cfg, 2) / there < 1.05
+    there -= bytes_of(sampler)
+    monkeypatch.setattr(dist, "ranks", lambda: 2)       # a sampler is whole
+    cfg, there = dataclasses.replace(cfg, shard=True), there / 2 + bytes_of(sampler or policy)
     assert 1 < memory(policy, cfg, 2) / there < 1.05
 
 

@@ -12,7 +12,7 @@ from test_caches import FAMILIES
 import grpo
 import reward
 from data import UserError, guess, load_task, turns
-from data.tokenizer import byte_encoding, decode, pieces, step_tokens
+from data.tokenizer import Encoding, byte_encoding, decode, pieces, step_tokens
 from grpo import Agent, Config, advantages, main, sample
 from model import token_logps
 from run import caches, passes, report, setup
@@ -232,7 +232,10 @@ def test_the_environments_words_earn_nothing(echo):
     assert b.components["style"].tolist() == pytest.approx(style)
     assert 0 < b.finished.sum() < 24 and sum("!" in "".join(said[1::2]) for said in b.texts) > 5
     grpo.make_config(algo="tree")
-    assert_played(agent, grpo.collect(agent, agent.task.problems()[0][:3], random.Random(0)))
+    tree = grpo.collect(agent, agent.task.problems()[0][:3], random.Random(0))
+    assert_played(agent, tree)
+    heard = tree.ids == ord("?")            # which only the environment says
+    assert heard.any() and not tree.judged[heard].any()
     r, ends = reward.of_steps(agent.task, ENCODING, b)
     assert b.mask[ends].all() and ends.sum() > 40 and 0 < r[ends].sum() < ends.sum()
     assert_steps_end(agent, b, ends)
@@ -263,8 +266,8 @@ def test_max_turns_cuts_an_episode_off(limit, finished):
 @pytest.mark.parametrize("end, text", [(256, "a"), (33, "a!")])
 def test_an_episode_cut_off_within_a_turn_has_what_was_said_of_it(end, text):
     """Once, also if what ends a turn is text. The policy's tokens are counted."""
-    encoding, seen = byte_encoding(), []
-    encoding.stop |= {33}
+    letters, seen = {bytes([i]): i for i in range(256)}, []
+    encoding = Encoding("bytes", r"[\s\S]", letters, {"<end>": 256}, [256, 33], {})
     b = played(saying(97, end, 0, 0, 98, 99), encoding, max_new=6, reply=lambda *given: "ok",
                rewards=lambda problems, *said: seen.append(said) or [{"correct": 1.0}])
     assert seen == [([[text, "ok", "bc"]], [4])] and not b.finished[0]

@@ -172,10 +172,15 @@ def test_formulas(name, term, mean, clipped, scale, double):
 
 @mark.parametrize("clipped, low, given", [(1, 0, {}), (3, 0.7, dict(clip_low=0.3))])
 def test_cispo(clipped, low, given, double):
-    """With a lower bound, too; padding is not clipped."""
+    """With a lower bound, too."""
     check("cispo", lambda r, n, o, a, logs: max(min(r.item(), 5.0), low) * a * n, "token",
           clipped, **given)
-    assert of_code("cispo", ratio="sequence", clip_high=0.7)[2] == 3
+
+
+@mark.parametrize("name, scale, high", [("cispo", 1, 0.7), ("gmpo", -1, 0.4)])
+def test_padding_is_not_clipped(name, scale, high, double):
+    """Where it has the ratio of its row."""
+    assert of_code(name, scale, ratio="sequence", clip_high=high)[2] == 3
 
 
 @mark.parametrize("clipped, scale", [(4, 1e-2), (3, -1e-2)])

@@ -103,8 +103,6 @@ def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
     monkeypatch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
     monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
     with dist.updating(agent), torch.no_grad():
-        assert agent.sampler not in caches.MEMORY
-        assert not any(p.numel() for p in agent.sampler.parameters())
         for p, q in zip(policy.parameters(), agent.policy.parameters(), strict=True):
             q.copy_(p.mul_(1.1))
     assert_same(sampled(agent.sampler, SHORT), sampled(policy, SHORT))

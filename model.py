@@ -94,17 +94,19 @@ def double(x):
 # ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T), of --cache plain. By default training has SharedRows of
-    run/passes.py, whose methods differ: rows share prefixes."""
+    """A pass over whole rows, ids (B, T): prompts, and the training of --cache plain. By default
+    that has SharedRows of run/passes.py, whose methods differ: rows share prefixes."""
 
-    def __init__(self, ids, device, pos=None):
+    def __init__(self, ids, device):
         self.ids = send(ids, device)
-        self.pos = pos
-        if pos is None:
-            self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
+        self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
 
     def attend(self, q, k, v, cache):
-        """Attention for q (B, T, H, D), k and v (B, T, K, D)."""
+        """Attention for q (B, T, H, D), k and v (B, T, K, D). A layer's cache, two (B, K, S, D),
+        gets k and v; a token's slot is its position."""
+        if cache is not None:
+            for new, slots in zip((k, v), cache):
+                slots[:, :, :new.size(1)] = new.transpose(1, 2)
         return causal_attention(q, k, v)
 
     def in_rows(self, h):
@@ -112,36 +114,30 @@ class Rows:
         return h
 
 class CachedRows(Rows):
-    """A pass over new tokens, ids (B, T) at positions pos (B, T), that also sees the first `slots`
-    slots of a KV cache. A token's slot is its position."""
+    """A pass over one more token of each row, ids (B, 1) at positions pos (B, 1), that also sees
+    the first `slots` slots of a KV cache, up to its own."""
 
     def __init__(self, ids, pos, cache, slots):
         keys = cache[0][0]                                              # (B, K, S, D)
-        device = keys.device
         self.ids = ids
         self.pos = pos
         self.slots = slots or keys.size(2)
-        self.row = torch.arange(len(ids), device=device)[:, None]       # (B, 1)
-        slot = torch.arange(self.slots, device=device)
-        later = slot > pos[:, None, :, None]                            # (B, 1, T, S)
+        self.row = torch.arange(len(ids), device=keys.device)[:, None]  # (B, 1)
+        slot = torch.arange(self.slots, device=keys.device)
+        later = slot > pos[..., None, None]                             # (B, 1, 1, S)
         self.mask = keys.new_zeros(later.shape)
         self.mask.masked_fill_(later, float("-inf"))
 
     def attend(self, q, k, v, cache):
-        """Adds k and v to a layer's cache, two (B, K, S, D), then attends to it. Query heads that
-        share keys act as tokens: on CUDA much faster than enable_gqa."""
+        """Adds k and v to a layer's cache, then attends to it. Query heads that share keys act as
+        tokens: on CUDA much faster than enable_gqa."""
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k = cache[0][:, :, :self.slots]
         v = cache[1][:, :, :self.slots]
-        q = q.unflatten(2, (k.size(1), -1))                             # (B, T, K, H/K, D)
-        q = q.transpose(1, 2)                                           # (B, K, T, H/K, D)
-        mask = self.mask[..., None, :]
-        mask = mask.expand(-1, -1, -1, q.size(3), -1)                   # (B, 1, T, H/K, S)
-        mask = mask.flatten(2, 3)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, mask)
-        y = y.unflatten(2, q.shape[2:4])                                # (B, K, T, H/K, D)
-        return y.transpose(1, 2).flatten(2, 3)
+        q = q.reshape(len(q), k.size(1), -1, k.size(3))                 # (B, K, H/K, D)
+        y = F.scaled_dot_product_attention(q, k, v, self.mask)
+        return y.flatten(1, 2)[:, None]                                 # (B, 1, H, D)
 
 # ------------------------------------------------------------------- the layers
 
@@ -246,14 +242,14 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
-        """Hidden states (B, T, C) of ids (B, T). pos (B, T): positions, if not 0..T-1. A cache is
-        written to, and its first `slots` are read (None: all)."""
+        """Hidden states (B, T, C) of ids (B, T), which are written to a cache. pos (B, 1): those
+        of one more token of each row, which sees the first `slots` of the cache (None: all)."""
         if ids.size(1) > self.cfg.block_size:
             raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
-        if cache is not None:
+        if pos is not None:
             layout = CachedRows(ids, pos, cache, slots)
         elif layout is None:
-            layout = Rows(ids, self.device, pos)
+            layout = Rows(ids, self.device)
         with self.autocast():
             x = self.embed_tokens(layout.ids)                           # (B, T, C)
             rope = None

@@ -13,11 +13,11 @@ def new_cache(model, rows, slots):
     return torch.zeros(c.n_layer, 2, rows, c.n_kv_head, slots, c.head_size,
                        dtype=model.amp or like.dtype, device=like.device)
 
-def prefill(model, ids, length, cache):
-    """Reads padded prompts, ids (P, T), into a cache; returns their last tokens' states, (P, C)."""
-    pos = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
-    h = model(ids, pos, cache)  # (P, T, C)
-    return h[torch.arange(len(ids), device=ids.device), length - 1]
+def prefill(model, ids, length, slots):
+    """Reads padded prompts, ids (P, T); returns their last tokens' states, (P, C), and a cache."""
+    cache = new_cache(model, len(ids), slots)
+    h = model(ids, cache=cache)  # (P, T, C)
+    return h[torch.arange(len(ids), device=ids.device), length - 1], cache
 
 class KVCache:
     """Plain decoding: keys and values of r rows, (L, 2, r, K, S, D); rows that have ended leave."""
@@ -50,10 +50,10 @@ class KVCache:
         return self.rows, self.probs(self.step(token, pos))
 
     def read(self, ids, length, group):
-        """The states of each row's last prompt token."""
-        self.cache = new_cache(self.model, len(ids) * group, self.slots)
-        ids, length = ids.repeat_interleave(group, 0), length.repeat_interleave(group)
-        return prefill(self.model, ids, length, self.cache)
+        """The states of each row's last prompt token; a prompt is read once."""
+        h, cache = prefill(self.model, ids, length, self.slots)
+        self.cache = cache.repeat_interleave(group, 2)
+        return h.repeat_interleave(group, 0)
 
     def drop(self, kept):
         """Keeps those rows, or more; returns the indices of the rows kept."""
@@ -69,11 +69,10 @@ class SharedCache(KVCache):
     """Rows with the same tokens so far share one state: they diverge when they sample others."""
 
     def read(self, ids, length, group):     # at most `slots`: the cache grows on demand
-        P, T = ids.shape
-        self.cache = new_cache(self.model, P, up(T, 16))  # (L, 2, b, K, S, D)
-        self.used = T
-        self.state = torch.arange(P, device=ids.device).repeat_interleave(group)  # (r,)
-        return prefill(self.model, ids, length, self.cache)                       # (P, C)
+        self.used = ids.size(1)
+        self.state = torch.arange(len(ids), device=ids.device).repeat_interleave(group)  # (r,)
+        h, self.cache = prefill(self.model, ids, length, up(self.used, 16))
+        return h  # (P, C), and the cache is (L, 2, b, K, S, D)
 
     def probs(self, h):
         return super().probs(h)[self.state]
@@ -174,10 +173,9 @@ class StaticCache(KVCache):
     """Static shapes: b rows, a power of two, and s slots, a multiple of 64."""
     every = 16
 
-    def read(self, ids, length, group):     # each prompt is read once
+    def read(self, ids, length, group):
         P, T = ids.shape
-        prompt = new_cache(self.model, P, T)          # (L, 2, P, K, T, D)
-        h = prefill(self.model, ids, length, prompt)  # (P, C)
+        h, prompt = prefill(self.model, ids, length, T)     # (P, C); (L, 2, P, K, T, D)
         self.used, rows = T, P * group
         self.memory = memory_of(self.model, power_of_two(rows), up(self.slots, 64))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):

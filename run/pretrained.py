@@ -370,18 +370,20 @@ def memory(model, cfg, longest):
     frozen = b * n + (4 - b) * c.vocab_size * c.n_embd * (1 + c.tied)    # no rounded embedding
 
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
-    cache = 2 * b * c.n_layer * c.n_kv_head * c.head_size * rows * slots
+    kv = 2 * b * c.n_layer * c.n_kv_head * c.head_size          # per token, as is `layer`
+    cache = kv * rows * slots
     static = dist.has_static_cache(cfg)         # it stays; any other is copied when rows finish
-    rollout = cache * (1 if static else 2) + 24 * rows * c.vocab_size
-
-    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
+    decoding = cache * (0 if static else 2) + 24 * rows * c.vocab_size
     layer = 16 * c.n_embd + b * (6 * c.n_embd + c.n_inner * (4 if c.mlp == "swiglu" else 2))
+    read = min(rows, max(cfg.prompts, cfg.held_out or math.inf) / ranks)    # prompts at a time
+    reading = read * longest * (kv + 0.7 * layer)       # of one layer what lives at a time
+    tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
     stored = layer * c.n_layer                  # for the backward pass, per token
     if cfg.recompute:                   # one layer, half as much for gradients, all inputs
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
     logits = 12 * min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
-    update = 4 * trained + policies * stored * tokens + logits + cache * static
-    return 12 * trained + copies * frozen + max(rollout, update)
+    update = 4 * trained + policies * stored * tokens + logits
+    return 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
 
 def free_memory(device):
     """Free bytes on a device, infinite if unknown."""

@@ -43,9 +43,9 @@ def watched(model):
     """The rows and slots with which a model is called from now on."""
     seen, forward = [], model.forward
 
-    def record(ids, pos, cache, slots=None):
+    def record(ids, pos=None, cache=None, slots=None):
         seen.append((len(ids), slots or cache[0][0].size(2)))
-        return forward(ids, pos, cache, slots=slots)
+        return forward(ids, pos, cache, slots)
     model.forward = record
     return seen
 

@@ -306,7 +306,7 @@ def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
 
 # ---------- the memory
 
-TINY = dict(prompts=1, group=2, max_new=8, device="cpu", dtype="float32")
+TINY = dict(prompts=1, group=2, max_new=8, held_out=1, device="cpu", dtype="float32")
 WIDE = dict(vocab_size=2000, n_embd=128, n_inner=512, n_head=8)
 
 
@@ -344,6 +344,16 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+def estimate(work, shape, longest, **settings):
+    """That of a run, less two moments, over what lives at the peak of work(model)."""
+    cfg = Config(**TINY | settings, kl="none")
+    model = tiny_model(**WIDE | dict(vocab_size=257, block_size=2048) | shape)
+    model = pretrained.to_device(model, cfg)
+    with Live() as live:
+        work(model)
+    return (memory(model, cfg, longest) - 3 * bytes_of(model)) / live.most
+
+
 GPT2 = dict(n_kv_head=8, norm="layer", mlp="gelu", positions="learned", bias="all")
 
 
@@ -352,14 +362,22 @@ GPT2 = dict(n_kv_head=8, norm="layer", mlp="gelu", positions="learned", bias="al
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", [dict(n_layer=2), dict(n_layer=8), dict(n_layer=8, **GPT2)])
 def test_the_estimate_of_an_update_is_near(recompute, shape):
-    """What lives at its peak. Recomputed activations live beside some of their gradients."""
-    cfg = Config(**TINY, recompute=recompute, micro_tokens=1024, kl="none")
-    model = tiny_model(**WIDE | dict(vocab_size=257, block_size=128) | shape)
-    model, ids = pretrained.to_device(model, cfg), torch.randint(0, 257, (8, 128))
-    with Live() as live:
+    """Recomputed activations live beside some of their gradients."""
+    def update(model):
+        ids = torch.randint(0, 257, (8, 128))
         token_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
-    ratio = (memory(model, cfg, 64) - 3 * bytes_of(model)) / live.most      # less two moments
-    assert 0.94 < ratio < 1.3, ratio
+    assert 0.94 < estimate(update, shape, 64, recompute=recompute, micro_tokens=1024) < 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache, shape", [
+    ("plain", dict(n_layer=1)), ("shared", dict(n_layer=2, **GPT2)), ("static", dict(n_layer=1))])
+def test_the_estimate_of_reading_prompts_is_near(cache, shape):
+    """Nothing has T * T elements. A static cache is there from an earlier rollout."""
+    def read(model):
+        for _ in range(2):
+            grpo.sample(model, [[5] * 1000] * 8, 2, [8] * 8, 1.0, ())
+    assert 0.87 < estimate(read, shape, 1000, cache=cache, prompts=8) < 1.15
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -174,7 +174,7 @@ pass@k requires all k to be right | run/report.py | tasks -k pass_at_k
 RoPE rotates in the wrong direction | model.py | model sampling
     (x * cos + other * sin)  =>  (x * cos - other * sin)
 the cache is read without a mask | model.py | model sampling
-    q.flatten(2, 3), k, v, mask)  =>  q.flatten(2, 3), k, v)
+    q, k, v, self.mask)  =>  q, k, v)
 an adapted beta is lost between steps | experiments/variants/adaptive_kl.py | variants -k steered
     agent.beta *= 1 + RATE * error  =>  agent.beta = agent.cfg.beta * (1 + RATE * error)
 a finished run is overwritten | run/checkpoint.py | checkpoint -k is_lost
@@ -186,7 +186,7 @@ GAE gives an outcome's score to every token | grpo.py | advantages
 shared rows ignore positions | run/passes.py | passes
     send(first % ids.size(1), device)  =>  send(torch.arange(len(first)), device)
 a plain cache attends to slots not yet written | model.py | passes sampling
-    > pos[:, None, :, None]  =>  > pos[:, None, :, None] + 1
+    > pos[..., None, None]  =>  > pos[..., None, None] + 1
 graphs outlive the weights that they read | run/caches.py | graphs
     MEMORY.pop(model, None)  =>  pass
 a reply counts as said by the policy | grpo.py | turns

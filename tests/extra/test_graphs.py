@@ -142,11 +142,3 @@ def test_a_token_is_one_launch_of_a_graph_and_few_others(device):
     assert long.waits.total() <= 52 // 16 + 2 and long.copies == short.copies
     assert long.copies.total() <= 5         # prompts, lengths, room, stop tokens, random numbers
     assert tapes[0] <= 51 and tapes[1] <= 125
-
-
-def test_no_graph_for_slots_that_no_row_has(device):
-    """The longest prompt has the smallest limit."""
-    gpt = static(tiny_model(block_size=128).to(device))
-    b = sample(gpt, [[5] * 50, [6]], 2, [1, 60], 1.0, NEVER, uniform(4, 60))
-    assert b.mask.sum(1).tolist() == [1, 1, 60, 60]
-    assert {slots for _, slots in graphs(gpt)} == {64}

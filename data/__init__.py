@@ -4,10 +4,12 @@ import copy
 import importlib.util
 import json
 import numbers
+import re
 import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 class UserError(Exception):
     """An error that the user can fix: `grpo.py` prints it as one line and exits with code 2."""
@@ -125,6 +127,15 @@ def timed():
 def of(problem):
     """A problem in a message; None is a question from the keyboard."""
     return "a question" if problem is None else f"the prompt {problem.prompt!r:.200}"
+
+def shown(x, depth=2):
+    """What a value shows of itself, alike in every process: sets in order, no addresses."""
+    if depth and type(x).__repr__ in (object.__repr__, SimpleNamespace.__repr__):
+        x, depth = getattr(x, "__dict__", {}), depth - 1
+    if not isinstance(x, dict | list | tuple | set | frozenset):
+        return re.sub(" at 0x[0-9a-f]+", "", repr(x))
+    parts = [shown(part, depth) for part in (x.items() if isinstance(x, dict) else x)]
+    return f"[{', '.join(sorted(parts) if isinstance(x, set | frozenset) else parts)}]"
 
 def need(holds, what, must, found):
     """Raises UserError unless what a task's function gave is what it must be."""

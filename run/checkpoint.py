@@ -153,9 +153,8 @@ def settings(mode, given, kind):
     folder = given.get("init", folder)
     record = files.about(folder)
     names = {f.name for f in dataclasses.fields(kind)} - {"out"}
-    known = {name: x for name, x in record.get("config", {}).items() if name in names}
-    if str(known.get("algo")).endswith(".py"):
-        del known["algo"]
+    known = {name: x for name, x in record.get("config", {}).items()
+             if name in names and not (name == "algo" and str(x).endswith(".py"))}
     refuse_foreign_code(known, given, folder)
     args = known.pop("task_args", {})
     own = config.own_settings(task, kind)
@@ -169,7 +168,7 @@ def settings(mode, given, kind):
 def same(one, other):
     """Whether two settings are equal, or paths of a file that was moved."""
     if isinstance(one, str) and isinstance(other, str):
-        return Path(one).stem == Path(other).stem
+        return Path(one).name.removesuffix(".py") == Path(other).name.removesuffix(".py")
     return one == other
 
 # Of a resumed run: how long it goes on, what it measures and keeps, what changes only the rounding.
@@ -202,21 +201,17 @@ def data_of(cfg):
     return {name: hashlib.sha256(b"".join(path.read_bytes() for path in some)).hexdigest()
             for name, some in paths.items() if some and some[0].is_file()}
 
-PROBLEMS = "problems()"         # of their fingerprint, beside what `data_of` gives
-
-def compare(folder, cfg, data):
-    """Notes what of `data` is another than of the run in a folder, or above it, of this task."""
-    about = {} if folder == "" else files.about(folder) or files.about(Path(folder).parent)
-    was = about.get("config", {})
-    its = was.get("task_args", {}) | {"task": was.get("task")}
-    if any(not same(x, its.get(name)) for name, x in (cfg.task_args | {"task": cfg.task}).items()):
-        return
-    changed = {name for name, x in data.items() if about["data"].get(name, x) != x}
-    for name in sorted(changed - {PROBLEMS}):
-        print0(f"note: the file of --{name} has changed since the run in {folder} began")
-    if PROBLEMS in changed:
-        print0(f"note: the problems are others than when the run in {folder} began, held-out ones "
-               f"perhaps trained on: seed what draws them, sort sets")
+def compare(folder, data):
+    """Notes which SHA-256 of `data` was another when the run in a folder, or above it, began."""
+    about = files.about(folder) or files.about(Path(folder).parent)
+    for name, x in data.items():
+        if about.get("data", {}).get(name, x) == x:
+            continue
+        if name.startswith("problems "):
+            print0(f"note: the problems are others than when the run in {folder} began: seed what "
+                   f"draws them, sort sets")
+        else:
+            print0(f"note: the file of --{name} has changed since the run in {folder} began")
 
 # ----------------------------------------------------------------- a run begins
 
@@ -282,8 +277,11 @@ def training_state(agent):
 
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file."""
-    if checkpoint.step > 0:
-        make_moments(agent.opt)
+    if checkpoint.step > 0:     # a step with gradients of 0 makes the moments, to be filled
+        for p in (p for group in agent.opt.param_groups for p in group["params"]):
+            p.grad = torch.zeros_like(p)
+        agent.opt.step()
+        agent.opt.zero_grad()
     tensors, others = checkpoint.tensors, {kind: {} for kind in OTHERS}
     want = training_state(agent)
     for name in sorted(want.keys() | tensors.keys()):
@@ -300,11 +298,3 @@ def restore(agent, checkpoint):
     agent.history, agent.state = others.values()
     agent.beta = checkpoint.beta
     tensors.clear()  # they are mapped from the file and keep it open
-
-def make_moments(opt):
-    """Lets an optimizer make its state, to be filled, by a step whose gradients are 0."""
-    for group in opt.param_groups:
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    opt.step()
-    opt.zero_grad()

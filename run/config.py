@@ -51,10 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 def read(config, about, argv):
     """Parses a command line: MODES, of which at most one is set, and a dict of the settings."""
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=100,
-                               max_help_position=36)
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36)
     parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
-                    formatter_class=layout, allow_abbrev=False)
+                    formatter_class=form, allow_abbrev=False)
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
@@ -78,11 +77,8 @@ def read(config, about, argv):
 
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        name, equals, _ = unknown[0].partition("=")
-        if not equals and not name.startswith("-"):
-            parser.error(f"there is no argument {name}")
         names = {*known, *own, *MODES} - {"task_args"}      # it has no flag: its parts have
-        raise no_setting(name, names, unknown[0])
+        raise no_setting(unknown[0].partition("=")[0], names, unknown[0])
     given = vars(given) | ({"task": found} if found else {})
     mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})
     return mode, given

@@ -279,15 +279,11 @@ ASKED = []      # signals received: the current step is finished and saved first
 def ask_to_stop(number, frame):
     """A handler: records the first signal, exits at the second; says where the run is."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-    said = f"stopping soon, now in {place}; a second signal ends it at once\n"
-    ends = bool(ASKED) and number != HANGUP     # of which a shell and its terminal send two
-    if ends:
-        said = f"ended in {place}; --resume continues if there is a checkpoint\n"
-    with contextlib.suppress(OSError):          # a closed terminal
-        os.write(2, said.encode())
-    if ends:
+    if ASKED and number != HANGUP:      # of which a shell and its terminal send two
         raise Ended(128 + number)
     ASKED.append(number)
+    with contextlib.suppress(OSError):  # a closed terminal
+        os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
 
 def in_a_fork():
     """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""

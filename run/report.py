@@ -87,9 +87,7 @@ def header(cfg, encoding, policy, problems, held_out):
     if cfg.lr == type(cfg).lr and millions < 100:
         print0(f"note: --lr {cfg.lr:g} is the paper's, for 7 billion parameters; try 1e-4")
     if cfg.init:
-        frame = encoding.frame
-        why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
-        print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
+        print0(f"prompts are sent as {encoding.frame.before + '{}' + encoding.frame.after!r}")
 
 DECIMALS = dict(reward=3, rule_reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 

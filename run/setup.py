@@ -3,21 +3,19 @@ import copy
 import hashlib
 import json
 import random
-import re
 import shutil
 from contextlib import chdir
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 import data
 import model
 from data import (UserError, answer_of, call, check_steps, load_task, need, of, read_bytes,
-                  read_json, require, rewards_of, steps_of, turns)
+                  read_json, require, rewards_of, shown, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
 from run.dist import print0
@@ -35,20 +33,20 @@ def begin(cfg, task, saved):
         print0(f"the run in {cfg.folder} is complete: raise --steps, or use --eval_only")
 
     problems, held_out = to_train_on(cfg, task)
-    which = fingerprint(problems, held_out)
-    checkpoint.compare(cfg.folder if saved else cfg.init, cfg, data | which if saved else which)
+    which = fingerprint(cfg, problems, held_out)
+    if saved or cfg.init:
+        checkpoint.compare(cfg.folder if saved else cfg.init, data | which if saved else which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
     with chdir("."):        # and back, if a reward changed it
         check_run(cfg, task, problems)
+    empty = pretrained.of_config(saved.model) if has_model else (
+        cfg.init and pretrained.without_memory(cfg.init))
+    longest = longest_of(encoding, problems + held_out, cfg, empty)
     cold = False  # whether it still needs a warm start
     if has_model:
-        model = pretrained.of_config(saved.model)
-        longest = longest_of(encoding, problems + held_out, cfg, model)
         policy = pretrained.model_of(saved.model, cfg, longest)
     else:
-        model = cfg.init and pretrained.without_memory(cfg.init)
-        longest = longest_of(encoding, problems + held_out, cfg, model)
         policy, cold = starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
     dist.wait_for_all()  # all have read what is in the folder
@@ -85,30 +83,20 @@ def to_train_on(cfg, task):
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
-        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems, to be "
-               f"learned by heart")
+        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems")
     return train, held_out
 
-def shown(x, depth=2):
-    """What a value shows of itself, alike in every process: sets in order, no addresses."""
-    if depth and type(x).__repr__ in (object.__repr__, SimpleNamespace.__repr__):
-        x, depth = getattr(x, "__dict__", {}), depth - 1
-    if not isinstance(x, dict | list | tuple | set | frozenset):
-        return re.sub(" at 0x[0-9a-f]+", "", repr(x))
-    parts = [shown(part, depth) for part in (x.items() if isinstance(x, dict) else x)]
-    return f"[{', '.join(sorted(parts) if isinstance(x, set | frozenset) else parts)}]"
-
-def fingerprint(train, held_out):
-    """SHA-256 of the problems, by PROBLEMS; raises UserError if it is another on other ranks."""
+def fingerprint(cfg, train, held_out):
+    """SHA-256 of the problems, by task and settings; UserError if it is another on other ranks."""
     parts = [[(p.prompt, getattr(p, "__dict__", p)) for p in part] for part in (train, held_out)]
     found = hashlib.sha256(shown(parts).encode()).hexdigest()
     if {*dist.gather(found)} != {found}:
         raise UserError("the ranks have different problems: seed what draws or shuffles them")
-    return {checkpoint.PROBLEMS: found}
+    return {f"problems of {Path(cfg.task).stem} {cfg.task_args}": found}
 
 def held_out(agent):
     train, found = problems_of(agent.cfg, agent.task)
-    checkpoint.compare(agent.cfg.init, agent.cfg, fingerprint(train, found))
+    checkpoint.compare(agent.cfg.init, fingerprint(agent.cfg, train, found))
     found = found[:agent.cfg.held_out or None]
     longest_of(agent.encoding, found, agent.cfg, agent.policy)
     return found
@@ -124,8 +112,7 @@ def check_run(cfg, task, problems):
     """Raises UserError for what would end a run only after its warm start."""
     config.check_used(cfg, task)
     if cfg.warm_steps:
-        require(task, "demonstration", "the warm start imitates it; or start from a model with "
-                                       "--init FOLDER")
+        require(task, "demonstration", "the warm start imitates it; or begin with --init FOLDER")
     ranks = dist.ranks()
     if cfg.prompts > len(problems):
         raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
@@ -226,7 +213,7 @@ WARM_BATCH = 48  # demonstrations per optimizer step
 DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
 
 def settings(cfg):
-    """The settings on which a kept warm start depends."""
+    """Those on which a kept warm start depends."""
     return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def starting_model(cfg, task, problems, longest, encoding):

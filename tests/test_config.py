@@ -101,7 +101,7 @@ def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
 
 SLIPS = {"clip-hihg": "clip_high", "resum": "resume", "dificulty": "difficulty", "grup": "group"}
 SEE = "see --help"
-OTHERS = dict(learning_rate="--lr", loss_agg_mode="--loss_mean, or --algo", save_steps="--eval_every, ",
+OTHERS = dict(learning_rate="--lr", loss_agg_mode="--loss_mean, or", save_steps="--eval_every, ",
               report_to="a recipe in docs/changing.md", lora_rank="a recipe in docs/changing.md")
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_flag_names_the_one_that_was_meant(name, hint):
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("--size x", "--size: invalid int value: 'x'; see --help"), ("chess", "no argument chess"),
+    ("--size x", "--size: invalid int value: 'x'; see --help"), ("chess", "no setting chess"),
     ("--sizze 3", "no setting --sizze: did you mean --size?"),
     ("--difficulty 3", f"no setting --difficulty: {SEE}"),
     ("--resume --eval_only", "not allowed with argument --resume")])

@@ -243,7 +243,7 @@ def test_other_problems_on_resume_are_noted(field, tmp_path, capsys):
         """Whether they are noted; and what run.json has of them."""
         grpo.main([*args, *more])
         noted = "the problems are others than when" in capsys.readouterr().out
-        return noted, files.about(tmp_path / "out")["data"][checkpoint.PROBLEMS]
+        return noted, files.about(tmp_path / "out")["data"]["problems of t {}"]
     noted, was = found("--steps", "0")
     assert not noted and found("--resume", "--held_out", "1") == (False, was)
     (tmp_path / "t.pyx").touch()
@@ -254,22 +254,22 @@ def test_other_problems_on_resume_are_noted(field, tmp_path, capsys):
 
 def test_problems_are_compared_with_those_of_the_same_task(tmp_path, capsys):
     """In the folder of a run and, as that of its warm start, in the one above."""
-    was = {"config": {"task": "a/t.py", "task_args": {"n": 1}}, "data": {checkpoint.PROBLEMS: "x"}}
+    was = {"config": {"task": "a/t.py"}, "data": {"problems of t {'n': 1}": "x"}}
     (tmp_path / "run.json").write_text(json.dumps(was))
     for task, n, which, noted in (
             ("t.py", 1, "y", 1), ("t.py", 2, "y", 0), ("u.py", 1, "y", 0), ("t.py", 1, "x", 0)):
-        cfg = SimpleNamespace(task=task, task_args={"n": n})
-        checkpoint.compare(tmp_path / "warm_start", cfg, {checkpoint.PROBLEMS: which})
+        name, = setup.fingerprint(SimpleNamespace(task=f"x/{task}", task_args={"n": n}), [], [])
+        checkpoint.compare(tmp_path / "warm_start", {name: which})
         assert capsys.readouterr().out.count("the problems are others") == noted
 
 
 def test_ranks_must_have_the_same_problems(monkeypatch):
     one, two = ([SimpleNamespace(prompt=x) for x in words] for words in ("ab", "ba"))
-    parts = (one, two), (two, one), (one, one)
-    assert len({setup.fingerprint(*x)[checkpoint.PROBLEMS] for x in parts}) == 3
+    cfg, parts = grpo.Config(), ((one, two), (two, one), (one, one))
+    assert len({str(setup.fingerprint(cfg, *x)) for x in parts}) == 3
     monkeypatch.setattr(dist, "gather", lambda x: [x, "another"])
     with pytest.raises(UserError, match="the ranks have different problems"):
-        setup.fingerprint(one, two)
+        setup.fingerprint(cfg, one, two)
 
 
 def hides(x):
@@ -280,14 +280,14 @@ def hides(x):
 
 
 @pytest.mark.parametrize("one, same, other", [
-    ("12", "12", "21"), ({0, 8}, {8, 0}, {0, 9}), ([{"a": {0, 8}}], [{"a": {8, 0}}], [{"b": {0, 8}}]),
+    ("12", "12", "21"), ({0, 8}, {8, 0}, {0, 9}), ([{"a": {0, 8}}], [{"a": {8, 0}}], [{"b": {0}}]),
     (hides(hides(5)), hides(hides(5)), hides(hides(6))), ((1, 2), (1, 2), (2, 1)),
     (SimpleNamespace(y={0, 8}), SimpleNamespace(y={8, 0}), SimpleNamespace(y={0}))])
 def test_a_problem_is_what_it_shows_of_itself(one, same, other):
     """Neither an address nor the order of a set, which differ between processes."""
     problems = [[SimpleNamespace(prompt="?", answer=x)] for x in (one, same, other)]
-    first, second, third = (setup.fingerprint(x, []) for x in problems)
-    assert first == second != third and "0x" not in setup.shown([one, lambda: 0])
+    first, second, third = (setup.fingerprint(grpo.Config(), x, []) for x in problems)
+    assert first == second != third and "0x" not in data.shown([one, lambda: 0])
 
 
 def test_held_out_problems_that_are_trained_on_are_noted(capsys):

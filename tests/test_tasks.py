@@ -644,7 +644,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
     said = run(capsys, "--resume", "--out", out)
     frame = load_encoding(out).frame
-    assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}' (its chat template)"]
+    assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}'"]
     on_day(2)
     assert run(capsys, "--resume", "--steps", 2, "--out", out) == said
     assert run(capsys, *RUN, 0, "--init", out, "--out", after) == said
@@ -654,7 +654,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     other = load_encoding(out, "no_think").frame
     assert other.before == f"Today is 02 Jul 2026. {ASKED}<|im_start|>user "
     said = run(capsys, *RUN, 0, "--init", init, "--chat", "none", "--out", bare)
-    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}' (--chat none)"]
+    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}'"]
     assert load_encoding(bare, "think").frame.after.endswith("True")
     (out / "chat_frame.json").write_text('{"before": 1}')
     with pytest.raises(UserError, match="wrong type"):
@@ -666,6 +666,6 @@ def test_a_model_without_a_chat_template(tmp_path, capsys):
     for flag in (["--system", "Be brief."], ["--chat", "no_think"]):
         assert "a new model has none" in fault(capsys, *RUN, 2, *flag, "--out", tmp_path / "x")
     init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
-    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}' (no chat template)"]
+    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}'"]
     assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
     assert not run(capsys, "--steps", 0, "--held_out", 1, "--samples", 1, "--out", tmp_path / "z")

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 class UserError(Exception):
     """An error that the user can fix: `grpo.py` prints it as one line and exits with code 2."""
@@ -18,12 +19,11 @@ class Ended(SystemExit):
 
 def fetched(path):
     """A path; raises UserError for a pointer of Git LFS, which stands for a file."""
-    path = Path(path)
-    if path.is_file():
+    if Path(path).is_file():
         with open(path, "rb") as file:
             if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
                 raise UserError(f"{path} is a Git LFS pointer: fetch the file with `git lfs pull`")
-    return path
+    return Path(path)
 
 def read_bytes(path):
     return fetched(path).read_bytes()
@@ -65,12 +65,6 @@ def import_file(path, name=""):
     if not path.is_file():
         raise UserError(f"no file {path}")
     path = path.absolute()
-    code = path.read_text("utf-8", "replace")
-    for own in re.findall(r"^\s*(?:import|from) (grpo|model|reward|run|data)\b", code, re.M):
-        beside = path.with_name(f"{own}.py")
-        if beside.is_file() and path.parent != Path(__file__).absolute().parent.parent:
-            raise UserError(f"{path} imports {own}, which is a module of grpo.py's, not the file "
-                            f"beside it: rename {beside}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))       # for modules beside it
     if not name:        # by which a process pool imports it, unless another has it
@@ -91,17 +85,12 @@ def task_file(name):
     return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
 
 def load_task(name):
-    """The module of a task: data/<name>.py, or a path that ends in .py. Raises UserError if there
-    is none, or if it lacks DEFAULTS, `problems`, `answer`, or a reward."""
-    if not isinstance(name, str) or "\0" in name:
-        raise UserError(f"no task {name!r}: give a task's name or the path of a .py file")
+    """The module of a task: data/<name>.py, or a path that ends in .py, with all it must have."""
+    name = str(name)
     here, path = Path(__file__).parent, task_file(name)
     if not name.endswith(".py") and not (name.isidentifier() and path.is_file()):
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text("utf-8"))
-        hint = f"choose {', '.join(known)} or the path of a .py file"
-        if Path(f"{name}.py").is_file():
-            hint = f"did you mean {name}.py?"
-        raise UserError(f"no task {name!r}: {hint}")
+        raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
     if path.parent == here:
         EXECUTED.add(str(path))
         task = call(importlib.import_module, f"the import of {path}", f"data.{path.stem}")
@@ -139,15 +128,23 @@ def of(problem):
     """A problem in a message; None is a question from the keyboard."""
     return "a question" if problem is None else f"the prompt {problem.prompt!r:.200}"
 
+def shown(x, depth=2):
+    """What a value shows of itself, alike in every process: sets in order, no addresses."""
+    if depth and type(x).__repr__ in (object.__repr__, SimpleNamespace.__repr__):
+        x, depth = getattr(x, "__dict__", {}), depth - 1
+    if not isinstance(x, dict | list | tuple | set | frozenset):
+        return re.sub(" at 0x[0-9a-f]+", "", repr(x))
+    parts = [shown(part, depth) for part in (x.items() if isinstance(x, dict) else x)]
+    return f"[{', '.join(sorted(parts) if isinstance(x, set | frozenset) else parts)}]"
+
 def need(holds, what, must, found):
     """Raises UserError unless what a task's function gave is what it must be."""
     if not holds:
         raise UserError(f"{what} must {must}, not {found!r:.200}")
 
 def rewards_of(task, problems, completions, tokens):
-    """The components of the reward of each completion: `task.reward` judges one at a time, or
-    `task.rewards` all, those of a problem one after another, with their numbers of tokens. Raises
-    UserError unless each has the same ones."""
+    """The components of the reward of each completion, which must have the same ones. `task.reward`
+    judges one; `task.rewards` all, those of a problem together, with their numbers of tokens."""
     completions = [*map(copy.copy, completions)]        # a task may change a list of turns
     with timed():
         if hasattr(task, "rewards"):
@@ -166,8 +163,7 @@ def rewards_of(task, problems, completions, tokens):
     return rows
 
 def check_components(problem, parts):
-    """Raises UserError unless a reward is a dict of numbers with `correct`, a share, and without a
-    statistic's name, of which an evaluation's have an @."""
+    """Raises UserError unless a reward is a dict of numbers with `correct`, a share."""
     what = f"the reward of {of(problem)}"
     need(isinstance(parts, dict) and "correct" in parts, what, "be a dict with 'correct'", parts)
     for name, x in parts.items():
@@ -193,11 +189,10 @@ def steps_of(task, problem, completion):
         return call(task.steps, what, problem, copy.copy(completion))
 
 def check_steps(problem, completion, found, least=1):
-    """Raises UserError unless steps are a list of (end, truth), with ends from `least` to the
-    completion's length that never decrease."""
+    """Raises UserError unless steps are (end, truth), with ends from `least` on in order."""
     what = f"the steps of {of(problem)}"
     need(isinstance(found, list), what, "be a list of (end, truth)", found)
-    need(completion or not found or least == 0, what, "be [] for an empty completion", found)
+    need(completion or not found or not least, what, "be [] for an empty completion", found)
     for step in found:
         need(isinstance(step, tuple | list) and len(step) == 2, what, "be pairs (end, truth)", step)
         end, truth = step

@@ -21,8 +21,12 @@ class Checkpoint:
     step: int      # last complete step; -1 before there is a model
     beta: float    # current KL coefficient
     model: dict    # the policy's config.json; empty before there is a model
-    sizes: dict    # bytes of the logs at this step
+    metrics: int   # bytes of metrics.jsonl at this step
+    samples: int   # bytes of samples.jsonl
     tensors: dict  # see `training_state`
+
+    def __post_init__(self):
+        config.check(self, dict(step=-1, metrics=0, samples=0), {})
 
 # ----------------------------------------------------------------------- saving
 
@@ -33,21 +37,20 @@ def save(agent, step):
     tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
     if dist.rank() > 0:
         return
-    tensors = {n: x.cpu() for n, x in tensors.items()}  # copied once, for both files
     policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
     pretrained.save(agent.policy, agent.cfg.folder, agent.encoding.files, policy)
     model = pretrained.config_json(agent.policy)
-    sizes = {}
+    sizes = []
     for name in files.LOGS:
         with open(agent.cfg.folder / name, "rb+") as f:
             os.fsync(f.fileno())  # a checkpoint relies on them
-            sizes[name] = f.seek(0, os.SEEK_END)
-    write_checkpoint(agent.cfg, Checkpoint(step, agent.beta, model, sizes, tensors))
+            sizes.append(f.seek(0, os.SEEK_END))
+    write_checkpoint(agent.cfg, Checkpoint(step, agent.beta, model, *sizes, tensors))
 
 def write_checkpoint(cfg, checkpoint):
     """Writes the settings and a Checkpoint to checkpoint.safetensors, with a checksum of both."""
     state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
-    tensors = {n: x.cpu() for n, x in state.pop("tensors").items()}
+    tensors = state.pop("tensors")
     text = json.dumps(state)
     header = {"grpo": files.checksum(tensors, text) + text}
     files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors, header)
@@ -88,17 +91,15 @@ def running(cfg):
         raise
 
 def keep_best(agent, step, results):
-    """Under --eval_every, writes best/ if pass@1 is the highest on so many problems and samples."""
+    """Under --eval_every, writes best/ if pass@1 is the highest."""
     cfg = agent.cfg
     if not cfg.eval_every:
         return
     best = cfg.folder / "best"
     note = best / "best.json"
-    known, was = -1, files.about(best).get("config", {})
-    if note.exists() and (was.get("held_out"), was.get("samples")) == (cfg.held_out, cfg.samples):
-        known = read_json(note.read_bytes(), note)["pass@1"]
+    known = read_json(note.read_bytes(), note).get("pass@1") if note.exists() else None
     dist.wait_for_all()  # every rank has read it
-    if results["pass@1"] <= known:
+    if isinstance(known, float) and results["pass@1"] <= known:
         return
     policy = {n: dist.for_the_first_rank(p.detach())
               for n, p in dist.parameters(agent.policy).items()}
@@ -115,15 +116,17 @@ def load(folder, kind):
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise UserError(f"no run in {folder}")
+    if (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
+        files.lock(folder)      # first, so that what follows is of a run that has ended
     try:
         with safe_open(path, "pt") as f:
             noted, text = f.metadata()["grpo"][:64], f.metadata()["grpo"][64:]
             tensors = {n: f.get_tensor(n) for n in f.keys()}
         if files.checksum(tensors, text) != noted:
             raise ValueError("its checksum is another")
-        state = json.loads(text)
+        state = read_json(text, "its header")
         return kind(**state.pop("config")), Checkpoint(**state, tensors=tensors)
-    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+    except (SafetensorError, KeyError, TypeError, ValueError, UserError) as e:
         raise UserError(f"{path} is cut off, or not of this version of grpo.py ({e}): choose "
                         f"another --out, or delete the file") from e
 
@@ -140,26 +143,33 @@ def settings(mode, given, kind):
     name = given.get("task", kind.task)
     task = load_task(name)
     folder = config.folder_of({"task": name} | task.DEFAULTS | given)
-    own = config.own_settings(task, kind)
     if mode.resume:
         cfg, saved = resume(folder, kind, given)
-        if gone := cfg.task_args.keys() - own.keys():
-            raise UserError(f"the task has no --{min(gone)}, with which the run in {folder} began")
         return vars(cfg), saved
     if not mode.eval_only and mode.ask is None:
+        if not mode.report:
+            check_folder(folder, kind)
         return given, None
     folder = given.get("init", folder)
     record = files.about(folder)
-    names = {f.name for f in dataclasses.fields(kind)} - {"out", "algo"}
-    known = {name: x for name, x in record.get("config", {}).items() if name in names}
+    names = {f.name for f in dataclasses.fields(kind)} - {"out"}
+    known = {name: x for name, x in record.get("config", {}).items()
+             if name in names and not (name == "algo" and str(x).endswith(".py"))}
     refuse_foreign_code(known, given, folder)
     args = known.pop("task_args", {})
+    own = config.own_settings(task, kind)
     for name, x in [*args.items()]:
-        if name not in own or name in record.get("data", {}) and not Path(str(x)).exists():
+        if name not in own or name in record["data"] and not Path(str(x)).exists():
             print0(f"note: --{name} {args.pop(name)} is gone")
-    if Path(given.get("task", "")).stem in ("", Path(known.get("task", "")).stem):     # by any path
+    if same(given.get("task", name), known.get("task", name)):
         known |= args
     return known | {"init": str(folder)} | given, None
+
+def same(one, other):
+    """Whether two settings are equal, or paths of a file that was moved."""
+    if isinstance(one, str) and isinstance(other, str):
+        return Path(one).name.removesuffix(".py") == Path(other).name.removesuffix(".py")
+    return one == other
 
 # Of a resumed run: how long it goes on, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
@@ -172,78 +182,57 @@ def resume(folder, kind, flags):
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
     has = vars(cfg) | cfg.task_args
     for name, value in flags.items():
-        # Of what was a file when the run began, `check_data` compares the contents.
-        was_file = name in files.about(folder).get("data", {}) and (
-            name in cfg.task_args or str(has.get(name)).endswith(".py"))
-        if name not in may_change and not was_file and value != has.get(name):
+        is_moved = name in {"task", "algo", *cfg.task_args} and same(value, has[name])
+        if name not in may_change and value != has.get(name) and not is_moved:
             raise UserError(f"the run in {folder} has --{name} {has.get(name)}, not {value}; "
                             f"a resumed run may change only {', '.join(sorted(may_change))}, and "
                             f"the path of a file that was moved")
     args = {name: flags.get(name, x) for name, x in cfg.task_args.items()}
     flags = {name: x for name, x in flags.items() if name not in args}
     changed = dataclasses.replace(cfg, **flags | {"out": str(folder), "task_args": args})
-    check_data(changed, cfg)
     if changed.total_steps < checkpoint.step:
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
     return changed, checkpoint
 
 def data_of(cfg):
     """SHA-256 of the files with code or problems that settings name, by setting."""
-    paths = cfg.task_args | {"task": task_file(cfg.task), "algo": config.file_of(cfg.algo)}
-    return {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            for name, path in paths.items()
-            if isinstance(path, (str, Path)) and Path(path).is_file()}
+    paths = {name: [Path(x)] for name, x in cfg.task_args.items() if isinstance(x, str)}
+    paths |= {"task": [task_file(cfg.task)], "algo": config.SOURCES}
+    return {name: hashlib.sha256(b"".join(path.read_bytes() for path in some)).hexdigest()
+            for name, some in paths.items() if some and some[0].is_file()}
 
-def check_data(cfg, was):
-    """Raises UserError if files of a resumed run changed, but for code under its old name."""
-    began, data = files.about(cfg.folder).get("data", {}), data_of(cfg)
-    for name in began:
-        if name not in {"task", "algo", *cfg.task_args} or data.get(name) == began[name]:
+def compare(folder, data):
+    """Notes which SHA-256 of `data` was another when the run in a folder, or above it, began."""
+    about = files.about(folder) or files.about(Path(folder).parent)
+    for name, x in data.items():
+        if about.get("data", {}).get(name, x) == x:
             continue
-        place, before = Path(getattr(cfg, name, "")), Path(getattr(was, name, ""))
-        if name in {"task", "algo"} & data.keys() and place.name == before.name:
-            print0(f"note: the file of --{name} has changed since the run in {cfg.folder} began")
+        if name.startswith("problems "):
+            print0(f"note: the problems are others than when the run in {folder} began: seed what "
+                   f"draws them, sort sets")
         else:
-            raise UserError(f"the file of --{name} has changed since the run in {cfg.folder} "
-                            f"began, or is gone: restore it, or say where it is with --{name} FILE")
-
-def compare_problems(folder, cfg, fingerprint):
-    """Prints a note if a run of this task in a folder, or above it, had other problems."""
-    task = Path(cfg.task).stem
-    for place in (Path(folder), Path(folder).parent) if folder else ():
-        about = files.about(place)
-        was = about.get("config", {})
-        same = was.get("task_args") == cfg.task_args and Path(was["task"]).stem == task
-        if same and about.get("problems", fingerprint) != fingerprint:
-            print0(f"note: the problems are others than when the run in {place} began, so held-out "
-                   f"ones may have been trained on: seed what draws them, sort sets")
+            print0(f"note: the file of --{name} has changed since the run in {folder} began")
 
 # ----------------------------------------------------------------- a run begins
 
-def check_folder(cfg):
+def check_folder(folder, kind):
     """Whether a new run's folder has a finished one, to be kept; UserError for anything else."""
-    folder = cfg.folder
-    try:
-        found = {path.name for path in folder.iterdir() if ".tmp" not in path.name}
-    except FileNotFoundError:
-        return False
-    ours = "checkpoint.safetensors" in found or "task" in files.about(folder).get("config", {})
-    if not ours and not found <= {"lock", "warm_start"}:
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if found and files.MARK not in found:
         raise UserError(f"{folder} holds files that are not of a run: choose another --out")
     if "checkpoint.safetensors" in found:
-        old, saved = load(folder, type(cfg))
+        old, saved = load(folder, kind)
         if 0 < saved.step < old.total_steps:
             raise UserError(f"{folder} holds a run stopped at step {saved.step}: continue it with "
                             f"--resume, or choose another --out")
-    return ours and ("model.safetensors" in found or "checkpoint.safetensors" not in found)
+    return "model.safetensors" in found
 
-def open_run(cfg, checkpoint, data, problems=""):
-    """Locks the folder of a run, writes its run.json, with `data_of` it and the fingerprint of its
-    problems, and cuts its logs to a Checkpoint's step, None for a new run."""
+def open_run(cfg, checkpoint, data):
+    """Locks a run's folder, writes run.json, with the first `data`, cuts logs to a Checkpoint."""
     folder = cfg.folder
-    is_kept = False if checkpoint else check_folder(cfg)
+    is_kept = checkpoint is None and check_folder(folder, type(cfg))
     folder.mkdir(parents=True, exist_ok=True)
-    files.lock(folder / "lock")
+    files.lock(folder)
     files.clear_up(folder)
     if checkpoint:
         data = data | files.about(folder).get("data", {})
@@ -251,14 +240,12 @@ def open_run(cfg, checkpoint, data, problems=""):
         if is_kept:
             files.keep_previous(folder)
         shutil.rmtree(folder / "best", ignore_errors=True)      # of a run killed at step 0
-        checkpoint = Checkpoint(-1, cfg.beta, {}, dict.fromkeys(files.LOGS, 0), {})
+        checkpoint = Checkpoint(-1, cfg.beta, {}, 0, 0, {})
         write_checkpoint(cfg, checkpoint)
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    record = dict(config=dataclasses.asdict(cfg), command=sys.argv, versions=versions, data=data,
-                  problems=problems)
+    record = dict(config=dataclasses.asdict(cfg), command=sys.argv, versions=versions, data=data)
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
-    for name in files.LOGS:
-        size = checkpoint.sizes[name]
+    for name, size in zip(files.LOGS, (checkpoint.metrics, checkpoint.samples)):
         with open(folder / name, "ab+") as f:
             if f.tell() < size:
                 print0(f"note: {folder / name} has lost lines since the checkpoint was written")
@@ -269,6 +256,7 @@ def open_run(cfg, checkpoint, data, problems=""):
 # -------------------------------------------------------------- a run's tensors
 
 ROLES = ("policy", "ref", "critic", "reward_model")
+OTHERS = ("history", "state")       # tensors by name, which may be any
 
 def named_parameters(agent):
     """The parameters of a run by role and name; of sharded ones, this rank's shards."""
@@ -277,29 +265,36 @@ def named_parameters(agent):
             for n, p in dist.parameters(module).items()}
 
 def training_state(agent):
-    """A run's tensors: parameters by role, the optimizer's `opt.<key>.<parameter>`, other state."""
+    """A run's tensors: parameters by role, `opt.<key>.<parameter>` and rates, other state."""
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
-    others = {f"{kind}.{n}": x for kind in ("history", "state")
-              for n, x in getattr(agent, kind).items()}
-    return {n: p.detach() for n, p in named.items()} | moments | others
+    rates = {f"rate.{i}": torch.tensor([group["lr"], group.get("initial_lr", group["lr"])],
+                                         dtype=torch.float64)
+             for i, group in enumerate(agent.opt.param_groups)}
+    others = {f"{kind}.{n}": x for kind in OTHERS for n, x in getattr(agent, kind).items()}
+    return {n: p.detach() for n, p in named.items()} | moments | rates | others
 
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file."""
-    named, tensors = named_parameters(agent), checkpoint.tensors
-    want = {n: p.shape for n, p in named.items()}
-    have = {n: x.shape for n, x in tensors.items() if n.split(".")[0] in ROLES}
-    if wrong := want.items() ^ have.items():
-        raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: "
-                        f"{min(wrong)[0]} differs")
-    for n, p in named.items():
-        p.data.copy_(dist.like(p, tensors[n]))
-    for name, x in tensors.items():
-        if name.startswith("opt."):
-            _, key, parameter = name.split(".", 2)
-            agent.opt.state[named[parameter]][key] = dist.like(named[parameter], x)
-    agent.history, agent.state = ({n.removeprefix(kind): x.clone() for n, x in tensors.items()
-                                   if n.startswith(kind)} for kind in ("history.", "state."))
+    if checkpoint.step > 0:     # a step with gradients of 0 makes the moments, to be filled
+        for p in (p for group in agent.opt.param_groups for p in group["params"]):
+            p.grad = torch.zeros_like(p)
+        agent.opt.step()
+        agent.opt.zero_grad()
+    tensors, others = checkpoint.tensors, {kind: {} for kind in OTHERS}
+    want = training_state(agent)
+    for name in sorted(want.keys() | tensors.keys()):
+        x, into = tensors.get(name), want.get(name)
+        kind, _, rest = name.partition(".")
+        if kind in OTHERS:
+            others[kind][rest] = x.clone()
+        elif None in (x, into) or (x.shape, x.dtype) != (into.shape, into.dtype):
+            raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: {name}")
+        else:
+            into.copy_(dist.like(into, x))
+    for i, group in enumerate(agent.opt.param_groups):
+        group["lr"], group["initial_lr"] = want[f"rate.{i}"].tolist()
+    agent.history, agent.state = others.values()
     agent.beta = checkpoint.beta
     tensors.clear()  # they are mapped from the file and keep it open

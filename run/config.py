@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 import textwrap
@@ -21,8 +22,10 @@ from run.dist import print0
 MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              eval_only=dict(action="store_true", help="evaluate the model in --init, or in --out"),
              ask=dict(metavar="QUESTION", help="print the answer of the model in --init or --out"),
-             report=dict(metavar="FOLDER", nargs="+", help="compare these runs: on one page, "
-                         "comparison.html in the first folder, or in --out"))
+             report=dict(metavar="FOLDER", nargs="+", type=os.path.expanduser,
+                         help="compare these runs: on one page, comparison.html in the first "
+                              "folder, or in --out"))
+TABLE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"     # with names of TRL, verl
 # A comment after a field is its help; a comment on a line of its own is the heading of the next.
 COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)
 
@@ -48,10 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 def read(config, about, argv):
     """Parses a command line: MODES, of which at most one is set, and a dict of the settings."""
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=100,
-                               max_help_position=36)
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36)
     parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
-                    formatter_class=layout, allow_abbrev=False)
+                    formatter_class=form, allow_abbrev=False)
     modes = parser.add_argument_group("instead of a new run").add_mutually_exclusive_group()
     for name, options in MODES.items():
         modes.add_argument(f"--{name}", **options)
@@ -75,29 +77,23 @@ def read(config, about, argv):
 
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        name, equals, _ = unknown[0].partition("=")
-        if not equals and not name.startswith("-"):
-            parser.error(f"there is no argument {name}")
         names = {*known, *own, *MODES} - {"task_args"}      # it has no flag: its parts have
-        raise no_setting(name, names, unknown[0])
+        raise no_setting(unknown[0].partition("=")[0], names, unknown[0])
     given = vars(given) | ({"task": found} if found else {})
     mode = SimpleNamespace(**{name: given.pop(name) for name in MODES})
     return mode, given
 
 def task_of(flags):
     """The task that flags name, or else that of the run they use, unless it is a file; or None."""
-    given, out = getattr(flags, "task", None), getattr(flags, "out", None)
-    folder = out if flags.resume else None
-    if flags.eval_only or flags.ask is not None:
-        folder = getattr(flags, "init", None) or out
-    if given or not folder:
-        return given or None
+    given, is_asked = vars(flags), flags.eval_only or flags.ask is not None
+    folder = is_asked and given.get("init") or (is_asked or flags.resume) and given.get("out")
+    if given.get("task") or not folder:
+        return given.get("task")
     found = files.about(folder).get("config", {}).get("task")
     return None if str(found).endswith(".py") else found
 
 def add_flag(group, name, kind, default, text):
     """Adds a flag of a type or with the choices of a Literal; for a bool --name and --no-name."""
-    check_type(kind)
     shown = "" if default == "" else f" [{default}]"
     options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
     if kind is bool:
@@ -105,21 +101,30 @@ def add_flag(group, name, kind, default, text):
     elif get_args(kind):
         options |= dict(choices=get_args(kind), metavar="{" + ",".join(get_args(kind)) + "}")
     else:
-        options |= dict(type=kind, metavar=kind.__name__.upper())
+        convert = os.path.expanduser if kind is str else kind
+        options |= dict(type=convert, metavar=kind.__name__.upper())
     group.add_argument(f"--{name}", **options)
 
 def no_setting(name, names, shown=None):
     """The UserError for a name that is none of `names`, with the one probably meant."""
-    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, 1, 0.81)
-    hint = f"did you mean --{near[0]}?" if near else (
-        "see --help, and docs/troubleshooting.md for the names of TRL's and verl's settings")
+    name = name.lstrip("-")
+    near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.81)
+    hint = f"did you mean --{near[0]}?" if near else "see --help"
+    table = TABLE.read_text("utf-8") if TABLE.exists() else ""
+    for theirs, ours in re.findall(r"^\| (.*) \| (.*) \|$", table, re.M):
+        if f"`{name}`" in theirs:
+            hint = f"here it is {ours.replace('`', '')}"
     return UserError(f"there is no setting {shown or name}: {hint}")
 
 # ------------------------------------------------------------------- the values
 
 def folder_of(settings):
-    """The folder of a run with these settings: --out or, without one, out/<task>."""
-    return Path(settings.get("out") or f"out/{Path(settings['task']).stem}").expanduser()
+    """The folder of a run: --out or, without one, out/<task>."""
+    return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
+
+def at_home(settings):
+    """Settings in which ~ is the home folder, as in flags."""
+    return {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in settings.items()}
 
 def own_settings(task, config):
     """A task's own settings with defaults: parameters of its `problems` that are not the run's."""
@@ -127,8 +132,8 @@ def own_settings(task, config):
     own = [p for p in own if p.name not in {"cfg", *(f.name for f in fields(config))}]
     for p in own:
         if type(p.default) not in (bool, int, float, str) or p.name in {"help", *MODES}:
-            raise UserError(f"the parameter {p.name} of the task's problems() is no setting of the "
-                            f"run, so it needs a default, a number or a text, and its own name")
+            raise UserError(f"the parameter {p.name} of the task's problems() needs a default, a "
+                            f"number or a text, and a name of its own")
     return {p.name: p.default for p in own}
 
 def problems_of(task, cfg):
@@ -150,20 +155,13 @@ def build(config, task, chosen):
     return config(**rest | {"task_args": args})
 
 def check(cfg, least, most):
-    """Raises UserError for a field of the wrong type or choice, or out of bounds: below least[name]
-    (or 1 for an integer whose default is not 0, else 0), or above most[name]."""
+    """UserError for a field of a wrong type or choice, below least[name], or above most[name]."""
     for f in fields(cfg):
-        low = least.get(f.name, int(f.type is int and f.default != 0))
+        low = least.get(f.name, int(f.type is int and f.default != 0))      # 1 or 0
         check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
-
-def check_type(kind):
-    """Raises TypeError for a type that no setting has."""
-    if get_origin(kind) is not Literal and kind not in (bool, int, float, str, dict):
-        raise TypeError(f"a field of Config is a bool, int, float, str or Literal, not {kind}")
 
 def check_value(name, kind, value, low=-math.inf, high=math.inf):
     """Raises UserError unless a setting's value is of a type, and within bounds."""
-    check_type(kind)
     wanted = ""
     kinds = (int, float) if kind is float else kind
     if get_origin(kind) is Literal:
@@ -181,6 +179,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
+SOURCES = []   # its file, and those of VARIANTS that it imports
 
 def file_of(algo):
     """The file of an algorithm, or None."""
@@ -191,15 +190,18 @@ def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
     its functions in the module `grpo`. What an earlier file replaced is put back first."""
     vars(grpo).update(REPLACED)
-    REPLACED.clear()
-    FIXED.clear()
+    for of_another in (REPLACED, FIXED, SOURCES):
+        of_another.clear()
+    algo = str(algo)
     if algo in rows:
         return rows[algo]
-    path = file_of(str(algo))
+    path = file_of(algo)
     if path is None:
         names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
-        near = str(algo).isidentifier() and difflib.get_close_matches(algo.lower(), names, 1, 0.8)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        near = difflib.get_close_matches(algo.lower(), names, 1, 0.9)
+        hint = f"there are {', '.join(names)}; docs/variants.md has others, which are settings"
+        if near and algo.isidentifier():
+            hint = f"did you mean {near[0]}?"
         raise UserError(f"there is no --algo {algo}: {hint}")
     sys.modules["grpo"] = grpo  # which may be __main__
     for name in [name for name in sys.modules if name.startswith("experiments.variants")]:
@@ -216,10 +218,13 @@ def algorithm(algo, rows, grpo):
         raise UserError(f"{path}: grpo.py has no {min(new)} to replace")
     if not isinstance(getattr(found, "SETTINGS", None), dict):
         raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
-    variants = [x for name, x in sys.modules.items() if name.startswith("experiments.variants.")]
-    for module in variants:     # those that it imports, too
+    for module in [x for n, x in sys.modules.items() if n.startswith("experiments.variants.")]:
+        SOURCES.append(Path(module.__file__))
+        known = vars(grpo.Config) | module.SETTINGS | found.SETTINGS
         for name in getattr(module, "FIXED", []):
-            FIXED[name] = (vars(grpo.Config) | module.SETTINGS | found.SETTINGS)[name]
+            if name not in known:
+                raise no_setting(name, known)
+            FIXED[name] = known[name]
     return found.SETTINGS
 
 def check_used(cfg, task):

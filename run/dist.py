@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -70,6 +71,8 @@ def start(cfg):
     device = device_of(cfg)
     if "RANK" not in os.environ or distributed.is_initialized():
         return
+    if not {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise UserError("RANK is set in the environment, but not all that torchrun sets: unset it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -130,8 +133,7 @@ def means(stats):
     """The mean of each tensor of a dict, over all ranks, whose names must be the same."""
     names = sorted(stats)                   # a rank's dicts may be in an order of their own
     if any(other != names for other in gather(names)):
-        raise UserError("the rewards of other ranks have other components: use the same ones for "
-                        "every prompt")
+        raise UserError("the rewards of other ranks have other components")
     total = all_reduce(torch.stack([stats[name].float().sum() for name in names]))
     count = all_reduce(torch.tensor([float(stats[name].numel()) for name in names]))
     mean = total / count.to(total.device).clamp(min=1)
@@ -281,23 +283,25 @@ def uniform_here(rng, n, *shape):
 class Stopped(Exception):
     """A signal asked the run to stop; `stoppable` adds its number and the command to go on."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)      # the terminal is closed; not on Windows
+SIGNALS = (signal.SIGINT, signal.SIGTERM, HANGUP)
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
     """A handler: records the first signal, exits at the second; says where the run is."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-    if ASKED:
-        os.write(2, f"ended in {place}; --resume continues if there is a checkpoint\n".encode())
+    if ASKED and number != HANGUP:      # of which a shell and its terminal send two
         raise Ended(128 + number)
     ASKED.append(number)
-    os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
+    with contextlib.suppress(OSError):  # a closed terminal
+        os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
 
 def in_a_fork():
     """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""
-    for number, action in zip(SIGNALS, (signal.SIG_IGN, signal.SIG_DFL)):
+    actions = {signal.SIGTERM: signal.SIG_DFL}
+    for number in SIGNALS:
         if signal.getsignal(number) is ask_to_stop:
-            signal.signal(number, action)
+            signal.signal(number, actions.get(number, signal.SIG_IGN))
 
 if hasattr(os, "register_at_fork"):         # not on Windows
     os.register_at_fork(after_in_child=in_a_fork)
@@ -314,7 +318,8 @@ def stop_here(work):
 @contextlib.contextmanager
 def stoppable(command=""):
     """A context in which signals only ask the run to stop; UserError if another rank has ended."""
-    handlers = [signal.signal(number, ask_to_stop) for number in SIGNALS]
+    handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
+                if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
     try:
         yield
     except Stopped as when:
@@ -327,23 +332,31 @@ def stoppable(command=""):
         raise UserError("another rank has ended; continue from the last checkpoint with "
                         "--resume") from e
     finally:
-        for number, handler in zip(SIGNALS, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         ASKED.clear()
 
 # --------------------------------------------------------------------- progress
 
-def print0(text):
+# Characters that change a terminal, or the order of a text.
+HIDDEN = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+def print0(text, coloured=False):
     """Prints on the first rank."""
     if rank() == 0:
-        say(text, sys.stdout)
+        say(text, sys.stdout, coloured)
 
-def say(text, stream):
-    """Prints, unless the stream is closed (None) or not read any more (`| head`)."""
+def printable(text):
+    """A text in which HIDDEN characters are written as in Python."""
+    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+def say(text, stream, coloured=False):
+    """Prints, unless the stream is closed (None) or not read any more (`| head`); made printable,
+    unless this was done."""
     if stream is None:
         return
     try:
-        print(text, file=stream, flush=True)
+        print(text if coloured else printable(str(text)), file=stream, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ except ImportError:         # not on Windows: two runs in one folder are not pre
     fcntl = None
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MARK = "grpo.lock"      # the file that a run locks, by whose name a folder is known for a run's
 LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
 
 if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
@@ -61,19 +63,19 @@ def checksum(tensors, text):
         found.update(x.flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 
-def lock(path):
-    """Locks a file until LOCK ends, or this process; raises UserError if another one holds it."""
+def lock(folder):
+    """Locks a run's folder until LOCK ends, or this process; UserError if another one holds it."""
     LOCK.close()
-    file = LOCK.enter_context(open(path, "a+"))
+    file = LOCK.enter_context(open(folder / MARK, "a+"))
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         file.seek(0)
-        raise UserError(f"another run, process {file.read()}, is active in {path.parent}: wait "
-                        f"until it ends, or choose another --out") from e
+        raise UserError(f"another run, process {file.read()}, is active in {folder}: wait until "
+                        f"it ends, or choose another --out") from e
     except OSError as e:
-        print0(f"note: {path.parent} cannot be locked: {e}")
+        print0(f"note: {folder} cannot be locked: {e}")
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -93,20 +95,27 @@ def strict(x):
     return x
 
 def keep_previous(folder):
-    """Renames a finished run to name.1, name.2 ..., and makes a new folder with its warm start."""
+    """Renames a finished run to name.1, name.2 ...; a new folder gets a copy of its warm start."""
     names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
     previous = next(path for path in names if not os.path.lexists(path))
     os.rename(folder, previous)
     folder.mkdir()
-    lock(folder / "lock")
+    lock(folder)
     if (previous / "warm_start").exists():
-        os.rename(previous / "warm_start", folder / "warm_start")
+        shutil.copytree(previous / "warm_start", folder / "warm_start")
     print0(f"the finished run in {folder} was moved to {previous}")
 
 def about(folder):
-    """What run.json says of the run in a folder; empty if there is none."""
+    """What run.json says of the run in a folder: `config`, `data` ...; {} if there is none."""
     path = Path(folder) / "run.json"
-    return read_json(path.read_bytes(), path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = {"config": {}, "data": {}} | read_json(path.read_bytes(), path)
+    settings, data = found["config"], found["data"]
+    if not (isinstance(settings, dict) and isinstance(data, dict)
+            and isinstance(settings.setdefault("task_args", {}), dict)):
+        raise UserError(f"{path} is not of a run")
+    return found
 
 def clear_up(folder):
     """Removes what interrupted saves have left: `replacing`'s files, and safetensors' own."""

@@ -340,11 +340,12 @@ def frozen(model):
 
 # ------------------------------------------------------------------- the memory
 
-def check_context(model, cfg, longest):
+def check_context(model, cfg, longest, prompt=""):
     """Raises UserError if a prompt and a completion do not fit the context."""
     if longest + cfg.max_new > model.cfg.block_size:
-        raise UserError(f"a prompt of {longest} tokens and --max_new {cfg.max_new} do not fit the "
-                        f"model's context of {model.cfg.block_size}: see \"A prompt is too long\" "
+        raise UserError(f"a prompt of {longest} tokens{prompt and f', {prompt!r:.80},'} and "
+                        f"--max_new {cfg.max_new} do not fit the model's context of "
+                        f"{model.cfg.block_size}: see \"A prompt is too long\" "
                         f"in docs/troubleshooting.md")
 
 def check_room(model, cfg, longest):

@@ -18,7 +18,7 @@ import data
 from data import UserError, answer_of, turns
 from data.tokenizer import pieces
 from run import dist, files, passes
-from run.dist import clock, print0, say
+from run.dist import clock, print0, printable, say
 
 # ----------------------------------------------------------------- the terminal
 
@@ -41,12 +41,6 @@ def exit_code():
         say(f"error: {on_one_line(str(e))}", sys.stderr)
         code = 2
     dist.exit_with(code)
-
-CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
-
-def printable(text):
-    """A model's text with visible control characters, which could change a terminal."""
-    return text.translate(CONTROLS)
 
 def on_one_line(text):
     """A text with visible line breaks and control characters."""
@@ -79,7 +73,7 @@ def print_group(batch, encoding):
             said.insert(n, f"[{on_one_line(reply)}]")
         of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
         print0(f"    {len(same)}x {prompt}{''.join(said)}   reward {reward[row]:g}  "
-               f"advantage {of}{adv[0]:+.2f}")
+               f"advantage {of}{adv[0]:+.2f}", coloured=True)
 
 def header(cfg, encoding, policy, problems, held_out):
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
@@ -90,14 +84,11 @@ def header(cfg, encoding, policy, problems, held_out):
            f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
     print0(f"settings: {', '.join(given)}")
     if cfg.lr == type(cfg).lr and millions < 100:
-        print0(f"note: --lr {cfg.lr:g} is the paper's, for 7 billion parameters; a model as small "
-               f"as this may need 1e-4")
+        print0(f"note: --lr {cfg.lr:g} is the paper's, for 7 billion parameters; try 1e-4")
     if cfg.init:
-        frame = encoding.frame
-        why = {"": "no chat template", "none": "--chat none"}.get(frame.chat, "its chat template")
-        print0(f"prompts are sent as {frame.before + '{}' + frame.after!r} ({why})")
+        print0(f"prompts are sent as {encoding.frame.before + '{}' + encoding.frame.after!r}")
 
-DECIMALS = dict(reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
+DECIMALS = dict(reward=3, rule_reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
 def step_line(step, total, done):
     """Prints a line for the last of the steps `done`; warns after three that taught nothing."""
@@ -112,9 +103,13 @@ def step_line(step, total, done):
     # By chance it may fall, too, but not so far, or at so large a KL.
     fallen = in_a_row(x["accuracy"] < best / 2 - 0.1 * (x.get("kl", 0) <= 1) for x in done)
     if fallen == 3:
-        learned = "--beta may be too low for a learned reward, or " * ("rule_reward" in stats)
-        print0(f"warning: accuracy fell below half its best: {learned}--lr {stats['lr']:g} may be "
-               "too high: see \"The policy has collapsed\" in docs/troubleshooting.md")
+        print0(f"warning: accuracy fell below half its best: --lr {stats['lr']:g} may be too high: "
+               "see \"The policy has collapsed\" in docs/troubleshooting.md")
+    if "rule_reward" in stats:      # 6 below the first 6: by chance once in 30 runs of 100 steps
+        least = min(x["rule_reward"] for x in done[:6])
+        if in_a_row(x["rule_reward"] < least for x in done) == 6:
+            print0("warning: rule_reward fell: --beta may be too low for a learned reward: see "
+                   "\"A learned reward\" in docs/questions.md")
     if fallen:
         return
     if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
@@ -140,11 +135,11 @@ def dialogue(encoding, question, batch, episodes=None):
     if episodes is not None:
         completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
     cut = "" if batch.finished[0] else f"\n(cut off after {int(batch.mask.sum())} tokens)"
-    return printable(question + "\n" * bool(encoding.frame.after) + completion) + cut
+    return question + "\n" * bool(encoding.frame.after) + completion + cut
 
 def typed_reply(problem, said):
     """The `reply` of the person at the keyboard; an empty line ends the episode."""
-    print0(printable(said[-1]))
+    print0(said[-1])
     print("reply, or nothing to end: ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")
 
@@ -265,11 +260,13 @@ class Clock:
         self.judging = data.SPENT[0] - self.judged
 
     def speeds(self, batch):
+        """Seconds, and tokens by seconds; of the rank that judged longest, for which all wait."""
         ended = time.perf_counter()
         tokens = dist.all_reduce(batch.mask.sum()).item()
-        sampling = self.sampled - self.began - self.judging
-        return {"seconds": ended - self.began, "reward_seconds": self.judging,
-                "rollout_tok_s": tokens / sampling, "update_tok_s": tokens / (ended - self.sampled)}
+        judging, rollout = max(dist.gather((self.judging, self.sampled - self.began)))
+        return {"seconds": ended - self.began, "reward_seconds": judging,
+                "rollout_tok_s": tokens / (rollout - judging),
+                "update_tok_s": tokens / (ended - self.sampled)}
 
 def solved(task, greedy, sampled, n):
     """The shares of problems solved, by this rank's Batches; completions cut off do not vote."""
@@ -318,7 +315,7 @@ def refresh(folder):
     if dist.rank() == 0:
         try:
             write([folder])
-        except (UserError, OSError, ValueError) as e:
+        except (UserError, OSError) as e:
             print0(f"note: no report: {e}")
 
 def write(folders, out=""):
@@ -341,21 +338,27 @@ def run_of(folder, most):
     path = folder / "samples.jsonl"
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {folder}")
-    steps = [*dict.fromkeys(step for step, _ in lines(path))]
+    steps = [*dict.fromkeys(step for step, _ in lines(path) if step)]
     size = path.stat().st_size if steps else 1
     kept = {*steps[::size // -most]}        # that is rounded to the larger step
-    samples = [json.loads(line) for step, line in lines(path) if step in kept]
-    metrics = [json.loads(line) for _, line in lines(folder / "metrics.jsonl")]
     return dict(name=folder.resolve().name, path=str(folder), about=files.about(folder),
-                steps=len(steps), metrics=metrics, samples=samples)
+                steps=len(steps), metrics=[*parsed(folder / "metrics.jsonl")],
+                samples=[*parsed(path, kept)])
 
 def lines(path):
-    """Yields the step and the whole of each line of a log that is complete."""
+    """Yields the step, or None, and the text of each line of a log that is complete."""
     if path.is_file():
         with open(path, "rb") as f:
-            for n, line in enumerate(f, 1):
-                step = re.match(rb'\{"step": (\d+).*\}\n', line)
-                if not step and line.endswith(b"\n") and line.strip():
-                    raise UserError(f"{path}, line {n}, is damaged")
-                if step:
-                    yield int(step[1]), line
+            for line in f:
+                if line.endswith(b"\n"):
+                    step = re.match(rb'\{"step": (\d+)', line)
+                    yield step and int(step[1]), line
+
+def parsed(path, steps=None):
+    """Yields the lines of some steps, or all; of a damaged one there is a note."""
+    for n, (step, line) in enumerate(lines(path), 1):
+        if not steps or step is None or step in steps:
+            try:
+                yield data.read_json(line, f"{path}, line {n},")
+            except UserError as e:
+                print0(f"note: {e}")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 import shutil
-from contextlib import chdir, suppress
+from contextlib import chdir
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -15,7 +15,7 @@ import torch
 import data
 import model
 from data import (UserError, answer_of, call, check_steps, load_task, need, of, read_bytes,
-                  read_json, require, rewards_of, steps_of, turns)
+                  read_json, require, rewards_of, shown, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
 from run.dist import print0
@@ -24,8 +24,8 @@ from run.pretrained import frozen
 
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from the Checkpoint `saved`: what `train` needs."""
-    cfg = replace(cfg, out=str(cfg.folder.absolute()))      # a task's code may change the directory
-    hashes = checkpoint.data_of(cfg)
+    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # a task's code may change the directory
+    data = checkpoint.data_of(cfg)
     dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
@@ -33,24 +33,25 @@ def begin(cfg, task, saved):
         print0(f"the run in {cfg.folder} is complete: raise --steps, or use --eval_only")
 
     problems, held_out = to_train_on(cfg, task)
-    which = fingerprint(problems, held_out)
-    checkpoint.compare_problems(cfg.folder if saved else cfg.init, cfg, which)
+    which = fingerprint(cfg, problems, held_out)
+    if saved or cfg.init:
+        checkpoint.compare(cfg.folder if saved else cfg.init, data | which if saved else which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
     with chdir("."):        # and back, if a reward changed it
         check_run(cfg, task, problems)
-    longest = longest_of(encoding, problems + held_out)
-
+    empty = pretrained.of_config(saved.model) if has_model else (
+        cfg.init and pretrained.without_memory(cfg.init))
+    longest = longest_of(encoding, problems + held_out, cfg, empty)
     cold = False  # whether it still needs a warm start
     if has_model:
         policy = pretrained.model_of(saved.model, cfg, longest)
     else:
-        checkpoint.check_folder(cfg)
         policy, cold = starting_model(cfg, task, problems, longest, encoding)
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
     dist.wait_for_all()  # all have read what is in the folder
     if dist.rank() == 0:
-        checkpoint.open_run(cfg, saved, hashes, which)
+        checkpoint.open_run(cfg, saved, data | which)
     if cold:
         print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start(policy, task, problems, cfg, encoding)
@@ -77,41 +78,41 @@ def to_train_on(cfg, task):
     """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
     if not train:
-        empty = [f"--{name}" for name, x in cfg.task_args.items() if x == ""]
-        raise UserError(f"the task has no training problems{', without ' * bool(empty)}"
-                        f"{' and '.join(empty)}")
-    same = repr if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
+        empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
+        raise UserError(f"the task has no training problems{''.join(empty)}")
+    same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
-        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems: "
-               f"evaluations will count what was learned by heart")
+        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems")
     return train, held_out
 
-def fingerprint(train, held_out):
-    """SHA-256 of the prompts; raises UserError if it is another on other ranks."""
-    prompts = [[p.prompt for p in part] for part in (train, held_out)]
-    found = hashlib.sha256(repr(prompts).encode()).hexdigest()
+def fingerprint(cfg, train, held_out):
+    """SHA-256 of the problems, by task and settings; UserError if it is another on other ranks."""
+    parts = [[(p.prompt, getattr(p, "__dict__", p)) for p in part] for part in (train, held_out)]
+    found = hashlib.sha256(shown(parts).encode()).hexdigest()
     if {*dist.gather(found)} != {found}:
         raise UserError("the ranks have different problems: seed what draws or shuffles them")
-    return found
+    return {f"problems of {Path(cfg.task).stem} {cfg.task_args}": found}
 
 def held_out(agent):
     train, found = problems_of(agent.cfg, agent.task)
-    checkpoint.compare_problems(agent.cfg.init, agent.cfg, fingerprint(train, found))
+    checkpoint.compare(agent.cfg.init, fingerprint(agent.cfg, train, found))
     found = found[:agent.cfg.held_out or None]
-    pretrained.check_context(agent.policy, agent.cfg, longest_of(agent.encoding, found))
+    longest_of(agent.encoding, found, agent.cfg, agent.policy)
     return found
 
-def longest_of(encoding, problems):
-    """The number of tokens of the longest prompt."""
-    return max(len(encoding.encode_prompt(p.prompt)) for p in problems)
+def longest_of(encoding, problems, cfg, model):
+    """The number of tokens of the longest prompt, which must fit the context of a model."""
+    n, prompt = max((len(encoding.encode_prompt(p.prompt)), p.prompt) for p in problems)
+    if model:
+        pretrained.check_context(model, cfg, n, prompt)
+    return n
 
 def check_run(cfg, task, problems):
     """Raises UserError for what would end a run only after its warm start."""
     config.check_used(cfg, task)
     if cfg.warm_steps:
-        require(task, "demonstration", "the warm start imitates it; or start from a model with "
-                                       "--init FOLDER")
+        require(task, "demonstration", "the warm start imitates it; or begin with --init FOLDER")
     ranks = dist.ranks()
     if cfg.prompts > len(problems):
         raise UserError(f"--prompts {cfg.prompts}: the task has only {len(problems)} problems")
@@ -120,13 +121,11 @@ def check_run(cfg, task, problems):
         raise UserError("--group 1: a completion is compared with others of its prompt, unless "
                         "--baseline is none or value and --adv_scale none or batch")
     if cfg.minibatches > cfg.prompts * cfg.group:
-        raise UserError(f"--minibatches {cfg.minibatches} is their number in a rollout, which has "
-                        f"only {cfg.prompts * cfg.group} rows")
+        raise UserError(f"--minibatches {cfg.minibatches} of {cfg.prompts * cfg.group} rows")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
     if cfg.reward != "rule" and len(problems) < 10 * ranks:
-        raise UserError(f"a learned reward needs {10 * ranks} problems, the task has "
-                        f"{len(problems)}")
+        raise UserError(f"a learned reward needs {10 * ranks} problems, not {len(problems)}")
     if cfg.reward == "rollouts" and cfg.supervision == "outcome":
         raise UserError("--reward rollouts labels steps: it needs --supervision process")
     if cfg.reward != "rule" and not cfg.applies_kl:
@@ -174,6 +173,9 @@ def add_models(agent):
 
 def make_ready(agent, saved):
     """The models as before the first step, or as in the Checkpoint `saved`; compiled if asked."""
+    kept = {*checkpoint.named_parameters(agent).values()}
+    if not all(kept.issuperset(group["params"]) for group in agent.opt.param_groups):
+        raise UserError("the optimizer has a parameter of no model, which no checkpoint would keep")
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)
@@ -211,20 +213,21 @@ WARM_BATCH = 48  # demonstrations per optimizer step
 DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
 
 def settings(cfg):
-    """The settings on which a kept warm start depends."""
+    """Those on which a kept warm start depends."""
     return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def starting_model(cfg, task, problems, longest, encoding):
     """The policy (a kept warm start, --init's model, or a new one), and whether it is cold."""
     where, cold = cfg.init, cfg.warm_steps > 0
     for kept in (cfg.folder / "warm_start", SHIPPED):
-        note = note_in(kept) if cold else None
-        if note is None or kept == SHIPPED and note["settings"].get("task") != cfg.task:
+        path = kept / "warm_start.json"         # the last file of a complete one
+        if not cold or not path.exists():
             continue
-        if why := outdated(kept, note, cfg, task, problems, encoding):
-            print0(f"note: {kept} is not used: {why}")
-        else:
+        note = {"settings": {}, "loss": 0} | read_json(read_bytes(path), path)
+        if not (why := outdated(kept, note, cfg, task, problems, encoding)):
             where, cold = kept, False
+        elif kept != SHIPPED or note["settings"].get("task") == cfg.task:
+            print0(f"note: {kept} is not used: {why}")
     if not where:
         return pretrained.new_model(cfg, encoding, longest), cold
     print0(f"starting from {where}")
@@ -243,12 +246,6 @@ def outdated(where, note, cfg, task, problems, encoding):
     if not abs(loss - note["loss"]) < 1e-4:
         return "the demonstrations, their tokens or model.py changed: its loss is another"
     return None
-
-def note_in(where):
-    """The note that `warm_start` wrote beside a kept one, or None."""
-    with suppress(OSError, UserError):
-        note = read_json(read_bytes(where / "warm_start.json"), where)
-        return note if note.keys() >= {"settings", "loss"} else None
 
 @torch.no_grad()
 def loss_on(where, task, problems, encoding):

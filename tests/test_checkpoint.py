@@ -56,7 +56,7 @@ def bytes_of(folder, *names):
 
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes()
-            for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+            for path in folder.rglob("*") if path.is_file() and path.name != files.MARK}
 
 
 def saved_at(where):
@@ -327,22 +327,27 @@ def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys
 
 @pytest.mark.slow
 def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_path, capsys):
-    """A file that is touched or moved is the same; no other content, wherever it is. An evaluation
-    does without one that is gone."""
-    rows, other, moved = tmp_path / "rows", tmp_path / "other", tmp_path / "elsewhere.py"
+    """A file that was moved has its name; another content is noted. An evaluation does without one
+    that is gone."""
+    rows, other, moved = tmp_path / "rows", tmp_path / "x" / "rows", tmp_path / "elsewhere.py"
     rows.write_text("1,2")
+    other.parent.mkdir()
     other.write_text("3,4")
     out = run("run", "--steps", 0, "--train", rows, "--test", rows, "--difficulty", 1)
     resume = ["--resume", "--task", task, "--steps", 1, "--out", out]
     for name in ("train", "test"):
-        assert f"file of --{name} has changed since" in fault(capsys, *resume, f"--{name}", other)
-    rows.unlink()
-    assert "file of --train has changed since" in fault(capsys, *resume)
+        assert f"has --{name} {rows}, not" in fault(capsys, *resume, f"--{name}", task)
     assert "has --more , not" in fault(capsys, *resume, "--more", other)
+    rows.unlink()
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
     assert cfg.task_args == dict(difficulty=1, train="", test="", more="")
-    other.write_text("1,2")
-    run("run", "--resume", "--steps", 1, "--train", other, "--test", other)
+    for text, n in (("3,4", 1), ("1,2", 2)):
+        other.write_text(text)
+        capsys.readouterr()
+        run("run", "--resume", "--steps", n, "--train", other, "--test", other)
+        said = capsys.readouterr().out
+        for name in ("train", "test"):
+            assert (f"note: the file of --{name} has changed since" in said) is (text == "3,4")
     run("run", "--resume", "--steps", 2)            # it is known from now on
     assert checkpoint.load(out, Config)[0].task_args["train"] == str(other)
 
@@ -350,15 +355,14 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
     assert "note: --difficulty 1 is gone" in capsys.readouterr().out
     assert cfg.task_args == dict(level=2, train=str(other), test=str(other), more="")
-    assert "the task has no --difficulty, with" in fault(capsys, *resume, "--steps", 2)
+    assert "there is no setting difficulty" in fault(capsys, *resume, "--steps", 2)
     task.write_text(TASK)
     task.rename(moved)
     for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
         assert f"to allow it, add --task {task}" in fault(capsys, *given)
-    other = tmp_path / "changed.py"     # under its own name it would only be noted
-    other.write_text(TASK + "#")
     resume = ["--resume", "--steps", 3, "--out", out, "--task"]
-    assert "file of --task has changed" in fault(capsys, *resume, other)
+    assert f"has --task {task}, not" in fault(capsys, *resume, moved)
+    moved = moved.rename(tmp_path / "x" / task.name)
     main([*map(str, resume), str(moved)])
     assert steps(out) == [0, 1, 2, 3] and checkpoint.load(out, Config)[0].task == str(moved)
 
@@ -374,17 +378,22 @@ def test_code_that_has_changed_is_noted(run, task, capsys):
         code["algo"].write_text("SETTINGS = {}\n" + more)
         capsys.readouterr()
         cfg, saved = checkpoint.resume(out, Config, given)
+        checkpoint.compare(out, checkpoint.data_of(cfg))
         checkpoint.open_run(cfg, saved, checkpoint.data_of(cfg))
         notes = [f"note: the file of --{name} has changed since the run in {out}" for name in code]
         assert [*map(capsys.readouterr().out.count, notes)] == [noted] * 2
-    assert files.about(out)["data"].keys() == {"task", "algo"}
+    assert files.about(out)["data"].keys() >= {"task", "algo"}
     (task.parent / "moved").mkdir()
     (task.parent / "moved" / task.name).write_text(TASK + "#")
-    checkpoint.resume(out, Config, given | {"task": str(task.parent / "moved" / task.name)})
+    moved = given | {"task": str(task.parent / "moved" / task.name)}
+    cfg = checkpoint.resume(out, Config, moved)[0]
+    checkpoint.compare(out, checkpoint.data_of(cfg))
     assert notes[0] in capsys.readouterr().out
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
-    checkpoint.resume(out, Config, given)
+    cfg = checkpoint.resume(out, Config, given)[0]
+    checkpoint.compare(out, checkpoint.data_of(cfg))
+    assert capsys.readouterr().out == ""
     files.LOCK.close()
 
 
@@ -417,7 +426,7 @@ def best_step(out):
 
 @pytest.mark.slow
 def test_the_best_policy_is_kept(run, scored, task, capsys):
-    """The first with the highest pass@1, also over a resume, until another measure counts."""
+    """The first with the highest pass@1, also over a resume."""
     shares, policies = scored
     shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35, 6: 0.1, 7: 0.05})
     out = run("run", "--steps", 1, "--eval_every", 1)
@@ -431,8 +440,9 @@ def test_the_best_policy_is_kept(run, scored, task, capsys):
     assert bytes_of(out, "run.json") == bytes_of(out / "best", "run.json")
     cfg, _ = config_of("--eval_only", "--init", out / "best", "--task", task)
     assert (cfg.max_new, cfg.group) == (5, 4)               # those of the run
-    for step, flag in ((6, "--held_out"), (7, "--samples")):
-        run("run", "--resume", "--steps", step, flag, 1)
+    for step, kept in ((6, "{}"), (7, '{"pass@1": "x"}')):          # damaged, it counts for none
+        (out / "best" / "best.json").write_text(kept)
+        run("run", "--resume", "--steps", step)
         assert best_step(out) == step
     again = run("again", "--init", out / "best", "--warm_steps", 0, "--steps", 0)
     assert not (again / "best").exists()                    # without --eval_every
@@ -440,19 +450,18 @@ def test_the_best_policy_is_kept(run, scored, task, capsys):
 
 @pytest.mark.slow
 def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
-    """Whatever is there by then, the step is made again, and best/ has its policy; here another
-    measure counts from now on, by which no policy is as good as by the old one."""
-    scored[0].update({0: 0.1, 1: 0.5, 2: 0.4, 3: 0.2})
+    """Whatever is there by then, the step is made again, and best/ has its policy."""
+    scored[0].update({0: 0.1, 1: 0.3, 2: 0.4, 3: 0.2})
     begun, names = run("begun", "--steps", 1, "--eval_every", 1), (BEST[0], BEST[2])
     for name in (None, *BEST):
         out = shutil.copytree(begun, tmp_path / f"before {name}")
         if name:
             with killed_before(out / "best" / name):
-                run(out.name, "--resume", "--steps", 3, "--samples", 3)
+                run(out.name, "--resume", "--steps", 3)
             assert steps(out)[-1] == 1                                  # it was killed in step 2
-        run(out.name, "--resume", "--steps", 3, "--samples", 3)
+        run(out.name, "--resume", "--steps", 3)
         about = files.about(out / "best")["config"]
-        assert best_step(out) == 2 and (about["steps"], about["samples"]) == (3, 3)
+        assert best_step(out) == 2 and about["steps"] == 3
         assert bytes_of(out / "best", *names) == bytes_of(tmp_path / "before None/best", *names)
 
 
@@ -460,64 +469,76 @@ def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
 
 @pytest.mark.slow
 def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
-    """Each is renamed, whole, and can be gone on with; the lock and the warm start stay."""
+    """Each is renamed, whole, and can be gone on with; a new one has a copy of the warm start. A
+    link to the folder of runs stays one."""
     kept, real = [], grpo.evaluate
 
     def evaluate(agent, problems):
-        with open(agent.cfg.folder / "lock") as f, pytest.raises(BlockingIOError):
+        with open(agent.cfg.folder / files.MARK) as f, pytest.raises(BlockingIOError):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return real(agent, problems)
     monkeypatch.setattr(grpo, "evaluate", evaluate)
     (tmp_path / "run.0.1").symlink_to("gone")
+    (tmp_path / "link").symlink_to("run.0")
     for lr in (1, 2, 3):
-        out = run("run.0", "--steps", 1, "--lr", lr / 1000, "--eval_every", 1)
+        run("link", "--steps", 1, "--lr", lr / 1000, "--eval_every", 1)
+        out = tmp_path / "run.0"
         (out / "notes.md").write_text("mine")
         kept.append(contents(out))
         said = capsys.readouterr().out
         assert ("starting from" in said) is (lr > 1) and (out / "warm_start").exists()
     assert said.count(f"finished run in {out} was moved to {out}.3\n") == 1
-    for files_of, folder in zip(kept, (out.with_name("run.0.2"), out.with_name("run.0.3"))):
-        whole = {name: x for name, x in files_of.items() if "warm_start" not in name}
+    for whole, folder in zip(kept, (out.with_name("run.0.2"), out.with_name("run.0.3"))):
         assert contents(folder) == whole and saved_at(folder) == 1 and (folder / "best").exists()
+    assert (tmp_path / "link").is_symlink()
+    run("link", "--steps", 0, "--warm_steps", 13)
+    assert contents(out.with_name("run.0.4")) == kept[2]        # though it needed another start
 
 
 @pytest.mark.slow
 def test_a_kill_while_a_run_is_renamed(run, monkeypatch):
-    """Before its folder is, or its warm start: nothing is lost, and a new run begins."""
+    """Before its folder is, or while its warm start is copied: nothing is lost, and a new run
+    begins, with the same start."""
     out = run("run", "--steps", 1)
-    first, real, moves = contents(out), os.rename, []
+    first, real = contents(out), shutil.copytree
 
-    def rename(*given):
-        moves.append(given)
-        if len(moves) in (1, 3):
-            raise Killed
-        real(*given)
-    monkeypatch.setattr(os, "rename", rename)
-    for left in (out, out.with_name("run.1")):
-        run("run", "--steps", 1)
+    def killed(*given):
+        raise Killed
+
+    def half(source, target):
+        real(source, target)
+        os.truncate(target / "model.safetensors", 100)
+        raise Killed
+    for module, name, kill, left in ((os, "rename", killed, out),
+                                     (shutil, "copytree", half, out.with_name("run.1"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, kill)
+            run("run", "--steps", 1)
         assert contents(left) == first
-    run("run", "--steps", 0)
-    assert contents(out.with_name("run.1")) == first and steps(out) == [0]
+    run("run", "--steps", 1)
+    assert contents(out.with_name("run.1")) == first and weights(out).keys() == weights(
+        out.with_name("run.1")).keys() and bytes_of(out, "model.safetensors") == bytes_of(
+        out.with_name("run.1"), "model.safetensors")
 
 
-@pytest.mark.parametrize("names", ["best/x metrics.jsonl config.json", "best/x", "run.json",
-                                   "model-1.safetensors tokenizer.json", "warm_start/x x"])
+@pytest.mark.parametrize("names", [
+    "best/x metrics.jsonl config.json", "best/x", "run.json", "model-1.safetensors tokenizer.json",
+    "warm_start/x x", "warm_start/x", "lock", "x.tmp", ".tmpabcdef/x", ".hidden",
+    "checkpoint.safetensors model.safetensors"])
 def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, task, capsys):
     out = tmp_path / "out"
     for name in names.split():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text('{"mine": 1}')
+        (out / name).write_text('{"config": {"task": "mine"}}')
     before = contents(tmp_path)
     said = fault(capsys, "--task", task, *SMALL, "--out", out)
     assert f"{out} holds files that are not of a run: choose another --out" in said
-    assert contents(tmp_path) == before and not (out / "lock").exists()
+    assert contents(tmp_path) == before and not (out / files.MARK).exists()
 
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
     """Without what it left; run.json says what made the new one."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "x.tmp").touch()
     with killed_before(tmp_path / "run" / "model.safetensors"):
         out = run("run", "--steps", 1, "--eval_every", 1)
     assert (out / "best").exists() and evaluated(out) == [0, 1]
@@ -527,7 +548,7 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
     run("run", "--steps", 0)
     assert evaluated(out) == [0] and not (out / "best").exists()
     about = files.about(out)
-    assert about["config"]["steps"] == 0 and about["data"].keys() == {"task"}
+    assert about["config"]["steps"] == 0 and about["data"].keys() >= {"task"}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     assert about["command"] == sys.argv and about["versions"] == versions
 

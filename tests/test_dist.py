@@ -173,15 +173,43 @@ def test_a_second_signal_is_obeyed_at_once():
     before = handlers()
     assert dist.ask_to_stop not in before
     with pytest.raises(dist.Stopped) as stopped, dist.stoppable("a command"):
-        assert handlers() == [dist.ask_to_stop] * 2 and dist.stop_asked() == 0
+        assert handlers() == [dist.ask_to_stop] * 3 and dist.stop_asked() == 0
         signal.raise_signal(signal.SIGINT)
         assert dist.stop_asked() == 2
+        signal.raise_signal(signal.SIGHUP)          # of a terminal that closes, also twice
         with pytest.raises(SystemExit) as ended:
             call(signal.raise_signal, "a reward", signal.SIGTERM)
         assert ended.value.code == 143
         raise dist.Stopped("here")
     assert (stopped.value.number, stopped.value.command) == (2, "a command")
     assert handlers() == before and dist.stop_asked() == 0
+
+
+def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
+    """As nohup has it; nothing can be written there, and a shell sends the signal twice."""
+    def closed(*given):
+        raise OSError
+    monkeypatch.setattr(os, "write", closed)
+    with pytest.raises(dist.Stopped) as stopped, dist.stoppable():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        raise dist.Stopped("here")
+    assert stopped.value.number == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with dist.stoppable():
+        signal.raise_signal(signal.SIGHUP)
+        assert dist.stop_asked() == 0
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("given", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_a_rank_without_the_rest_of_torchruns_environment(given, monkeypatch):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, x in given.items():
+        monkeypatch.setenv(name, x)
+    with pytest.raises(UserError, match="RANK is set in the environment, but not all"):
+        dist.start(Config(device="cpu"))
 
 
 def test_a_fork_gives_up_the_handlers_of_a_run_alone():
@@ -193,10 +221,10 @@ def test_a_fork_gives_up_the_handlers_of_a_run_alone():
     assert handlers() == before
     with dist.stoppable():
         dist.in_a_fork()
-        assert handlers() == [signal.SIG_IGN, signal.SIG_DFL]
+        assert handlers() == [signal.SIG_IGN, signal.SIG_DFL, signal.SIG_IGN]
         signal.signal(signal.SIGTERM, own)
         dist.in_a_fork()
-        assert handlers() == [signal.SIG_IGN, own]
+        assert handlers() == [signal.SIG_IGN, own, signal.SIG_IGN]
 
 
 # -------- sampler and trainer must agree

@@ -113,6 +113,7 @@ def test_killed_at_any_moment(unbroken, forked, tmp_path):
 def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp_path, sig):
     out = tmp_path / "run"
     shutil.copytree(unbroken / "warm_start", out / "warm_start")
+    (out / files.MARK).touch()
     args = [*SMALL, "--steps", 500, "--out", out]
     code, said, err = signalled(tmp_path / "process", main, args, "step 1/", sig)
     assert code == 128 + sig and re.fullmatch(r"stopping soon, now in \S+, line \d+;.*\n", err)
@@ -122,7 +123,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
 
 
 def test_the_run_folder(unbroken):
-    names = ("model.safetensors config.json checkpoint.safetensors run.json metrics.jsonl lock "
+    names = ("model.safetensors config.json checkpoint.safetensors run.json metrics.jsonl grpo.lock "
              "samples.jsonl report.html warm_start tokenizer.json tokenizer_config.json").split()
     assert {p.name for p in unbroken.iterdir()} == {*names}
     first, step, *_, last = records(unbroken / "metrics.jsonl")

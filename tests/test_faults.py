@@ -145,16 +145,11 @@ def test_a_task_may_change_what_it_is_given():
     assert [row["correct"] for row in rows] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("name, says", [("friend", ""), ("reward", "rename"), ("model", "rename")])
-def test_a_module_beside_a_task(name, says, tmp_path, capsys, monkeypatch):
-    """It is found; one that has the name of a module of ours is not taken for it."""
+def test_a_module_beside_a_task(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / f"{name}.py").write_text("RIGHT = 0.25\n")
-    path = task(tmp_path, more=f"import {name} as beside\nDEFAULTS['lr'] = beside.RIGHT\n")
-    if says:
-        assert f"rename {tmp_path / name}.py" in fault(capsys, "--task", path, "--steps", 0)
-    else:
-        assert grpo.make_config(task=str(path)).lr == 0.25
+    (tmp_path / "friend.py").write_text("RIGHT = 0.25\n")
+    path = task(tmp_path, more="import friend\nDEFAULTS['lr'] = friend.RIGHT\n")
+    assert grpo.make_config(task=str(path)).lr == 0.25
 
 
 def test_a_process_that_is_no_fork_imports_a_task(tmp_path, monkeypatch):
@@ -240,42 +235,61 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
 
 # ---------- problems, processes
 
-def test_other_problems_on_resume_are_noted(tmp_path, capsys):
+@pytest.mark.parametrize("field", ["prompt", "answer"])
+def test_other_problems_on_resume_are_noted(field, tmp_path, capsys):
     """Those that differ between calls; not fewer held-out ones, which is a setting."""
-    path = task(tmp_path, problems="MADE[0].prompt = 'ab'[os.path.exists(__file__ + 'x')]")
+    path = task(tmp_path, problems=f"MADE[0].{field} = 'ab'[os.path.exists(__file__ + 'x')]")
     args = ["--task", str(path), "--out", str(tmp_path / "out"), "--warm_steps", "0"]
 
     def found(*more):
         """Whether they are noted; and what run.json has of them."""
         grpo.main([*args, *more])
         noted = "the problems are others than when" in capsys.readouterr().out
-        return noted, json.loads((tmp_path / "out" / "run.json").read_text())["problems"]
+        return noted, files.about(tmp_path / "out")["data"]["problems of t {}"]
     noted, was = found("--steps", "0")
     assert not noted and found("--resume", "--held_out", "1") == (False, was)
     (tmp_path / "t.pyx").touch()
     new = ["--steps", "0", "--out", str(tmp_path / "new"), "--init", str(tmp_path / "out")]
     assert found("--eval_only")[0] and found(*new)[0]
-    noted, now = found("--resume")
-    assert noted and now != was
+    assert found("--resume") == (True, was)         # as it began
 
 
 def test_problems_are_compared_with_those_of_the_same_task(tmp_path, capsys):
     """In the folder of a run and, as that of its warm start, in the one above."""
-    was = {"config": {"task": "a/t.py", "task_args": {"n": 1}}, "problems": "x"}
+    was = {"config": {"task": "a/t.py"}, "data": {"problems of t {'n': 1}": "x"}}
     (tmp_path / "run.json").write_text(json.dumps(was))
     for task, n, which, noted in (
             ("t.py", 1, "y", 1), ("t.py", 2, "y", 0), ("u.py", 1, "y", 0), ("t.py", 1, "x", 0)):
-        cfg = SimpleNamespace(task=task, task_args={"n": n})
-        checkpoint.compare_problems(tmp_path / "warm_start", cfg, which)
+        name, = setup.fingerprint(SimpleNamespace(task=f"x/{task}", task_args={"n": n}), [], [])
+        checkpoint.compare(tmp_path / "warm_start", {name: which})
         assert capsys.readouterr().out.count("the problems are others") == noted
 
 
 def test_ranks_must_have_the_same_problems(monkeypatch):
     one, two = ([SimpleNamespace(prompt=x) for x in words] for words in ("ab", "ba"))
-    assert len({setup.fingerprint(*x) for x in ((one, two), (two, one), (one, one))}) == 3
+    cfg, parts = grpo.Config(), ((one, two), (two, one), (one, one))
+    assert len({str(setup.fingerprint(cfg, *x)) for x in parts}) == 3
     monkeypatch.setattr(dist, "gather", lambda x: [x, "another"])
     with pytest.raises(UserError, match="the ranks have different problems"):
-        setup.fingerprint(one, two)
+        setup.fingerprint(cfg, one, two)
+
+
+def hides(x):
+    """An object whose repr has its address."""
+    made = type("Hides", (), {})()
+    made.x = x
+    return made
+
+
+@pytest.mark.parametrize("one, same, other", [
+    ("12", "12", "21"), ({0, 8}, {8, 0}, {0, 9}), ([{"a": {0, 8}}], [{"a": {8, 0}}], [{"b": {0}}]),
+    (hides(hides(5)), hides(hides(5)), hides(hides(6))), ((1, 2), (1, 2), (2, 1)),
+    (SimpleNamespace(y={0, 8}), SimpleNamespace(y={8, 0}), SimpleNamespace(y={0}))])
+def test_a_problem_is_what_it_shows_of_itself(one, same, other):
+    """Neither an address nor the order of a set, which differ between processes."""
+    problems = [[SimpleNamespace(prompt="?", answer=x)] for x in (one, same, other)]
+    first, second, third = (setup.fingerprint(grpo.Config(), x, []) for x in problems)
+    assert first == second != third and "0x" not in data.shown([one, lambda: 0])
 
 
 def test_held_out_problems_that_are_trained_on_are_noted(capsys):
@@ -292,7 +306,7 @@ def test_held_out_problems_that_are_trained_on_are_noted(capsys):
 
 def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
     """Their SIGTERM is not a wish to stop the run; nor do they hold its lock."""
-    files.lock(tmp_path / "lock")
+    files.lock(tmp_path)
     context = multiprocessing.get_context("fork")
     ready = context.Event()
 
@@ -305,7 +319,7 @@ def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
         child.start()
         assert ready.wait(300)
         files.LOCK.close()                  # as if the run had been killed
-        with open(tmp_path / "lock") as file:
+        with open(tmp_path / files.MARK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.terminate()
         child.join(300)

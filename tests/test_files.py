@@ -80,18 +80,29 @@ def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
 P = "policy.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda t: t | {P: t[P][:1].clone()}, P), (lambda t: {n: x for n, x in t.items() if n != P}, P),
-    (lambda t: t | {"critic.head.bias": torch.zeros(1)}, "critic.head.bias")],
-    ids=["a weight's shape", "missing", "of no one"])
-def test_a_checkpoint_has_just_the_tensors_of_its_run(change, says, again, capsys):
-    rewrite_checkpoint(again, change)
-    assert says in fault(capsys, "--resume", "--steps", 3, "--out", again)
+M = f"opt.exp_avg.{P}"
+
+
+@pytest.mark.parametrize("name, change", [
+    (P, lambda x: x[:1].clone()), (P, lambda x: None), (P, lambda x: x.double()),
+    (M, lambda x: x.flatten()[:3].clone()), (M, lambda x: None), (M, lambda x: x.double()),
+    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone),
+    ("critic.head.bias", torch.clone), ("opt.exp_avg.policy.none", torch.clone)], ids=str)
+def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsys):
+    """The fused optimizer once wrote past the end of a moment that was too short."""
+    def changed(t):
+        x = change(t.get(name, torch.zeros(1)))
+        return {n: y for n, y in (t | {name: x}).items() if y is not None}
+    rewrite_checkpoint(again, changed)
+    assert f"of another model: {name}\n" in fault(capsys, "--resume", "--steps", 3, "--out", again)
 
 
 @pytest.mark.parametrize("change", [
     lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
-    lambda state: state["config"].update(n_mlp=4), lambda state: state.update(config=[])])
+    lambda state: state["config"].update(n_mlp=4), lambda state: state.update(config=[]),
+    *(lambda state, name=name, x=x: state.update({name: x}) for name, x in (
+        ("step", "2"), ("step", 1.5), ("step", -2), ("beta", "x"), ("beta", None), ("model", "x"),
+        ("model", []), ("metrics", "1"), ("samples", -1), ("samples", {})))])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder."""
     rewrite_checkpoint(again, dict, change)
@@ -317,17 +328,17 @@ def test_two_runs_in_one_folder(again, capsys):
     """While another holds the lock there is a line, and after its end the run goes on."""
     temporary = again / "model.safetensors.tmp"
     temporary.touch()                                           # which it may be writing
-    with open(again / "lock", "w") as other:
+    with open(again / files.MARK, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         other.write("4321")
         other.flush()
-        for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1]):
+        for args in (["--resume", "--steps", 3], [*TINY, "--steps", 1], ["--resume", "--steps", 1]):
             assert "run, process 4321, is active" in fault(capsys, *args, "--out", again)
     assert temporary.exists()
     cfg, saved = checkpoint.load(again, Config)
     cfg = dataclasses.replace(cfg, out=str(again), steps=3)
     grpo.train(cfg, saved=saved)                                # as in a notebook
-    with open(again / "lock") as other:                         # this process let go of it
+    with open(again / files.MARK) as other:                     # this process let go of it
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert other.read() == str(os.getpid())
 

@@ -108,8 +108,6 @@ def test_tasks_that_are_none(monkeypatch, tmp_path):
         with pytest.raises(UserError, match="no task|no file|not a task"):
             load_task(name)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(UserError, match="did you mean reverse.py"):
-        load_task("reverse")
     for folder in "xy":
         path = tmp_path / folder / "mine.py"
         path.parent.mkdir()
@@ -655,7 +653,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
     said = run(capsys, "--resume", "--out", out)
     frame = load_encoding(out).frame
-    assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}' (its chat template)"]
+    assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}'"]
     on_day(2)
     assert run(capsys, "--resume", "--steps", 2, "--out", out) == said
     assert run(capsys, *RUN, 0, "--init", out, "--out", after) == said
@@ -665,7 +663,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     other = load_encoding(out, "no_think").frame
     assert other.before == f"Today is 02 Jul 2026. {ASKED}<|im_start|>user "
     said = run(capsys, *RUN, 0, "--init", init, "--chat", "none", "--out", bare)
-    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}' (--chat none)"]
+    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}'"]
     assert load_encoding(bare, "think").frame.after.endswith("True")
     (out / "chat_frame.json").write_text('{"before": 1}')
     with pytest.raises(UserError, match="wrong type"):
@@ -677,6 +675,6 @@ def test_a_model_without_a_chat_template(tmp_path, capsys):
     for flag in (["--system", "Be brief."], ["--chat", "no_think"]):
         assert "a new model has none" in fault(capsys, *RUN, 2, *flag, "--out", tmp_path / "x")
     init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
-    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}' (no chat template)"]
+    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}'"]
     assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
     assert not run(capsys, "--steps", 0, "--held_out", 1, "--samples", 1, "--out", tmp_path / "z")

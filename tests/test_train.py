@@ -66,8 +66,8 @@ def test_a_resumed_run_samples_from_the_weights_that_were_saved():
     """Where the sampler is a rounded copy it is not that of the model as it was built."""
     given = dict(dtype="bfloat16", kl="none")
     one = new_agent(tiny_model(1), **given)
-    saved = checkpoint.Checkpoint(step=1, beta=0.0, model={"saved": True}, sizes={},
-                                  tensors=checkpoint.training_state(one))
+    saved = checkpoint.Checkpoint(step=0, beta=0.0, model={"saved": True}, metrics=0,
+                                  samples=0, tensors=checkpoint.training_state(one))
     agent = new_agent(tiny_model(2), saved, **given)
     assert agent.sampler is not agent.policy
     for p, q in zip(agent.sampler.parameters(), one.sampler.parameters(), strict=True):

@@ -16,7 +16,7 @@ import sys
 if sys.version_info < (3, 11):
     sys.exit("error: Python 3.11 or newer is needed")
 from collections import defaultdict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Literal
 
@@ -141,32 +141,9 @@ class Config:
 
 def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
-    as `difficulty`. Raises UserError for unknown names and bad values."""
-    task_args = given.pop("task_args", {})
-    given = config.at_home(task_args | given)   # a task's own settings count as flags, too
-    task = config.load_task(given.get("task", Config.task))
-    algo = (task.DEFAULTS | given).get("algo", Config.algo)
-    # An algorithm's file is executed here: it replaces functions of this module.
-    settings = config.algorithm(algo, ALGOS, sys.modules[__name__])
-    # Later lines override earlier ones. `implied` looks at those that override it, too.
-    chosen = {f.name: f.default for f in fields(Config)}
-    chosen |= task.DEFAULTS
-    chosen |= implied(chosen | settings | given)
-    chosen |= settings | given
-    return config.build(Config, task, chosen)
-
-def implied(chosen):
-    """What some settings imply for others, unless an algorithm or a flag sets these, too."""
-    others = {}
-    if chosen["kl"] == "reward":
-        others["estimator"] = "k1"      # as a reward only k1 gives the KL's gradient (eq. 2)
-    if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
-        # Of equally good completions the std is only the reward model's noise.
-        others["adv_scale"] = "none"
-    if chosen["init"]:
-        others["warm_steps"] = 0
-        others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start
-    return others
+    as `difficulty`. An algorithm's file is executed: it replaces functions of this module. Raises
+    UserError for unknown names and bad values."""
+    return config.make(Config, ALGOS, sys.modules[__name__], given)
 
 # ----------------------------------------------------------------------- the state of a run
 @dataclass
@@ -414,8 +391,8 @@ def advantages(r, ends, groups, mask, penalty, value, cfg):
 
 # ----------------------------------------------------- rollout: completions, rewards, credit
 def collect(agent, problems, rng):
-    """The rows of a rollout of this rank's problems, judged by the rule; those of a problem are its
-    group. A variant may collect other ones."""
+    """The rows of a rollout, those of a problem its group, judged by the rule. A variant may collect
+    other ones of this rank's problems."""
     return generate(agent, problems, agent.cfg.group, rng)
 
 def rollout(agent, problems, rng):
@@ -624,16 +601,8 @@ def refit_reward_model(agent, problems, iteration):
 def evaluate(agent, problems):
     """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    cfg = agent.cfg
-    n = cfg.samples
-    rng = dist.rng(cfg, "evaluate")
-    rows = cfg.prompts * cfg.group      # at a time: as many as a step has
-    greedy, sampled = [], []
-    for some in dist.chunks("greedy evaluation", problems, rows):
-        greedy.append(generate(agent, some, 1))
-    for some in dist.chunks("evaluation", problems, max(1, rows // n)):
-        sampled.append(generate(agent, some, n, rng))
-    return report.solved(agent.task, greedy, sampled, n)
+    rng = dist.rng(agent.cfg, "evaluate")
+    return report.evaluate(agent, problems, generate, rng)
 
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
@@ -698,12 +667,7 @@ def finish_step(agent, held_out, step, stats):
 
 def ask(agent, question):
     """A question and its greedy completion, as text for a terminal."""
-    prompt, episodes = setup.asked(agent, question)
-    context = agent.policy.cfg.block_size
-    room = min(agent.cfg.max_new, context - len(prompt))
-    batch = sample(agent.sampler, [prompt], 1, [max(1, room)], agent.cfg.temperature,
-                   agent.encoding.stop, reply=episodes)
-    return report.dialogue(agent.encoding, question, batch, episodes)
+    return setup.ask(agent, question, sample)
 
 # ------------------------------------------------------------------------- the command line
 def main(argv=None):

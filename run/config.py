@@ -174,6 +174,32 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
     if wanted:
         raise UserError(f"--{name} must be {wanted}, got {value!r}")
 
+def make(kind, rows, grpo, given):
+    """The Config of grpo.make_config."""
+    task_args = given.pop("task_args", {})
+    given = at_home(task_args | given)  # a task's own settings count as flags, too
+    task = load_task(given.get("task", kind.task))
+    settings = algorithm((task.DEFAULTS | given).get("algo", kind.algo), rows, grpo)
+    # Later lines override earlier ones. `implied` looks at those that override it, too.
+    chosen = {f.name: f.default for f in fields(kind)}
+    chosen |= task.DEFAULTS
+    chosen |= implied(chosen | settings | given)
+    chosen |= settings | given
+    return build(kind, task, chosen)
+
+def implied(chosen):
+    """What some settings imply for others, unless an algorithm or a flag sets these, too."""
+    others = {}
+    if chosen["kl"] == "reward":
+        others["estimator"] = "k1"      # as a reward only k1 gives the KL's gradient (eq. 2)
+    if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
+        # Of equally good completions the std is only the reward model's noise.
+        others["adv_scale"] = "none"
+    if chosen["init"]:
+        others["warm_steps"] = 0
+        others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start
+    return others
+
 # --------------------------------------------------------------- the algorithms
 
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"

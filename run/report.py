@@ -268,6 +268,17 @@ class Clock:
                 "rollout_tok_s": tokens / (rollout - judging),
                 "update_tok_s": tokens / (ended - self.sampled)}
 
+def evaluate(agent, problems, generate, rng):
+    """The results of grpo.evaluate, by grpo.generate; rng draws the samples."""
+    cfg = agent.cfg
+    rows = cfg.prompts * cfg.group      # at a time: as many as a step has
+    greedy, sampled = [], []
+    for some in dist.chunks("greedy evaluation", problems, rows):
+        greedy.append(generate(agent, some, 1))
+    for some in dist.chunks("evaluation", problems, max(1, rows // cfg.samples)):
+        sampled.append(generate(agent, some, cfg.samples, rng))
+    return solved(agent.task, greedy, sampled, cfg.samples)
+
 def solved(task, greedy, sampled, n):
     """The shares of problems solved, by this rank's Batches; completions cut off do not vote."""
     total = dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0)

@@ -189,19 +189,22 @@ def trained_model(cfg):
     dist.start(cfg)
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
-def asked(agent, question):
-    """The ids of the prompt for a question, and Episodes with the task's replies or a person's."""
-    task = agent.task
+def ask(agent, question, sample):
+    """grpo.ask, by grpo.sample; the replies are the task's or, of its own question, a person's."""
+    task, text, episodes = agent.task, question, None
     if hasattr(task, "prompt"):
-        question = call(task.prompt, "the function prompt", question)
-    ids = agent.encoding.encode_prompt(question)
-    if not hasattr(task, "reply"):
-        return ids, None
-    reply, problem = report.typed_reply, None
-    for known in chain(*problems_of(agent.cfg, task)):
-        if known.prompt == question:
-            reply, problem = task.reply, known
-    return ids, turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
+        text = call(task.prompt, "the function prompt", question)
+    ids = agent.encoding.encode_prompt(text)
+    if hasattr(task, "reply"):
+        reply, problem = report.typed_reply, None
+        for known in chain(*problems_of(agent.cfg, task)):
+            if known.prompt == text:
+                reply, problem = task.reply, known
+        episodes = turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
+    room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(ids))
+    batch = sample(agent.sampler, [ids], 1, [max(1, room)], agent.cfg.temperature,
+                   agent.encoding.stop, reply=episodes)
+    return report.dialogue(agent.encoding, question, batch, episodes)
 
 # --------------------------------------------------------------- the warm start
 

@@ -30,7 +30,7 @@ import grpo  # noqa: E402
 import noise  # noqa: E402
 from grpo import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from run import config, passes, pretrained  # noqa: E402
+from run import config, files, passes, pretrained  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -96,9 +96,6 @@ def pytest_runtestloop(session):
 
 # -------- processes of the tests
 
-FORK = multiprocessing.get_context("fork")
-
-
 class Forked:
     """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`. It
     is forked from one that has imported torch and has run no test, and ends with the tests."""
@@ -159,7 +156,7 @@ def serve(requests):
 def start_and_report(connection):
     """Starts the process that is asked for over a connection; says its id, and how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    process = FORK.Process(target=begin, args=connection.recv())
+    process = multiprocessing.get_context("fork").Process(target=begin, args=connection.recv())
     process.start()
     connection.send(process.pid)
     if connection in multiprocessing.connection.wait([process.sentinel, connection]):
@@ -186,6 +183,10 @@ def forked():
 
 
 # -------- what tests share
+
+class Killed(BaseException):
+    """As if by SIGKILL: nothing is saved."""
+
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=64)
 
@@ -238,26 +239,24 @@ def answer(text):
 """
 
 
-class Torch:
-    """torch, whose float32 has 64 bits."""
-    float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
 @contextlib.contextmanager
 def float64():
-    """The tested side computes in float64, where two ways to a number agree."""
+    """The tested side too computes in float64, where two ways to a number agree."""
     torch.optim.AdamW([torch.zeros(1)], 1.0)        # imports half of torch, which is not to see it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(grpo, "torch", Torch())
+        patch.setattr(grpo, "torch", SimpleNamespace(**vars(torch) | {"float32": torch.float64}))
         torch.set_default_dtype(torch.float64)
         try:
             yield
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def double():
+    with float64():
+        yield
 
 
 def large_epsilon(agent, new_optimizer=grpo.new_optimizer):
@@ -303,6 +302,16 @@ def batch_of_rows(rows, **parts):
 def records(path):
     """Those of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same(a, b):
+    """To the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*") if path.is_file() and path.name != files.MARK}
 
 
 TIMES = {"seconds", "reward_seconds", "rollout_tok_s", "update_tok_s"}

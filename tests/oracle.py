@@ -161,7 +161,7 @@ class Oracle:
         self.params = [p for model in (policy, critic) if model is not None
                        for p in model.parameters() if p.requires_grad]
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
-        self.steps, self.updates, self.high, self.low = 0, 0, 0, 0
+        self.steps, self.updates, self.high, self.low, self.eps = 0, 0, 0, 0, 1e-8
 
     def follow(self):
         """The reference becomes the policy."""
@@ -244,7 +244,7 @@ class Oracle:
         grads = torch.autograd.grad(loss, self.params, materialize_grads=True)
         norm = math.sqrt(sum((g * g).sum().item() for g in grads))
         self.updates += 1
-        rate, eps = self.cfg.lr, 1e-5 if "value" in self.cfg.baseline else 1e-8
+        rate = self.cfg.lr
         if self.cfg.half_life:
             rate *= 2 ** (-self.steps / self.cfg.half_life)
         self.rate = rate
@@ -253,7 +253,7 @@ class Oracle:
             m.copy_(0.9 * m + 0.1 * g)
             v.copy_(0.95 * v + 0.05 * g * g)
             first, second = m / (1 - 0.9 ** self.updates), v / (1 - 0.95 ** self.updates)
-            p.data -= rate * first / (second.sqrt() + eps)
+            p.data -= rate * first / (second.sqrt() + self.eps)
         return norm
 
 

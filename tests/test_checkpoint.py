@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ROOT, fault, metrics
+from conftest import ROOT, Killed, contents, fault, metrics, same
 from safetensors.torch import load
 from test_report import shown_data
 
@@ -54,17 +54,8 @@ def bytes_of(folder, *names):
     return [(folder / name).read_bytes() for name in names]
 
 
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes()
-            for path in folder.rglob("*") if path.is_file() and path.name != files.MARK}
-
-
 def saved_at(where):
     return checkpoint.load(where, Config)[1].step
-
-
-class Killed(BaseException):
-    """As if by SIGKILL: nothing is saved."""
 
 
 @pytest.fixture
@@ -209,7 +200,7 @@ def test_a_run_goes_on_with_any_optimizer(name, run, begun, monkeypatch):
     whole, half = run("whole", *start, "--steps", 3), run("half", *start, "--steps", 1)
     run("half", "--resume", "--steps", 3)
     one, other = (checkpoint.load(where, Config)[1].tensors for where in (whole, half))
-    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert same(one, other)
     began, ended = weights(begun / "one" / "warm_start"), weights(whole)
     assert all(not torch.equal(began[n], ended[n]) for n in began)
     assert any(n.startswith("opt.") for n in one) is (name != "SGD")
@@ -297,7 +288,7 @@ def test_what_the_machine_needs_changes_a_result_only_by_rounding(whole, run, tm
     run("run", "--resume", *"--micro_tokens 16 --recompute --cache plain --samples 2".split())
     cfg = checkpoint.load(out, Config)[0]
     assert (cfg.micro_tokens, cfg.recompute, cfg.cache) == (16, True, "plain")
-    one, other, began = (torch.cat([x.flatten() for _, x in sorted(weights(where).items())])
+    one, other, began = (torch.nn.utils.parameters_to_vector(weights(where).values())
                          for where in (whole, out, whole / "warm_start"))
     assert (one - other).norm() < 1e-3 * (one - began).norm()
     assert "pass@2" in metrics(out)[-1] and "pass@2" not in metrics(out)[1]

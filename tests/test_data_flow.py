@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chat_folder, flags, float64, metrics, records
+from conftest import Killed, chat_folder, contents, flags, float64, metrics, records, same
 
 import grpo
 import model
@@ -27,8 +27,7 @@ TASK = SimpleNamespace(
                                   "style": 0.1 * len(set(text)) + len(text) / 99},
     steps=lambda problem, text: [(i + 1, x == problem.answer) for i, x in enumerate(text)])
 TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3, warm_lr=3e-2, prompts=3, group=4,
-            max_new=6, minibatches=2, micro_tokens=1000, steps=2, lr=1e-2, device="cpu",
-            dtype="float32", compile=False)
+            max_new=6, minibatches=2, micro_tokens=1000, steps=2, lr=1e-2, dtype="float32")
 MODELS = ("policy", "ref", "reward_model")
 PARTS = ("refit_reward_model", "train_step", "evaluate")
 NOTED = ((setup, "begin"), (grpo, "sample"), (grpo, "refit_reward_model"), (grpo, "train_step"),
@@ -43,10 +42,6 @@ def small_fits():
         patch.setattr(reward, "CHOICES", 2)
         patch.setattr(reward, "FIT_STEPS", 7)
         yield
-
-
-class Killed(BaseException):
-    pass
 
 
 def weights(module):
@@ -108,11 +103,6 @@ def run(*mode, kill_at=None, **settings):
         except Killed:
             pass
     return seen
-
-
-def same(a, b):
-    """To the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 ITERATED = TINY | dict(seed=3, temperature=0.8, reward="model", iterations=2, steps=3,
@@ -182,12 +172,8 @@ def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     assert one == other and [x["step"] for x in one] == [1, 1, 4, 4, 6, 6]
 
 
-def files_of(where):
-    return {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
-
-
 def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, capsys):
-    before = files_of(whole.folder)
+    before = contents(whole.folder)
     capsys.readouterr()
     seen = run("--eval_only", out=whole.folder)
     assert seen.events() == [("evaluate",)] and sorted(seen.prompts(None)) == sorted(2 * AWAY)
@@ -195,12 +181,12 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
     assert seen.of("evaluate")[0].got == found
     names = ("greedy", "pass@1", "pass@8", "maj@8")
     want = "  ".join(f"{name} {found[name]:.1%}" for name in names)
-    assert capsys.readouterr().out == want + "\n" and files_of(whole.folder) == before
+    assert capsys.readouterr().out == want + "\n" and contents(whole.folder) == before
 
 
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     """With the policy as the run left it, of which it changes no file."""
-    before, policy = files_of(whole.folder), whole.of("train_step")[-1].args[0].policy
+    before, policy = contents(whole.folder), whole.of("train_step")[-1].args[0].policy
     for question, room, after in (("17=", 6, ""), ("\x01", 2, "\n(cut off after 2 tokens)")):
         capsys.readouterr()
         seen, n = run("--ask", question, out=whole.folder, max_new=room), len(question)
@@ -211,7 +197,7 @@ def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
         lost = logits.amax(1) - logits.gather(1, ids[0, n:, None])[:, 0]
         assert lost.max() < 1e-4 and (len(lost) == room or ids[0, -1] == 256)
         assert seen.prompts(None) == [question] and not seen.events()
-    assert files_of(whole.folder) == before
+    assert contents(whole.folder) == before
 
 
 # --------------------------------------------------------------------------------- every setting

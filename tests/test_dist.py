@@ -63,27 +63,23 @@ def test_only_mps_has_no_float64():
         assert double(x) == width
 
 
-@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7"}])
-def test_threads_that_wait_soon_give_their_core_away(own):
-    """As OpenMP reads when torch is imported; what the user has set stays."""
-    code = """
+@pytest.mark.parametrize("version, own, says", [
+    ((3, 11), {}, "1000"), ((3, 11), {"GOMP_SPINCOUNT": "7"}, "7"),
+    ((3, 10, 9), {}, "error: Python 3.11 or newer is needed")])
+def test_what_comes_before_torch_is_imported(version, own, says):
+    """Threads that wait soon give their core away, as OpenMP reads then; what the user has set
+    stays. An older Python can parse the file."""
+    ast.parse((ROOT / "grpo.py").read_text(), feature_version=(3, 8))
+    code = f"""
 import os, sys
-sys.modules["torch"] = None
+sys.modules["torch"], sys.version_info = None, {version}
 try:
     import grpo
 except ImportError:
     print(os.environ["GOMP_SPINCOUNT"])"""
     env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"} | own
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
-    assert said.split() == [own.get("GOMP_SPINCOUNT", "1000")]
-
-
-def test_an_older_python_says_so():
-    """In a file that it can parse."""
-    ast.parse((ROOT / "grpo.py").read_text(), feature_version=(3, 8))
-    code = "import sys; sys.version_info = 3, 10, 9; sys.modules['torch'] = None; import grpo"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == "error: Python 3.11 or newer is needed\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    assert (done.stdout + done.stderr).decode().strip() == says
 
 
 def test_a_start_prepares_the_process():

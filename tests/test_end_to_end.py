@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TIMES, Forked, batch_of, fault, metrics, records
+from conftest import ROOT, TIMES, Forked, batch_of, contents, fault, metrics, records
 
 import grpo
 from data import arithmetic
@@ -191,11 +191,11 @@ def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
     """The folder is opened, and its logs emptied, only after the settings have proved possible."""
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
-    before = {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
+    before = contents(out)
     for mistake in (["--prompts", 8000], ["--init", "nowhere"]):
         fault(capsys, *SMALL, *mistake, "--out", out)
     assert "already at step 6" in fault(capsys, "--resume", "--steps", 0, "--out", out)
-    assert before == {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
+    assert contents(out) == before
 
 
 def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
@@ -209,11 +209,11 @@ def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
 def test_main_works_in_a_notebook(unbroken, monkeypatch):
     """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards. A run at its end
     makes no step."""
-    before, logged = signal.getsignal(signal.SIGINT), records(unbroken / "metrics.jsonl")
+    before, logged = signal.getsignal(signal.SIGINT), metrics(unbroken)
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     main(["--resume", "--steps", "6", "--out", str(unbroken)])
     assert "the model is in" in out.getvalue() and signal.getsignal(signal.SIGINT) is before
-    assert records(unbroken / "metrics.jsonl") == logged
+    assert metrics(unbroken) == logged
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, batch_of_rows, fault, records
+from conftest import agent_of, batch_of_rows, fault, metrics
 
 import data
 import grpo
@@ -228,7 +228,7 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
     task(tmp_path, reward=away)
     grpo.main(["--resume", *args])
     assert f"--init {tmp_path}/o --ask" in capsys.readouterr().out
-    assert [x["step"] for x in records(tmp_path / "o" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [x["step"] for x in metrics(tmp_path / "o")] == [0, 1, 2, 3]
     monkeypatch.chdir(tmp_path)
     grpo.main([*args[:2], *"--init o --steps 0 --out n".split()])
 

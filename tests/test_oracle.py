@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed
-from conftest import TIMES, float64, metrics, tiny_model
+from conftest import LETTERS, TIMES, Killed, metrics, tiny_model
 from oracle import Draws, FitOracle, Oracle, Row, logps  # noqa: F401, test_variants.py has logps
 
 import grpo
@@ -20,6 +20,7 @@ from data import STATISTICS
 from model import GPT
 from run import checkpoint, config, dist, files, report, setup
 
+pytestmark = pytest.mark.usefixtures("double")
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # the last ends two steps
 STOP = {len(TEXTS), len(TEXTS) + 1}                         # two tokens that end a completion
 PROBLEMS = [SimpleNamespace(prompt=text) for text in ("acc", "g", "defgab", "cc", "eg")]
@@ -27,7 +28,7 @@ ENCODING = SimpleNamespace(stop=STOP, encode_prompt=lambda text: ["abcdefg".inde
                            encode_demonstration=lambda text: ["abcdefg".index(x) for x in text],
                            token_bytes=lambda i: b"" if i in STOP else TEXTS[i], files={})
 SMALL = dict(seed=7, prompts=2, group=3, max_new=6, epochs=2, minibatches=2, micro_tokens=24,
-             lr=0.015, steps=2, dtype="float32", device="cpu", compile=False)
+             lr=0.015, steps=2, dtype="float32")
 
 
 def steps(problem, text):
@@ -36,10 +37,8 @@ def steps(problem, text):
     return [(end, text[end - 1] in problem.prompt) for end in ends]
 
 
-def rule(problem, text):
-    """Right or not, and a part that is rarely the same twice."""
-    return {"correct": float(text.count("a") % 2 == len(problem.prompt) % 2),
-            "style": 0.3 * len(set(text) & set(problem.prompt)) - 0.05 * len(text)}
+exec(LETTERS, letters := {})
+rule = letters["reward"]            # of which a part is rarely the same twice
 
 
 def demonstration(problem, rng):
@@ -51,13 +50,6 @@ TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1],
 
 
 # -------------------------------------------------------------------- the tested side, recorded
-
-@pytest.fixture(autouse=True)
-def double():
-    """The tested side too."""
-    with float64():
-        yield
-
 
 def shaken(module, by, seed):
     source = torch.Generator().manual_seed(seed)
@@ -94,7 +86,9 @@ def oracle_of(agent):
     for part in [part for x in models if x is not None for part in x.modules()]:
         if isinstance(part, GPT):
             part.kv_cache = "plain"             # shares no beginnings
-    return Oracle(agent.cfg, *models, None if rm is None else rm.norm.tolist())
+    found = Oracle(agent.cfg, *models, None if rm is None else rm.norm.tolist())
+    found.eps = agent.opt.param_groups[0]["eps"]
+    return found
 
 
 def rows_of(batch, agent):
@@ -321,10 +315,6 @@ def configurations():
 
 
 RESULTS = {"greedy": 0.25, "pass@1": 0.5}       # of each evaluation
-
-
-class Killed(BaseException):
-    """As if by SIGKILL: nothing is saved."""
 
 
 @pytest.mark.slow

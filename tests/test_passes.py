@@ -102,21 +102,12 @@ def test_what_else_differs_between_rows_is_refused():
         steered(model_of("llama", "shared", torch.float32))
 
 
-def test_the_flag_chooses(monkeypatch):
-    """--cache plain shares nothing, in no model of a run."""
-    batch = batch_of(torch.ones(2, 4).bool())
+def test_the_flag_is_that_of_all_models():
     for way in ("shared", "plain"):
-        cfg = grpo.Config(cache=way, baseline="value", critic="separate", device="cpu")
+        cfg = grpo.Config(cache=way, baseline="value", critic="separate")
         agent = grpo.new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))
         models = agent.policy, agent.ref, agent.critic.trunk
         assert {model.kv_cache for model in models} == {way}
-        with monkeypatch.context() as patch:
-            patch.setattr(passes, "SharedRows", None)       # of which plain knows nothing
-            if way == "plain":
-                grpo.logps(agent.policy, batch, cfg, agent.critic)
-                continue
-            with pytest.raises(TypeError):
-                grpo.logps(agent.policy, batch, cfg, agent.critic)
 
 
 def test_some_rows_of_several_batches():

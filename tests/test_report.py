@@ -26,7 +26,7 @@ from run import dist, passes, report
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
 SMALL = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3, group=4, max_new=8,
-             minibatches=2, steps=5, lr=1e-2, save_every=2, device="cpu", dtype="float32",
+             minibatches=2, steps=5, lr=1e-2, save_every=2, dtype="float32",
              supervision="process", temperature=0.7)
 
 
@@ -149,13 +149,13 @@ def test_of_many_shares_the_first_and_the_last_are_shown():
 
 
 @pytest.mark.parametrize("settings, noted", [
-    (dict(lr=1e-6), ["--lr 1e-06 is the paper's"]), (dict(lr=2e-6, baseline="none"), [])])
+    ({}, [f"--lr {Config.lr:g} is the paper's"]), (dict(lr=2 * Config.lr, baseline="none"), [])])
 def test_the_header_says_with_what_a_run_works(settings, noted, capsys):
-    cfg = Config(device="cpu", dtype="float32", **settings)
+    cfg = Config(dtype="float32", **settings)
     report.header(cfg, byte_encoding(), torch.nn.Linear(999, 10), range(70), range(5))
     first, second, *notes = capsys.readouterr().out.splitlines()
     assert first == (f"0.01M parameters on cpu in float32; 70 problems, 5 held out; "
-                     f"16 x 64 rows a step, --lr {cfg.lr:g}")
+                     f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
     assert ("baseline none" in second) == ("baseline" in settings) and "group" not in second
     assert all(a in b for a, b in zip(noted, notes, strict=True))
 

@@ -52,7 +52,8 @@ STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": 
 
 
 @mark.parametrize("supervision, end, wanted", [
-    ("outcome", True, {WORK: [2], "~3000": [0], "2726": [1], "": [0]}),
+    ("outcome", True, {x: [approx(sum(task.reward(PROBLEM, x).values()))]
+                       for x in (WORK, "~3000", "2726", "")}),
     ("process", True, STEPS),                   # stopping gets an advantage, too
     ("outcome", False, {WORK: [-1.5]}),
     ("process", False, {WORK: [1, 1, -1.5]})])

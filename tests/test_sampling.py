@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
-from test_caches import PROMPTS, STOP, ending, uniform, watched
+from test_caches import PROMPTS, STOP, assert_same, ending, uniform, watched
 
 from data import UserError
 from data.tokenizer import byte_encoding
@@ -149,8 +149,8 @@ def test_states_keep_their_numbers_while_one_is_not_needed():
     plain = sample(model, *given)
     model.kv_cache = "shared"
     b = sample(model, *given)
-    assert torch.equal(b.ids, plain.ids) and b.mask.sum(1).tolist() == limits
-    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+    assert_same(b, plain, 2e-5, 1)
+    assert b.mask.sum(1).tolist() == limits
 
 
 @pytest.mark.parametrize("cache", ["shared", "static"])
@@ -167,8 +167,8 @@ def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     plain = sample(model, *given)
     model.kv_cache = cache
     b = sample(model, *given)
-    assert torch.equal(b.ids, plain.ids) and b.ids[:, 3].tolist() == few.repeat(4).tolist()
-    torch.testing.assert_close(b.logp, plain.logp, rtol=0, atol=2e-5)
+    assert_same(b, plain, 2e-5, 1)
+    assert b.ids[:, 3].tolist() == few.repeat(4).tolist()
 
 
 # -------- drawing of a token

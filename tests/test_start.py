@@ -25,7 +25,7 @@ from run.passes import token_logps
 from run.pretrained import memory
 
 CFG = Config(task="toy", prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, n_embd=16,
-             device="cpu", dtype="float32")
+             dtype="float32")
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(20)]
 HELD_OUT = [SimpleNamespace(prompt=f"{i}+") for i in range(60)]
 CPU = torch.device("cpu")
@@ -305,7 +305,7 @@ def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
 
 # ---------- the memory
 
-TINY = dict(prompts=1, group=2, max_new=8, held_out=1, device="cpu", dtype="float32")
+TINY = dict(prompts=1, group=2, max_new=8, held_out=1, dtype="float32")
 WIDE = dict(vocab_size=2000, n_embd=128, n_inner=512, n_head=8)
 
 

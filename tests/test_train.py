@@ -19,7 +19,7 @@ from model import token_logps
 from run import checkpoint, config, dist, files, passes, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
-CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, device="cpu", dtype="float32")
+CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, dtype="float32")
 TASK = SimpleNamespace(reward=lambda problem, text: {"correct": float(len(text) % 2)}, answer=str)
 
 

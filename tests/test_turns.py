@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, flags, records, tiny_model
-from test_caches import FAMILIES
+from conftest import agent_of, flags, metrics, records, tiny_model
+from test_caches import FAMILIES, PROMPTS, STOP, uniform
 
 import grpo
 import reward
@@ -17,14 +17,10 @@ from grpo import Agent, Config, advantages, main, sample
 from model import token_logps
 from run import caches, passes, report, setup
 
-PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
-STOP = {*range(0, 257, 9)}          # turns end all the time
 ROOM = [40, 25, 33]
 ENCODING = byte_encoding()
 QUESTION = SimpleNamespace(prompt="?")
-
-
-U = torch.rand(24, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+U = uniform(24, 40)
 
 
 def environment(row, ids, left):
@@ -371,7 +367,7 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
 def test_a_run_logs_its_turns_and_where_a_reply_stood(echo, tmp_path, monkeypatch):
     settings = dict(
         task=echo, reward="rollouts", supervision="process", iterations=2, steps=1, warm_steps=20,
-        warm_lr=1e-2, lr=5e-3, samples=2, n_layer=1, n_embd=32, save_every=1, device="cpu")
+        warm_lr=1e-2, lr=5e-3, samples=2, n_layer=1, n_embd=32, save_every=1)
     monkeypatch.setattr(reward, "FIT_STEPS", 3)         # 12 problems are labelled
     whole = tmp_path / "whole"
     main(flags(settings | dict(out=whole)))
@@ -380,7 +376,7 @@ def test_a_run_logs_its_turns_and_where_a_reply_stood(echo, tmp_path, monkeypatc
             cuts = [0, *places, len(tokens)]
             assert ["".join(tokens[a:b]) for a, b in zip(cuts, cuts[1:])] == said[::2]
     assert "replies" in (whole / "report.html").read_text()
-    for line in records(whole / "metrics.jsonl")[1:]:
+    for line in metrics(whole)[1:]:
         assert 1 < line["turns"] <= 4 and line["length"] < 20
 
 

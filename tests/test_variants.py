@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import test_oracle as letters
 import torch
-from conftest import ROOT, agent_of, batch_of, fault, flags, records, tiny_model
+from conftest import ROOT, agent_of, batch_of, fault, flags, records, same, tiny_model
 from pytest import MonkeyPatch, approx, fixture, mark, raises
 from torch.testing import assert_close
 
@@ -38,13 +38,6 @@ def variant(name, constants={}, **changes):
 LENGTHS, A = [3, 1, 4, 2], [1.3, -0.7, 0.4, -1.1]
 OLD = [[-1.2, -0.3, -2.0], [-0.9], [-0.1, -3.0, -0.7, -1.6], [-2.2, -1.9]]
 LOG_RATIO = [[0.02, 0.5, -0.6], [1.2], [-0.3, 1.6, -0.05, 0.45], [1.7, -0.5]]
-
-
-@fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def tensors(table):
@@ -523,7 +516,7 @@ def test_distillation():
 def test_a_teacher_has_the_students_tokenizer(tmp_path):
     teacher = tiny_model()
     pretrained.save(teacher, tmp_path, byte_encoding().files)
-    cfg, _ = variant("distillation", dict(TEACHER=str(tmp_path)), device="cpu", dtype="float32")
+    cfg, _ = variant("distillation", dict(TEACHER=str(tmp_path)), dtype="float32")
     agent = grpo.new_agent(cfg, arithmetic, byte_encoding(), tiny_model(1))
     assert torch.equal(weights(agent.teacher), weights(teacher))
     ranks = {bytes([255 - i]): i for i in range(256)}
@@ -579,7 +572,7 @@ def test_dynamic_sampling(ranks, given, monkeypatch):
 
 
 def weights(model):
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().float()
 
 
 def test_a_moving_reference_in_bfloat16():
@@ -784,7 +777,7 @@ def test_raft(monkeypatch):
 # --------------------------------------------------------------------------------- in a run
 
 TINY = dict(difficulty=1, n_layer=1, n_embd=32, warm_steps=0, warm_lr=1e-2, steps=2, prompts=3,
-            group=5, max_new=9, samples=1, held_out=4, device="cpu", lr=1e-3)
+            group=5, max_new=9, samples=1, held_out=4, lr=1e-3)
 
 
 @fixture(scope="module")
@@ -854,8 +847,7 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
     whole, again = found
     assert any("state." in x for x in whole.tensors) == (name in ("replay", "stale"))
     assert whole.beta == again.beta and (whole.beta != cfg.beta) is (name == "adaptive_kl")
-    assert whole.tensors.keys() == again.tensors.keys()
-    assert all(torch.equal(x, again.tensors[name]) for name, x in whole.tensors.items())
+    assert same(whole.tensors, again.tensors)
 
 
 @mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"),

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import tiny_model
-from test_caches import PROMPTS, STOP, static, uniform
+from test_caches import PROMPTS, STOP, assert_same, static, uniform
 
 import grpo
 from data.tokenizer import byte_encoding
@@ -14,7 +14,7 @@ from model import token_logps
 from run import dist, passes, pretrained
 
 pytestmark = pytest.mark.slow
-ON = Config(device="cpu", compile=True)
+ON = Config(compile=True)
 
 
 @pytest.fixture
@@ -40,8 +40,7 @@ def test_compiled_layers_have_few_graphs(compiles):
         stop = {256} if longest == 70 else STOP
         given = prompts, group, [longest] * len(prompts), 0.5, stop, u
         want, b = sample(plain, *given), sample(model, *given)
-        assert torch.equal(b.ids, want.ids) and torch.equal(b.finished, want.finished)
-        torch.testing.assert_close(b.logp, want.logp, rtol=0, atol=1e-4)
+        assert_same(b, want)
         with torch.no_grad():
             logp, _ = passes.token_logps(model, b.ids, b.mask, 0.5)
         torch.testing.assert_close(logp, b.logp, rtol=0, atol=1e-4)
@@ -65,7 +64,7 @@ def test_a_run_of_ragged_steps_compiles_four_graphs_of_a_layer(tmp_path, monkeyp
     pretrained.save(tiny_model(), tmp_path / "start", byte_encoding().files)
     grpo.train(grpo.make_config(
         task="arithmetic", difficulty=1, init=str(tmp_path / "start"), out=str(tmp_path / "run"),
-        device="cpu", compile=True, dtype="bfloat16", lr=0.01, prompts=4, group=4, max_new=24,
+        compile=True, dtype="bfloat16", lr=0.01, prompts=4, group=4, max_new=24,
         steps=6, held_out=8, samples=1))
     assert len(lengths) > 2
     assert counters["stats"]["unique_graphs"] == 4 + 3 and not counters["graph_break"]

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import ROOT, flags, records, tiny_model
+from conftest import ROOT, flags, metrics, same, tiny_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -105,7 +105,7 @@ def test_what_we_save_is_what_transformers_reads(family, tmp_path):
     theirs = checkpoint(family, tmp_path / "a")
     pretrained.save(pretrained.load(tmp_path / "a"), tmp_path / "b")
     a, b = (load_file(tmp_path / x / "model.safetensors") for x in "ab")
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert same(a, b)
     ids = torch.randint(0, 319, (1, 20))
     with torch.no_grad():
         assert torch.equal(read(tmp_path / "b")(ids).logits, theirs(ids).logits)
@@ -332,6 +332,6 @@ def test_in_and_out_again(family, style, tmp_path):
     assert "<|im_start|>" not in pretrained.encoding_of(grpo.Config(), out).frame.before
     ours = pretrained.load(out)
     assert_same_logits(read(out), ours, size)
-    lines = records(out / "metrics.jsonl")
+    lines = metrics(out)
     assert [m["step"] for m in lines] == [0, 1, 2] and all(m["mismatch"] < 1e-4 for m in lines[1:])
     assert load_encoding(out).encode_prompt(TEXTS[1]) == tk.encode(TEXTS[1]).ids

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, flags, records
 from safetensors.torch import load
+from test_caches import uniform
 from torch.testing import assert_close
 
 import grpo as unchanged
@@ -364,9 +365,8 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
     grpo, k, t = changed(TOP_K), 3, 1.3
     assert run(grpo, tmp_path / "out", init=warm, top_k=2, epochs=2, steps=2)[2]["mismatch"] < 1e-4
     policy = importlib.import_module("run.pretrained").load(warm).eval()
-    u = torch.rand(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    policy.top_k, parts = k, []
-    batch = grpo.sample(policy, [[52, 42, 55, 61], [57, 42, 56, 61]], 6, [8, 8], t, [256], u)
+    policy.top_k, parts, prompts = k, [], [[52, 42, 55, 61], [57, 42, 56, 61]]
+    batch = grpo.sample(policy, prompts, 6, [8, 8], t, [256], uniform(12, 8))
     for row, on in zip(batch.ids, batch.mask):              # a token at a time, by the definition
         for i in on.nonzero()[:, 0].tolist():
             logits = policy.head(policy(row[None, :i])[0, -1]) / t

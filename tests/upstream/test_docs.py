@@ -8,10 +8,11 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, records
+from conftest import ROOT, agent_of, metrics
 
 import grpo
 from data import load_task
+from model import ScalarHead
 from run import config, pretrained, setup
 
 README = (ROOT / "README.md").read_text()
@@ -41,9 +42,19 @@ def test_the_warm_start_in_data():
     """It is small, and says what the README shows."""
     where = setup.SHIPPED
     assert sum(path.stat().st_size for path in where.iterdir()) <= 8e6
-    cfg = grpo.make_config(device="cpu", dtype="float32", init=str(where))
-    agent = grpo.Agent(cfg, load_task("arithmetic"), *pretrained.trained_model(cfg))
+    cfg = grpo.make_config(dtype="float32", init=str(where))
+    note, task = json.loads((where / "warm_start.json").read_text()), load_task("arithmetic")
+    agent = grpo.Agent(cfg, task, *pretrained.trained_model(cfg))
+    problems, _ = config.problems_of(task, cfg)
+    given = where, note, grpo.make_config(), task, problems, agent.encoding
+    assert setup.outdated(*given) is None
     assert f"# before RL\n{grpo.ask(agent, '47*58=')}\n$" in README
+
+
+def test_the_epsilon_of_adam():
+    for critic, eps in ((None, 1e-8), (ScalarHead(32), 1e-5)):
+        opt = grpo.new_optimizer(agent_of(grpo.Config(), critic=critic))
+        assert opt.param_groups[0]["eps"] == eps
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -131,7 +142,7 @@ def test_the_tool_of_the_page(tmp_path):
         assert task.reply(problem, [a + b]) is None
     small = "--n_layer 1 --warm_steps 80 --warm_lr 1e-2 --steps 1 --held_out 8 --samples 2".split()
     grpo.main(["--task", str(tmp_path / "lookup.py"), "--out", str(tmp_path / "out"), *small])
-    assert records(tmp_path / "out" / "metrics.jsonl")[-1]["turns"] > 1.3
+    assert metrics(tmp_path / "out")[-1]["turns"] > 1.3
 
 
 def test_the_readmes_own_task_learns(tmp_path):
@@ -143,7 +154,7 @@ def test_the_readmes_own_task_learns(tmp_path):
     grpo.main([*small, *"--warm_steps 0 --supervision process --init".split(),
                str(tmp_path / "outcome" / "warm_start"), "--out", str(tmp_path / "process")])
     for out in ("outcome", "process"):
-        first, *_, last = records(tmp_path / out / "metrics.jsonl")
+        first, *_, last = metrics(tmp_path / out)
         assert last["pass@1"] > first["pass@1"] + 0.05
 
 

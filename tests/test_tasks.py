@@ -144,40 +144,22 @@ def test_hostile_text_is_none_and_quick(text):
 
 # ---------- answers in free text
 
-@pytest.mark.parametrize("value, texts", [
-    (1000, "1\u202f000"), (1000, "1e3"), (10 ** 9, "1,000,000,000"), (7, "7 " + "a" * 198),
-    (None, "|none|10-3|٣|1,2345|--5|-$-5|-x = 5|1...000|.|$|5*6*|*5*6|5!|5 /x?|5 -|5* x|5--a|5-a"),
-    (None, "1\n000|.5.00|12345678901234518|18 (rounded from 17.6)|5٥|5²|0,005|5\n0|M$5|5 π|5万"),
-    (None, "5 million billion|7 " + "a" * 199 + "|5 != x|5 и|5\u0338|\u20105|\u20145|\ufe635"),
-    (None, "5 minus taxes|5 ÷ some|5 and a half|5 and an inch|5 and a bit|5 miles in one hour"),
-    (None, "up to 5|square root of 5|covid5|f(5)")])
-def test_one_number(value, texts):
-    for text in texts.split("|"):
-        assert one_number(text) == value, text
-
-
-@pytest.mark.parametrize("form, words", [
-    ("{} 5", "no not cannot never neither wrong incorrect or but except instead almost nearly than "
-     "isn't isn’t over under above below least most plus times point root sqrt log half third "
-     "quarter double twice triple dozen hundred thousand zillion zero one two three four five six "
-     "seven eight nine ten eleven twelve thirteen fifteen sixteen seventeen eighteen nineteen "
-     "twenty forty"),
-    ("5 {}", "grand lakh crore mil mln bn tenths eighths tripled halved squared cubed minus am pm "
-     "negative factorial score pi is was"), ("5{}", "st nd rd th ish teen d i n x y")])
-def test_words_that_make_it_no_number(form, words):
-    for word in words.split():
-        assert one_number(form.format(word)) is None, word
-
-
 def test_answers_are_judged_as_by_hand():
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
-    rows = [(*row, text) for *row, texts in rows for text in texts.split("|")]
-    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 75}
+    rows = [(*row, text.replace("⏎", "\n")) for *row, texts in rows for text in texts.split("|")]
+    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 67, "none": 138}
     for right, gold, text in rows:
         problem = gsm8k.Problem("", str(Fraction(gold)), "")
-        judged = gsm8k.reward(problem, answered(text.replace("⏎", "\n")))["correct"]
+        judged = gsm8k.reward(problem, answered(text))["correct"]
         assert judged == (right == "yes"), (right, gold, text)
+        assert right != "none" or one_number(text) is None, text
+
+
+def test_what_is_read_of_an_answer():
+    """With spaces of all kinds; not of more than 200 characters."""
+    assert one_number("1\u202f000") == 1000 and one_number("7 " + "a" * 198) == 7
+    assert one_number("7 " + "a" * 199) is None
 
 
 @pytest.mark.parametrize("form, reads", [

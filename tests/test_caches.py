@@ -99,7 +99,7 @@ def test_a_step_reads_the_slots_in_use_alone():
     assert_same(b, want)
 
 
-def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
+def test_the_memory_is_kept_for_the_next_rollout_and_only_grows(monkeypatch):
     """A CUDA graph has fixed addresses. What an earlier rollout left there does not matter."""
     model = static(tiny_model(block_size=128))
     plain = copy.deepcopy(model)
@@ -120,9 +120,11 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows():
     model.amp = torch.bfloat16
     sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
     assert caches.MEMORY[model].dtype == torch.bfloat16
-    for _ in range(2):                              # the second time there is none
-        caches.forget(model)
-        assert model not in caches.MEMORY
+    monkeypatch.setattr(dist, "is_sharded", lambda x: x is plain)
+    monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
+    for _ in range(2):              # an update frees the weights, at which graphs point
+        with dist.updating(SimpleNamespace(policy=plain, sampler=model)):
+            assert model not in caches.MEMORY and not any(map(len, model.parameters()))
 
 
 def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
@@ -141,17 +143,6 @@ def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
     del model
     gc.collect()
     assert alive[1]() is None
-
-
-def test_weights_that_are_freed_have_no_memory(monkeypatch):
-    """Those of a sharded run's sampler, for an update: its graphs know their addresses."""
-    agent = SimpleNamespace(policy=tiny_model(), sampler=static(tiny_model()))
-    sample(agent.sampler, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
-    monkeypatch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
-    monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
-    with dist.updating(agent):
-        assert agent.sampler not in caches.MEMORY
-        assert not any(p.numel() for p in agent.sampler.parameters())
 
 
 @pytest.mark.parametrize("flag, cuda, found", [

@@ -104,6 +104,9 @@ def test_means_are_of_their_names_whatever_their_order(monkeypatch):
     one = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([5.0])}
     two = {"b": torch.tensor([7.0]), "a": torch.tensor([4.0, 4.0])}
     assert two_ranks(monkeypatch, dist.means, [one], [two]) == [{"a": 3.0, "b": 6.0}] * 2
+    del two["b"]
+    for said in two_ranks(monkeypatch, result_or_fault, [dist.means, one], [dist.means, two]):
+        assert "other ranks have other components" in said
 
 
 def test_ranks_whose_weights_differ_are_stopped(monkeypatch):
@@ -221,6 +224,15 @@ def test_a_fork_gives_up_the_handlers_of_a_run_alone():
         signal.signal(signal.SIGTERM, own)
         dist.in_a_fork()
         assert handlers() == [signal.SIG_IGN, own, signal.SIG_IGN]
+
+
+def test_what_nobody_reads_ends_no_run():
+    """As under `| head`; nor is there a fault when the stream is closed."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream:
+        for stream in (stream, stream, None):
+            dist.say("said", stream)
 
 
 # -------- sampler and trainer must agree

@@ -85,17 +85,10 @@ def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_p
     assert not out.exists()
 
 
-def test_components_of_a_rollout_are_the_same(monkeypatch):
+def test_components_of_a_rollout_are_the_same():
     rows = iter([{"correct": 1, "b": 1}, {"correct": 1, "c": 1}])
     with pytest.raises(UserError, match="have the components correct, b"):
         data.rewards_of(SimpleNamespace(reward=lambda *given: next(rows)), [P, P], "ab", [1, 1])
-    monkeypatch.setattr(dist, "ranks", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda x: 2 * x)
-    monkeypatch.setattr(dist, "gather", lambda x: [x, others])
-    a, b, others = torch.tensor([5.0]), torch.tensor([1.0, 3.0]), ["a", "b"]
-    assert dist.means(dict(b=b, a=a)) == dict(a=5, b=2)
-    with pytest.raises(UserError, match="other ranks have other components"):
-        dist.means(dict(a=a))
 
 
 @pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])

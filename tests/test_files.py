@@ -373,12 +373,9 @@ def test_files_are_as_others(again, tmp_path):
         files.write_whole(again / "gone" / "run.json", "{}")
 
 
-def test_a_checksum_is_of_names_types_shapes_and_numbers():
+def test_a_checksum_is_of_types_and_shapes():
     x = torch.ones(4)
-    found = [files.checksum({name: x}, text) for name, x, text in (
-        ("a", x, ""), ("b", x, ""), ("a", x.int(), ""), ("a", x.view(torch.int32), ""),
-        ("a", x.view(2, 2), ""), ("a", x, "a"))]
-    assert len({*found}) == len(found)
+    assert len({files.checksum({"a": x.view(kind)}, "") for kind in (4, (2, 2), torch.int32)}) == 3
 
 
 def test_a_log_has_no_number_that_json_lacks(tmp_path):

@@ -8,7 +8,6 @@ from conftest import tiny_model
 from test_caches import PROMPTS, STOP, assert_same, ending, uniform, watched
 
 from data import UserError
-from data.tokenizer import byte_encoding
 from grpo import sample
 from model import token_logps
 from run import caches
@@ -106,8 +105,6 @@ def test_a_prompt_that_does_not_fit():
     with pytest.raises(UserError, match="65 tokens do not fit"):
         sample(tiny_model(), [[1] * 65], 1, [1], 1.0, ())
     assert sample(tiny_model(), [[1] * 60], 1, [4], 1.0, ()).mask.sum() == 4
-    with pytest.raises(UserError, match="empty"):
-        byte_encoding().encode_prompt("")
 
 
 # -------- the shared cache

@@ -131,7 +131,7 @@ def test_what_is_evaluated():
 
 
 @pytest.mark.parametrize("text", [
-    *" |95**87**76|2^9|1/0|1/(2-2)|(1|1)|()|1+|*1|1 2|__import__('os')|1e9|1.5.2|1 .5|.".split("|"),
+    *" |95**87**76|2^9|1/0|1/(2-2)|(1|1)|1+|*1|1 2|__import__('os')|1e9|1.5.2|1 .5|.".split("|"),
     *"٣+٤|²|1_000|0x10|1\n+1".split("|"), "111" + "+1" * 99, "9" * 16, "9" * 100_000,
     "(" * 5000 + "1" + ")" * 5000, "*".join(["9" * 15] * 5000)])
 def test_hostile_text_is_none_and_quick(text):
@@ -143,40 +143,22 @@ def test_hostile_text_is_none_and_quick(text):
 
 # ---------- answers in free text
 
-@pytest.mark.parametrize("value, texts", [
-    (1000, "1\u202f000"), (1000, "1e3"), (10 ** 9, "1,000,000,000"), (7, "7 " + "a" * 198),
-    (None, "|none|10-3|٣|1,2345|--5|-$-5|-x = 5|1...000|.|$|5*6*|*5*6|5!|5 /x?|5 -|5* x|5--a|5-a"),
-    (None, "1\n000|.5.00|12345678901234518|18 (rounded from 17.6)|5٥|5²|0,005|5\n0|M$5|5 π|5万"),
-    (None, "5 million billion|7 " + "a" * 199 + "|5 != x|5 и|5\u0338|\u20105|\u20145|\ufe635"),
-    (None, "5 minus taxes|5 ÷ some|5 and a half|5 and an inch|5 and a bit|5 miles in one hour"),
-    (None, "up to 5|square root of 5|covid5|f(5)")])
-def test_one_number(value, texts):
-    for text in texts.split("|"):
-        assert one_number(text) == value, text
-
-
-@pytest.mark.parametrize("form, words", [
-    ("{} 5", "no not cannot never neither wrong incorrect or but except instead almost nearly than "
-     "isn't isn’t over under above below least most plus times point root sqrt log half third "
-     "quarter double twice triple dozen hundred thousand zillion zero one two three four five six "
-     "seven eight nine ten eleven twelve thirteen fifteen sixteen seventeen eighteen nineteen "
-     "twenty forty"),
-    ("5 {}", "grand lakh crore mil mln bn tenths eighths tripled halved squared cubed minus am pm "
-     "negative factorial score pi is was"), ("5{}", "st nd rd th ish teen d i n x y")])
-def test_words_that_make_it_no_number(form, words):
-    for word in words.split():
-        assert one_number(form.format(word)) is None, word
-
-
 def test_answers_are_judged_as_by_hand():
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
-    rows = [(*row, text) for *row, texts in rows for text in texts.split("|")]
-    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 75}
+    rows = [(*row, text.replace("⏎", "\n")) for *row, texts in rows for text in texts.split("|")]
+    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 67, "none": 138}
     for right, gold, text in rows:
         problem = gsm8k.Problem("", str(Fraction(gold)), "")
-        judged = gsm8k.reward(problem, answered(text.replace("⏎", "\n")))["correct"]
+        judged = gsm8k.reward(problem, answered(text))["correct"]
         assert judged == (right == "yes"), (right, gold, text)
+        assert right != "none" or one_number(text) is None, text
+
+
+def test_what_is_read_of_an_answer():
+    """With spaces of all kinds; not of more than 200 characters."""
+    assert one_number("1\u202f000") == 1000 and one_number("7 " + "a" * 198) == 7
+    assert one_number("7 " + "a" * 199) is None
 
 
 @pytest.mark.parametrize("form, reads", [
@@ -331,8 +313,8 @@ def test_difficulties(module, n):
 
 
 @pytest.mark.parametrize("numbers, target, correct, texts", [
-    ((3, 7, 25), 46, 1, "25+3*7| 3 * 7 + 25 |(3*7)+25"),
-    ((3, 7, 25), 46, 0, "46|25+3*7+0|25+3*7=46|2 5+3*7|2\n5+3*7|25+3*7*7/7|3+7+25|25**1+3*7|"),
+    ((3, 7, 25), 46, 1, "25+3*7|(3 * 7) + 25 "),
+    ((3, 7, 25), 46, 0, "46|25+3*7+0|25+3*7=46|2 5+3*7|25+3*7*7/7|3+7+25|25**1+3*7|"),
     ((3, 4, 25), 13, 0, "3.25*4"), ((3, 4, 25), 59, 0, "0000000034+25|34+25"),
     ((3, 4, 25), 37, 0, "3*4+025|3.0*4+25"), ((3, 5), 15, 0, "３*5|3*5 or 5*3")])
 def test_countdown_wants_each_number_once(numbers, target, correct, texts):
@@ -357,10 +339,10 @@ def test_problems_of_sums(difficulty, n, first):
 
 
 @pytest.mark.parametrize("said, near, texts", [
-    ("19", 0.2, "7 + 12 = 19.|It is 19, of course.|019|19.0|7,19|It is...19|5–19|-> 19"),
+    ("19", 0.2, "7 + 12 = 19.|019|19.0|7,19|It is...19|5–19|-> 19, of course"),
     ("20", 0.1, "19\n\nSo 20"), ("1234", 0.2 / 1216, "1,234"),
-    ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "= -5|(-5)|−5"),
-    ("5", 0.2 / 15, "12-5|12 - 5|(9) - 5|covid-5|12 minus 5|$12 - $5|12% - 5|12 – 5"),
+    ("", 0, "|none|١٩|" + "9" * 16), ("-5", 0.008, "(-5)|−5"),
+    ("5", 0.2 / 15, "12 - 5|(9) - 5|covid-5|12 minus 5|$12 - $5|12% - 5|12 – 5"),
     ("-19", 0.2 / 39, "- 19|−\u200919|3 - 22 = - 19|- \\$19|-**19**|Minus 19|x\n- 19")])
 def test_the_last_number_counts(said, near, texts):
     for text in texts.split("|"):

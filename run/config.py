@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         print0(self.format_help())
 
 def read(config, about, argv):
-    """Parses a command line: MODES, of which at most one is set, and a dict of the settings."""
+    """A command line as MODES, of which at most one is set, and a dict of the settings."""
     form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36)
     parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
                     formatter_class=form, allow_abbrev=False)
@@ -188,7 +188,7 @@ def file_of(algo):
 
 def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
-    its functions in the module `grpo`. What an earlier file replaced is put back first."""
+    its functions in `grpo`, in place of an earlier file's."""
     vars(grpo).update(REPLACED)
     for of_another in (REPLACED, FIXED, SOURCES):
         of_another.clear()

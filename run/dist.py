@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from data import Ended, UserError
+from data import Ended, UserError, printable
 from model import Block, GPT
 from run import caches
 
@@ -171,10 +170,9 @@ def shard_module(cfg, module):
 
 @contextlib.contextmanager
 def updating(agent):
-    """A context for an update, after which the sampler has the new weights; meanwhile that of a
-    sharded policy is freed: the update needs the memory."""
+    """A context for an update, at whose end the sampler, if it is a copy, has the new weights."""
     if is_sharded(agent.policy):
-        caches.forget(agent.sampler)
+        caches.forget(agent.sampler)    # the update needs its memory
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
     with torch.enable_grad():       # a task's code may have switched it off
@@ -251,7 +249,7 @@ def check_alike(tensors):
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
             raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "
-                            f"the last checkpoint with --resume (agent.state must be one on all)")
+                            f"the last checkpoint with --resume")
 
 # --------------------------------------------------------------- random streams
 
@@ -327,21 +325,13 @@ def stoppable(command=""):
 
 # --------------------------------------------------------------------- progress
 
-# Characters that change a terminal, or the order of a text.
-HIDDEN = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
 def print0(text, coloured=False):
     """Prints on the first rank."""
     if rank() == 0:
         say(text, sys.stdout, coloured)
 
-def printable(text):
-    """A text in which HIDDEN characters are written as in Python."""
-    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
-
 def say(text, stream, coloured=False):
-    """Prints, unless the stream is closed (None) or not read any more (`| head`); made printable,
-    unless this was done."""
+    """Prints what is `printable`, unless the stream is closed (None) or not read (`| head`)."""
     if stream is None:
         return
     try:

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 
 import data
-from data import UserError, answer_of, turns
+from data import UserError, answer_of, printable, turns
 from data.tokenizer import pieces
 from model import send
 from run import dist, files, passes
-from run.dist import clock, print0, printable, say
+from run.dist import clock, print0, say
 
 # ----------------------------------------------------------------- the terminal
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a command: signals and errors are one line, but those of a task a traceback."""
+    """A context for a command: errors are one line, but those of a task a traceback."""
     code = 0
     if hasattr(sys.stdout, "reconfigure"):        # not a notebook's
         sys.stdout.reconfigure(errors="replace")
@@ -55,7 +55,7 @@ def coloured(piece, adv):
     return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
 def print_group(batch, rows, encoding):
-    """Prints the distinct completions of a group: at most four, of highest and lowest reward."""
+    """Prints distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[rows.start].prompt)
     if len(prompt) > 60:
         prompt = f"... {prompt[-40:]}"
@@ -279,7 +279,7 @@ class Clock:
         self.judging = data.SPENT[0] - self.judged
 
     def speeds(self, batch):
-        """Seconds, and tokens by seconds; of the rank that judged longest, for which all wait."""
+        """Seconds and speeds, of the rank that judged longest: all wait for it."""
         ended = time.perf_counter()
         tokens = dist.all_reduce(batch.mask.sum()).item()
         judging, rollout = max(dist.gather((self.judging, self.sampled - self.began)))
@@ -347,7 +347,7 @@ def write(folders, out=""):
 
 def page(runs):
     """The page on some runs; with `<` escaped no text of theirs ends the script element."""
-    text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
     def part(found):
         return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))

@@ -3,8 +3,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,11 +11,9 @@ import pytest
 import torch
 from torch import distributed
 import torch.nn.functional as F
-from conftest import ROOT
 
 from data import UserError, call
 from grpo import Config
-from model import double
 from run import dist, passes
 
 
@@ -76,27 +72,6 @@ def test_the_best_device_there_is_unless_another_is_asked_for(
         assert dist.dtype_of(Config(device=asked, dtype=dtype)) == found
 
 
-def test_only_mps_has_no_float64():
-    x = SimpleNamespace(float=lambda: 32, double=lambda: 64)
-    for x.device, width in ((torch.device("cpu"), 64), (torch.device("mps"), 32)):
-        assert double(x) == width
-
-
-@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7"}])
-def test_threads_that_wait_soon_give_their_core_away(own):
-    """As OpenMP reads when torch is imported; what the user has set stays."""
-    code = """
-import os, sys
-sys.modules["torch"] = None
-try:
-    import grpo
-except ImportError:
-    print(os.environ["GOMP_SPINCOUNT"])"""
-    env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"} | own
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
-    assert said.split() == [own.get("GOMP_SPINCOUNT", "1000")]
-
-
 # -------- the ranks
 
 @pytest.mark.parametrize("first, second", [
@@ -107,12 +82,6 @@ def test_mean_and_std_are_of_the_numbers_of_all_ranks(first, second, monkeypatch
     given = [torch.tensor(first)], [torch.tensor(second)]
     for got in two_ranks(monkeypatch, dist.mean_and_std, *given):
         assert [x.item() for x in got] == want
-
-
-def test_means_are_of_their_names_whatever_their_order(monkeypatch):
-    one = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([5.0])}
-    two = {"b": torch.tensor([7.0]), "a": torch.tensor([4.0, 4.0])}
-    assert two_ranks(monkeypatch, dist.means, [one], [two]) == [{"a": 3.0, "b": 6.0}] * 2
 
 
 def test_ranks_whose_weights_differ_are_stopped(monkeypatch):
@@ -186,9 +155,7 @@ def test_a_second_signal_is_obeyed_at_once():
 
 def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
     """As nohup has it; nothing can be written there, and a shell sends the signal twice."""
-    def closed(*given):
-        raise OSError
-    monkeypatch.setattr(os, "write", closed)
+    monkeypatch.setattr(os, "write", lambda *given: os.stat("/none"))
     with pytest.raises(dist.Stopped) as stopped, dist.stoppable():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
@@ -198,15 +165,12 @@ def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
     with dist.stoppable():
         signal.raise_signal(signal.SIGHUP)
         assert dist.stop_asked() == 0
-    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("given", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_a_rank_without_the_rest_of_torchruns_environment(given, monkeypatch):
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, x in given.items():
-        monkeypatch.setenv(name, x)
+def test_a_rank_without_the_rest_of_torchruns_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="RANK is set in the environment, but not all"):
         dist.start(Config(device="cpu"))
 

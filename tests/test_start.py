@@ -97,20 +97,13 @@ def test_a_learned_reward_without_a_kl_is_warned_of(capsys):
         assert capsys.readouterr().out.count("without a KL") == noted
 
 
-def test_components_that_process_supervision_only_logs_are_named(capsys):
-    for name, noted in (("correct", 0), ("style", 1)):
-        task = toy(reward=lambda p, text: {"correct": 0, name: 0})
-        setup.check_run(with_(supervision="process"), task, PROBLEMS)
-        assert capsys.readouterr().out.count("steps: style are only logged") == noted
-
-
 def test_the_first_held_out_problems_are_taken():
     agent = SimpleNamespace(task=toy(), encoding=byte_encoding(), policy=tiny_model())
     for n in (0, 7):
         agent.cfg = with_(held_out=n)
         assert setup.held_out(agent) == HELD_OUT[:n or None]
     agent.cfg = with_(max_new=62)
-    with pytest.raises(UserError, match="do not fit"):
+    with pytest.raises(UserError, match="3 tokens, '59.', and --max_new 62 do not fit"):
         setup.held_out(agent)
     with pytest.raises(UserError, match="no held-out problems to evaluate on"):
         setup.problems_of(CFG, toy(problems=lambda: (PROBLEMS, [])))

@@ -882,6 +882,7 @@ def test_what_an_imported_variant_does_not_use_is_refused(tmp_path):
     path = tmp_path / "two.py"
     path.write_text("from experiments.variants import gdpo\nSETTINGS = {}\n")
     cfg = grpo.make_config(algo=str(path), supervision="process")
+    assert {file.stem for file in config.SOURCES} == {"two", "gdpo"}        # hashed in run.json
     with raises(UserError, match="two.py does not take --supervision process"):
         config.check_used(cfg, arithmetic)
 
@@ -892,7 +893,9 @@ def test_what_an_imported_variant_does_not_use_is_refused(tmp_path):
     ("bad.py", "SETTINGS = dict(betta=0)", "did you mean --beta"),
     ("bad.py", "SETTINGS = dict(kl='nothing')", "--kl must be one of"),
     ("none.py", "", "no file none.py"), ("CISPO", "", "did you mean cispo"),
-    ("reinforce++", "", "there are grpo"), (3, "", "no --algo 3: "),
+    ("bad.py", "SETTINGS = {}\nFIXED = ['clip_hi']", "no setting clip_hi: did you mean --clip_high"),
+    *((name, "", "there are grpo, .*docs/variants.md") for name in ("reinforce++", "dpo", "sppo")),
+    (3, "", "no --algo 3: "),
     ("", "", "there are grpo, reinforce, .*, cispo, ")])
 def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

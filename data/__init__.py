@@ -126,7 +126,7 @@ def require(task, function, why):
 
 # ---------------------------------------------------------- what a task returns
 
-# The statistics of metrics.jsonl. A reward component cannot have one of these names.
+# In metrics.jsonl; no reward component may have these names.
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta lr "

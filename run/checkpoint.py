@@ -117,7 +117,7 @@ def load(folder, kind):
     if not path.exists():
         raise UserError(f"no run in {folder}")
     if (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
-        files.lock(folder)      # first, so that what follows is of a run that has ended
+        files.lock(folder)      # what follows is of a run that has ended
     try:
         with safe_open(path, "pt") as f:
             noted, text = f.metadata()["grpo"][:64], f.metadata()["grpo"][64:]
@@ -139,7 +139,7 @@ def refuse_foreign_code(found, given, folder):
                             f"to be executed, add --{name} {file}")
 
 def settings(mode, given, kind):
-    """The settings, flags over those of a run that is resumed or used; its Checkpoint, or None."""
+    """The settings, flags over those of a run that is used; the Checkpoint of one to resume."""
     name = given.get("task", kind.task)
     task = load_task(name)
     folder = config.folder_of({"task": name} | task.DEFAULTS | given)
@@ -171,7 +171,7 @@ def same(one, other):
         return Path(one).name.removesuffix(".py") == Path(other).name.removesuffix(".py")
     return one == other
 
-# Of a resumed run: how long it goes on, what it measures and keeps, what changes only the rounding.
+# Of a resumed run: its length, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
               "recompute", "device", "dtype", "compile", "cache", "shard"}
 

@@ -19,7 +19,7 @@ from run import caches
 # ------------------------------------------------------------------- the device
 
 def device_of(cfg):
-    """This rank's device; raises UserError if the machine has none of the kind asked for."""
+    """This rank's device; raises UserError if the machine has none such."""
     has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     available = [kind for kind in has if has[kind]]
     kind = available[0] if cfg.device == "auto" else cfg.device
@@ -241,7 +241,7 @@ def like(p, x):
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 def check_alike(tensors):
-    """Raises UserError if tensors that are not sharded differ between ranks."""
+    """UserError if tensors that are not sharded differ between ranks."""
     if ranks() == 1:
         return
     sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
@@ -275,7 +275,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, HANGUP)
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """A handler: records the first signal, exits at the second; says where the run is."""
+    """A handler: notes the first signal and says where the run is, exits at the second."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     if ASKED and number != HANGUP:      # of which a shell and its terminal send two
         raise Ended(128 + number)
@@ -284,7 +284,7 @@ def ask_to_stop(number, frame):
         os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
 
 def in_a_fork():
-    """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""
+    """SIGTERM alone ends a process that a task's code forks, as a pool expects."""
     actions = {signal.SIGTERM: signal.SIG_DFL}
     for number in SIGNALS:
         if signal.getsignal(number) is ask_to_stop:
@@ -304,7 +304,7 @@ def stop_here(work):
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """A context in which signals only ask the run to stop; UserError if another rank has ended."""
+    """A context in which signals ask the run to stop; UserError if another rank has ended."""
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
                 if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
     try:

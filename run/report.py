@@ -48,7 +48,7 @@ def on_one_line(text):
     return printable(text).replace("\n", " ⏎ ")
 
 def coloured(piece, adv):
-    """A token's text; in a terminal green if its advantage is positive, red if it is negative."""
+    """A token's text; in a terminal green for a positive advantage, red for a negative one."""
     piece = on_one_line(piece)
     if not sys.stdout or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return piece
@@ -92,7 +92,7 @@ def header(cfg, encoding, policy, problems, held_out):
 DECIMALS = dict(reward=3, rule_reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
 def step_line(step, total, done):
-    """Prints a line for the last of the steps `done`; warns after three that taught nothing."""
+    """Prints a line for the last of the steps `done`, and warnings."""
     stats = done[-1]
     shown = [f"{name} {stats[name]:.{DECIMALS[name]}f}  " for name in DECIMALS if name in stats]
     if stats["finished"] < 0.9:
@@ -106,7 +106,7 @@ def step_line(step, total, done):
     if fallen == 3:
         print0(f"warning: accuracy fell below half its best: --lr {stats['lr']:g} may be too high: "
                "see \"The policy has collapsed\" in docs/troubleshooting.md")
-    if "rule_reward" in stats:      # 6 below the first 6: by chance once in 30 runs of 100 steps
+    if "rule_reward" in stats:      # by chance once in 30 runs of 100 steps
         least = min(x["rule_reward"] for x in done[:6])
         if in_a_row(x["rule_reward"] < least for x in done) == 6:
             print0("warning: rule_reward fell: --beta may be too low for a learned reward: see "
@@ -145,7 +145,7 @@ def typed_reply(problem, said):
     return sys.stdin.readline().rstrip("\n")
 
 def farewell(cfg, question):
-    """Prints where the report and the model are, and how to ask it a question."""
+    """Prints where the report and the model are."""
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"
@@ -153,7 +153,7 @@ def farewell(cfg, question):
            f"--init {shlex.quote(str(cfg.folder))} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
-    """The command that continues a run; it must name files with code, which it executes."""
+    """The command that continues a run, with its files of code."""
     command = f"python grpo.py --resume --out {shlex.quote(str(cfg.folder))}"
     for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):

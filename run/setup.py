@@ -24,7 +24,7 @@ from run.pretrained import frozen
 
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from a Checkpoint: what `train` needs."""
-    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # a task's code may change the directory
+    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # wherever a task's code may go
     data = checkpoint.data_of(cfg)
     dist.start(cfg)
     task = task or load_task(cfg.task)
@@ -71,7 +71,7 @@ def problems_of(cfg, task):
     return train, held_out
 
 def to_train_on(cfg, task):
-    """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
+    """`problems_of` a new run, of both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
@@ -146,7 +146,7 @@ def check_run(cfg, task, problems):
 # ------------------------------------------------------------------- the models
 
 def add_models(agent):
-    """The copies of the policy that a run needs; under --shard each is sharded once it is made."""
+    """The copies of the policy that a run needs; under --shard they are sharded."""
     cfg, policy = agent.cfg, agent.policy
     width = policy.cfg.n_embd
     if cfg.needs_reference:
@@ -165,12 +165,13 @@ def add_models(agent):
     dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
-    """The models as before the first step, or as in the Checkpoint `saved`; compiled if asked."""
+    """The models as before the first step, or as in a Checkpoint; compiled if asked."""
     kept = {*checkpoint.named_parameters(agent).values()}
     for group in agent.opt.param_groups:
         group.setdefault("initial_lr", group["lr"])
         if not kept.issuperset(group["params"]):
-            raise UserError("the optimizer has a parameter of no model: no checkpoint would keep it")
+            raise UserError("the optimizer has a parameter that is in no model of the agent, so "
+                            "that no checkpoint would keep it")
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)
@@ -209,7 +210,7 @@ def settings(cfg):
     return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def starting_model(cfg, task, problems, longest, encoding):
-    """The policy (a kept warm start, --init's model, or a new one), and whether it is cold."""
+    """The policy (a kept warm start, --init's, or a new one), and whether it is cold."""
     where, cold = cfg.init, cfg.warm_steps > 0
     for kept in (cfg.folder / "warm_start", SHIPPED):
         path = kept / "warm_start.json"         # the last file of a complete one
@@ -236,7 +237,7 @@ def outdated(where, note, cfg, task, problems, encoding):
     except UserError as e:
         return str(e)
     if not abs(loss - note["loss"]) < 1e-4:
-        return "its loss is another, by today's demonstrations and model.py"
+        return "its loss is another today"
     return None
 
 @torch.no_grad()

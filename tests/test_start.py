@@ -73,13 +73,6 @@ def test_what_a_run_may_ask_for(changes, ranks, fault, monkeypatch):
         setup.check_run(cfg, toy(**parts), PROBLEMS)
 
 
-def test_a_link_to_the_runs_own_folder_is_no_start(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(UserError, match="--init is in --out"):
-        setup.check_run(with_(init=str(tmp_path / "link"), out=f"{tmp_path}/run"), toy(), PROBLEMS)
-
-
 def test_a_tasks_functions_are_tried_once():
     """On a demonstration and without a text: they may be slow."""
     tried = []
@@ -209,13 +202,6 @@ def test_a_start_is_of_todays_model(add, taken, begin, monkeypatch):
         return real(self, *given, **named) + (add if self.cfg.n_embd == 32 else 0)
     monkeypatch.setattr(GPT, "forward", forward)
     assert (begin()[0] != "new") is taken
-
-
-def test_a_note_that_is_none(begin):
-    (begin.where / "warm_start.json").write_text('{"loss": 0}')
-    assert begin()[0] == "new"
-    (begin.where / "config.json").unlink()
-    assert begin()[0] == "new"
 
 
 @pytest.mark.parametrize("dtypes", [

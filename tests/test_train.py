@@ -65,7 +65,7 @@ def test_a_parameter_that_no_checkpoint_would_keep_is_refused(monkeypatch):
     def new_optimizer(agent):
         return torch.optim.SGD([*agent.policy.parameters(), torch.nn.Parameter(torch.ones(1))])
     monkeypatch.setattr(grpo, "new_optimizer", new_optimizer)
-    with pytest.raises(UserError, match="a parameter of no model"):
+    with pytest.raises(UserError, match="in no model of the agent"):
         new_agent()
 
 

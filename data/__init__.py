@@ -3,6 +3,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import math
 import numbers
 import re
 import sys
@@ -34,16 +35,31 @@ def read_json(text, source):
         value = json.loads(text)
     except (ValueError, RecursionError) as e:       # RecursionError: nested too deeply
         raise UserError(f"{source} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{source} must hold a JSON object, not a {type(value).__name__}")
+    need(isinstance(value, dict), source, "hold a JSON object", value)
     return value
+
+def strict(x):
+    """A value for JSON, which has no NaN and no infinities: None takes their place."""
+    if isinstance(x, dict):
+        return {name: strict(part) for name, part in x.items()}
+    if isinstance(x, list | tuple):
+        return [strict(part) for part in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x
+
+HIDDEN = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+def printable(text):
+    """A text with visible HIDDEN characters, which change a terminal, or the order of a text."""
+    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 # ------------------------------------------------------------ a user's own code
 
 EXECUTED = set()        # the files that `import_file` has executed
 
 def call(function, what, *given, **named):
-    """What a function of a task returns; the traceback of an exception in it says `what` failed."""
+    """What a function of a task returns; an exception says that `what` failed."""
     try:
         return function(*given, **named)
     except (UserError, Ended):
@@ -110,7 +126,7 @@ def require(task, function, why):
 
 # ---------------------------------------------------------- what a task returns
 
-# The statistics of metrics.jsonl. A reward component cannot have one of these names.
+# In metrics.jsonl; no reward component may have these names.
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta lr "
@@ -173,8 +189,7 @@ def check_components(problem, parts):
         need(isinstance(x, numbers.Real) and abs(x) <= 1e15, f"{name!r} in {what}",
              "be a finite number from -1e15 to 1e15", x)
     need(0 <= round(float(parts["correct"]), 6) <= 1, f"'correct' in {what}",
-         "be from 0 (wrong) to 1 (right), with another scale in a component beside it, as in "
-         "{'correct': 0, 'wrong': -1}", parts["correct"])
+         "be from 0 (wrong) to 1 (right)", parts["correct"])
 
 def answer_of(task, completion):
     """The answer of a completion, for votes; raises UserError unless it is a string."""

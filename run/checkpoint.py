@@ -79,7 +79,7 @@ def end_step(agent, step, stats):
 
 @contextlib.contextmanager
 def running(cfg):
-    """A context for a run: a signal stops it after a step; an exception says how to go on."""
+    """A context for a run that a signal stops after a step; exceptions say how to go on."""
     command = report.resume_command(cfg)
     path = cfg.folder.absolute() / "checkpoint.safetensors"     # a reward may change the directory
     try:
@@ -117,7 +117,7 @@ def load(folder, kind):
     if not path.exists():
         raise UserError(f"no run in {folder}")
     if (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
-        files.lock(folder)      # first, so that what follows is of a run that has ended
+        files.lock(folder)      # what follows is of a run that has ended
     try:
         with safe_open(path, "pt") as f:
             noted, text = f.metadata()["grpo"][:64], f.metadata()["grpo"][64:]
@@ -135,11 +135,11 @@ def refuse_foreign_code(found, given, folder):
     for name in ("task", "algo"):
         file = str(found.get(name))
         if file.endswith(".py") and name not in given:
-            raise UserError(f"the run in {folder} has its {name} in the file {file}, which would "
-                            f"be executed; to allow it, add --{name} {file}")
+            raise UserError(f"the run in {folder} has its {name} in the file {file}; to allow it "
+                            f"to be executed, add --{name} {file}")
 
 def settings(mode, given, kind):
-    """The settings, flags over those of a run that is resumed or used; its Checkpoint, or None."""
+    """The settings, flags over those of a run that is used; the Checkpoint of one to resume."""
     name = given.get("task", kind.task)
     task = load_task(name)
     folder = config.folder_of({"task": name} | task.DEFAULTS | given)
@@ -171,7 +171,7 @@ def same(one, other):
         return Path(one).name.removesuffix(".py") == Path(other).name.removesuffix(".py")
     return one == other
 
-# Of a resumed run: how long it goes on, what it measures and keeps, what changes only the rounding.
+# Of a resumed run: its length, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
               "recompute", "device", "dtype", "compile", "cache", "shard"}
 
@@ -223,8 +223,8 @@ def check_folder(folder, kind):
     if "checkpoint.safetensors" in found:
         old, saved = load(folder, kind)
         if 0 < saved.step < old.total_steps:
-            raise UserError(f"{folder} holds a run stopped at step {saved.step}: continue it with "
-                            f"--resume, or choose another --out")
+            raise UserError(f"{folder} holds a run stopped at step {saved.step}: --resume it, or "
+                            f"choose another --out")
     return "model.safetensors" in found
 
 def open_run(cfg, checkpoint, data):
@@ -269,8 +269,7 @@ def training_state(agent):
     named = named_parameters(agent)
     moments = {f"opt.{key}.{n}": x for n, p in named.items()
                for key, x in agent.opt.state.get(p, {}).items()}
-    rates = {f"rate.{i}": torch.tensor([group["lr"], group.get("initial_lr", group["lr"])],
-                                         dtype=torch.float64)
+    rates = {f"rate.{i}": torch.tensor([group["lr"], group["initial_lr"]], dtype=torch.float64)
              for i, group in enumerate(agent.opt.param_groups)}
     others = {f"{kind}.{n}": x for kind in OTHERS for n, x in getattr(agent, kind).items()}
     return {n: p.detach() for n, p in named.items()} | moments | rates | others

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         print0(self.format_help())
 
 def read(config, about, argv):
-    """Parses a command line: MODES, of which at most one is set, and a dict of the settings."""
+    """A command line as MODES, of which at most one is set, and a dict of the settings."""
     form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36)
     parser = Parser(usage="python grpo.py [--flag value ...]", description=about, add_help=False,
                     formatter_class=form, allow_abbrev=False)
@@ -84,7 +84,7 @@ def read(config, about, argv):
     return mode, given
 
 def task_of(flags):
-    """The task that flags name, or else that of the run they use, unless it is a file; or None."""
+    """The task that flags name, or that of the run they use, unless it is a file; or None."""
     given, is_asked = vars(flags), flags.eval_only or flags.ask is not None
     folder = is_asked and given.get("init") or (is_asked or flags.resume) and given.get("out")
     if given.get("task") or not folder:
@@ -93,7 +93,7 @@ def task_of(flags):
     return None if str(found).endswith(".py") else found
 
 def add_flag(group, name, kind, default, text):
-    """Adds a flag of a type or with the choices of a Literal; for a bool --name and --no-name."""
+    """Adds a flag of a type, or with choices; for a bool --name and --no-name."""
     shown = "" if default == "" else f" [{default}]"
     options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
     if kind is bool:
@@ -205,7 +205,7 @@ def implied(chosen):
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
-SOURCES = []   # its file, and those of VARIANTS that it imports
+SOURCES = []   # its file, and others of VARIANTS
 
 def file_of(algo):
     """The file of an algorithm, or None."""
@@ -214,7 +214,7 @@ def file_of(algo):
 
 def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
-    its functions in the module `grpo`. What an earlier file replaced is put back first."""
+    its functions in `grpo`, in place of an earlier file's."""
     vars(grpo).update(REPLACED)
     for of_another in (REPLACED, FIXED, SOURCES):
         of_another.clear()
@@ -254,7 +254,7 @@ def algorithm(algo, rows, grpo):
     return found.SETTINGS
 
 def check_used(cfg, task):
-    """UserError for what an algorithm would ignore; prints what it replaces, what has no effect."""
+    """UserError for what an algorithm would ignore; prints what it replaces, what is idle."""
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")

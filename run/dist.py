@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 from torch import distributed
 
-from data import Ended, UserError
+from data import Ended, UserError, printable
 from model import Block, GPT
 from run import caches
 
 # ------------------------------------------------------------------- the device
 
 def device_of(cfg):
-    """This rank's device; raises UserError if the machine has none of the kind asked for."""
+    """This rank's device; raises UserError if the machine has none such."""
     has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     available = [kind for kind in has if has[kind]]
     kind = available[0] if cfg.device == "auto" else cfg.device
@@ -177,10 +176,9 @@ def shard_module(cfg, module):
 
 @contextlib.contextmanager
 def updating(agent):
-    """A context for an update, after which the sampler has the new weights; meanwhile that of a
-    sharded policy is freed: the update needs the memory."""
+    """A context for an update, at whose end the sampler, if it is a copy, has the new weights."""
     if is_sharded(agent.policy):
-        caches.forget(agent.sampler)
+        caches.forget(agent.sampler)    # the update needs its memory
         for p in agent.sampler.parameters():
             p.data = p.data.new_empty(0)
     with torch.enable_grad():       # a task's code may have switched it off
@@ -249,7 +247,7 @@ def like(p, x):
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 def check_alike(tensors):
-    """Raises UserError if tensors that are not sharded differ between ranks."""
+    """UserError if tensors that are not sharded differ between ranks."""
     if ranks() == 1:
         return
     sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
@@ -257,7 +255,7 @@ def check_alike(tensors):
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
             raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "
-                            f"the last checkpoint with --resume (agent.state must be one on all)")
+                            f"the last checkpoint with --resume")
 
 # --------------------------------------------------------------- random streams
 
@@ -288,7 +286,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, HANGUP)
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """A handler: records the first signal, exits at the second; says where the run is."""
+    """A handler: notes the first signal and says where the run is, exits at the second."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     if ASKED and number != HANGUP:      # of which a shell and its terminal send two
         raise Ended(128 + number)
@@ -297,7 +295,7 @@ def ask_to_stop(number, frame):
         os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
 
 def in_a_fork():
-    """SIGTERM ends a process that a task's code forks, as a pool expects; Ctrl-C does not."""
+    """SIGTERM alone ends a process that a task's code forks, as a pool expects."""
     actions = {signal.SIGTERM: signal.SIG_DFL}
     for number in SIGNALS:
         if signal.getsignal(number) is ask_to_stop:
@@ -317,7 +315,7 @@ def stop_here(work):
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """A context in which signals only ask the run to stop; UserError if another rank has ended."""
+    """A context in which signals ask the run to stop; UserError if another rank has ended."""
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
                 if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
     try:
@@ -338,21 +336,13 @@ def stoppable(command=""):
 
 # --------------------------------------------------------------------- progress
 
-# Characters that change a terminal, or the order of a text.
-HIDDEN = re.compile("[\0-\x08\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
 def print0(text, coloured=False):
     """Prints on the first rank."""
     if rank() == 0:
         say(text, sys.stdout, coloured)
 
-def printable(text):
-    """A text in which HIDDEN characters are written as in Python."""
-    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
-
 def say(text, stream, coloured=False):
-    """Prints, unless the stream is closed (None) or not read any more (`| head`); made printable,
-    unless this was done."""
+    """Prints what is `printable`, unless the stream is closed (None) or not read (`| head`)."""
     if stream is None:
         return
     try:

@@ -3,7 +3,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data import UserError, read_json
+from data import UserError, read_json, strict
 from run.dist import print0
 
 try:
@@ -83,16 +82,6 @@ def lock(folder):
 def append(path, record):
     with open(path, "a") as f:
         f.write(json.dumps(strict(record), allow_nan=False) + "\n")
-
-def strict(x):
-    """A value for JSON, which has no NaN and no infinities: None takes their place."""
-    if isinstance(x, dict):
-        return {name: strict(part) for name, part in x.items()}
-    if isinstance(x, list | tuple):
-        return [strict(part) for part in x]
-    if isinstance(x, float) and not math.isfinite(x):
-        return None
-    return x
 
 def keep_previous(folder):
     """Renames a finished run to name.1, name.2 ...; a new folder gets a copy of its warm start."""

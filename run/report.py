@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 
 import data
-from data import UserError, answer_of, turns
+from data import UserError, answer_of, printable, turns
 from data.tokenizer import pieces
 from run import dist, files, passes
-from run.dist import clock, print0, printable, say
+from run.dist import clock, print0, say
 
 # ----------------------------------------------------------------- the terminal
 
 @contextlib.contextmanager
 def exit_code():
-    """A context for a command: signals and errors are one line, but those of a task a traceback."""
+    """A context for a command: errors are one line, but those of a task a traceback."""
     code = 0
     if hasattr(sys.stdout, "reconfigure"):        # not a notebook's
         sys.stdout.reconfigure(errors="replace")
@@ -47,14 +47,14 @@ def on_one_line(text):
     return printable(text).replace("\n", " ⏎ ")
 
 def coloured(piece, adv):
-    """A token's text; in a terminal green if its advantage is positive, red if it is negative."""
+    """A token's text; in a terminal green for a positive advantage, red for a negative one."""
     piece = on_one_line(piece)
     if not sys.stdout or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return piece
     return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
 def print_group(batch, encoding):
-    """Prints the distinct completions of a group: at most four, of highest and lowest reward."""
+    """Prints distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[0].prompt)
     if len(prompt) > 60:
         prompt = f"... {prompt[-40:]}"
@@ -91,7 +91,7 @@ def header(cfg, encoding, policy, problems, held_out):
 DECIMALS = dict(reward=3, rule_reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
 
 def step_line(step, total, done):
-    """Prints a line for the last of the steps `done`; warns after three that taught nothing."""
+    """Prints a line for the last of the steps `done`, and warnings."""
     stats = done[-1]
     shown = [f"{name} {stats[name]:.{DECIMALS[name]}f}  " for name in DECIMALS if name in stats]
     if stats["finished"] < 0.9:
@@ -105,7 +105,7 @@ def step_line(step, total, done):
     if fallen == 3:
         print0(f"warning: accuracy fell below half its best: --lr {stats['lr']:g} may be too high: "
                "see \"The policy has collapsed\" in docs/troubleshooting.md")
-    if "rule_reward" in stats:      # 6 below the first 6: by chance once in 30 runs of 100 steps
+    if "rule_reward" in stats:      # by chance once in 30 runs of 100 steps
         least = min(x["rule_reward"] for x in done[:6])
         if in_a_row(x["rule_reward"] < least for x in done) == 6:
             print0("warning: rule_reward fell: --beta may be too low for a learned reward: see "
@@ -144,7 +144,7 @@ def typed_reply(problem, said):
     return sys.stdin.readline().rstrip("\n")
 
 def farewell(cfg, question):
-    """Prints where the report and the model are, and how to ask it a question."""
+    """Prints where the report and the model are."""
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"
@@ -152,7 +152,7 @@ def farewell(cfg, question):
            f"--init {shlex.quote(str(cfg.folder))} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
-    """The command that continues a run; it must name files with code, which it executes."""
+    """The command that continues a run, with its files of code."""
     command = f"python grpo.py --resume --out {shlex.quote(str(cfg.folder))}"
     for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):
@@ -260,7 +260,7 @@ class Clock:
         self.judging = data.SPENT[0] - self.judged
 
     def speeds(self, batch):
-        """Seconds, and tokens by seconds; of the rank that judged longest, for which all wait."""
+        """Seconds and speeds, of the rank that judged longest: all wait for it."""
         ended = time.perf_counter()
         tokens = dist.all_reduce(batch.mask.sum()).item()
         judging, rollout = max(dist.gather((self.judging, self.sampled - self.began)))
@@ -339,7 +339,7 @@ def write(folders, out=""):
 
 def page(runs):
     """The page on some runs; with `<` escaped no text of theirs ends the script element."""
-    text = json.dumps(files.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data.strict(runs), separators=(",", ":")).replace("<", "\\u003c")
     def part(found):
         return text if found[1] == "data" else (PAGE / found[1]).read_text("utf-8")
     return re.sub(r"\{\{(.+?)\}\}", part, (PAGE / "page.html").read_text("utf-8"))

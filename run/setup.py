@@ -23,15 +23,12 @@ from run.files import write_whole
 from run.pretrained import frozen
 
 def begin(cfg, task, saved):
-    """Prepares a new run, or one resumed from the Checkpoint `saved`: what `train` needs."""
-    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # a task's code may change the directory
+    """Prepares a new run, or one resumed from a Checkpoint: what `train` needs."""
+    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # wherever a task's code may go
     data = checkpoint.data_of(cfg)
     dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
-    if has_model and saved.step == cfg.total_steps:
-        print0(f"the run in {cfg.folder} is complete: raise --steps, or use --eval_only")
-
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(cfg, problems, held_out)
     if saved or cfg.init:
@@ -63,9 +60,8 @@ def begin(cfg, task, saved):
 def problems_of(cfg, task):
     """A task's training and held-out problems; raises UserError if there are none held out."""
     found = config.problems_of(task, cfg)
-    are_two = isinstance(found, list | tuple) and len(found) == 2
-    need(are_two and all(hasattr(part, "__iter__") for part in found), "problems",
-         "return two lists, of training and of held-out problems", found)
+    need(isinstance(found, list | tuple) and [hasattr(x, "__iter__") for x in found] == [True] * 2,
+         "problems", "return two lists, of training and of held-out problems", found)
     train, held_out = map(list, found)
     for problem in train + held_out:
         need(isinstance(getattr(problem, "prompt", None), str), "a problem",
@@ -75,7 +71,7 @@ def problems_of(cfg, task):
     return train, held_out
 
 def to_train_on(cfg, task):
-    """`problems_of` a new run: there must be both kinds; prints a note if they overlap."""
+    """`problems_of` a new run, of both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
@@ -109,7 +105,7 @@ def longest_of(encoding, problems, cfg, model):
     return n
 
 def check_run(cfg, task, problems):
-    """Raises UserError for what would end a run only after its warm start."""
+    """Raises UserError for what would end a run late."""
     config.check_used(cfg, task)
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or begin with --init FOLDER")
@@ -129,8 +125,7 @@ def check_run(cfg, task, problems):
     if cfg.reward == "rollouts" and cfg.supervision == "outcome":
         raise UserError("--reward rollouts labels steps: it needs --supervision process")
     if cfg.reward != "rule" and not cfg.applies_kl:
-        print0("note: without a KL a learned reward ended at 0 % in every trial: see \"A learned "
-               "reward\" in docs/questions.md")
+        print0("note: without a KL a learned reward ended at 0 % in every trial")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     answer_of(task, nothing)
@@ -138,11 +133,9 @@ def check_run(cfg, task, problems):
         turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
         something = turns.demonstration(task, problem, random.Random(0))
-    components, _ = rewards_of(task, [problem] * 2, [nothing, something], [1, 1])
+    rewards_of(task, [problem] * 2, [nothing, something], [1, 1])
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
-        if others := ", ".join(components.keys() - {"correct"}):
-            print0(f"note: --supervision process rewards steps: {others} are only logged")
         for said in something, nothing:
             found = steps_of(task, problem, said)
             check_steps(problem, turns.spoken(said), found, least=0 if replies else 1)
@@ -153,7 +146,7 @@ def check_run(cfg, task, problems):
 # ------------------------------------------------------------------- the models
 
 def add_models(agent):
-    """The copies of the policy that a run needs; under --shard each is sharded once it is made."""
+    """The copies of the policy that a run needs; under --shard they are sharded."""
     cfg, policy = agent.cfg, agent.policy
     width = policy.cfg.n_embd
     if cfg.needs_reference:
@@ -172,10 +165,13 @@ def add_models(agent):
     dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
-    """The models as before the first step, or as in the Checkpoint `saved`; compiled if asked."""
+    """The models as before the first step, or as in a Checkpoint; compiled if asked."""
     kept = {*checkpoint.named_parameters(agent).values()}
-    if not all(kept.issuperset(group["params"]) for group in agent.opt.param_groups):
-        raise UserError("the optimizer has a parameter of no model, which no checkpoint would keep")
+    for group in agent.opt.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        if not kept.issuperset(group["params"]):
+            raise UserError("the optimizer has a parameter that is in no model of the agent, so "
+                            "that no checkpoint would keep it")
     if saved and saved.model:
         checkpoint.restore(agent, saved)
     dist.sync_sampler(agent)
@@ -196,10 +192,8 @@ def ask(agent, question, sample):
         text = call(task.prompt, "the function prompt", question)
     ids = agent.encoding.encode_prompt(text)
     if hasattr(task, "reply"):
-        reply, problem = report.typed_reply, None
-        for known in chain(*problems_of(agent.cfg, task)):
-            if known.prompt == text:
-                reply, problem = task.reply, known
+        problem = {p.prompt: p for p in chain(*problems_of(agent.cfg, task))}.get(text)
+        reply = report.typed_reply if problem is None else task.reply
         episodes = turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(ids))
     batch = sample(agent.sampler, [ids], 1, [max(1, room)], agent.cfg.temperature,
@@ -208,8 +202,7 @@ def ask(agent, question, sample):
 
 # --------------------------------------------------------------- the warm start
 
-# Supervised fine-tuning, kept in the run's folder; SHIPPED is the default run's. One is used if its
-# settings are today's, and so is its loss, by today's code and demonstrations.
+# Kept in the run's folder; used if its settings, and its loss on demonstrations, are today's.
 SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 
@@ -220,7 +213,7 @@ def settings(cfg):
     return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
 
 def starting_model(cfg, task, problems, longest, encoding):
-    """The policy (a kept warm start, --init's model, or a new one), and whether it is cold."""
+    """The policy (a kept warm start, --init's, or a new one), and whether it is cold."""
     where, cold = cfg.init, cfg.warm_steps > 0
     for kept in (cfg.folder / "warm_start", SHIPPED):
         path = kept / "warm_start.json"         # the last file of a complete one
@@ -237,7 +230,7 @@ def starting_model(cfg, task, problems, longest, encoding):
     return pretrained.load_model(where, cfg, encoding, longest), cold
 
 def outdated(where, note, cfg, task, problems, encoding):
-    """Why a kept warm start is not today's, or None if it is; SHIPPED may have another seed."""
+    """Why a kept warm start is not today's, or None; SHIPPED may have another seed."""
     for name, now in settings(cfg).items():
         was = note["settings"].get(name)
         if was != now and not (name == "seed" and where == SHIPPED):
@@ -247,7 +240,7 @@ def outdated(where, note, cfg, task, problems, encoding):
     except UserError as e:
         return str(e)
     if not abs(loss - note["loss"]) < 1e-4:
-        return "the demonstrations, their tokens or model.py changed: its loss is another"
+        return "its loss is another today"
     return None
 
 @torch.no_grad()
@@ -283,13 +276,13 @@ def warm_start(policy, task, problems, cfg, encoding):
         write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
 
 def checked_row(problem, task, encoding, cfg, rng):
-    """The `row` of a problem; raises UserError if its demonstration is longer than a completion."""
+    """The `row` of a problem, whose demonstration must be no longer than a completion."""
     parts = row(problem, task, encoding, rng)
     for name, n, what in (("max_new", sum(map(len, parts[1:])), "tokens"),
                           ("max_turns", len(parts[1::2]), "turns")):
         if n > getattr(cfg, name):
             raise UserError(f"the demonstration of {of(problem)} has {n} {what}, more than "
-                            f"--{name} {getattr(cfg, name)}: raise it, or leave out such problems")
+                            f"--{name} {getattr(cfg, name)}")
     return parts
 
 def row(problem, task, encoding, rng):

@@ -147,7 +147,7 @@ def config_of(*argv):
     return grpo.make_config(**given), saved
 
 
-def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
+def test_no_flag_takes_the_place_of_the_runs_own(begun, tmp_path, capsys):
     """The defaults of the command line are not flags; to evaluate or ask, those given count."""
     out = begun / "one"
     cfg, saved = config_of("--resume", "--out", out)
@@ -159,14 +159,16 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, capsys):
         its = dict(out=cfg.out, init=cfg.init, task=cfg.task, samples=2)
         assert dataclasses.replace(found, **its) == cfg
         assert found.init == str(out)
+    for algo, used in (("cispo", "cispo"), ("mine.py", "grpo")):        # whose file is not given
+        (other := tmp_path / algo).mkdir()
+        (other / "run.json").write_text(json.dumps({"config": {"algo": algo}}))
+        assert config_of("--ask=x", "--init", other)[0].algo == used
     assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", out, "--group", 16)
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
     other = fault(capsys, "--resume", "--task", "guess", "--out", out)
     assert "has --task arithmetic, not guess" in other
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
-    main(["--resume", "--out", str(begun / "two")])
-    assert "two is complete: raise" in capsys.readouterr().out
 
 
 # ---------- exact resume
@@ -192,11 +194,14 @@ def test_a_run_goes_on_with_any_optimizer(name, run, begun, monkeypatch):
 
     def update(agent, *given):
         rates.append([group["lr"] for group in agent.opt.param_groups])
-        return real(agent, *given)
+        found = real(agent, *given)
+        agent.opt.param_groups[0]["lr"] *= 0.7          # in place
+        return found
     rates, real = [], grpo.update
     monkeypatch.setattr(grpo, "new_optimizer", new_optimizer)
     monkeypatch.setattr(grpo, "update", update)
-    start = ["--init", begun / "one" / "warm_start", "--half_life", 1, "--held_out", 1]
+    start = ["--init", begun / "one" / "warm_start", "--held_out", 1,
+             "--half_life", int(name != "amsgrad")]
     whole, half = run("whole", *start, "--steps", 3), run("half", *start, "--steps", 1)
     run("half", "--resume", "--steps", 3)
     one, other = (checkpoint.load(where, Config)[1].tensors for where in (whole, half))
@@ -205,9 +210,6 @@ def test_a_run_goes_on_with_any_optimizer(name, run, begun, monkeypatch):
     assert all(not torch.equal(began[n], ended[n]) for n in began)
     assert any(n.startswith("opt.") for n in one) is (name != "SGD")
     assert rates[:3] == rates[3:]
-    for flag, folder in (("--out", half), ("--init", half)):        # which has an --init of its own
-        asked = config_of("--ask", "ab=", "--task", half.parent / "letters.py", flag, folder)[0]
-        assert (asked.init, asked.max_new) == (str(half), 5)
     if name == "two groups":
         assert rates[:3] == [pytest.approx([5e-3 * x, 5e-2 * x]) for x in (1, 0.5, 0.25)]
 
@@ -309,7 +311,6 @@ def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys
     run("run", "--resume", "--steps", 9)
     assert evaluated(out)[-2:] == [8, 9] and checkpoint.load(out, Config)[0].save_every == 3
     said, last = capsys.readouterr().out, metrics(out)[-1]
-    assert said.count(f"the run in {out} is complete: raise --steps, or use --eval_only") == 1
     assert f"\nstep 9  held out: greedy {last['greedy']:.1%}  pass@1 {last['pass@1']:.1%}" in said
     assert "dead_groups" not in last and "dead_groups" not in said
 
@@ -350,7 +351,7 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
     task.write_text(TASK)
     task.rename(moved)
     for given in (["--resume", "--out", out], ["--ask", "ab=", "--init", out]):
-        assert f"to allow it, add --task {task}" in fault(capsys, *given)
+        assert f"to allow it to be executed, add --task {task}" in fault(capsys, *given)
     resume = ["--resume", "--steps", 3, "--out", out, "--task"]
     assert f"has --task {task}, not" in fault(capsys, *resume, moved)
     moved = moved.rename(tmp_path / "x" / task.name)
@@ -364,7 +365,7 @@ def test_code_that_has_changed_is_noted(run, task, capsys):
     code["algo"].write_text("SETTINGS = {}\n")
     out = run("run", "--steps", 0, "--algo", code["algo"])
     given = {name: str(path) for name, path in code.items()}
-    for more, noted in (("", 0), ("#", 1), ("#", 1), ("", 0)):
+    for more, noted in (("#", 1), ("#", 1), ("", 0)):
         task.write_text(TASK + more)
         code["algo"].write_text("SETTINGS = {}\n" + more)
         capsys.readouterr()
@@ -374,12 +375,6 @@ def test_code_that_has_changed_is_noted(run, task, capsys):
         notes = [f"note: the file of --{name} has changed since the run in {out}" for name in code]
         assert [*map(capsys.readouterr().out.count, notes)] == [noted] * 2
     assert files.about(out)["data"].keys() >= {"task", "algo"}
-    (task.parent / "moved").mkdir()
-    (task.parent / "moved" / task.name).write_text(TASK + "#")
-    moved = given | {"task": str(task.parent / "moved" / task.name)}
-    cfg = checkpoint.resume(out, Config, moved)[0]
-    checkpoint.compare(out, checkpoint.data_of(cfg))
-    assert notes[0] in capsys.readouterr().out
     task.write_text(TASK + "#")
     (out / "run.json").unlink()
     cfg = checkpoint.resume(out, Config, given)[0]
@@ -500,16 +495,16 @@ def test_a_kill_while_a_run_is_renamed(run, monkeypatch):
         real(source, target)
         os.truncate(target / "model.safetensors", 100)
         raise Killed
+    previous = out.with_name("run.1")
     for module, name, kill, left in ((os, "rename", killed, out),
-                                     (shutil, "copytree", half, out.with_name("run.1"))):
+                                     (shutil, "copytree", half, previous)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, kill)
             run("run", "--steps", 1)
         assert contents(left) == first
     run("run", "--steps", 1)
-    assert contents(out.with_name("run.1")) == first and weights(out).keys() == weights(
-        out.with_name("run.1")).keys() and bytes_of(out, "model.safetensors") == bytes_of(
-        out.with_name("run.1"), "model.safetensors")
+    assert contents(previous) == first
+    assert bytes_of(out, "model.safetensors") == bytes_of(previous, "model.safetensors")
 
 
 @pytest.mark.parametrize("names", [

@@ -18,7 +18,6 @@ from test_oracle import on_ranks
 
 from data import UserError, call
 from grpo import Config
-from model import double
 from run import dist, passes
 
 
@@ -186,9 +185,7 @@ def test_a_second_signal_is_obeyed_at_once():
 
 def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
     """As nohup has it; nothing can be written there, and a shell sends the signal twice."""
-    def closed(*given):
-        raise OSError
-    monkeypatch.setattr(os, "write", closed)
+    monkeypatch.setattr(os, "write", lambda *given: os.stat("/none"))
     with pytest.raises(dist.Stopped) as stopped, dist.stoppable():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
@@ -198,15 +195,12 @@ def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
     with dist.stoppable():
         signal.raise_signal(signal.SIGHUP)
         assert dist.stop_asked() == 0
-    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("given", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_a_rank_without_the_rest_of_torchruns_environment(given, monkeypatch):
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, x in given.items():
-        monkeypatch.setenv(name, x)
+def test_a_rank_without_the_rest_of_torchruns_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="RANK is set in the environment, but not all"):
         dist.start(Config(device="cpu"))
 

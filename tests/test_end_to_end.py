@@ -123,8 +123,9 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
 
 
 def test_the_run_folder(unbroken):
-    names = ("model.safetensors config.json checkpoint.safetensors run.json metrics.jsonl grpo.lock "
+    names = ("model.safetensors config.json checkpoint.safetensors run.json metrics.jsonl "
              "samples.jsonl report.html warm_start tokenizer.json tokenizer_config.json").split()
+    names.append(files.MARK)
     assert {p.name for p in unbroken.iterdir()} == {*names}
     first, step, *_, last = records(unbroken / "metrics.jsonl")
     assert step.keys() >= TIMES | {*("step beta reward accuracy length kl entropy clip_share loss "

@@ -138,13 +138,6 @@ def test_a_task_may_change_what_it_is_given():
     assert [row["correct"] for row in rows] == [1, 0, 1]
 
 
-def test_a_module_beside_a_task(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "friend.py").write_text("RIGHT = 0.25\n")
-    path = task(tmp_path, more="import friend\nDEFAULTS['lr'] = friend.RIGHT\n")
-    assert grpo.make_config(task=str(path)).lr == 0.25
-
-
 def test_a_process_that_is_no_fork_imports_a_task(tmp_path, monkeypatch):
     """By its file, unless the name is another module's."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -259,9 +252,9 @@ def test_problems_are_compared_with_those_of_the_same_task(tmp_path, capsys):
 
 
 def test_ranks_must_have_the_same_problems(monkeypatch):
-    one, two = ([SimpleNamespace(prompt=x) for x in words] for words in ("ab", "ba"))
-    cfg, parts = grpo.Config(), ((one, two), (two, one), (one, one))
-    assert len({str(setup.fingerprint(cfg, *x)) for x in parts}) == 3
+    cfg, one, two = grpo.Config(), *([SimpleNamespace(prompt=x) for x in y] for y in ("ab", "ba"))
+    found = [str(setup.fingerprint(cfg, *x)) for x in ((one, two), (two, one), (one, one))]
+    assert len({*found}) == 3
     monkeypatch.setattr(dist, "gather", lambda x: [x, "another"])
     with pytest.raises(UserError, match="the ranks have different problems"):
         setup.fingerprint(cfg, one, two)

@@ -114,6 +114,17 @@ def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, caps
     assert all(f"\n## {heading}\n" in page for heading in (EQUAL, OVER, FELL))
 
 
+def test_a_fall_of_the_true_reward_is_warned_of(capsys):
+    """Once: six times below each of the first six."""
+    stats = dict(reward=0, dead_groups=0, finished=1, seconds=1, lr=1, kl=0, accuracy=0.5)
+    earned = [0.4, 0.5, 0.3, 0.4, 0.4, 0.4, 0.35] + [0.29] * 9
+    for n in range(1, len(earned) + 1):
+        report.step_line(n, 99, [stats | dict(rule_reward=x) for x in earned[:n]])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  rule_reward 0.400  " in lines[0] and "rule_reward fell: --beta may" in lines[13]
+    assert len(lines) == len(earned) + 1
+
+
 @pytest.mark.parametrize("seconds, total, left", [
     ([60.0, 2.0, 2.0], 33, "1:00"), ([50.0] * 20 + [1.0] * 9, 89, "1:00"),
     ([1.0] * 5 + [3.0] * 4, 609, "10:00")])
@@ -275,14 +286,6 @@ def test_pieces_join_to_the_text():
     assert step_tokens(encoding, [*text], [1, 2, 3, 4, 5]) == [0, 2, 5, 9, 10]
 
 
-@pytest.mark.slow
-def test_looking_changes_no_step(made, tmp_path):
-    run(tmp_path / "less", **SMALL | dict(save_every=1000))
-    whole, less = (x / "model.safetensors" for x in (made.folder, tmp_path / "less"))
-    assert whole.read_bytes() == less.read_bytes()
-    assert [x["step"] for x in records(less.with_name("samples.jsonl"))] == [1, 1, 5, 5]
-
-
 # -------- the page
 
 DATA = r'<script id="data" type="application/json">(.*?)</script>'
@@ -346,15 +349,6 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
     assert one["steps"] == 4 and 0 < len(one["samples"]) < 8
     assert shown_data(report.write(copies[:1], tmp_path))[0]["samples"] == made.lines
     assert len(shown_data(copies[0] / "report.html")) == 1
-
-
-def test_a_run_is_named_by_its_folder_wherever_one_stands(tmp_path, monkeypatch):
-    """A long one has each line of its log."""
-    log = [{"step": step, "reward": step / 7} for step in range(2500)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
-    monkeypatch.chdir(tmp_path)
-    run, = shown_data(report.write(["."]))
-    assert (run["name"], run["path"], run["metrics"]) == (tmp_path.name, ".", log)
 
 
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):

@@ -62,6 +62,14 @@ def test_models_begin_as_copies_of_the_policy(dtype, monkeypatch):
     assert new_agent(baseline="value").critic.trunk is None and new_agent().critic is None
 
 
+def test_a_parameter_that_no_checkpoint_would_keep_is_refused(monkeypatch):
+    def new_optimizer(agent):
+        return torch.optim.SGD([*agent.policy.parameters(), torch.nn.Parameter(torch.ones(1))])
+    monkeypatch.setattr(grpo, "new_optimizer", new_optimizer)
+    with pytest.raises(UserError, match="in no model of the agent"):
+        new_agent()
+
+
 def test_a_resumed_run_samples_from_the_weights_that_were_saved():
     """Where the sampler is a rounded copy it is not that of the model as it was built."""
     given = dict(dtype="bfloat16", kl="none")
@@ -122,6 +130,7 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
     """8 tokens sampled in 2 seconds, after 3 in which the task judged, and learned in 5."""
     clock, batch = iter([10.0, 15.0, 20.0]), batch_of(torch.arange(12).view(2, 6) < 8)
     monkeypatch.setattr(report.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(dist, "gather", lambda x: [(0.0, 4.5), x, (2.0, 5.0)])     # the slowest
     timed = report.Clock()
     data.SPENT[0] += 3
     timed.has_sampled()

@@ -889,7 +889,7 @@ def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
     grpo.main([*command, "--beta", "0.5"])                          # nothing to do
     go_on = ["--resume", "--out", str(out), "--steps", "3"]
     assert f"in the file {path}" in fault(capsys, *go_on)
-    assert "--algo has changed" in fault(capsys, *go_on, "--algo", "grpo")
+    assert f"has --algo {path}, not grpo" in fault(capsys, *go_on, "--algo", "grpo")
     algorithm_in(tmp_path, "# changed", **given)
     grpo.main([*command, "--steps", "3"])
     assert checkpoint.load(out, grpo.Config)[0] == replace(cfg, steps=3)
@@ -902,6 +902,7 @@ def test_what_an_imported_variant_does_not_use_is_refused(tmp_path):
     path = tmp_path / "two.py"
     path.write_text("from experiments.variants import gdpo\nSETTINGS = {}\n")
     cfg = grpo.make_config(algo=str(path), supervision="process")
+    assert {file.stem for file in config.SOURCES} == {"two", "gdpo"}        # hashed in run.json
     with raises(UserError, match="two.py does not take --supervision process"):
         config.check_used(cfg, arithmetic)
 
@@ -912,7 +913,9 @@ def test_what_an_imported_variant_does_not_use_is_refused(tmp_path):
     ("bad.py", "SETTINGS = dict(betta=0)", "did you mean --beta"),
     ("bad.py", "SETTINGS = dict(kl='nothing')", "--kl must be one of"),
     ("none.py", "", "no file none.py"), ("CISPO", "", "did you mean cispo"),
-    ("reinforce++", "", "there are grpo"), (3, "", "no --algo 3: "),
+    ("bad.py", "SETTINGS = {}\nFIXED = ['clip_hi']", "did you mean --clip_high"),
+    *((name, "", "there are grpo, .*docs/variants.md") for name in ("reinforce++", "dpo", "sppo")),
+    (3, "", "no --algo 3: "),
     ("", "", "there are grpo, reinforce, .*, cispo, ")])
 def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

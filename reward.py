@@ -259,8 +259,8 @@ def refit(agent, batches, n_held_out, rng):
     agent.history = history
     label = to_fit["label"][to_fit["ends"]]
     if label.amin() == label.amax():
-        dist.print0("warning: all labels are equal: the reward model learns nothing from them, and "
-                    "one that never learned gives every completion 0")
+        dist.print0("warning: all labels are equal: the reward model learns nothing; before it has "
+                    "learned, all rewards are 0")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 
@@ -269,7 +269,10 @@ def refit(agent, batches, n_held_out, rng):
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     label = test["label"][test["ends"]]
     accuracy, error, chance = quality(score, label, K)
-    normalise(reward_model, agent.history, cfg)
+    if K > 1:
+        normalise(reward_model, agent.history, cfg)
+    else:
+        reward_model.norm[1] = 1        # finite: of steps the probabilities count
     dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
                 f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}  calibration "
                 f"error {error:.3f}")
@@ -283,11 +286,7 @@ def labelled(batch):
     return {name: x.cpu() for name, x in rows.items()}
 
 def normalise(reward_model, history, cfg):
-    """Gives scores the mean 0 and the std 1 over the history: the latest rows vary too little. Of
-    steps the probabilities count, as they are."""
-    if cfg.supervision == "process":
-        reward_model.norm.copy_(torch.tensor([0.0, 1.0]))
-        return
+    """Gives scores the mean 0 and the std 1 over the history: the latest rows vary too little."""
     score = scores_of(reward_model, history, cfg)
     mean, std = score.mean(), score.std()
     if not std > 1e-6 * mean.abs():

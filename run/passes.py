@@ -48,7 +48,7 @@ def join(values):
     return torch.cat(values)
 
 def take(x, rows):
-    """Some rows of a field, by indices (n,) on the host: of a tensor, a list, or each in a dict."""
+    """Some rows of a field, a tensor, list or dict of such, by indices (n,) on the host."""
     if isinstance(x, dict):
         return {name: take(value, rows) for name, value in x.items()}
     if isinstance(x, list):
@@ -64,23 +64,21 @@ def joined(batches, rows):
     return type(batches[0])(**take(every, rows))
 
 def groups_of(problems):
-    """The number of each row's group, (B,) on the host: the rows of one problem, wherever they are,
-    are a group."""
-    number = {}
-    return torch.tensor([number.setdefault(id(p), len(number)) for p in problems], dtype=torch.int64)
+    """The number of each row's group, (B,): the rows of one problem, wherever they are."""
+    numbers = {}
+    found = [numbers.setdefault(id(problem), len(numbers)) for problem in problems]
+    return torch.tensor(found, dtype=torch.int64)
 
 def grid(groups, device="cpu"):
-    """For each group, by the numbers of the rows' groups (B,), its rows, (P, G), -1 where it has
-    fewer; and for each row its place in there, flattened, (B,)."""
-    sizes = groups.bincount()
-    most = max(sizes.tolist(), default=0)
+    """The rows of each group, (P, G), by their groups' numbers (B,), -1 where a group has fewer;
+    and each row's place among these, flattened, (B,)."""
+    size = groups.bincount()
+    G = max(size.tolist(), default=0)
     order = groups.argsort(stable=True)
-    first = sizes.cumsum(0) - sizes                             # of each group, in that order
-    place = groups * most
-    place[order] += torch.arange(len(order)) - first[groups[order]]
-    rows = torch.full((len(sizes) * most,), -1)
-    rows[place] = torch.arange(len(order))
-    return rows.view(len(sizes), most).to(device), place.to(device)
+    of_group = torch.arange(G) < size[:, None]
+    rows = torch.full(of_group.shape, -1).masked_scatter(of_group, order)
+    place = of_group.flatten().nonzero()[:, 0][order.argsort()]
+    return rows.to(device), place.to(device)
 
 # ---------------------------------------------------------------- micro-batches
 
@@ -241,35 +239,35 @@ def logps_in_parts(gpt, h, tokens):
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):
-    """The entropy in nats, (B, T), of the distribution from which the policy, as it is now, would
-    draw each sampled token of a Batch; 0 outside mask."""
+    """The entropy in nats, (B, T), of what the policy as it is now would draw each sampled token of
+    a Batch from; 0 outside mask."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, most_logits(device) // gpt.cfg.vocab_size)
     for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
-        before, sampled = ids[rows, :T][:, :-1], mask[rows, 1:T]
-        h = gpt(before, layout=layout_of(gpt, before, sampled))                 # (r, T - 1, C)
-        sampled = send(sampled, device)
-        parts = (h[sampled] / cfg.temperature).split(size)
+        before, on = ids[rows, :T][:, :-1], mask[rows, 1:T]
+        h = gpt(before, layout=layout_of(gpt, before, on))                      # (r, T - 1, C)
+        on = send(on, device)
+        parts = (h[on] / cfg.temperature).split(size)
         found = torch.cat([torch.special.entr(gpt.probs(part)).sum(-1) for part in parts])
-        entropy[send(rows, device), 1:T] = entropy.new_zeros(sampled.shape).masked_scatter(
-            sampled, found)
+        found = entropy.new_zeros(on.shape).masked_scatter(on, found)
+        entropy[send(rows, device), 1:T] = found
     return entropy
 
 def token_numbers(batch):
-    """The number of each column of each row, (B, T), among those of all ranks, and how many there
-    are: the same with one rank and with several."""
+    """Numbers of the columns of rows, (B, T), as if one rank had all, and how many there are."""
     number, total = dist.numbered(batch.groups)
     T = dist.largest(batch.ids.size(1))
     return number[:, None] * T + torch.arange(batch.ids.size(1)), total * T
 
 def highest(x, mask, share):
-    """A mask of the `share` of all ranks' tokens in mask (B, T), at least one, whose x (B, T) is
-    the highest; of equal ones all."""
-    every = torch.cat(dist.gather(x[mask.to(x.device)].cpu()))
+    """A mask of those tokens in mask (B, T), a share of those of all ranks, one at least, whose x
+    (B, T) is the highest."""
+    x = x.to(mask.device)
+    every = torch.cat(dist.gather(x[mask].cpu()))
     n = max(1, int(share * len(every)))
     least = F.pad(every, (0, 1), value=-torch.inf).topk(n).values[-1]
-    return mask & (x >= least.to(x.device)).to(mask.device)
+    return mask & (x >= least.to(x.device))
 
 # ----------------------------------------------- sampler and trainer must agree
 

@@ -1,15 +1,15 @@
 """KL-Cov (arXiv 2505.22617, eq. 12): the SHARE of a minibatch's tokens with the largest covariance
 of advantage and log-probability, the first of equal ones, is penalized by |log ratio|, as in the
-authors' code; there is no clip, and the loss is a mean over tokens. Takes a forward pass more.
+authors' code; there is no clip, and the loss is a mean over tokens.
 """
 from dataclasses import dataclass, replace
 
 import torch
 
 import grpo
-from grpo import Tokens
+from experiments.variants.clip_cov import covariance
 from grpo import total_loss as unpenalized
-from run import dist, passes
+from run import passes
 
 SETTINGS = dict(kl="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
 FIXED = ["clip_low", "clip_high"]
@@ -18,22 +18,16 @@ SHARE, COEFFICIENT = 2e-3, 1.0
 
 @dataclass
 class Batch(grpo.Batch):
-    held: Tokens = None         # (B, T) bool: penalized
+    held: grpo.Tokens = None        # (B, T) bool: penalized
 
 
 def minibatch(agent, batch, rows):
     part = passes.select(batch, rows, batch.ids.size(1))
-    on = part.mask
-    logp = part.logp
-    if part.old_logp is not None:
-        logp, _ = grpo.logps(agent.policy, part, agent.cfg)
-    adv_mean, _ = dist.mean_and_std(part.adv[on])
-    logp_mean, _ = dist.mean_and_std(logp[on])
-    cov = (part.adv - adv_mean) * (logp - logp_mean)
+    cov, _ = covariance(agent, part)
     number, total = passes.token_numbers(batch)
     first = cov.cpu().double().round(decimals=4) - 5e-5 * number[rows] / total
     held = torch.zeros_like(batch.mask)
-    held[rows] = passes.highest(first, on, SHARE)
+    held[rows] = passes.highest(first, part.mask, SHARE)
     return replace(batch, held=held)
 
 
@@ -50,6 +44,4 @@ def total_loss(agent, batch, weight, n_tokens):
     return loss, stats, logp
 
 
-grpo.Batch = Batch
-grpo.minibatch = minibatch
-grpo.total_loss = total_loss
+grpo.Batch, grpo.minibatch, grpo.total_loss = Batch, minibatch, total_loss

@@ -301,12 +301,9 @@ def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: for each problem a completion, as
     ids. Their logp is the present policy's; that of who wrote them may take its place."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    rows = [prompt + ids for prompt, ids in zip(prompts, said)]
-    ids = passes.padded(rows, 1, max(map(len, rows)))
-    start, end = torch.tensor([[*map(len, prompts)], [*map(len, rows)]])[..., None]
-    column = torch.arange(ids.size(1))
-    finished = torch.tensor([row[-1] in agent.encoding.stop for row in rows])
-    tensors = ids, (start <= column) & (column < end), finished, torch.zeros(ids.shape), start[:, 0]
+    ids, mask = setup.padded([*zip(prompts, said)])
+    finished = torch.tensor([row[-1] in agent.encoding.stop for row in said])
+    tensors = ids, mask, finished, torch.zeros(ids.shape), mask.int().argmax(1)
     batch = Batch(*(x.to(agent.policy.device) for x in tensors))
     batch.on_policy = torch.zeros_like(batch.finished)
     batch.logp, _ = logps(agent.sampler, batch, agent.cfg)
@@ -566,17 +563,12 @@ def update(agent, batch, rng):
         agent.opt.zero_grad()
     return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
-def has_advantage(agent, batch):
-    """Which rows have an advantage, or a term of the reference or the critic: (B,), on the host."""
-    others = agent.ref is not None or agent.critic is not None
-    return (batch.mask.any(1) & (batch.adv.any(1) | others)).cpu()
-
 def has_gradient(agent, batch):
-    """Which rows have a gradient, (B,), on the host: update skips the others. A loss that a file
-    replaces may have more terms: it gets all rows, unless the file says `has_advantage`."""
-    if {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys():
-        return torch.ones(len(batch.ids), dtype=torch.bool)
-    return has_advantage(agent, batch)
+    """Which rows have a gradient, (B,), on the host; update skips the others. Without terms of a
+    reference, a critic or a file's own loss these are the rows with an advantage."""
+    more = agent.ref is not None or agent.critic is not None
+    more |= not config.REPLACED.keys().isdisjoint({"surrogate", "policy_loss", "total_loss"})
+    return (batch.mask.any(1) & (batch.adv.any(1) | more)).cpu()
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):

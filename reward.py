@@ -268,17 +268,16 @@ def refit(agent, batches, n_held_out, rng):
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     label = test["label"][test["ends"]]
-    accuracy, error, chance = quality(score, label, K)
+    accuracy, chance = quality(score, label, K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
     else:
         reward_model.norm[1] = 1        # finite: of steps the probabilities count
     dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
-                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}  calibration "
-                f"error {error:.3f}")
+                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}")
     if not accuracy > chance:
         dist.print0("warning: the reward model is no better than chance")
-    return {"rm_accuracy": accuracy, "rm_error": error}
+    return {"rm_accuracy": accuracy}
 
 def labelled(batch):
     """The rows of a Batch, with their rewards as labels, on the host: tensors (B, T)."""
@@ -326,27 +325,18 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """Accuracy and expected calibration error (10 bins) of scores (n,) on labels (n,), and the
-    accuracy of a guess. Of K choices any of the best is right; where all are, the set does not
-    count: NaN if there is no other."""
+    """The accuracy of scores (n,) on labels (n,), and that of a guess. Of K choices any of the best
+    is right; where all are, the set does not count: NaN if there is no other."""
     if K == 1:
-        p = score.sigmoid()
-        confidence = torch.maximum(p, 1 - p)
-        good = (label > 0.5).float()
-        correct = ((p > 0.5) == (good > 0.5)).float()
-        outcome = correct
-        chance = torch.maximum(good.mean(), 1 - good.mean())        # the more frequent answer
+        good = label > 0.5
+        right = (score > 0) == good
+        share = good.float().mean()
+        chance = torch.maximum(share, 1 - share)            # the more frequent answer
     else:
-        shares = label.view(-1, K)  # the probability of each to be chosen
+        shares = label.view(-1, K)              # the probability of each to be chosen
         differ = shares.amax(1) > shares.amin(1)
-        confidence, pick = score.view(-1, K).softmax(1)[differ].max(1)
-        shares = shares[differ]
-        outcome = shares.gather(1, pick[:, None]).squeeze(1)
-        best = shares.amax(1)
-        correct = (outcome == best).float()
-        chance = (shares == best[:, None]).float().mean()
-    bins = (confidence * 10).long().clamp(max=9)
-    gap = torch.zeros(10)
-    gap = gap.index_add(0, bins, confidence - outcome)
-    error = gap.abs().sum() / len(correct)
-    return correct.mean().item(), error.item(), chance.item()
+        best = (shares == shares.amax(1, keepdim=True))[differ]
+        pick = score.view(-1, K)[differ].argmax(1)
+        right = best.gather(1, pick[:, None])
+        chance = best.float().mean()
+    return right.float().mean().item(), chance.item()

@@ -130,7 +130,7 @@ def require(task, function, why):
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta lr "
-    "rollout_tok_s update_tok_s reward_seconds rm_accuracy rm_error greedy turns".split())
+    "rollout_tok_s update_tok_s reward_seconds rm_accuracy greedy turns".split())
 SPENT = [0.0]           # seconds in the functions reward, rewards and steps of tasks
 
 @contextlib.contextmanager
@@ -141,8 +141,8 @@ def timed():
     SPENT[0] += time.perf_counter() - began
 
 def of(problem):
-    """A problem in a message; None is a question from the keyboard."""
-    return "a question" if problem is None else f"the prompt {problem.prompt!r:.200}"
+    """A problem in a message."""
+    return f"the prompt {problem.prompt!r:.200}"
 
 def shown(x, depth=2):
     """What a value shows of itself, alike in every process: sets in order, no addresses."""

@@ -137,12 +137,6 @@ def dialogue(encoding, question, batch, episodes=None):
     cut = "" if batch.finished[0] else f"\n(cut off after {int(batch.mask.sum())} tokens)"
     return question + "\n" * bool(encoding.frame.after) + completion + cut
 
-def typed_reply(problem, said):
-    """The `reply` of the person at the keyboard; an empty line ends the episode."""
-    print0(said[-1])
-    print("reply, or nothing to end: ", end="", flush=True)
-    return sys.stdin.readline().rstrip("\n")
-
 def farewell(cfg, question):
     """Prints where the report and the model are."""
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -76,6 +77,9 @@ def to_train_on(cfg, task):
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{''.join(empty)}")
+    # Rows of one object are a group: an object that stands there twice is two.
+    first = {id(p): i for i, p in reversed([*enumerate(train)])}
+    train = [p if first[id(p)] == i else copy.copy(p) for i, p in enumerate(train)]
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
@@ -186,15 +190,16 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def ask(agent, question, sample):
-    """grpo.ask, by grpo.sample; the replies are the task's or, of its own question, a person's."""
+    """grpo.ask, by grpo.sample. A question that is no problem's is one with nothing but a prompt."""
     task, text, episodes = agent.task, question, None
     if hasattr(task, "prompt"):
         text = call(task.prompt, "the function prompt", question)
     ids = agent.encoding.encode_prompt(text)
     if hasattr(task, "reply"):
-        problem = {p.prompt: p for p in chain(*problems_of(agent.cfg, task))}.get(text)
-        reply = report.typed_reply if problem is None else task.reply
-        episodes = turns.Episodes(reply, agent.encoding, agent.cfg.max_turns, [problem], [len(ids)])
+        known = {p.prompt: p for p in chain(*problems_of(agent.cfg, task))}
+        problem = known.get(text, SimpleNamespace(prompt=text))
+        episodes = turns.Episodes(task.reply, agent.encoding, agent.cfg.max_turns, [problem],
+                                  [len(ids)])
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(ids))
     batch = sample(agent.sampler, [ids], 1, [max(1, room)], agent.cfg.temperature,
                    agent.encoding.stop, reply=episodes)

@@ -355,21 +355,13 @@ class FitOracle:
         assert not data
 
     def quality(self, test):
-        """Accuracy, and how far certainty is from it, by tenths of certainty."""
-        right, tenths = [], {}
+        """Accuracy, the best of K or by the sign."""
+        right = []
         for a_set in test:
             score = [s.item() for x in a_set for s in self.scores(*x)]
             label = [labels[i] for _, labels in a_set for i in sorted(labels)]
-            found = []                  # certainty, and what came of it
             if self.K == 1:
-                found += [(1 / (1 + math.exp(-abs(s))), (s > 0) == (y > 0.5))
-                          for s, y in zip(score, label)]
-                right += [correct for _, correct in found]
+                right += [(s > 0) == (y > 0.5) for s, y in zip(score, label)]
             elif min(label) < max(label):
-                pick = score.index(max(score))
-                found.append((math.exp(max(score)) / sum(map(math.exp, score)), label[pick]))
-                right.append(label[pick] == max(label))
-            for p, outcome in found:
-                tenths.setdefault(min(9, int(10 * p)), []).append(p - outcome)
-        error = sum(abs(sum(x)) for x in tenths.values()) / len(right)
-        return {"rm_accuracy": mean(right), "rm_error": error}
+                right.append(label[score.index(max(score))] == max(label))
+        return {"rm_accuracy": mean(right)}

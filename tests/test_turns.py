@@ -392,17 +392,15 @@ def test_the_terminal_shows_replies_apart(echo, capsys):
     assert all(any(f"={text}   reward" in line for text in want) for line in lines)
 
 
-def test_a_question_is_played_with_its_problem_or_with_the_person(capsys, monkeypatch):
+def test_a_question_is_played_with_its_problem_or_one_of_its_own(monkeypatch):
     problem, asked = guess.problems()[1][0], []
     monkeypatch.setattr(guess, "reply", lambda *given: asked.append(given) or {1: "zz"}.get(
         len(given[1])))
     agent = agent_of(grpo.make_config(task="guess"), guess, policy=saying(49, 256))
-    assert grpo.ask(agent, problem.prompt) == problem.prompt + "1[zz]"
-    assert asked == [(problem, ["1"]), (problem, ["1", "zz", ""])]
-    agent.sampler = saying(49, 7, 256)
-    monkeypatch.setattr("sys.stdin", io.StringIO("+\n\n"))
-    assert "[+]" in grpo.ask(agent, "11-12:")           # too short for a problem
-    assert capsys.readouterr().out == "1\\x07" + 2 * "\nreply, or nothing to end: "
+    for question in (problem.prompt, "11-12:"):         # too short for a problem
+        assert grpo.ask(agent, question) == question + "1[zz]"
+    assert asked[:2] == [(problem, ["1"]), (problem, ["1", "zz", ""])]
+    assert vars(asked[-1][0]) == dict(prompt="11-12:")
 
 
 # ---------- the guessing game

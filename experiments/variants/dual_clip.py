@@ -18,4 +18,3 @@ def surrogate(logp, old_logp, adv, mask, cfg):
 
 
 grpo.surrogate = surrogate
-grpo.has_gradient = grpo.has_advantage

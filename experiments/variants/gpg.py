@@ -24,4 +24,3 @@ def surrogate(logp, old_logp, adv, mask, cfg):
 
 grpo.advantages = advantages
 grpo.surrogate = surrogate
-grpo.has_gradient = grpo.has_advantage

@@ -25,4 +25,3 @@ def total_loss(agent, batch, weight, tokens):
 
 grpo.rollout = rollout
 grpo.total_loss = total_loss
-grpo.has_gradient = grpo.has_advantage

@@ -77,7 +77,6 @@ const MEANING = {
   explained_variance: "share of the returns' variance that the critic explains: 1 is all, 0 only their mean",
   rule_reward: "the reward by the task's rule, which the learned reward replaces",
   rm_accuracy: "accuracy of the reward model on held-out labels",
-  rm_error: "expected calibration error of the reward model on held-out labels",
   beta: "KL coefficient",
   lr: "learning rate",
   seconds: "seconds per step",

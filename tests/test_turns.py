@@ -244,7 +244,7 @@ def test_the_environments_words_earn_nothing(echo):
 def test_half_a_character_at_the_end_of_a_turn_stays_there():
     ids = [97, 226, 130, 256, 172, 98, 256]
     replies = iter("x")
-    episodes = turns.Episodes(lambda *given: next(replies, None), ENCODING, 8, [None], [0])
+    episodes = turns.Episodes(lambda *given: next(replies, None), ENCODING, 8, [GAME], [0])
     assert episodes(0, ids[:4], 9) == ([120], False)
     assert episodes(0, [*ids[:4], 120, *ids[4:]], 9) == ([], True)
     assert episodes.turns == [["a\ufffd", "x", "\ufffdb"]]
@@ -396,8 +396,9 @@ def test_a_question_is_played_with_its_problem_or_one_of_its_own(monkeypatch):
     problem, asked = guess.problems()[1][0], []
     monkeypatch.setattr(guess, "reply", lambda *given: asked.append(given) or {1: "zz"}.get(
         len(given[1])))
-    agent = agent_of(grpo.make_config(task="guess"), guess, policy=saying(49, 256))
+    agent = agent_of(grpo.make_config(task="guess"), guess)
     for question in (problem.prompt, "11-12:"):         # too short for a problem
+        agent.sampler = saying(49, 256)
         assert grpo.ask(agent, question) == question + "1[zz]"
     assert asked[:2] == [(problem, ["1"]), (problem, ["1", "zz", ""])]
     assert vars(asked[-1][0]) == dict(prompt="11-12:")

@@ -117,14 +117,19 @@ def test_the_memory_is_kept_for_the_next_rollout_and_only_grows(monkeypatch):
     assert sizes == [(32, 64)] * 2 + [(64, 64)] * 2 + [(64, 128)] * 3
     assert len({*map(id, memories)}) == 3
     assert plain not in caches.MEMORY and copy.deepcopy(model) not in caches.MEMORY
-    model.amp = torch.bfloat16
-    sample(model, PROMPTS, 8, [20] * 3, 1.0, STOP, uniform(24, 20))
-    assert caches.MEMORY[model].dtype == torch.bfloat16
+    agent = SimpleNamespace(policy=plain, sampler=model)
+    with dist.updating(agent):
+        assert model in caches.MEMORY
     monkeypatch.setattr(dist, "is_sharded", lambda x: x is plain)
     monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
-    for _ in range(2):              # an update frees the weights, at which graphs point
-        with dist.updating(SimpleNamespace(policy=plain, sampler=model)):
+    for _ in range(2):              # frees the weights, at which graphs point
+        with dist.updating(agent), torch.no_grad():
             assert model not in caches.MEMORY and not any(map(len, model.parameters()))
+            plain.norm.weight.mul_(1.1)
+    assert_same(sample(model, *given), sample(plain, *given))
+    model.amp = torch.bfloat16
+    sample(model, *given)
+    assert caches.MEMORY[model].dtype == torch.bfloat16
 
 
 def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):

@@ -1,7 +1,6 @@
 """The static cache on CUDA, where the model's step is recorded as a graph for each shape: on a
 pretended device, whose graphs compute nothing while they record."""
 import copy
-from types import SimpleNamespace
 
 import pretend
 import pytest
@@ -89,24 +88,6 @@ def test_weights_that_change_in_place_are_seen(device):
     assert graphs(sampler) == recorded
     assert_same(b, sampled(policy, SHORT))
     assert b.ids.shape != before.ids.shape or not torch.equal(b.ids, before.ids)
-
-
-def test_weights_with_new_addresses_are_recorded_anew(device, monkeypatch):
-    """A sharded run frees its sampler's weights for the update, and its graphs with them."""
-    policy = tiny_model()
-    on_device = copy.deepcopy(policy).to(device)
-    agent = SimpleNamespace(policy=on_device, sampler=static(copy.deepcopy(on_device)))
-    with dist.updating(agent):                         # not sharded: nothing is freed
-        assert all(p.numel() for p in agent.sampler.parameters())
-    sampled(agent.sampler, SHORT)
-    before = graphs(agent.sampler)
-    monkeypatch.setattr(dist, "is_sharded", lambda x: x is agent.policy)
-    monkeypatch.setattr(dist, "parameters", lambda module: dict(module.named_parameters()))
-    with dist.updating(agent), torch.no_grad():
-        for p, q in zip(policy.parameters(), agent.policy.parameters(), strict=True):
-            q.copy_(p.mul_(1.1))
-    assert_same(sampled(agent.sampler, SHORT), sampled(policy, SHORT))
-    assert not {*graphs(agent.sampler).values()} & {*before.values()}
 
 
 def test_a_model_that_waits_inside_cannot_be_recorded(device, monkeypatch):

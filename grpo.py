@@ -141,7 +141,7 @@ def make_config(**given):
     """The Config for a command line or a notebook, which may also give a task's own settings, such
     as `difficulty`. Raises UserError for unknown names and bad values."""
     task_args = given.pop("task_args", {})
-    given = config.at_home(task_args | given)   # a task's own settings count as flags, too
+    given = task_args | given           # a task's own settings count as flags, too
     task = config.load_task(given.get("task", Config.task))
     algo = (task.DEFAULTS | given).get("algo", Config.algo)
     # An algorithm's file is executed here: it replaces functions of this module.

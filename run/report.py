@@ -145,7 +145,7 @@ def typed_reply(problem, said):
     return sys.stdin.readline().rstrip("\n")
 
 def farewell(cfg, question):
-    """Prints where the report and the model are."""
+    """Says where report and model are."""
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"

@@ -102,7 +102,7 @@ def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
 SLIPS = {"clip-hihg": "clip_high", "resum": "resume", "dificulty": "difficulty", "grup": "group"}
 SEE = "see --help"
 OTHERS = dict(learning_rate="--lr", loss_agg_mode="--loss_mean, or", save_steps="--eval_every, ",
-              report_to="a recipe in docs/changing.md", lora_rank="a recipe in docs/changing.md")
+              report_to="a recipe in docs/changing.md", use_peft="a recipe in docs/changing.md")
 
 
 @pytest.mark.parametrize("name, hint", [

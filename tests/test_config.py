@@ -195,7 +195,8 @@ def test_what_comes_before_what(monkeypatch):
     assert grpo.make_config(task="countdown").max_new == 384
     assert str(grpo.Config(task="./x/y.py").folder) == "out/y"
     home = dict(out="~/x", init="~/y", task="gsm8k", train="~/z")
-    flags = [x for name, path in home.items() for x in (f"--{name}={path}",)]
+    flags = [f"--{name}={path}" for name, path in home.items()]
+    assert config.read(grpo.Config, "", flags)[1]["init"] == str(Path.home() / "y")
     for cfg in (grpo.make_config(**home), read(*flags)):
         found = cfg.folder, Path(cfg.init), Path(cfg.task_args["train"])
         assert found == tuple(Path.home() / x for x in "xyz")

@@ -98,7 +98,7 @@ def import_file(path, name=""):
 
 def task_file(name):
     """data/<name>.py, or `name` itself if it is a path."""
-    return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name)
+    return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name).expanduser()
 
 def load_task(name):
     """The module of a task: data/<name>.py, or a path that ends in .py, with all it must have."""

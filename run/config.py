@@ -122,10 +122,6 @@ def folder_of(settings):
     """The folder of a run: --out or, without one, out/<task>."""
     return Path(settings.get("out") or f"out/{Path(settings['task']).stem}")
 
-def at_home(settings):
-    """Settings in which ~ is the home folder, as in flags."""
-    return {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in settings.items()}
-
 def own_settings(task, config):
     """A task's own settings with defaults: parameters of its `problems` that are not the run's."""
     own = inspect.signature(task.problems).parameters.values()
@@ -145,6 +141,7 @@ def problems_of(task, cfg):
 def build(config, task, chosen):
     """The dataclass from the settings `chosen`; raises UserError for unknown names."""
     own, names = own_settings(task, config), [f.name for f in fields(config)]
+    chosen = {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in chosen.items()}
     for name in chosen:
         if name not in names and name not in own:
             raise no_setting(name, [*names, *own])
@@ -177,7 +174,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
 def make(kind, rows, grpo, given):
     """The Config of grpo.make_config."""
     task_args = given.pop("task_args", {})
-    given = at_home(task_args | given)  # a task's own settings count as flags, too
+    given = task_args | given           # a task's own settings count as flags, too
     task = load_task(given.get("task", kind.task))
     settings = algorithm((task.DEFAULTS | given).get("algo", kind.algo), rows, grpo)
     # Later lines override earlier ones. `implied` looks at those that override it, too.
@@ -209,7 +206,7 @@ SOURCES = []   # its file, and others of VARIANTS
 
 def file_of(algo):
     """The file of an algorithm, or None."""
-    path = Path(algo) if algo.endswith(".py") else VARIANTS / f"{algo}.py"
+    path = Path(algo).expanduser() if algo.endswith(".py") else VARIANTS / f"{algo}.py"
     return path if algo.endswith(".py") or algo.isidentifier() and path.is_file() else None
 
 def algorithm(algo, rows, grpo):

@@ -138,7 +138,7 @@ def dialogue(encoding, question, batch, episodes=None):
     return question + "\n" * bool(encoding.frame.after) + completion + cut
 
 def farewell(cfg, question):
-    """Prints where the report and the model are."""
+    """Says where report and model are."""
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"

@@ -102,7 +102,7 @@ def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
 SLIPS = {"clip-hihg": "clip_high", "resum": "resume", "dificulty": "difficulty", "grup": "group"}
 SEE = "see --help"
 OTHERS = dict(learning_rate="--lr", loss_agg_mode="--loss_mean, or", save_steps="--eval_every, ",
-              report_to="a recipe in docs/changing.md", lora_rank="a recipe in docs/changing.md")
+              report_to="a recipe in docs/changing.md", use_peft="a recipe in docs/changing.md")
 
 
 @pytest.mark.parametrize("name, hint", [
@@ -195,7 +195,8 @@ def test_what_comes_before_what(monkeypatch):
     assert grpo.make_config(task="countdown").max_new == 384
     assert str(grpo.Config(task="./x/y.py").folder) == "out/y"
     home = dict(out="~/x", init="~/y", task="gsm8k", train="~/z")
-    flags = [x for name, path in home.items() for x in (f"--{name}={path}",)]
+    flags = [f"--{name}={path}" for name, path in home.items()]
+    assert config.read(grpo.Config, "", flags)[1]["init"] == str(Path.home() / "y")
     for cfg in (grpo.make_config(**home), read(*flags)):
         found = cfg.folder, Path(cfg.init), Path(cfg.task_args["train"])
         assert found == tuple(Path.home() / x for x in "xyz")

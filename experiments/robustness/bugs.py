@@ -154,15 +154,15 @@ ranks of a sharded model make different numbers of passes | run/passes.py | rank
 resume without the adapted beta | run/checkpoint.py | variants -k adapted_beta
     agent.beta = checkpoint.beta  =>  pass
 resume without the optimizer | run/checkpoint.py | checkpoint -k any_optimizer
-    agent.opt.state[named[parameter]][key] = dist.like(named[parameter], x)  =>  pass
+    into.copy_(dist.like  =>  name.startswith("opt.") or into.copy_(dist.like
 resume that resets the reference | run/checkpoint.py | oracle -k any_two
-    p.data.copy_(dist.like  =>  name.startswith("ref.") or p.data.copy_(dist.like
+    into.copy_(dist.like  =>  name.startswith("ref.") or into.copy_(dist.like
 resume without the critic | run/checkpoint.py | oracle -k any_two
-    p.data.copy_(dist.like  =>  name.startswith("critic.") or p.data.copy_(dist.like
+    into.copy_(dist.like  =>  name.startswith("critic.") or into.copy_(dist.like
 resume without the reward model | run/checkpoint.py | data_flow -k goes_on
-    p.data.copy_(dist.like  =>  name.startswith("reward_model.") or p.data.copy_(dist.like
+    into.copy_(dist.like  =>  name.startswith("reward_model.") or into.copy_(dist.like
 resume without the labelled rows | run/checkpoint.py | data_flow -k goes_on
-    agent.history, agent.state = (  =>  _, agent.state = (
+    agent.history, agent.state = others  =>  _, agent.state = others
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
     f.truncate(size)  =>  pass
 the checkpoint is written in place | run/files.py | end_to_end -k killed

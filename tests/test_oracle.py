@@ -145,7 +145,7 @@ def on_ranks(ranks, work, monkeypatch):
 
     def all_reduce(x, op=op_of.SUM):
         stacked = torch.stack(gather(x.detach().clone()))
-        return {op_of.MIN: stacked.amin, op_of.MAX: stacked.amax, op_of.SUM: stacked.sum}[op](0)
+        return {op_of.MAX: stacked.amax, op_of.SUM: stacked.sum}[op](0)
 
     def of_rank(rank):
         own.rank = rank

@@ -275,7 +275,6 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
 
 @pytest.mark.slow
 def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
-    """Which is of today's constants: else each newcomer waits for another."""
     cfg, arithmetic = grpo.make_config(device="cpu", out=str(tmp_path)), load_task("arithmetic")
     problems, _ = config.problems_of(arithmetic, cfg)
     _, cold = setup.starting_model(cfg, arithmetic, problems, 6, byte_encoding())

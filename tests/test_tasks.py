@@ -147,18 +147,12 @@ def test_answers_are_judged_as_by_hand():
     lines = (ROOT / "tests" / "answers.txt").read_text("utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line[:1] not in ("", "#")]
     rows = [(*row, text.replace("⏎", "\n")) for *row, texts in rows for text in texts.split("|")]
-    assert Counter(right for right, *_ in rows) == {"yes": 152, "no": 67, "none": 138}
+    assert Counter(right for right, *_ in rows) == {"yes": 154, "none": 139, "no": 67}
     for right, gold, text in rows:
         problem = gsm8k.Problem("", str(Fraction(gold)), "")
         judged = gsm8k.reward(problem, answered(text))["correct"]
         assert judged == (right == "yes"), (right, gold, text)
         assert right != "none" or one_number(text) is None, text
-
-
-def test_what_is_read_of_an_answer():
-    """With spaces of all kinds; not of more than 200 characters."""
-    assert one_number("1\u202f000") == 1000 and one_number("7 " + "a" * 198) == 7
-    assert one_number("7 " + "a" * 199) is None
 
 
 @pytest.mark.parametrize("form, reads", [

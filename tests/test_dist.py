@@ -56,12 +56,6 @@ def test_the_best_device_there_is_unless_another_is_asked_for(
         assert dist.dtype_of(Config(device=asked, dtype=dtype)) == found
 
 
-def test_only_mps_has_no_float64():
-    x = SimpleNamespace(float=lambda: 32, double=lambda: 64)
-    for x.device, width in ((torch.device("cpu"), 64), (torch.device("mps"), 32)):
-        assert double(x) == width
-
-
 @pytest.mark.parametrize("version, own, says", [
     ((3, 11), {}, "1000"), ((3, 11), {"GOMP_SPINCOUNT": "7"}, "7"),
     ((3, 10, 9), {}, "error: Python 3.11 or newer is needed")])

@@ -462,4 +462,5 @@ def test_scores_that_say_nothing(monkeypatch):
     monkeypatch.setattr(reward, "scores_of", lambda *_: torch.tensor([1.0, float("nan")]))
     agent = SimpleNamespace(cfg=Config(supervision="process"), reward_model=None, history={})
     with pytest.raises(UserError, match="scores are not finite"):
-        reward.refit(agent, [batch_of(torch.ones(8, 3) > 0)], 1, None)
+        on, labels = torch.ones(8, 3) > 0, torch.arange(8.0)[:, None] % 2
+        reward.refit(agent, [batch_of(on, reward=labels.expand(8, 3))], 1, None)

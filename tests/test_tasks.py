@@ -430,7 +430,7 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     batch = batch_of_rows([([1], as_tokens)])
     reward.score_by_rule(agent_of(grpo.Config(), gsm8k, encoding=encoding), [FIVE], batch)
     assert batch.texts == [SAID] and batch.components["correct"] == 1
-    episodes = turns.Episodes(lambda *given: None, encoding, 8, [None], [1])
+    episodes = turns.Episodes(lambda *given: None, encoding, 8, [SimpleNamespace(prompt="")], [1])
     assert episodes(0, [1, *as_tokens], 99) and episodes.turns == [[SAID]]
     assert decode(encoding, [257, 65, 258]) == "<|im_start|>A"
 

@@ -12,6 +12,7 @@ from test_turns import saying
 
 import data
 import grpo
+from data import UserError
 from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config

@@ -148,9 +148,8 @@ def make_config(**given):
 # ----------------------------------------------------------------------- the state of a run
 @dataclass
 class Batch:
-    """A rollout: P prompts * G completions = B rows, row p * G + g; the rows of a problem are its
-    group. Column t belongs to token t. Tensors are float32 unless a type is given. The loss gets
-    some rows of each field, and of Tokens as many columns as these rows have."""
+    """A rollout: P prompts * G completions = B rows, row p * G + g; column t belongs to token t.
+    Tensors are float32 unless a type is given. The loss gets some rows, with Tokens cut to them."""
     ids: Tokens                 # (B, T) int64: prompt, completion, padding on the right
     mask: Tokens                # (B, T) bool: sampled tokens, the end token included
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
@@ -177,7 +176,7 @@ class Batch:
 
     @property
     def groups(self):
-        """The number of each row's group, (B,), on the host."""
+        """The number of each row's group, (B,), on the host: rows of a problem are one."""
         return passes.groups_of(self.problems)
 
 @dataclass
@@ -298,8 +297,8 @@ def generate(agent, problems, group, rng=None):
     return completions(agent, problems, group, u)
 
 def given(agent, problems, said):
-    """Rows that the policy did not sample, judged by the rule: for each problem a completion, as
-    ids. Their logp is the present policy's; that of who wrote them may take its place."""
+    """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
+    ids. Their logp is the present policy's, or may be replaced by that of who wrote them."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     ids, mask = setup.padded([*zip(prompts, said)])
     finished = torch.tensor([row[-1] in agent.encoding.stop for row in said])
@@ -339,10 +338,9 @@ def group_scores(r, ends, cfg):
     return torch.where(ends, score, 0).float(), dead.flatten()
 
 def scores_of_rows(r, ends, groups, cfg):
-    """`group_scores` of rows: scores (B, T) of r (B, T) at `ends`, by their groups' numbers (B,)."""
+    """`group_scores` of rows (B, T), given the numbers (B,) of their groups."""
     rows, place = passes.grid(groups, ends.device)              # (P, G), (B,)
-    exists = rows[..., None] >= 0
-    score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
+    score, dead = group_scores(r[rows], ends[rows] & (rows[..., None] >= 0), cfg)
     return score.flatten(0, 1)[place], dead
 
 def gae(r, value, mask, gamma, lam):
@@ -369,8 +367,8 @@ def whiten(x, mask):
 
 def advantages(r, ends, groups, mask, penalty, value, cfg):
     """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T) but
-    the rows' groups (B,): rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask;
-    value, or None."""
+    groups (B,): rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or
+    None."""
     returns = None
     if value is None:       # a row's whole penalty counts at its end, before the scores
         last = passes.last_tokens(mask)
@@ -388,8 +386,7 @@ def advantages(r, ends, groups, mask, penalty, value, cfg):
 
 # ----------------------------------------------------- rollout: completions, rewards, credit
 def collect(agent, problems, rng):
-    """The rows of a rollout, those of a problem its group, judged by the rule. A variant may collect
-    other ones of this rank's problems."""
+    """The rows of a rollout, judged by the rule; a variant may collect other ones."""
     return generate(agent, problems, agent.cfg.group, rng)
 
 def rollout(agent, problems, rng):
@@ -519,8 +516,7 @@ def total_loss(agent, batch, weight, n_tokens):
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, groups):
     """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
-    host) of the rows of each among this rank's, whose groups are numbered (B,), and its number of
-    rows on all ranks."""
+    host) of the rows of each among this rank's (B,), and its number of rows on all ranks."""
     here, total = dist.numbered(groups)         # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
@@ -530,8 +526,8 @@ def minibatches(cfg, rng, groups):
             yield rows, n_rows.clamp(min=1).item()
 
 def minibatch(agent, batch, rows):
-    """The rollout as an optimizer step on some of its rows, indices on the host, is to see it. A
-    variant may change what depends on the whole minibatch, on all ranks: see `clip_cov`."""
+    """The rollout as an optimizer step on these rows, indices on the host, is to see it: for what
+    depends on a minibatch of all ranks, as in `clip_cov`."""
     return batch
 
 def update(agent, batch, rng):
@@ -644,7 +640,7 @@ def train(cfg, task=None, saved=None):
             stats = fitted | stats
             fitted = {}                 # logged with the iteration's first step
             log.append(stats)
-            report.log_step(agent, step, batch, log, token_logps)
+            report.log_step(agent, step, batch, log, logps)
             finish_step(agent, held_out, step, stats)
     report.farewell(cfg, held_out[0].prompt)
     return agent

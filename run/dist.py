@@ -100,13 +100,11 @@ def largest(n):
     return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
 
 def numbered(groups):
-    """The numbers of this rank's rows among those of all ranks, (B,), by the numbers of their
-    groups, (B,), and how many there are. Groups belong to the ranks in turn."""
-    every = gather(groups)
-    turns = [of_a_rank * ranks() + i for i, of_a_rank in enumerate(every)]
+    """The numbers of this rank's rows, whose groups are numbered (B,), among those of all ranks,
+    and how many there are. Groups belong to the ranks in turn."""
+    turns = [of_one * ranks() + i for i, of_one in enumerate(gather(groups))]
     number = torch.cat(turns).argsort(stable=True).argsort()
-    before = sum(map(len, every[:rank()]))
-    return number[before:before + len(groups)], len(number)
+    return number.split([*map(len, turns)])[rank()], len(number)
 
 def mean_and_std(x):
     """Mean and std of x (n,) over all ranks, without Bessel's correction."""
@@ -133,10 +131,10 @@ def means(stats):
     names = sorted(stats)                   # a rank's dicts may be in an order of their own
     if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components")
-    total = all_reduce(torch.stack([stats[name].float().sum() for name in names]))
-    count = all_reduce(torch.tensor([float(stats[name].numel()) for name in names]))
-    mean = total / count.to(total.device).clamp(min=1)
-    found = dict(zip(names, mean.tolist()))
+    total = torch.stack([stats[name].float().sum() for name in names])
+    count = torch.tensor([stats[name].numel() for name in names]).to(total)
+    total, count = all_reduce(torch.stack([total, count]))
+    found = dict(zip(names, (total / count.clamp(min=1)).tolist()))
     return {name: found[name] for name in stats}
 
 def wait_for_all():
@@ -272,8 +270,7 @@ def uniform(rng, *shape):
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
 def uniform_here(rng, n, *shape):
-    """`uniform` for this rank's n problems, (n, ...), drawn for those of all ranks: what is sampled
-    does not depend on how many there are."""
+    """`uniform` for this rank's n problems, (n, ...), whatever the number of ranks."""
     return of_rank(uniform(rng, n * ranks(), *shape))
 
 # ---------------------------------------------------------------------- signals
@@ -281,14 +278,13 @@ def uniform_here(rng, n, *shape):
 class Stopped(Exception):
     """A signal asked the run to stop; `stoppable` adds its number and the command to go on."""
 
-HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)      # the terminal is closed; not on Windows
-SIGNALS = (signal.SIGINT, signal.SIGTERM, HANGUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)    # the last: the terminal is closed
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
     """A handler: notes the first signal and says where the run is, exits at the second."""
     place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-    if ASKED and number != HANGUP:      # of which a shell and its terminal send two
+    if ASKED and number != signal.SIGHUP:   # of which a shell and its terminal send two
         raise Ended(128 + number)
     ASKED.append(number)
     with contextlib.suppress(OSError):  # a closed terminal
@@ -296,13 +292,12 @@ def ask_to_stop(number, frame):
 
 def in_a_fork():
     """SIGTERM alone ends a process that a task's code forks, as a pool expects."""
-    actions = {signal.SIGTERM: signal.SIG_DFL}
     for number in SIGNALS:
         if signal.getsignal(number) is ask_to_stop:
-            signal.signal(number, actions.get(number, signal.SIG_IGN))
+            action = signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
+            signal.signal(number, action)
 
-if hasattr(os, "register_at_fork"):         # not on Windows
-    os.register_at_fork(after_in_child=in_a_fork)
+os.register_at_fork(after_in_child=in_a_fork)
 
 def stop_asked():
     """The number of a signal that any rank received; 0 without one."""
@@ -317,7 +312,7 @@ def stop_here(work):
 def stoppable(command=""):
     """A context in which signals ask the run to stop; UserError if another rank has ended."""
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
-                if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
     try:
         yield
     except Stopped as when:

@@ -1,5 +1,6 @@
 """Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -14,17 +15,11 @@ from safetensors.torch import save_file
 from data import UserError, read_json, strict
 from run.dist import print0
 
-try:
-    import fcntl
-except ImportError:         # not on Windows: two runs in one folder are not prevented
-    fcntl = None
-
 LOGS = ("metrics.jsonl", "samples.jsonl")
 MARK = "grpo.lock"      # the file that a run locks, by whose name a folder is known for a run's
 LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
 
-if hasattr(os, "register_at_fork"):     # a process that a task's code forks must not keep the lock
-    os.register_at_fork(after_in_child=LOCK.close)
+os.register_at_fork(after_in_child=LOCK.close)      # a task's own process must not keep the lock
 
 @contextlib.contextmanager
 def replacing(path):
@@ -67,8 +62,7 @@ def lock(folder):
     LOCK.close()
     file = LOCK.enter_context(open(folder / MARK, "a+"))
     try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         file.seek(0)
         raise UserError(f"another run, process {file.read()}, is active in {folder}: wait until "

@@ -70,8 +70,8 @@ def groups_of(problems):
     return torch.tensor(found, dtype=torch.int64)
 
 def grid(groups, device="cpu"):
-    """The rows of each group, (P, G), by their groups' numbers (B,), -1 where a group has fewer;
-    and each row's place among these, flattened, (B,)."""
+    """The rows of each group, (P, G), -1 where it has fewer, by the numbers of their groups (B,);
+    and each row's place in there, (B,)."""
     size = groups.bincount()
     G = max(size.tolist(), default=0)
     order = groups.argsort(stable=True)
@@ -239,8 +239,7 @@ def logps_in_parts(gpt, h, tokens):
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):
-    """The entropy in nats, (B, T), of what the policy as it is now would draw each sampled token of
-    a Batch from; 0 outside mask."""
+    """The entropy in nats, (B, T), of what each sampled token would be drawn from now."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, most_logits(device) // gpt.cfg.vocab_size)
@@ -253,21 +252,6 @@ def entropies(gpt, batch, cfg):
         found = entropy.new_zeros(on.shape).masked_scatter(on, found)
         entropy[send(rows, device), 1:T] = found
     return entropy
-
-def token_numbers(batch):
-    """Numbers of the columns of rows, (B, T), as if one rank had all, and how many there are."""
-    number, total = dist.numbered(batch.groups)
-    T = dist.largest(batch.ids.size(1))
-    return number[:, None] * T + torch.arange(batch.ids.size(1)), total * T
-
-def highest(x, mask, share):
-    """A mask of those tokens in mask (B, T), a share of those of all ranks, one at least, whose x
-    (B, T) is the highest."""
-    x = x.to(mask.device)
-    every = torch.cat(dist.gather(x[mask].cpu()))
-    n = max(1, int(share * len(every)))
-    least = F.pad(every, (0, 1), value=-torch.inf).topk(n).values[-1]
-    return mask & (x >= least.to(x.device))
 
 # ----------------------------------------------- sampler and trainer must agree
 

@@ -25,11 +25,6 @@ finished rows continue | grpo.py | sampling
 positions continue from the longest prompt | grpo.py | sampling passes
     p = cache.append(token, column, done)  =>
       p = cache.append(token, (max(lengths) + n) + 0 * column, done)
-rows with different tokens share a state | run/caches.py | sampling passes
-    and before.diff().all():  =>  :
-a state reads another state's cache | run/caches.py | sampling passes
-    self.cache.index_select(2, before), after  =>
-      self.cache.index_select(2, before.flip(0)), after
 the mask is one column off | run/passes.py | passes
     tokens_to_score(ids, mask)\n  =>  tokens_to_score(ids, mask.roll(1, 1))\n
 random numbers depend on the batch | grpo.py | sampling
@@ -51,8 +46,6 @@ no temperature in the trainer | run/passes.py | passes
     before = before[send(scored, device)] / temperature  =>  before = before[send(scored, device)]
 no temperature in the sampler | grpo.py | sampling
     caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)
-a cache has the temperature for the first token alone | run/caches.py | sampling caches
-    self.probs(self.step(  =>  self.probs(self.temperature * self.step(
 old log-probs are refreshed | grpo.py | loss
     old_logp = batch.old_logp  =>  old_logp = None
 the old policy is the policy despite a second update | grpo.py | train
@@ -68,7 +61,8 @@ equal rewards give scores that are not exactly 0 | grpo.py | loss
 Bessel's correction | grpo.py | loss
     (square.sum((1, 2), keepdim=True) / n)  =>  (square.sum((1, 2), keepdim=True) / (n - 1))
 group statistics are computed over the batch | grpo.py | loss
-    ends = ends.view(-1, cfg.group, shape[1])  =>  ends = ends[None]
+    rows, place = passes.grid(groups, ends.device)  =>
+      rows, place = passes.grid(0 * groups, ends.device)
 a leave-one-out baseline includes its own row | grpo.py | advantages
     mean = others / (n - ends.sum(2, keepdim=True))  =>  pass
 the mean is taken over each micro-batch | grpo.py | loss
@@ -78,7 +72,7 @@ only the last micro-batch is logged | grpo.py | oracle -k steps
     stats[name] += x.detach()  =>  stats[name] = x.detach()
 minibatches are divided by the whole rollout | grpo.py | oracle -k steps
     token_weights(micro.mask, cfg.loss_mean, n_rows,  =>
-      token_weights(micro.mask, cfg.loss_mean, len(mask),
+      token_weights(micro.mask, cfg.loss_mean, len(batch.ids),
 gradients are not cleared | grpo.py | oracle -k steps
     agent.opt.zero_grad()  =>  pass
 0 / 0 for an empty row | grpo.py | loss
@@ -87,10 +81,6 @@ k3 loses its digits near 0 | grpo.py | loss
     k3 = log_r.expm1() - log_r  =>  k3 = log_r.exp() - 1 - log_r
 the KL in the wrong direction | grpo.py | loss
     log_r = bounded(ref_logp - logp)  =>  log_r = bounded(logp - ref_logp)
-the reward's KL is in the loss as well | grpo.py | advantages
-    if cfg.kl == "loss":  =>  if True:
-beta is adapted in the wrong direction | experiments/variants/adaptive_kl.py | variants -k steered
-    stats["kl"] / TARGET - 1  =>  1 - stats["kl"] / TARGET
 the reference is not frozen | run/setup.py | data_flow -k reference_moves
     agent.ref = dist.shard_module(cfg, frozen(policy))  =>  agent.ref = policy
 the value depends on its token | run/passes.py | advantages
@@ -100,8 +90,6 @@ GAE bootstraps from padding | grpo.py | advantages
     next_value = torch.where(sampled, value[:, t], next_value)  =>  next_value = value[:, t]
 GAE without lambda | grpo.py | advantages
     delta + gamma * lam * next_adv  =>  delta + gamma * next_adv
-PPO with Adam's default epsilon | grpo.py | oracle -k ppo
-    eps = 1e-5  =>  eps = 1e-8
 the outcome reward is at the wrong token | run/passes.py | advantages reward
     (mask.flip(1).cumsum(1).flip(1) == 1)  =>  (mask.cumsum(1) == 1)
 whitening over padding | grpo.py | advantages
@@ -120,33 +108,20 @@ truncation raises a bad score | reward.py | reward
     batch.reward.clamp(max=TRUNCATED_REWARD)  =>  TRUNCATED_REWARD
 the score is read one token early | reward.py | reward
     (raw - mean) / std, 0)  =>  (raw.roll(1, 1) - mean) / std, 0)
-annotators choose the worst | reward.py | reward
-    best = reward == reward.amax(1, keepdim=True)  =>
-      best = reward == reward.amin(1, keepdim=True)
-the score is not normalised | reward.py | reward
-    (raw - mean) / std, 0)  =>  raw, 0)
 scores are normalised on the last batch only | reward.py | oracle -k three_fits
     normalise(reward_model, agent.history, cfg)  =>  normalise(reward_model, train, cfg)
 no history is replayed | reward.py | oracle -k three_fits
     to_fit = passes.join([train, old])  =>  to_fit = train
 the held-out tenth is fitted as well | reward.py | reward
     train = some(rows, slice(apart, None))  =>  train = rows
-the wrong problems are labelled | grpo.py | oracle -k three_fits
-    generate(agent, some, reward.CHOICES, draws)  =>
-      generate(agent, train[:len(some)], reward.CHOICES, draws)
-a learned reward is divided by the group's std | grpo.py | config -k imply
+a learned reward is divided by the group's std | run/config.py | config -k imply
     others["adv_scale"] = "none"  =>  pass
 the reference is not updated between iterations | grpo.py | data_flow -k reference_moves
     dist.copy_weights(agent.ref, agent.policy)  =>  pass
-the same random numbers on every rank | grpo.py | ranks
-    u = dist.of_rank(u).flatten(0, 1)  =>  u = u[:len(dist.of_rank(u))].flatten(0, 1)
-the same prompts on every rank | grpo.py | ranks
-    completions(agent, dist.of_rank(problems), group, u)  =>
-      completions(agent, problems[:len(dist.of_rank(problems))], group, u)
+the same random numbers on every rank | run/dist.py | ranks
+    of_rank(uniform(rng, n * ranks(), *shape))  =>  uniform(rng, n, *shape)
 gradients are not summed over ranks | run/dist.py | ranks
     p.grad = grad if is_sharded(grad) else all_reduce(grad)  =>  p.grad = grad
-the sampler keeps the old policy | run/dist.py | speed -k copy
-    if agent.sampler is not agent.policy:  =>  if False:
 a sharded gradient is averaged over the ranks | run/dist.py | ranks -k sharded
     part.set_gradient_divide_factor(1.0)  =>  part.set_gradient_divide_factor(2.0)
 ranks of a sharded model make different numbers of passes | run/passes.py | ranks -k sharded
@@ -159,10 +134,6 @@ resume that resets the reference | run/checkpoint.py | oracle -k any_two
     into.copy_(dist.like  =>  name.startswith("ref.") or into.copy_(dist.like
 resume without the critic | run/checkpoint.py | oracle -k any_two
     into.copy_(dist.like  =>  name.startswith("critic.") or into.copy_(dist.like
-resume without the reward model | run/checkpoint.py | data_flow -k goes_on
-    into.copy_(dist.like  =>  name.startswith("reward_model.") or into.copy_(dist.like
-resume without the labelled rows | run/checkpoint.py | data_flow -k goes_on
-    agent.history, agent.state = others  =>  _, agent.state = others
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
     f.truncate(size)  =>  pass
 the checkpoint is written in place | run/files.py | end_to_end -k killed
@@ -175,40 +146,29 @@ RoPE rotates in the wrong direction | model.py | model sampling
     (x * cos + other * sin)  =>  (x * cos - other * sin)
 the cache is read without a mask | model.py | model sampling
     q, k, v, self.mask)  =>  q, k, v)
-an adapted beta is lost between steps | experiments/variants/adaptive_kl.py | variants -k steered
-    agent.beta *= 1 + RATE * error  =>  agent.beta = agent.cfg.beta * (1 + RATE * error)
 a finished run is overwritten | run/checkpoint.py | checkpoint -k is_lost
     files.keep_previous(folder)  =>  pass
 each rank evaluates with its own random numbers | grpo.py | ranks
-    dist.rng(cfg, "evaluate")  =>  dist.rng(cfg, "evaluate", dist.rank())
+    dist.rng(agent.cfg, "evaluate")  =>  dist.rng(agent.cfg, "evaluate", dist.rank())
 GAE gives an outcome's score to every token | grpo.py | advantages
-    score = torch.where(ends, score, 0).float()  =>  score = score.float()
+    torch.where(ends, score, 0).float(), dead  =>  score.float(), dead
 shared rows ignore positions | run/passes.py | passes
     send(first % ids.size(1), device)  =>  send(torch.arange(len(first)), device)
-a plain cache attends to slots not yet written | model.py | passes sampling
-    > pos[..., None, None]  =>  > pos[..., None, None] + 1
 graphs outlive the weights that they read | run/caches.py | graphs
     MEMORY.pop(model, None)  =>  pass
 a reply counts as said by the policy | grpo.py | turns
     mask[rows, column] = sampled  =>  mask[rows, column] = sampled | forced[rows, column]
-a stop token in a reply ends a turn | grpo.py | turns
-    (token[:, None] == stop).any(1) & sampled  =>
-      (token[:, None] == stop).any(1) & (sampled | forced[rows, column])
 a reply is sampled, not read | grpo.py | turns
     torch.where(sampled, token, ids[rows, column])  =>  token
-an episode that is cut off counts as finished | grpo.py | turns
-    finished[row] = over  =>  finished[row] = over or len(answer) == 0
 a reply may take the last token | data/turns.py | turns
     len(answer) >= left:  =>  len(answer) > left:
 the warm start imitates the replies | run/setup.py | turns
     i % 2 == 1 for i, part  =>  i > 0 for i, part
-a continuation does not know the turns before it | data/turns.py | turns
-    self.turns[row] = [*turns]  =>  self.turns[row] = []
 credit stops at a reply | grpo.py | turns
     next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)  =>
       next_adv = torch.where(sampled, delta + gamma * lam * next_adv, 0)
-rows without an advantage are skipped despite a KL or a critic | run/passes.py | loss oracle
-    if agent.ref is not None or agent.critic is not None:  =>  if False:
+rows without an advantage are skipped despite a KL or a critic | grpo.py | loss oracle
+    more = agent.ref is not None or agent.critic is not None  =>  more = False
 the reference has another temperature | grpo.py | oracle -k temperature
     logps(agent.ref, batch, cfg)  =>  logps(agent.ref, batch, replace(cfg, temperature=1.0))
 """

@@ -4,9 +4,8 @@ That takes a forward pass more.
 """
 from dataclasses import replace
 
-import torch
-
 import grpo
+from experiments.variants.clip_cov import highest
 from run import passes
 
 SETTINGS = dict(kl="none", clip_high=0.28, loss_mean="token")
@@ -17,7 +16,7 @@ def minibatch(agent, batch, rows):
     part = passes.select(batch, rows, batch.ids.size(1))
     entropy = passes.entropies(agent.policy, part, agent.cfg)
     adv = batch.adv.clone()
-    adv[rows] = part.adv * passes.highest(entropy, part.mask, SHARE)
+    adv[rows] = part.adv * highest(entropy, part.mask, SHARE)
     return replace(batch, adv=adv)
 
 

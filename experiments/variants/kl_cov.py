@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import grpo
-from experiments.variants.clip_cov import covariance
+from experiments.variants.clip_cov import covariance, highest, numbers
 from grpo import total_loss as unpenalized
 from run import passes
 
@@ -24,10 +24,10 @@ class Batch(grpo.Batch):
 def minibatch(agent, batch, rows):
     part = passes.select(batch, rows, batch.ids.size(1))
     cov, _ = covariance(agent, part)
-    number, total = passes.token_numbers(batch)
+    number, total = numbers(batch)
     first = cov.cpu().double().round(decimals=4) - 5e-5 * number[rows] / total
     held = torch.zeros_like(batch.mask)
-    held[rows] = passes.highest(first, part.mask, SHARE)
+    held[rows] = highest(first, part.mask, SHARE)
     return replace(batch, held=held)
 
 

@@ -176,8 +176,10 @@ class Batch:
 
     @property
     def groups(self):
-        """The number of each row's group, (B,), on the host: rows of a problem are one."""
-        return passes.groups_of(self.problems)
+        """The number of each row's group, (B,), on the host: the rows of a problem are one."""
+        numbers = {}
+        found = [numbers.setdefault(id(p), len(numbers)) for p in self.problems]
+        return torch.tensor(found, dtype=torch.int64)
 
 @dataclass
 class Agent:

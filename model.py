@@ -94,8 +94,8 @@ def double(x):
 # ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): prompts, and the training of --cache plain. By default
-    that has SharedRows of run/passes.py, whose methods differ: rows share prefixes."""
+    """A pass over whole rows, ids (B, T): prompts, and training with --cache plain. By default that
+    has SharedRows of run/passes.py: rows share prefixes."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)

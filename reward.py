@@ -98,9 +98,8 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
-    alone = len({*batch.groups.tolist()}) == len(batch.ids) > 1
-    if alone and agent.cfg.group > 1:
-        raise UserError("rows of a group must have one problem, the same object, but no two have")
+    if agent.cfg.group > 1 and len({*batch.groups.tolist()}) == len(batch.ids) > 1:
+        raise UserError("rows of a group must have one problem, the same object; no two have")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -259,8 +258,8 @@ def refit(agent, batches, n_held_out, rng):
     agent.history = history
     label = to_fit["label"][to_fit["ends"]]
     if label.amin() == label.amax():
-        dist.print0("warning: all labels are equal: the reward model learns nothing; before it has "
-                    "learned, all rewards are 0")
+        dist.print0("warning: all labels are equal: nothing to learn from; rewards are 0 until "
+                    "there is")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 
@@ -325,15 +324,15 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """The accuracy of scores (n,) on labels (n,), and that of a guess. Of K choices any of the best
-    is right; where all are, the set does not count: NaN if there is no other."""
+    """The accuracy of scores (n,) on labels (n,), and that of a guess. Of K choices any best one is
+    right; sets where all are do not count: NaN if there are no others."""
     if K == 1:
         good = label > 0.5
         right = (score > 0) == good
         share = good.float().mean()
-        chance = torch.maximum(share, 1 - share)            # the more frequent answer
+        chance = torch.maximum(share, 1 - share)
     else:
-        shares = label.view(-1, K)              # the probability of each to be chosen
+        shares = label.view(-1, K)      # the probability to be chosen
         differ = shares.amax(1) > shares.amin(1)
         best = (shares == shares.amax(1, keepdim=True))[differ]
         pick = score.view(-1, K)[differ].argmax(1)

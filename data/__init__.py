@@ -19,7 +19,7 @@ class Ended(SystemExit):
     """A second signal ends the process; an `exit()` in a task's code does not."""
 
 def fetched(path):
-    """A path; raises UserError for a pointer of Git LFS, which stands for a file."""
+    """A path; UserError for a pointer of Git LFS, which stands for a file."""
     if Path(path).is_file():
         with open(path, "rb") as file:
             if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
@@ -30,7 +30,7 @@ def read_bytes(path):
     return fetched(path).read_bytes()
 
 def read_json(text, source):
-    """The dict in JSON text or bytes from `source`; raises UserError for anything else."""
+    """The dict in JSON text or bytes from `source`; UserError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:       # RecursionError: nested too deeply
@@ -77,7 +77,7 @@ def is_executed(e):
     return any(frame.filename in EXECUTED for frame in frames)
 
 def import_file(path, name=""):
-    """Executes a .py file as the module `name`, or its own; raises UserError if there is none."""
+    """Executes a .py file as the module `name`, or its own; UserError if there is none."""
     if not path.is_file():
         raise UserError(f"no file {path}")
     path = path.absolute()
@@ -119,7 +119,7 @@ def load_task(name):
     return task
 
 def require(task, function, why):
-    """Raises UserError if a task lacks a function; `why` says what needs it."""
+    """UserError if a task lacks a function; `why` says what needs it."""
     if not callable(getattr(task, function, None)):
         name = getattr(task, "__file__", "the task")
         raise UserError(f"{name} has no function {function}: {why}")
@@ -154,7 +154,7 @@ def shown(x, depth=2):
     return f"[{', '.join(sorted(parts) if isinstance(x, set | frozenset) else parts)}]"
 
 def need(holds, what, must, found):
-    """Raises UserError unless what a task's function gave is what it must be."""
+    """UserError unless what a task's function gave is what it must be."""
     if not holds:
         raise UserError(f"{what} must {must}, not {found!r:.200}")
 
@@ -179,7 +179,7 @@ def rewards_of(task, problems, completions, tokens):
     return rows
 
 def check_components(problem, parts):
-    """Raises UserError unless a reward is a dict of numbers with `correct`, a share."""
+    """UserError unless a reward is a dict of numbers with `correct`, a share."""
     what = f"the reward of {of(problem)}"
     need(isinstance(parts, dict) and "correct" in parts, what, "be a dict with 'correct'", parts)
     for name, x in parts.items():
@@ -192,7 +192,7 @@ def check_components(problem, parts):
          "be from 0 (wrong) to 1 (right)", parts["correct"])
 
 def answer_of(task, completion):
-    """The answer of a completion, for votes; raises UserError unless it is a string."""
+    """The answer of a completion, for votes; UserError unless it is a string."""
     found = call(task.answer, "the function answer", copy.copy(completion))
     need(isinstance(found, str), "the function answer", "return a string, or '' for none", found)
     return found
@@ -204,7 +204,7 @@ def steps_of(task, problem, completion):
         return call(task.steps, what, problem, copy.copy(completion))
 
 def check_steps(problem, completion, found, least=1):
-    """Raises UserError unless steps are (end, truth), with ends from `least` on in order."""
+    """UserError unless steps are (end, truth), with ends from `least` on in order."""
     what = f"the steps of {of(problem)}"
     need(isinstance(found, list), what, "be a list of (end, truth)", found)
     need(completion or not found or not least, what, "be [] for an empty completion", found)

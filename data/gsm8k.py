@@ -42,7 +42,7 @@ def problems(train="", test="", longest=0):
     return tuple([p for p in part if len(p.prompt) <= most] for part in both)
 
 def read(path, flag):
-    """The problems in a file, less blank lines; raises UserError if it has another format."""
+    """The problems in a file, less blank lines; UserError if it has another format."""
     if not path:
         raise UserError("gsm8k needs --test FILE, and --train FILE to train: JSONL files of "
                         "questions and answers")

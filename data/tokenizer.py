@@ -133,7 +133,7 @@ def byte_encoding():
     return Encoding("bytes", r"[\s\S]", letters, {END: 256}, [256], files)
 
 def load_encoding(folder, chat="auto", system=""):
-    """The tokenizer in a folder, with the frame for `chat` and `system`; raises UserError unless it
+    """The tokenizer in a folder, with the frame for `chat` and `system`; UserError unless it
     is a byte-level BPE."""
     folder = Path(folder)
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
@@ -290,7 +290,7 @@ def read_bpe(hf, special):
     return dict(split=split, before=before, ranks=ranks, unmade=unmade, nfc=bool(changes))
 
 def refuse(about, keys, whose):
-    """Raises UserError if one of these settings is on: it would change ids."""
+    """UserError if one of these settings is on: it would change ids."""
     for key in keys:
         if about.get(key):
             raise UserError(f"{whose} has {key} {about[key]!r}, which is not supported")

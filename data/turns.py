@@ -68,7 +68,7 @@ def spoken(completion):
     return completion if isinstance(completion, str) else "".join(completion[::2])
 
 def checked_reply(reply, problem, turns):
-    """A task's reply; raises UserError if it is no text."""
+    """A task's reply; UserError if it is no text."""
     what = f"the reply to {of(problem)}"
     text = call(reply, what, problem, [*turns])
     need(isinstance(text, str | None), what, "be a string or None", text)
@@ -76,7 +76,7 @@ def checked_reply(reply, problem, turns):
 
 def demonstration(task, problem, rng):
     """A task's demonstration: a text or, if the task replies, a list of turns, the policy's first
-    and last, with the task's replies. Raises UserError for anything else."""
+    and last, with the task's replies. UserError for anything else."""
     what = f"the demonstration of {of(problem)}"
     shown = call(task.demonstration, what, problem, rng)
     if not hasattr(task, "reply"):

@@ -131,7 +131,7 @@ def load(folder, kind):
                         f"another --out, or delete the file") from e
 
 def refuse_foreign_code(found, given, folder):
-    """Raises UserError for a file with code that a folder's settings name, but not the flags."""
+    """UserError for a file with code that a folder's settings name, but not the flags."""
     for name in ("task", "algo"):
         file = str(found.get(name))
         if file.endswith(".py") and name not in given:
@@ -207,11 +207,10 @@ def compare(folder, data):
     for name, x in data.items():
         if about.get("data", {}).get(name, x) == x:
             continue
+        what, why = f"the file of --{name} has changed since", ""
         if name.startswith("problems "):
-            print0(f"note: the problems are others than when the run in {folder} began: seed what "
-                   f"draws them, sort sets")
-        else:
-            print0(f"note: the file of --{name} has changed since the run in {folder} began")
+            what, why = "the problems are others than when", ": seed what draws them, sort sets"
+        print0(f"note: {what} the run in {folder} began{why}")
 
 # ----------------------------------------------------------------- a run begins
 

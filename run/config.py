@@ -139,7 +139,7 @@ def problems_of(task, cfg):
     return call(task.problems, "the function problems", **given)
 
 def build(config, task, chosen):
-    """The dataclass from the settings `chosen`; raises UserError for unknown names."""
+    """The dataclass from the settings `chosen`; UserError for unknown names."""
     own, names = own_settings(task, config), [f.name for f in fields(config)]
     chosen = {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in chosen.items()}
     for name in chosen:
@@ -158,7 +158,7 @@ def check(cfg, least, most):
         check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
 
 def check_value(name, kind, value, low=-math.inf, high=math.inf):
-    """Raises UserError unless a setting's value is of a type, and within bounds."""
+    """UserError unless a setting's value is of a type, and within bounds."""
     wanted = ""
     kinds = (int, float) if kind is float else kind
     if get_origin(kind) is Literal:
@@ -169,7 +169,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
     elif kind in (int, float) and not low <= value <= high:
         wanted = f"at most {high}" if value > high else f"at least {low}"
     if wanted:
-        raise UserError(f"--{name} must be {wanted}, got {value!r}")
+        raise UserError(f"--{name} must be {wanted}, got {value!r:.100}")
 
 def make(kind, rows, grpo, given):
     """The Config of grpo.make_config."""

@@ -19,7 +19,7 @@ from run import caches
 # ------------------------------------------------------------------- the device
 
 def device_of(cfg):
-    """This rank's device; raises UserError if the machine has none such."""
+    """This rank's device; UserError if the machine has none such."""
     has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     available = [kind for kind in has if has[kind]]
     kind = available[0] if cfg.device == "auto" else cfg.device
@@ -100,8 +100,8 @@ def largest(n):
     return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
 
 def numbered(groups):
-    """The numbers of this rank's rows, whose groups are numbered (B,), among those of all ranks,
-    and how many there are. Groups belong to the ranks in turn."""
+    """The numbers of this rank's rows, of numbered groups (B,), among those of all ranks, and how
+    many there are. Groups belong to the ranks in turn."""
     turns = [of_one * ranks() + i for i, of_one in enumerate(gather(groups))]
     number = torch.cat(turns).argsort(stable=True).argsort()
     return number.split([*map(len, turns)])[rank()], len(number)

@@ -16,7 +16,7 @@ from run import dist
 
 # -------------------------------------------------------------- rows of Batches
 
-Tokens = NewType("Tokens", torch.Tensor)    # the type of a Batch's fields (B, T)
+Tokens = NewType("Tokens", torch.Tensor)    # the type of fields (B, T)
 
 def padded(rows, group, width):
     """Each of the rows (lists of ids), padded with 0 to `width`, `group` times: (B, width)."""
@@ -48,7 +48,7 @@ def join(values):
     return torch.cat(values)
 
 def take(x, rows):
-    """Some rows of a field, a tensor, list or dict of such, by indices (n,) on the host."""
+    """Some rows of a tensor, a list or a dict of these, by indices (n,) on the host."""
     if isinstance(x, dict):
         return {name: take(value, rows) for name, value in x.items()}
     if isinstance(x, list):
@@ -57,17 +57,11 @@ def take(x, rows):
 
 def joined(batches, rows):
     """Some rows of several Batches, by indices (n,) through all of them, as one Batch."""
-    for name in vars(batches[0]):
-        if len({getattr(batch, name) is None for batch in batches}) > 1:
-            raise UserError(f"Batches cannot be joined: only some of them have {name}")
-    every = join([vars(batch) for batch in batches])
-    return type(batches[0])(**take(every, rows))
-
-def groups_of(problems):
-    """The number of each row's group, (B,): the rows of one problem, wherever they are."""
-    numbers = {}
-    found = [numbers.setdefault(id(problem), len(numbers)) for problem in problems]
-    return torch.tensor(found, dtype=torch.int64)
+    found = [vars(batch) for batch in batches]
+    for name in found[0]:
+        if len({fields_of[name] is None for fields_of in found}) > 1:
+            raise UserError(f"Batches cannot be joined: only some have {name}")
+    return type(batches[0])(**take(join(found), rows))
 
 def grid(groups, device="cpu"):
     """The rows of each group, (P, G), -1 where it has fewer, by the numbers of their groups (B,);
@@ -206,7 +200,7 @@ def most_logits(device):
     return 2 ** 26             # 256 MiB in float32
 
 def token_logps(gpt, ids, mask, temperature, critic=None):
-    """`model.token_logps`, in which rows share their common prefixes, with logits in parts."""
+    """`model.token_logps`, with common prefixes once and logits in parts."""
     ids, mask, device = ids.cpu(), mask.cpu(), gpt.device  # layouts are made on the host
     layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
     h = gpt(ids[:, :-1], layout=layout)                                       # (B, T - 1, C)
@@ -262,7 +256,7 @@ MISMATCH = {None: (1e-3, 1e-4), torch.bfloat16: (2.0, 0.1)}
 
 def checked_gap(scored, dtype):
     """The largest gap between log-probabilities of sampler and trainer, over all ranks. `scored`:
-    micro-batches, each with the trainer's (B, T). Raises UserError unless rounding explains it."""
+    micro-batches, each with the trainer's (B, T). UserError unless rounding explains it."""
     most, most_on_average = MISMATCH[dtype]
     gaps, tokens = [], 0
     for batch, logp in scored:

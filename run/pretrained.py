@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +13,7 @@ from torch import nn
 from data import UserError, fetched, read_bytes, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import dist
+from run import config, dist
 from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS, most_logits
 
@@ -51,7 +50,7 @@ ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_
 # ------------------------------------------------------------------ config.json
 
 def read_config(hf):
-    """The GPTConfig of a config.json's dict; raises UserError for anything not supported."""
+    """The GPTConfig of a config.json's dict; UserError for anything not supported."""
     family = hf.get("model_type")
     if family not in [*FAMILIES]:
         raise UserError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
@@ -80,17 +79,12 @@ def read_config(hf):
     return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
 
 def shape(**given):
-    """A GPTConfig; raises UserError for another type, or a size that no model has."""
-    for f in fields(GPTConfig):
-        x = given.get(f.name, f.default)
-        if f.type is float and type(x) is int:
-            x = given[f.name] = float(x)
-        if not get_args(f.type) and type(x) is not f.type:
-            raise UserError(f"{f.name} must be of type {f.type.__name__}, not {x!r}")
-        least, most = int(f.default != 0), 1000 if f.name == "n_layer" else 2 ** 20
-        if f.type is int and not least <= x <= most:
-            raise UserError(f"{f.name} must be between {least} and {most}, not {x}")
-    return GPTConfig(**given)
+    """A GPTConfig; UserError for another type, or a size that no model has."""
+    cfg = GPTConfig(**given)
+    least = {f.name: -math.inf for f in fields(cfg) if f.type is float}
+    most = {f.name: 2 ** 20 for f in fields(cfg) if f.type is int} | {"n_layer": 1000}
+    config.check(cfg, least, most)
+    return cfg
 
 def config_json(model):
     """A model's config.json: as loaded or, for a new one, a Llama's, which must hold all of it."""
@@ -164,7 +158,7 @@ def without_memory(folder):
         raise UserError(f"{path}: {e}") from e
 
 def config_of(folder):
-    """The path of a model's config.json; raises UserError if there is none."""
+    """The path of a model's config.json; UserError if there is none."""
     path = Path(folder) / "config.json"
     if not path.exists():
         raise UserError(f"no model in {folder}: train one, or hf download NAME --local-dir FOLDER; "
@@ -218,7 +212,7 @@ def read_weights(model, folder):
     return weights
 
 def split(folder, name, tensor, shapes):
-    """A file's tensor as parameters of these shapes; raises UserError if they do not fit."""
+    """A file's tensor as parameters of these shapes; UserError if they do not fit."""
     tensor = tensor.T if TURNED.search(name) else tensor
     rows = [shape[0] for shape in shapes if shape]
     want = [sum(rows), *shapes[0][1:]] if rows else []
@@ -341,7 +335,7 @@ def frozen(model):
 # ------------------------------------------------------------------- the memory
 
 def check_context(model, cfg, longest, prompt=""):
-    """Raises UserError if a prompt and a completion do not fit the context."""
+    """UserError if a prompt and a completion do not fit the context."""
     if longest + cfg.max_new > model.cfg.block_size:
         raise UserError(f"a prompt of {longest} tokens{prompt and f', {prompt!r:.80},'} and "
                         f"--max_new {cfg.max_new} do not fit the model's context of "
@@ -349,7 +343,7 @@ def check_context(model, cfg, longest, prompt=""):
                         f"in docs/troubleshooting.md")
 
 def check_room(model, cfg, longest):
-    """Raises UserError if a run (longest 0: the model alone) would not fit context or memory."""
+    """UserError if a run (longest 0: the model alone) would not fit context or memory."""
     need = 4 * sum(p.numel() for p in model.parameters())
     if longest:
         check_context(model, cfg, longest)

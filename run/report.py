@@ -156,8 +156,7 @@ def resume_command(cfg):
 # ---------------------------------------------------------------- samples.jsonl
 
 def log_step(agent, step, batch, done, logps):
-    """Prints a line for a step; when due also a group, and adds two groups to samples.jsonl.
-    logps: grpo's."""
+    """Prints a step's line; when due also a group, and adds two to samples.jsonl. logps: grpo's."""
     cfg, first = agent.cfg, dist.rank() == 0
     step_line(step, cfg.total_steps, done)
     if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:

@@ -59,7 +59,7 @@ def begin(cfg, task, saved):
 # ---------------------------------------------------------- problems and checks
 
 def problems_of(cfg, task):
-    """A task's training and held-out problems; raises UserError if there are none held out."""
+    """A task's training and held-out problems; UserError if there are none held out."""
     found = config.problems_of(task, cfg)
     need(isinstance(found, list | tuple) and [hasattr(x, "__iter__") for x in found] == [True] * 2,
          "problems", "return two lists, of training and of held-out problems", found)
@@ -77,9 +77,7 @@ def to_train_on(cfg, task):
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{''.join(empty)}")
-    # Rows of one object are a group: an object that stands there twice is two.
-    first = {id(p): i for i, p in reversed([*enumerate(train)])}
-    train = [p if first[id(p)] == i else copy.copy(p) for i, p in enumerate(train)]
+    train = [copy.copy(p) for p in train]       # groups go by objects: one may stand there twice
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
@@ -109,7 +107,7 @@ def longest_of(encoding, problems, cfg, model):
     return n
 
 def check_run(cfg, task, problems):
-    """Raises UserError for what would end a run late."""
+    """UserError for what would end a run late."""
     config.check_used(cfg, task)
     if cfg.warm_steps:
         require(task, "demonstration", "the warm start imitates it; or begin with --init FOLDER")

@@ -267,9 +267,9 @@ def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
     gpt = model.GPT(shape)
     pretrained.save(gpt, tmp_path)
     assert pretrained.load(tmp_path).cfg == shape
-    for name, x, says in (("window", True, "window must be of type int"),
-                          ("window", -1, "window must be between 0 and"),
-                          ("gated", 1, "of type bool"), ("own_gain", "1", "gain must be of type")):
+    for name, x, says in (("window", True, "window must be of the type int"),
+                          ("window", -1, "window must be at least 0"),
+                          ("gated", 1, "the type bool"), ("own_gain", "1", "gain must be of the")):
         with pytest.raises(UserError, match=says):
             pretrained.read_config(gpt.hf | {name: x})
 

@@ -128,7 +128,7 @@ def test_some_rows_of_several_batches():
     got = passes.joined([narrow, wide], torch.tensor([2, 0, 2, 1]))
     assert got.on_policy.tolist() == [True, False, True, True]
     narrow.value = narrow.logp
-    with pytest.raises(UserError, match="only some of them have value"):
+    with pytest.raises(UserError, match="only some have value"):
         passes.joined([wide, narrow], torch.tensor([0]))
 
 

@@ -111,12 +111,12 @@ def keep_best(agent, step, results):
 
 # ---------------------------------------------------------------------- loading
 
-def load(folder, kind):
+def load(folder, kind, locks=False):
     """The dataclass `kind` and the Checkpoint of a run, whose tensors are mapped from the file."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         raise UserError(f"no run in {folder}")
-    if (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
+    if locks and (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
         files.lock(folder)      # what follows is of a run that has ended
     try:
         with safe_open(path, "pt") as f:
@@ -177,7 +177,7 @@ MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every",
 
 def resume(folder, kind, flags):
     """The Config and the Checkpoint to continue from; `flags` may change some of the settings."""
-    cfg, checkpoint = load(folder, kind)
+    cfg, checkpoint = load(folder, kind, True)
     refuse_foreign_code(vars(cfg), flags, folder)
     may_change = MAY_CHANGE if cfg.iterations == 1 else MAY_CHANGE - {"steps"}  # of each iteration
     has = vars(cfg) | cfg.task_args
@@ -220,7 +220,7 @@ def check_folder(folder, kind):
     if found and files.MARK not in found:
         raise UserError(f"{folder} holds files that are not of a run: choose another --out")
     if "checkpoint.safetensors" in found:
-        old, saved = load(folder, kind)
+        old, saved = load(folder, kind, True)
         if 0 < saved.step < old.total_steps:
             raise UserError(f"{folder} holds a run stopped at step {saved.step}: --resume it, or "
                             f"choose another --out")

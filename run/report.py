@@ -254,12 +254,12 @@ class Clock:
 
     def speeds(self, batch):
         """Seconds and speeds, of the rank that judged longest: all wait for it."""
-        ended = time.perf_counter()
+        times = self.judging, self.sampled - self.began, time.perf_counter() - self.began
+        judging, rollout, whole = max(dist.gather(times))
         tokens = dist.all_reduce(batch.mask.sum()).item()
-        judging, rollout = max(dist.gather((self.judging, self.sampled - self.began)))
-        return {"seconds": ended - self.began, "reward_seconds": judging,
+        return {"seconds": whole, "reward_seconds": judging,
                 "rollout_tok_s": tokens / (rollout - judging),
-                "update_tok_s": tokens / (ended - self.sampled)}
+                "update_tok_s": tokens / (whole - rollout)}
 
 def evaluate(agent, problems, generate, rng):
     """The results of grpo.evaluate, by grpo.generate; rng draws the samples."""

@@ -232,7 +232,7 @@ def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
     checkpoint.write_checkpoint(Config(**about["config"]), state)
     for mode in (["--resume", "--out"], ["--eval_only", "--init"], ["--ask", "1*1=", "--out"]):
         if name == "task" or "--resume" in mode:
-            assert "which would be executed" in fault(capsys, *mode, folder)
+            assert "to allow it to be executed" in fault(capsys, *mode, folder)
         else:
             main([*mode, str(folder)])
         assert not ran.exists()

@@ -292,7 +292,7 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
     dict(dtype="bfloat16", minibatches=2)], ids=str)
 def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     """As sampled or, in bfloat16 or with a critic, a pass's over the sampler's weights; none with
-    one update. Those sampled are 5e-5 too small; 3 of others, who keep theirs if a Batch says so."""
+    one update. Sampled ones are 5e-5 too small; 3 those of others, which a Batch may keep."""
     def collect(*x, own=grpo.collect):
         batch = own(*x)
         batch.logp = batch.logp - 5e-5 * batch.mask

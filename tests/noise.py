@@ -1,6 +1,6 @@
 """Another machine's kernels round otherwise: with `--noise SEED` each matrix product, forward and
-backward, is multiplied by 1 - 2^-23, 1 or 1 + 2^-23 (2^-52 in float64), a function of its shape, the
-element and the seed alone: a run and its resumed twin agree."""
+backward, is multiplied by 1 - 2^-23, 1 or 1 + 2^-23 (2^-52 in float64), by its shape, the element
+and the seed alone: a run and its resumed twin agree."""
 import zlib
 
 import torch

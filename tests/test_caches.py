@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from grpo import make_config, sample
+from grpo import Config, new_agent, sample
 from run import caches, dist, pretrained
 
 PROMPTS = [[49, 50, 61], [51], [52, 53, 54, 55, 61, 10]]
@@ -154,8 +154,11 @@ def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
     ("auto", False, "shared"), ("auto", True, "static"), ("static", False, "static"),
     ("shared", True, "shared"), ("plain", True, "plain")])
 def test_the_flag_chooses(flag, cuda, found, monkeypatch):
-    cfg = make_config(task="arithmetic", cache=flag, device="cpu")
+    """In all models of a run."""
+    cfg = Config(cache=flag, baseline="value", critic="separate")
     device = torch.device("cuda" if cuda else "cpu")
     monkeypatch.setattr(dist, "device_of", lambda cfg: device)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
-    assert pretrained.to_device(tiny_model(), cfg).kv_cache == found
+    agent = new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))
+    models = agent.policy, agent.ref, agent.critic.trunk
+    assert {model.kv_cache for model in models} == {found}

@@ -424,8 +424,8 @@ def test_a_variant_of_two_ranks_is_that_of_one(name, monkeypatch):
     for agent in both:
         assert agent.beta == pytest.approx(alone.beta) and agent.state.keys() == alone.state.keys()
         assert all(torch.equal(x, both[0].state[name]) for name, x in agent.state.items())
-        for p, q in zip(agent.policy.parameters(), alone.policy.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+        one, other = ([*x.policy.parameters()] for x in (agent, alone))
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 FITTED = [SimpleNamespace(prompt="".join(x))

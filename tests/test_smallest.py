@@ -14,9 +14,12 @@ import smallest  # noqa: E402
 
 
 @pytest.mark.slow
-def test_two_steps_give_the_weights_of_grpo(tmp_path):
+def test_two_steps_give_the_weights_of_grpo(tmp_path, monkeypatch):
     """In float64: at first Adam moves each weight by its gradient's sign, which is rounding where
     it is almost 0. Some completions are cut off at 48 tokens, and some ratios are clipped."""
+    def reward(*given, real=arithmetic.reward):
+        return {name: x for name, x in real(*given).items() if name in ("correct", "working")}
+    monkeypatch.setattr(arithmetic, "reward", reward)       # a fork's may have more
     start = shutil.copytree(ROOT / "data" / "warm_start", tmp_path / "start",
                             ignore=lambda *_: ["warm_start.json"])
     before = dict(smallest.load(start).named_parameters())
@@ -26,7 +29,7 @@ def test_two_steps_give_the_weights_of_grpo(tmp_path):
 
     cfg = grpo.make_config(task="arithmetic", init=str(start), out=str(tmp_path / "run"),
                            dtype="float32", steps=2, prompts=4, group=8, max_new=48,
-                           lr=3e-4)
+                           lr=3e-4, beta=0.04)
     cfg, task, encoding, policy, problems, _ = setup.begin(cfg, None, None)
     agent = grpo.new_agent(cfg, task, encoding, policy.double())
     agent.opt.param_groups[0]["eps"] = 1e-8

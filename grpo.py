@@ -294,19 +294,22 @@ def generate(agent, problems, group, rng=None):
     """`completions` of this rank's problems, drawn by rng, or without it the most likely ones."""
     u = None
     if rng is not None:
-        u = dist.uniform_here(rng, len(problems), group, agent.cfg.max_new)
-        u = u.flatten(0, 1)         # (B, N)
+        u = dist.uniform_here(rng, len(problems), group, agent.cfg.max_new)     # (B, N)
     return completions(agent, problems, group, u)
 
 def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
     ids. Their logp is the present policy's, or may be replaced by that of who wrote them."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    ids, mask = setup.padded([*zip(prompts, said)])
-    finished = torch.tensor([row[-1] in agent.encoding.stop for row in said])
-    tensors = ids, mask, finished, torch.zeros(ids.shape), mask.int().argmax(1)
-    batch = Batch(*(x.to(agent.policy.device) for x in tensors))
-    batch.on_policy = torch.zeros_like(batch.finished)
+    rows = zip(prompts, said)
+    ids, mask = setup.padded(list(rows))
+    ids = ids.to(agent.policy.device)
+    mask = mask.to(ids.device)
+    ends = [row[-1] in agent.encoding.stop for row in said]
+    finished = torch.tensor(ends, device=ids.device)
+    logp = torch.zeros_like(mask, dtype=torch.float32)
+    batch = Batch(ids, mask, finished, logp, start=mask.int().argmax(1))
+    batch.on_policy = torch.zeros_like(finished)
     batch.logp, _ = logps(agent.sampler, batch, agent.cfg)
     reward.score_by_rule(agent, problems, batch)
     return batch
@@ -342,7 +345,8 @@ def group_scores(r, ends, cfg):
 def scores_of_rows(r, ends, groups, cfg):
     """`group_scores` of rows (B, T), given the numbers (B,) of their groups."""
     rows, place = passes.grid(groups, ends.device)              # (P, G), (B,)
-    score, dead = group_scores(r[rows], ends[rows] & (rows[..., None] >= 0), cfg)
+    exists = rows[..., None] >= 0
+    score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
     return score.flatten(0, 1)[place], dead
 
 def gae(r, value, mask, gamma, lam):
@@ -397,7 +401,8 @@ def rollout(agent, problems, rng):
     batch = collect(agent, problems, rng)
     reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
-    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all())) > 0
+    others = not batch.on_policy.all()
+    has_ratios = cfg.updates > 1 or dist.largest(int(others)) > 0
     old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp
@@ -564,9 +569,10 @@ def update(agent, batch, rng):
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,), on the host; update skips the others. Without terms of a
     reference, a critic or a file's own loss these are the rows with an advantage."""
-    more = agent.ref is not None or agent.critic is not None
-    more |= not config.REPLACED.keys().isdisjoint({"surrogate", "policy_loss", "total_loss"})
-    return (batch.mask.any(1) & (batch.adv.any(1) | more)).cpu()
+    own = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
+    if agent.ref is not None or agent.critic is not None or own:
+        return batch.mask.any(1).cpu()
+    return (batch.mask & (batch.adv != 0)).any(1).cpu()
 
 # ------------------------------------------------------------------------- the reward model
 def refit_reward_model(agent, problems, iteration):
@@ -602,8 +608,8 @@ def train_step(agent, problems, step):
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
-            rate = opt_group.setdefault("initial_lr", opt_group["lr"])
-            opt_group["lr"] = rate * 0.5 ** ((step - 1) / cfg.half_life)
+            halvings = (step - 1) / cfg.half_life
+            opt_group["lr"] = opt_group["initial_lr"] * 0.5 ** halvings
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))

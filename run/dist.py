@@ -269,9 +269,9 @@ def uniform(rng, *shape):
     """float64 uniforms in [0, 1), the same on every machine."""
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
-def uniform_here(rng, n, *shape):
-    """`uniform` for this rank's n problems, (n, ...), whatever the number of ranks."""
-    return of_rank(uniform(rng, n * ranks(), *shape))
+def uniform_here(rng, n, group, N):
+    """`uniform` for the rows of this rank's n problems, (B, N), whatever the number of ranks."""
+    return of_rank(uniform(rng, n * ranks(), group, N)).flatten(0, 1)
 
 # ---------------------------------------------------------------------- signals
 
@@ -310,9 +310,10 @@ def stop_here(work):
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """A context in which signals ask the run to stop; UserError if another rank has ended."""
+    """A context in which signals ask the run to stop, SIGHUP if `nohup` does not ignore it;
+    UserError if another rank has ended."""
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}      # nohup
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
     except Stopped as when:

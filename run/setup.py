@@ -188,7 +188,7 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def ask(agent, question, sample):
-    """grpo.ask, by grpo.sample. A question that is no problem's is one with nothing but a prompt."""
+    """grpo.ask, by grpo.sample. A question of one's own is a problem with nothing but a prompt."""
     task, text, episodes = agent.task, question, None
     if hasattr(task, "prompt"):
         text = call(task.prompt, "the function prompt", question)

@@ -349,7 +349,8 @@ def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
         parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), groups)
         return [(rows.tolist(), size) for rows, size in parts]
     found = on_ranks(len(n), lambda rank: split(n[rank]), monkeypatch)
-    totals = on_ranks(len(n), lambda rank: dist.numbered(torch.arange(n[rank]) // 4)[1], monkeypatch)
+    groups = [torch.arange(rows) // 4 for rows in n]
+    totals = on_ranks(len(n), lambda rank: dist.numbered(groups[rank])[1], monkeypatch)
     assert totals == [sum(n)] * len(n)      # of which all ranks draw
     for rows, of_rank in zip(n, found):
         for epoch in (of_rank[:3], of_rank[3:]):

@@ -235,7 +235,7 @@ def test_a_share_is_of_the_minibatch_on_all_ranks(name, monkeypatch):
         part = grpo.minibatch(agent, passes.select(batch, own, 9), torch.arange(len(own)))
         tokens = (part.held if name == "kl_cov" else part.adv != 0 if name == "entropy_tokens"
                   else (part.adv == 0) & part.mask)
-        return {(row.item(), t) for row, on in zip(own, tokens) for t in on.nonzero()[:, 0].tolist()}
+        return {(own[i].item(), t) for i, t in tokens.nonzero().tolist()}
     cfg, _ = variant(name, dict(SHARE=0.25, LOW=-99, HIGH=99))
     agent, ids = agent_of(cfg, step=3, policy=tiny_model()), torch.randint(0, 9, (8, 9))
     mask = (torch.arange(9) > 1) & (torch.arange(9) < 4 + torch.arange(8)[:, None] % 5)

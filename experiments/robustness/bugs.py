@@ -119,7 +119,7 @@ a learned reward is divided by the group's std | run/config.py | config -k imply
 the reference is not updated between iterations | grpo.py | data_flow -k reference_moves
     dist.copy_weights(agent.ref, agent.policy)  =>  pass
 the same random numbers on every rank | run/dist.py | ranks
-    of_rank(uniform(rng, n * ranks(), *shape))  =>  uniform(rng, n, *shape)
+    of_rank(uniform(rng, n * ranks(), group, N))  =>  uniform(rng, n, group, N)
 gradients are not summed over ranks | run/dist.py | ranks
     p.grad = grad if is_sharded(grad) else all_reduce(grad)  =>  p.grad = grad
 a sharded gradient is averaged over the ranks | run/dist.py | ranks -k sharded
@@ -168,7 +168,7 @@ credit stops at a reply | grpo.py | turns
     next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)  =>
       next_adv = torch.where(sampled, delta + gamma * lam * next_adv, 0)
 rows without an advantage are skipped despite a KL or a critic | grpo.py | loss oracle
-    more = agent.ref is not None or agent.critic is not None  =>  more = False
+    if agent.ref is not None or agent.critic is not None or own:  =>  if own:
 the reference has another temperature | grpo.py | oracle -k temperature
     logps(agent.ref, batch, cfg)  =>  logps(agent.ref, batch, replace(cfg, temperature=1.0))
 """

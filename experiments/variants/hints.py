@@ -18,7 +18,8 @@ def collect(agent, problems, rng):
         return batch
     hinted = [problems[p] for p in dead]
     begun = [hint(agent, problem) for problem in hinted]
-    aided = grpo.completions(agent, hinted, G, u[dead].flatten(0, 1), begun)
+    u = u.view(len(problems), G, -1)[dead].flatten(0, 1)
+    aided = grpo.completions(agent, hinted, G, u, begun)
     rows = torch.arange(len(batch.ids)).view(-1, G)
     rows[dead] = len(batch.ids) + torch.arange(len(aided.ids)).view(-1, G)
     return passes.joined([batch, aided], rows.flatten())

@@ -11,7 +11,7 @@ def collect(agent, problems, rng):
     G, N = agent.cfg.group, agent.cfg.max_new
     half = -(-G // 2)
     trunks = grpo.generate(agent, problems, half, rng)
-    at, u = (dist.uniform_here(rng, len(problems), half, n).flatten(0, 1) for n in (1, N))
+    at, u = (dist.uniform_here(rng, len(problems), half, n) for n in (1, N))
     begun = []
     for ids, mask, start, share in zip(trunks.ids.cpu(), trunks.mask.cpu(), trunks.start, at[:, 0]):
         sampled = mask.nonzero()[:, 0]

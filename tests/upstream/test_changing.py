@@ -180,10 +180,10 @@ def test_a_recipe_leaves_the_tests_green(name, tmp_path):
 
 
 def test_another_clone_in_the_folder_is_left_alone(tmp_path):
-    copy(copy(tmp_path / "code") / "clone")
+    copy(copy(tmp_path / "code") / "another_one")
     said = subprocess.check_output([sys.executable, "-m", "pytest", "--collect-only", "-q"],
                                    cwd=tmp_path / "code", text=True)
-    assert "tests/test_loss.py::" in said and "clone" not in said
+    assert "tests/test_loss.py::" in said and "another_one" not in said
 
 
 # ---- tasks, rewards, algorithms
@@ -231,7 +231,7 @@ def test_the_algorithm_in_a_file_is_that_file():
     variants = ROOT / "experiments" / "variants"
     assert (variants / "cispo.py").read_text().endswith(block("def surrogate"))
     rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| .* \|(.*)\|$", PAGE, re.M)
-    assert len(rows) == 12
+    assert len(rows) == 13
     for name, arguments, files in rows:
         assert [*inspect.signature(getattr(unchanged, name)).parameters] == arguments.split(", ")
         for file in re.findall(r"`(\w+)`", files):
@@ -257,14 +257,21 @@ def test_a_moving_average_is_a_baseline_and_survives_a_resume(warm, tmp_path):
     assert average > 0.05
 
 
-def test_the_majority_is_the_reward(warm, tmp_path):
-    """Of the page's lines on TTRL: what is right is only logged."""
-    algo = algorithm(tmp_path, block("most_common"))
+def test_a_group_has_the_row_of_a_file(warm, tmp_path, monkeypatch):
+    """Beside its own: it counts in their mean."""
+    monkeypatch.chdir(tmp_path)
+    problems = arithmetic.problems(1)[0]
+    (tmp_path / "shown.jsonl").write_text("".join(
+        json.dumps(dict(prompt=p.prompt, completion=f"~{p.answer}")) + "\n" for p in problems))
+    algo = algorithm(tmp_path, block("shown.jsonl"))
     run(unchanged, tmp_path / "out", init=warm, algo=algo, steps=1)
     for group in records(tmp_path / "out" / "samples.jsonl"):
-        answers = [arithmetic.answer(text) for text in group["completions"]]
-        won = [answer for answer, x in zip(answers, group["rewards"]) if x == 1]
-        assert not won or len(won) == max(map(answers.count, answers)) and len({*won}) == 1
+        *sampled, shown = group["completions"]
+        a, b = map(int, group["prompt"][:-1].split("*"))
+        assert len(sampled) == 4 and shown == f"~{a * b}" and group["rewards"][-1] == 1
+        mean = sum(group["rewards"]) / 5
+        assert all((x > mean) == (adv[0] > 0) for x, adv in zip(
+            group["rewards"], group["advantages"]) if x != mean)
 
 
 def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
@@ -310,8 +317,8 @@ def test_learning_rate_and_beta_follow_the_step(changed, warm, tmp_path, monkeyp
 def test_the_median_is_a_baseline(changed, warm, tmp_path):
     grpo = changed(MEDIAN)
     cfg = grpo.make_config(baseline="median", adv_scale="none", group=4)
-    reward, ends = torch.tensor([[1.0], [0], [3], [4]]), torch.ones(4, 1, dtype=torch.bool)
-    assert grpo.group_scores(reward, ends, cfg)[0][:, 0].tolist() == [0, -1, 2, 3]
+    reward, ends = torch.tensor([[[1.0], [0], [3], [4]]]), torch.ones(1, 4, 1, dtype=torch.bool)
+    assert grpo.group_scores(reward, ends, cfg)[0].flatten().tolist() == [0, -1, 2, 3]
     assert run(grpo, tmp_path / "out", init=warm, baseline="median", steps=1)[1]["grad_norm"] > 0
 
 

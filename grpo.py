@@ -299,7 +299,7 @@ def generate(agent, problems, group, rng=None):
 
 def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
-    ids. Their logp is the present policy's, or may be replaced by that of who wrote them."""
+    ids. Their logp is the present policy's, until that of who wrote them replaces it."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     rows = zip(prompts, said)
     ids, mask = setup.padded(list(rows))
@@ -402,7 +402,7 @@ def rollout(agent, problems, rng):
     reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
     others = not batch.on_policy.all()
-    has_ratios = cfg.updates > 1 or dist.largest(int(others)) > 0
+    has_ratios = cfg.updates > 1 or dist.largest(int(others))
     old_logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:
         batch.old_logp = old_logp

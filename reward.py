@@ -99,7 +99,7 @@ def of_rule(agent, batch):
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
     if agent.cfg.group > 1 and len({*batch.groups.tolist()}) == len(batch.ids) > 1:
-        raise UserError("rows of a group must have one problem, the same object; no two have")
+        raise UserError("rows of a group must have one problem, the same object")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -167,7 +167,7 @@ def rollout_labels(agent, completions, batch, stream, tries=4):
     name a step's random numbers."""
     cfg = agent.cfg
     of_groups, place = passes.grid(batch.groups)
-    number = place % of_groups.size(1)          # of each row in its group
+    number = place % of_groups.size(1)          # in its group
     ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
     start = batch.start.tolist()
     label = batch.reward.cpu().clone()
@@ -258,8 +258,7 @@ def refit(agent, batches, n_held_out, rng):
     agent.history = history
     label = to_fit["label"][to_fit["ends"]]
     if label.amin() == label.amax():
-        dist.print0("warning: all labels are equal: nothing to learn from; rewards are 0 until "
-                    "there is")
+        dist.print0("warning: all labels are equal: nothing to learn; rewards are 0 until then")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 

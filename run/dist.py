@@ -310,8 +310,7 @@ def stop_here(work):
 
 @contextlib.contextmanager
 def stoppable(command=""):
-    """A context in which signals ask the run to stop, SIGHUP if `nohup` does not ignore it;
-    UserError if another rank has ended."""
+    """A context in which signals ask the run to stop; UserError if another rank has ended."""
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
     try:

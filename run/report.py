@@ -178,8 +178,8 @@ def log_step(agent, step, batch, done, logps):
         files.append(cfg.folder / "samples.jsonl", {"step": step, "which": which, **found})
 
 def chosen(cfg, step, batch):
-    """The rows of two of this rank's groups, if it has some: that of the widest spread of rewards,
-    the first one in a tie, and another."""
+    """The rows of up to two of this rank's groups: of the widest spread of rewards, the first one
+    in a tie, and another."""
     grid, _ = passes.grid(batch.groups)
     groups = [rows[rows >= 0] for rows in grid]
     if not groups:

@@ -77,7 +77,7 @@ def to_train_on(cfg, task):
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{''.join(empty)}")
-    train = [copy.copy(p) for p in train]       # groups go by objects: one may stand there twice
+    train = [copy.copy(p) for p in train]       # groups go by objects
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
@@ -188,7 +188,7 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def ask(agent, question, sample):
-    """grpo.ask, by grpo.sample. A question of one's own is a problem with nothing but a prompt."""
+    """grpo.ask, by grpo.sample. A question of one's own is a problem with a prompt alone."""
     task, text, episodes = agent.task, question, None
     if hasattr(task, "prompt"):
         text = call(task.prompt, "the function prompt", question)

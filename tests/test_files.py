@@ -115,7 +115,8 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
 
 
 @pytest.mark.parametrize("at", [0.01, 0.4, 0.7, 0.99])
-def test_a_flipped_bit_of_a_checkpoint_is_found(at, again, capsys):
+def test_a_flipped_bit_or_a_lost_end_of_a_checkpoint_is_found(at, again, capsys):
+
     path = again / "checkpoint.safetensors"
     found = bytearray(path.read_bytes())
     place = found.index(b'beta\\": ') + 8 if at < 0.1 else int(at * len(found))
@@ -123,6 +124,10 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(at, again, capsys):
     path.write_bytes(found)
     assert "checksum" in fault(capsys, "--resume", "--steps", 3, "--out", again)
     assert path.read_bytes() == found
+    for size in (0, 7, 9, place, len(found) - 1):
+        path.write_bytes(found[:size])
+        with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
+            checkpoint.load(again, Config)
 
 
 def test_a_log_that_lost_lines_is_cut_to_whole_ones(again, capsys):

@@ -63,10 +63,8 @@ def toy(**parts):
     (dict(demonstration=None, warm_steps=0, steps=None), 1, ""),
     (dict(steps=None, supervision="process"), 1, "has no function steps"),
     (dict(reward="rollouts"), 1, "rollouts labels steps"),
-    (dict(reward=lambda p, text: {}), 1, "'correct'"),
-    (dict(reward=lambda p, text: {"correct": 0, text: 0}), 1, "have the components"),
-    (dict(answer=lambda text: 3), 1, "return a string"),
-    (dict(steps=lambda p, text: 3, supervision="process"), 1, "must be a list")], ids=str)
+    (dict(reward=lambda p, text: {"correct": 0, text: 0}), 1, "have the components")], ids=str)
+
 def test_what_a_run_may_ask_for(changes, ranks, fault, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "ranks", lambda: ranks)
     monkeypatch.chdir(tmp_path)

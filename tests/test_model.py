@@ -332,7 +332,8 @@ def test_every_family_is_read_and_written(family, tied, tmp_path):
 @pytest.mark.parametrize("file, change, fault", [
     ("model.safetensors", lambda x: x[:-100], "cannot read its tensors"),
     ("model.safetensors", lambda x: b"\xff" * 8 + x[8:], "cannot read its tensors"),
-    ("model.safetensors", None, "cannot read its tensors"), ("config.json", None, "no model in"),
+    ("model.safetensors", None, "cannot read its tensors"),
+
     ("config.json", lambda x: x.replace(b'_size": 64', b'_size": 96'), "has the shape"),
     ("config.json", lambda x: x.replace(b"1e-05", b"1" + b"0" * 400), "norm_eps must be at most")])
 def test_damaged_folders_are_refused(tmp_path, model, file, change, fault):

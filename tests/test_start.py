@@ -115,8 +115,7 @@ def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
         assert pretrained.encoding_of(cfg, where).n_vocab == size
     with pytest.raises(UserError, match="no model in"):
         pretrained.encoding_of(with_(init=str(empty)), empty)
-    with pytest.raises(UserError, match="a new model has none"):
-        pretrained.encoding_of(with_(system="x"), "")
+
 
 
 @pytest.fixture

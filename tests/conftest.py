@@ -299,6 +299,13 @@ def batch_of_rows(rows, **parts):
     return batch_of(mask, **{"ids": ids, "start": start, **parts})
 
 
+def rewrite(path, change):
+    """Changes what is in a file of JSON, in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
 def records(path):
     """Those of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -47,7 +47,7 @@ def evaluated(where):
 
 
 def weights(where):
-    return load((where / "model.safetensors").read_bytes())
+    return dict(sorted(load((where / "model.safetensors").read_bytes()).items()))
 
 
 def bytes_of(folder, *names):
@@ -163,10 +163,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, tmp_path, capsys):
         (other := tmp_path / algo).mkdir()
         (other / "run.json").write_text(json.dumps({"config": {"algo": algo}}))
         assert config_of("--ask=x", "--init", other)[0].algo == used
-    assert "has --group 2, not 16" in fault(capsys, "--resume", "--out", out, "--group", 16)
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
-    other = fault(capsys, "--resume", "--task", "guess", "--out", out)
-    assert "has --task arithmetic, not guess" in other
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
 
@@ -202,7 +199,9 @@ def test_a_run_goes_on_with_any_optimizer(name, run, begun, monkeypatch):
     monkeypatch.setattr(grpo, "update", update)
     start = ["--init", begun / "one" / "warm_start", "--held_out", 1,
              "--half_life", int(name != "amsgrad")]
-    whole, half = run("whole", *start, "--steps", 3), run("half", *start, "--steps", 1)
+    whole = run("whole", *start, "--steps", 3, "--save_every", 2)       # also looks at step 2
+    half = run("half", *start, "--steps", 1)
+
     run("half", "--resume", "--steps", 3)
     one, other = (checkpoint.load(where, Config)[1].tensors for where in (whole, half))
     assert same(one, other)
@@ -297,19 +296,16 @@ def test_what_the_machine_needs_changes_a_result_only_by_rounding(whole, run, tm
 
 
 @pytest.mark.slow
-def test_evaluations_and_saves_are_as_they_were_or_as_they_are_to_be(run, capsys, monkeypatch):
+def test_evaluations_are_as_they_were_or_as_they_are_to_be(run, capsys):
     """Of one completion per prompt, nothing is said of groups."""
-    saved, real = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *given: saved.append(given[1]) or real(*given))
     alone = ["--algo", "reinforce", "--group", 1, "--held_out", 1]
-    out = run("run", "--steps", 2, "--eval_every", 2, "--save_every", 2, *alone)
+    out = run("run", "--steps", 2, "--eval_every", 2, *alone)
     run("run", "--resume", "--steps", 5)
-    assert evaluated(out) == [0, 2, 4, 5] and saved == [2, 4, 5]        # not at step 0
-    run("run", "--resume", "--steps", 8, "--eval_every", 1, "--save_every", 3)
-    assert evaluated(out) == [0, 2, 4, 5, 6, 7, 8] and saved == [2, 4, 5, 6, 8]
+    assert evaluated(out) == [0, 2, 4, 5]
+    run("run", "--resume", "--steps", 7, "--eval_every", 1)
     run("run", "--resume", "--steps", 9)            # what was changed is the run's own now
     run("run", "--resume", "--steps", 9)
-    assert evaluated(out)[-2:] == [8, 9] and checkpoint.load(out, Config)[0].save_every == 3
+    assert evaluated(out) == [0, 2, 4, 5, 6, 7, 8, 9]
     said, last = capsys.readouterr().out, metrics(out)[-1]
     assert f"\nstep 9  held out: greedy {last['greedy']:.1%}  pass@1 {last['pass@1']:.1%}" in said
     assert "dead_groups" not in last and "dead_groups" not in said
@@ -360,27 +356,23 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
 
 
 def test_code_that_has_changed_is_noted(run, task, capsys):
-    """Each time, against how the run began. Without its run.json nothing is known of the files."""
+    """Without its run.json nothing is known of the files."""
     code = {"task": task, "algo": task.with_name("mine.py")}
     code["algo"].write_text("SETTINGS = {}\n")
     out = run("run", "--steps", 0, "--algo", code["algo"])
     given = {name: str(path) for name, path in code.items()}
-    for more, noted in (("#", 1), ("#", 1), ("", 0)):
+    for more, noted in (("", 0), ("#", 1)):
         task.write_text(TASK + more)
         code["algo"].write_text("SETTINGS = {}\n" + more)
         capsys.readouterr()
-        cfg, saved = checkpoint.resume(out, Config, given)
+        cfg, _ = checkpoint.resume(out, Config, given)
         checkpoint.compare(out, checkpoint.data_of(cfg))
-        checkpoint.open_run(cfg, saved, checkpoint.data_of(cfg))
         notes = [f"note: the file of --{name} has changed since the run in {out}" for name in code]
         assert [*map(capsys.readouterr().out.count, notes)] == [noted] * 2
-    assert files.about(out)["data"].keys() >= {"task", "algo"}
-    task.write_text(TASK + "#")
     (out / "run.json").unlink()
-    cfg = checkpoint.resume(out, Config, given)[0]
     checkpoint.compare(out, checkpoint.data_of(cfg))
     assert capsys.readouterr().out == ""
-    files.LOCK.close()
+
 
 
 # ---------- the best policy so far
@@ -508,9 +500,8 @@ def test_a_kill_while_a_run_is_renamed(run, monkeypatch):
 
 
 @pytest.mark.parametrize("names", [
-    "best/x metrics.jsonl config.json", "best/x", "run.json", "model-1.safetensors tokenizer.json",
-    "warm_start/x x", "warm_start/x", "lock", "x.tmp", ".tmpabcdef/x", ".hidden",
-    "checkpoint.safetensors model.safetensors"])
+    "best/x", "run.json", ".hidden", "checkpoint.safetensors model.safetensors"])
+
 def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, task, capsys):
     out = tmp_path / "out"
     for name in names.split():

@@ -1,5 +1,4 @@
 """Whole runs: learning, a kill at any moment, faults, what is written."""
-import io
 import json
 import os
 import re
@@ -64,11 +63,11 @@ def test_learns_what_is_rewarded_and_to_stop(tmp_path):
 
 # --------------------------------------------------------------- the same run, whatever happens
 
-def signalled(where, work, args, stage, number):
-    """`work(args)` in a process, which gets a signal when it prints a line with `stage`."""
+def signalled(where, args, stage, number):
+    """`main(args)` in a process, which gets a signal when it prints a line with `stage`."""
     where.mkdir()
     os.mkfifo(where / "stdout")
-    process = Forked(where, work, [*map(str, args)])
+    process = Forked(where, main, [*map(str, args)])
     with open(where / "stdout") as lines:
         for line in lines:
             if stage in line:
@@ -78,29 +77,14 @@ def signalled(where, work, args, stage, number):
     return process.join(), rest, (where / "stderr").read_text()
 
 
-def dies_in_a_write(args):
-    """With half of the second checkpoint written."""
-    real, written = files.save_file, []
-
-    def save_file(tensors, path, metadata):
-        real(tensors, path, metadata)
-        written.append("checkpoint" in str(path))
-        if sum(written) == 2:
-            os.truncate(path, 999)
-            os.kill(os.getpid(), signal.SIGKILL)
-    files.save_file = save_file
-    main(args)
-
-
 @pytest.mark.slow
 def test_killed_at_any_moment(unbroken, forked, tmp_path):
-    """Four times, the last within a write of the checkpoint; then resumed to the end."""
+    """Three times; then resumed to the end."""
     out = tmp_path / "run"
-    for stage in ("warm start", "step 1/6", "step 3/6", "write"):
+    for stage in ("warm start", "step 1/6", "step 3/6"):
         args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
-        work = dies_in_a_write if stage == "write" else main
         where = tmp_path / stage.replace("/", " of ")
-        code, *said = signalled(where, work, [*args, "--out", out], stage, signal.SIGKILL)
+        code, *said = signalled(where, [*args, "--out", out], stage, signal.SIGKILL)
         assert code == -signal.SIGKILL, (stage, said)
     main(["--resume", "--out", str(out)])
     for name in ("model.safetensors", "samples.jsonl"):
@@ -115,7 +99,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
     shutil.copytree(unbroken / "warm_start", out / "warm_start")
     (out / files.MARK).touch()
     args = [*SMALL, "--steps", 500, "--out", out]
-    code, said, err = signalled(tmp_path / "process", main, args, "step 1/", sig)
+    code, said, err = signalled(tmp_path / "process", args, "step 1/", sig)
     assert code == 128 + sig and re.fullmatch(r"stopping soon, now in \S+, line \d+;.*\n", err)
     command = f"continue with: python grpo.py --resume --out {out}"
     step = re.fullmatch(rf"stopped after step (\d+); {command}", said.splitlines()[-1])[1]
@@ -137,23 +121,6 @@ def test_the_run_folder(unbroken):
     assert [len(record[x]) for x in ("completions", "rewards", "advantages")] == [8] * 3
 
 
-def test_trained_ids_are_the_sampled_ids(monkeypatch, tmp_path):
-    """Text decoded and tokenised again is another sequence: here bytes that are no UTF-8."""
-    seen, sample, update = [], grpo.sample, grpo.update
-
-    def noted(*args, **named):
-        batch = sample(*args, **named)
-        seen.append(batch.ids.clone())
-        return batch
-
-    def checked(agent, batch, *rest):
-        assert torch.equal(batch.ids, seen[-1]) and (batch.ids[batch.mask] > 127).sum() > 20
-        return update(agent, batch, *rest)
-    monkeypatch.setattr(grpo, "sample", noted)
-    monkeypatch.setattr(grpo, "update", checked)
-    trained(tmp_path, lambda text: len(text) % 2, steps=2)
-
-
 def test_an_unfinished_completion_has_no_vote():
     """Its answer is right by the text, but earned nothing: it once stood for all 8."""
     right = torch.arange(8) > 0
@@ -167,10 +134,9 @@ def test_an_unfinished_completion_has_no_vote():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args, says", [
-    ("--grup 4", "--grup"), ("--group many", "invalid int value"),
-    ("--group 0", "at least 1, got 0"), ("--minibatches 513", "512 rows"),
-    ("--ask 1*1= --init nowhere", "nowhere"), ("--ask 1*1= --resume", "--resume"),
+    ("--grup 4", "--grup"), ("--ask 1*1= --init nowhere", "nowhere"),
     ("--resume --out nowhere", "no run in nowhere"), ("--out file/in", "file/in")])
+
 def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -205,16 +171,6 @@ def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):
     main(["--resume", "--steps", "7", "--out", str(tmp_path)])
     assert [m["step"] for m in metrics(tmp_path)] == [7]
     assert not (tmp_path / "warm_start").exists()
-
-
-def test_main_works_in_a_notebook(unbroken, monkeypatch):
-    """Its stdout cannot be reconfigured, and its Ctrl-C is its own afterwards. A run at its end
-    makes no step."""
-    before, logged = signal.getsignal(signal.SIGINT), metrics(unbroken)
-    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
-    main(["--resume", "--steps", "6", "--out", str(unbroken)])
-    assert "the model is in" in out.getvalue() and signal.getsignal(signal.SIGINT) is before
-    assert metrics(unbroken) == logged
 
 
 @pytest.mark.slow

@@ -85,12 +85,6 @@ def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_p
     assert not out.exists()
 
 
-def test_components_of_a_rollout_are_the_same():
-    rows = iter([{"correct": 1, "b": 1}, {"correct": 1, "c": 1}])
-    with pytest.raises(UserError, match="have the components correct, b"):
-        data.rewards_of(SimpleNamespace(reward=lambda *given: next(rows)), [P, P], "ab", [1, 1])
-
-
 @pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])
 def test_correct_is_a_share(x):
     parts, task = {"correct": x, "more": -1e15}, SimpleNamespace(reward=lambda *given: parts)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, batch_of, fault, records
+from conftest import ROOT, batch_of, fault, records, rewrite
 from safetensors import SafetensorError
 
 import grpo
@@ -60,10 +60,6 @@ def go_on(where, steps=3):
     main(["--resume", "--steps", str(steps), "--out", str(where)])
 
 
-def rewrite(path, change):
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-
-
 # ---------- the checkpoint
 
 def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
@@ -85,8 +81,8 @@ M = f"opt.exp_avg.{P}"
 @pytest.mark.parametrize("name, change", [
     (P, lambda x: x[:1].clone()), (P, lambda x: None), (P, lambda x: x.double()),
     (M, lambda x: x.flatten()[:3].clone()), (M, lambda x: None), (M, lambda x: x.double()),
-    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone),
-    ("critic.head.bias", torch.clone), ("opt.exp_avg.policy.none", torch.clone)], ids=str)
+    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone)],
+    ids=str)
 def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsys):
     """The fused optimizer once wrote past the end of a moment that was too short."""
     def changed(t):
@@ -100,8 +96,9 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsy
     lambda state: state.pop("beta"), lambda state: state.update(of_no_version=0.5),
     lambda state: state["config"].update(n_mlp=4), lambda state: state.update(config=[]),
     *(lambda state, name=name, x=x: state.update({name: x}) for name, x in (
-        ("step", "2"), ("step", 1.5), ("step", -2), ("beta", "x"), ("beta", None), ("model", "x"),
-        ("model", []), ("metrics", "1"), ("samples", -1), ("samples", {})))])
+        ("step", "2"), ("step", -2), ("beta", "x"), ("beta", None), ("model", []), ("metrics", "1"),
+        ("samples", -1)))])
+
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     """Also to a new run in its folder."""
     rewrite_checkpoint(again, dict, change)
@@ -115,7 +112,8 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
 
 
 @pytest.mark.parametrize("at", [0.01, 0.4, 0.7, 0.99])
-def test_a_flipped_bit_of_a_checkpoint_is_found(at, again, capsys):
+def test_a_flipped_bit_or_a_lost_end_of_a_checkpoint_is_found(at, again, capsys):
+
     path = again / "checkpoint.safetensors"
     found = bytearray(path.read_bytes())
     place = found.index(b'beta\\": ') + 8 if at < 0.1 else int(at * len(found))
@@ -123,6 +121,10 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(at, again, capsys):
     path.write_bytes(found)
     assert "checksum" in fault(capsys, "--resume", "--steps", 3, "--out", again)
     assert path.read_bytes() == found
+    for size in (0, 7, 9, place, len(found) - 1):
+        path.write_bytes(found[:size])
+        with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
+            checkpoint.load(again, Config)
 
 
 def test_a_log_that_lost_lines_is_cut_to_whole_ones(again, capsys):
@@ -174,7 +176,7 @@ def test_what_is_wrong_with_a_models_file_is_one_line(name, text, says, model_fo
 @pytest.mark.parametrize("change", [dict(config={"lr": 1, "x": 1}), dict(data={"y": "0"})], ids=str)
 def test_a_run_json_that_lacks_something(change, again):
     """Settings that there are no more are nobody's fault: an older version had them."""
-    rewrite(again / "run.json", lambda about: about | change)
+    rewrite(again / "run.json", lambda about: about.update(change))
     main([*map(str, ask(again)), "--max_new", "12"])
     go_on(again)
     assert records(again / "metrics.jsonl")[-1]["step"] == 3
@@ -222,26 +224,18 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, added, m
             hf["added_tokens"].append(TOKEN | added)
         hf["model"]["vocab"] |= dict(ab=300, cd=301)
         hf["model"] |= model
-        return hf | change
+        hf |= change
     rewrite(model_folder / "tokenizer.json", changed)
     with pytest.raises(UserError, match=says):
         load_encoding(model_folder)
 
-
-def test_bytes_that_a_tokenizer_lacks_are_dropped_from_pieces(model_folder):
-    def without(hf):
-        for lost in ("b", LETTERS[0xa9]):           # the second byte of an e with an acute accent
-            del hf["model"]["vocab"][lost]
-        return hf
-    rewrite(model_folder / "tokenizer.json", without)
-    assert load_encoding(model_folder).encode_ordinary("ab\u00e9\u00e8c") == [97, 195, 195, 168, 99]
 
 
 @pytest.mark.parametrize("steps, text", [([], "e\u0301"), ([dict(type="NFC")], "\u00e9")])
 def test_normalizers_in_a_sequence(steps, text, model_folder):
     """DeepSeek's is empty."""
     normalizer = dict(type="Sequence", normalizers=steps)
-    rewrite(model_folder / "tokenizer.json", lambda hf: hf | dict(normalizer=normalizer))
+    rewrite(model_folder / "tokenizer.json", lambda hf: hf.update(normalizer=normalizer))
     assert load_encoding(model_folder).encode_ordinary("e\u0301") == [*text.encode()]
 
 
@@ -256,12 +250,14 @@ def write_tokenizer(case, folder):
     files ByteLevel has no use_regex."""
     merges = [pair.split(" ") for pair in case["merges"]]
     words = dict.fromkeys([*map("".join, merges), *case.get("words", [])])
-    vocab = {LETTERS[b]: b for b in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    vocab = {LETTERS[b]: b for b in range(256) if b not in case.get("lacks", ())}
+    vocab |= {word: 256 + i for i, word in enumerate(words)}
     parts = [SPLIT | part if "pattern" in part else part for part in case.get("parts", [])]
     level = LEVEL | {name: case[name] for name in ("use_regex",) if name in case}
     hf = dict(
         version="1.0", normalizer=None, post_processor=None, decoder=None, truncation=None,
-        padding=None, added_tokens=[TOKEN | dict(id=len(vocab), content="<end>", special=True)],
+        padding=None, added_tokens=[TOKEN | dict(id=256 + len(words), content="<end>",
+                                                 special=True)],
         pre_tokenizer=dict(type="Sequence", pretokenizers=[*parts, level]),
         model=dict(type="BPE", vocab=vocab, merges=merges,
                    ignore_merges=case.get("ignore_merges", False)))
@@ -273,12 +269,15 @@ def write_tokenizer(case, folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ids_are_those_that_were_recorded(name, tmp_path):
-    """Of chains of patterns, as DeepSeek's, and of merges in the way of each other."""
+    """Of chains of patterns, as DeepSeek's, and of merges in the way of each other. Bytes that the
+    vocabulary lacks are dropped from pieces."""
     case = CASES[name]
     ours = load_encoding(write_tokenizer(case, tmp_path))
     for text, ids in zip(case["texts"], case["ids"], strict=True):
         assert ours.encode_ordinary(text) == ids, repr(text)
-        assert b"".join(map(ours.token_bytes, ids)) == text.encode()
+        known = bytes(b for b in text.encode() if b not in case.get("lacks", ()))
+        assert b"".join(map(ours.token_bytes, ids)) == known
+
     vocab = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     for word, i in vocab.items():               # also where no text has the id
         assert "".join(LETTERS[b] for b in ours.token_bytes(i)) == word
@@ -297,7 +296,7 @@ def test_a_word_that_no_merge_makes(tmp_path):
     with pytest.raises(UserError, match="token 'abc' is 'ab' and 'c', which no merge joins"):
         load_encoding(tmp_path)
     added = [TOKEN | dict(id=259, content="<end>", special=True), TOKEN | dict(content="abc")]
-    rewrite(tmp_path / "tokenizer.json", lambda hf: hf | dict(added_tokens=added))
+    rewrite(tmp_path / "tokenizer.json", lambda hf: hf.update(added_tokens=added))
     assert load_encoding(tmp_path).encode_ordinary("xabcab") == [120, 257, 256]
 
 

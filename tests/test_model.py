@@ -96,12 +96,6 @@ def test_shapes_that_cannot_be(shape, fault):
         GPTConfig(**shape)
 
 
-def test_a_row_may_fill_the_context(model):
-    assert model(torch.zeros(3, 64, dtype=torch.int64)).shape == (3, 64, 32)
-    with pytest.raises(UserError, match="65 tokens do not fit"):
-        model(torch.zeros(3, 65, dtype=torch.int64))
-
-
 # ---------- dtypes
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
@@ -337,7 +331,8 @@ def test_every_family_is_read_and_written(family, tied, tmp_path):
 @pytest.mark.parametrize("file, change, fault", [
     ("model.safetensors", lambda x: x[:-100], "cannot read its tensors"),
     ("model.safetensors", lambda x: b"\xff" * 8 + x[8:], "cannot read its tensors"),
-    ("model.safetensors", None, "cannot read its tensors"), ("config.json", None, "no model in"),
+    ("model.safetensors", None, "cannot read its tensors"),
+
     ("config.json", lambda x: x.replace(b'_size": 64', b'_size": 96'), "has the shape"),
     ("config.json", lambda x: x.replace(b"1e-05", b"1" + b"0" * 400), "norm_eps must be at most")])
 def test_damaged_folders_are_refused(tmp_path, model, file, change, fault):
@@ -364,7 +359,8 @@ def test_a_file_has_each_tensor_of_its_model_and_no_other(config, gone, new, fau
     short = "transformer." if config == "bare" else ""
     file = made(GPT2 if short else config, tmp_path)
     tensors = {name.removeprefix(short): x for name, x in load(file.read_bytes()).items()}
-    save_file(tensors | {"h.0.attn.bias": ONE, "layers.0.rotary_emb.inv_freq": ONE + 1}, file)
+    save_file(tensors | {"h.0.attn.bias": ONE, "h.0.attn.masked_bias": ONE - 2,
+                         "layers.0.rotary_emb.inv_freq": ONE + 1}, file)
     pretrained.load(tmp_path)
     save_file(without(tensors, *gone) | new, file)
     assert fault in fault_of(tmp_path)

@@ -11,7 +11,9 @@ import random
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+
 
 import pytest
 import torch
@@ -364,17 +366,19 @@ def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):
     assert said.startswith(f"note: no report: cannot write {tmp_path / 'report.html'}: ")
 
 
-def test_a_damaged_line_is_left_out_with_a_note(tmp_path, capsys):
-    """Of each log; the other lines are shown."""
+def test_a_damaged_line_is_left_out_with_a_note(tmp_path, capsys, monkeypatch):
+    """Of each log; the other lines are shown. Wherever one stands, the folder names the run."""
     assert "no run in" in fault(capsys, "--report", tmp_path)
     for name in ("metrics", "samples"):
         lines = ['{"step": 1}', "\0", '{"step": 2, x}', "[" * 100_000, '{"step": 4}']
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + '\n{"step": 5}')
-    report.refresh(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    report.refresh(Path())
     said, (run,) = capsys.readouterr().out, shown_data(tmp_path / "report.html")
+    assert (run["name"], run["path"]) == (tmp_path.name, ".")
     assert [x["step"] for x in run["metrics"] + run["samples"]] == [1, 4, 1, 4]
     for name in ("metrics", "samples"):
-        assert all(f"note: {tmp_path}/{name}.jsonl, line {n}, " in said for n in (2, 3, 4))
+        assert all(f"note: {name}.jsonl, line {n}, " in said for n in (2, 3, 4))
 
 
 def test_every_statistic_has_a_meaning():

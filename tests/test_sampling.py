@@ -3,12 +3,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import tiny_model
 from test_caches import PROMPTS, STOP, assert_same, ending, uniform, watched
 
-from data import UserError
 from grpo import sample
+
 from model import token_logps
 from run import caches
 from run.caches import draw, inverse_cdf
@@ -88,25 +87,6 @@ def test_every_row_is_what_it_is_alone_however_rows_part_and_end(name, cache):
         assert b.mask.sum(1).unique().numel() > 3
 
 
-@pytest.mark.parametrize("script, length, finished", [
-    ([7, 8, 256], 3, True),         # stops exactly at the limit
-    ([7, 256, 8], 2, True),         # the end token is sampled, so it is in the mask
-    ([7, 8, 9], 3, False),          # cut off: not to be guessed from the last token
-    ([256], 1, True)])
-def test_finished_is_explicit(script, length, finished):
-    model, tokens = tiny_model(), iter(script)
-    model.head = lambda h: 100.0 * F.one_hot(torch.tensor([next(tokens)] * len(h)), 257)
-    b = sample(model, [[1, 2]], 1, [3], 1.0, {256, 10})
-    assert b.ids[0][b.mask[0]].tolist() == script[:length]
-    assert b.finished.tolist() == [finished]
-
-
-def test_a_prompt_that_does_not_fit():
-    with pytest.raises(UserError, match="65 tokens do not fit"):
-        sample(tiny_model(), [[1] * 65], 1, [1], 1.0, ())
-    assert sample(tiny_model(), [[1] * 60], 1, [4], 1.0, ()).mask.sum() == 4
-
-
 # -------- the shared cache
 
 @pytest.mark.parametrize("at, prompts, states", [
@@ -138,16 +118,6 @@ def test_slots_are_multiples_of_16(longest):
     slots = [n for _, n in [first, *others]]
     assert slots == [16 if n <= 16 else 32 for n in range(longest, longest + 4)]
 
-
-def test_states_keep_their_numbers_while_one_is_not_needed():
-    """Of 20, the fourth is of a row at its limit; those after it read their own keys still."""
-    model, limits = tiny_model().double(), [6] * 3 + [1] + [6] * 16
-    given = [[i, 2] for i in range(20)], 1, limits, 1.0, set(), uniform(20, 6)
-    plain = sample(model, *given)
-    model.kv_cache = "shared"
-    b = sample(model, *given)
-    assert_same(b, plain, 2e-5, 1)
-    assert b.mask.sum(1).tolist() == limits
 
 
 @pytest.mark.parametrize("cache", ["shared", "static"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault
+from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault, rewrite
 
 import data.arithmetic as task
 import data.countdown as countdown
@@ -404,18 +404,12 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_c
 SAID = "<think>\n2+3=5\n</think>\n<tool_call>{}</tool_call><answer>5</answer>"
 
 
-def rewritten(path, change):
-    hf = json.loads(path.read_text())
-    change(hf)
-    path.write_text(json.dumps(hf))
-
-
 def tagged_encoding(folder, special, ends=(258,)):
     """A chat model's tokenizer with TAGS as tokens of their own, special ones or not."""
     path = chat_folder(folder) / "tokenizer.json"
     one = json.loads(path.read_text())["added_tokens"][0] | dict(special=special)
     more = [one | dict(id=259 + i, content=tag) for i, tag in enumerate(TAGS)]
-    rewritten(path, lambda hf: hf["added_tokens"].extend(more))
+    rewrite(path, lambda hf: hf["added_tokens"].extend(more))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return load_encoding(folder)
 
@@ -435,21 +429,13 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     assert decode(encoding, [257, 65, 258]) == "<|im_start|>A"
 
 
-def test_score_pairs_each_completion_with_its_prompt():
-    """Elsewhere completions were scored against another prompt's answer."""
-    toy = SimpleNamespace(reward=lambda problem, text: {"correct": problem.answer == text})
-    batch = batch_of_rows([(b"", text.encode()) for text in "00112233"])
-    reward.score_by_rule(agent_of(grpo.Config(), toy), [Problem("", x) for x in "0123"], batch)
-    assert batch.components["correct"].tolist() == [1] * 8
-
-
 @pytest.mark.parametrize("change, end", [
     (dict(chat_template=None), 256), (dict(eos_token="<|im_end|>"), 258)])
 def test_the_end_is_not_said_even_if_it_is_no_special_token(change, end, tmp_path):
     chat_folder(tmp_path)
-    rewritten(tmp_path / "tokenizer.json", lambda hf: [
+    rewrite(tmp_path / "tokenizer.json", lambda hf: [
         token.update(special=token["id"] == 257) for token in hf["added_tokens"]])
-    rewritten(tmp_path / "tokenizer_config.json", lambda about: about.update(change))
+    rewrite(tmp_path / "tokenizer_config.json", lambda about: about.update(change))
     encoding = load_encoding(tmp_path)
     assert encoding.plain == ["<|endoftext|>", "<|im_end|>"] and encoding.end == end
     assert all(decode(encoding, [*b"4888", x]) == "4888" for x in encoding.stop)
@@ -536,7 +522,7 @@ def test_what_a_template_is_given(tmp_path):
     """JSON as it is, not escaped for HTML; tokens that are not null, and no other settings."""
     given = "{{ '<é&>' | tojson }}{{ tokenizer_class }}{{ pad_token }}{{ eos_token }}|"
     chat_folder(tmp_path, given + CHAT)
-    rewritten(tmp_path / "tokenizer_config.json", lambda about: about.update(pad_token=None))
+    rewrite(tmp_path / "tokenizer_config.json", lambda about: about.update(pad_token=None))
     assert load_encoding(tmp_path).frame.before.startswith('"<é&>"<|endoftext|>|')
 
 
@@ -555,7 +541,7 @@ def test_what_a_templates_tokens_must_be(template, end, reply, tmp_path):
     assert ours.stop == ({256, 258} if end else {256})
     assert (ours.frame.end, ours.frame.reply_before + ours.frame.reply_after) == (end, reply)
     for name, key in (("<|im_start|>", "lstrip"), ("<|im_end|>", "rstrip")):
-        rewritten(tmp_path / "tokenizer.json", lambda hf: [
+        rewrite(tmp_path / "tokenizer.json", lambda hf: [
             token.update({"lstrip": False, key: token["content"] == name})
             for token in hf["added_tokens"]])
         with pytest.raises(UserError, match=f"im_.*has {key}"):

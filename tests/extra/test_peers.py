@@ -12,12 +12,12 @@ from conftest import ROOT, flags, metrics, same, tiny_model
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.slow
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers  # noqa: E402
 from tokenizers import models, processors, trainers  # noqa: E402
 
 import grpo  # noqa: E402
-from data.tokenizer import LETTERS, byte_encoding, decode, load_encoding  # noqa: E402
+from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from run import passes, pretrained  # noqa: E402
 from run.pretrained import frozen  # noqa: E402
@@ -122,15 +122,6 @@ def test_a_new_model_is_a_llama(tmp_path):
     assert tokenizer.decode(list(text.encode())) == text and tokenizer.eos_token_id == 256
 
 
-def test_the_first_gpt2_has_shorter_names_and_constants(tmp_path):
-    theirs = checkpoint("gpt2", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {n.removeprefix("transformer."): x for n, x in tensors.items()}
-    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert_same_logits(theirs, pretrained.load(tmp_path))
-
-
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
         r"\s*[\r\n]+|\s+(?!\S)|\s+")
 TEXTS = ["between <think> and </think>.\n", "Janet's ducks lay 16 eggs per day, $2.50 each, 1,234!",
@@ -199,20 +190,6 @@ def test_recorded_ids_are_those_of_the_tokenizers_library(name, tmp_path):
     ours = load_encoding(tmp_path)
     made = ["".join(rng.choices([*"abcdxyz "], k=rng.randrange(1, 20))) for _ in range(300)]
     for text in [*random_texts(300), *TEXTS, *made]:
-        assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
-
-
-def test_bytes_that_a_tokenizer_lacks_are_dropped_as_by_the_library(tmp_path):
-    case = CASES["numbers"] | dict(merges=["a b", "d o"], words=[])
-    path = write_tokenizer(case, tmp_path) / "tokenizer.json"
-    hf = json.loads(path.read_text())
-    for byte in (4, 0xa9, 0xf0, 0x9f):
-        del hf["model"]["vocab"][LETTERS[byte]]
-    path.write_text(json.dumps(hf))
-    theirs, ours = Tokenizer.from_file(str(path)), load_encoding(tmp_path)
-    rng = random.Random(0)
-    for _ in range(300):
-        text = "".join(rng.choices([*"ab \n1", "\x04", "é", "è", "🙂", "don't"], k=9))
         assert ours.encode_ordinary(text) == theirs.encode(text).ids, repr(text)
 
 

@@ -324,7 +324,7 @@ def fit(reward_model, rows, K, cfg, rng):
 
 def quality(score, label, K):
     """The accuracy of scores (n,) on labels (n,), and that of a guess. Of K choices any best one is
-    right; sets where all are do not count: NaN if there are no others."""
+    right; sets where all are do not count."""
     if K == 1:
         good = label > 0.5
         right = (score > 0) == good

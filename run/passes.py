@@ -64,8 +64,8 @@ def joined(batches, rows):
     return type(batches[0])(**take(join(found), rows))
 
 def grid(groups, device="cpu"):
-    """The rows of each group, (P, G), -1 where it has fewer, by the numbers of their groups (B,);
-    and each row's place in there, (B,)."""
+    """The rows of each group, (P, G), -1 where it has fewer, by their groups' numbers (B,), and
+    each row's place in there, (B,)."""
     size = groups.bincount()
     G = max(size.tolist(), default=0)
     order = groups.argsort(stable=True)

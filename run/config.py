@@ -172,7 +172,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
         raise UserError(f"--{name} must be {wanted}, got {value!r:.100}")
 
 def make(kind, rows, grpo, given):
-    """The Config of grpo.make_config."""
+    """grpo.make_config."""
     task_args = given.pop("task_args", {})
     given = task_args | given           # a task's own settings count as flags, too
     task = load_task(given.get("task", kind.task))

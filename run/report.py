@@ -178,8 +178,7 @@ def log_step(agent, step, batch, done, logps):
         files.append(cfg.folder / "samples.jsonl", {"step": step, "which": which, **found})
 
 def chosen(cfg, step, batch):
-    """The rows of up to two of this rank's groups: of the widest spread of rewards, the first one
-    in a tie, and another."""
+    """The rows of up to two of this rank's groups: of the widest spread of rewards, and another."""
     grid, _ = passes.grid(batch.groups)
     groups = [rows[rows >= 0] for rows in grid]
     if not groups:
@@ -262,7 +261,7 @@ class Clock:
                 "update_tok_s": tokens / (whole - rollout)}
 
 def evaluate(agent, problems, generate, rng):
-    """The results of grpo.evaluate, by grpo.generate; rng draws the samples."""
+    """grpo.evaluate, by grpo.generate; rng draws the samples."""
     cfg = agent.cfg
     rows = cfg.prompts * cfg.group      # at a time: as many as a step has
     greedy, sampled = [], []

@@ -6,7 +6,7 @@ from grpo import update as of_all
 from run.passes import select
 
 SETTINGS = dict(kl="none", loss_mean="token")
-FIXED = ["kl", "clip_low", "clip_high", "ratio"]
+FIXED = ["baseline", "adv_scale", "kl", "clip_low", "clip_high", "ratio"]
 
 def update(agent, batch, rng):
     best, which = batch.reward.sum(1).view(-1, agent.cfg.group).max(1)      # (P,)

@@ -5,7 +5,7 @@ c.
 import grpo
 
 SETTINGS = dict(kl="none", loss_mean="token")
-FIXED = ["clip_low", "clip_high"]
+FIXED = ["clip_low", "clip_high", "ratio"]
 POSITIVE, NEGATIVE = (2.0, 3.0), (3.0, 2.0)         # k and c, by the sign of the advantage
 
 

@@ -2,6 +2,7 @@
 The value is the share of TRIES completions from there that are right; at first, of the group."""
 import torch
 import grpo
+from data import UserError
 from grpo import rollout as of_steps
 from reward import rollout_labels
 from run.passes import last_tokens
@@ -11,6 +12,8 @@ FIXED = ["supervision", "reward", "baseline", "adv_scale"]
 TRIES = 4
 
 def rollout(agent, problems, rng):
+    if agent.cfg.kl == "reward":
+        raise UserError("--algo vineppo does not take --kl reward")
     batch, stats = of_steps(agent, problems, rng)
     G, right = agent.cfg.group, batch.components["correct"]
     stream = f"vineppo {agent.step}"

@@ -331,13 +331,12 @@ def group_scores(r, ends, cfg):
     # The floor is larger where models make the rewards, whose rounding is that of numbers near 1.
     least = 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1
     dead = std <= 1e-6 * mean.abs().clamp(min=least)
+    if cfg.baseline == "leave-one-out":         # the mean of the other completions
+        others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
+        mean = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)
+    mean = torch.where(dead, r, mean)           # r - mean is exactly 0
     if cfg.baseline in ("none", "value"):
         mean = 0
-    elif cfg.baseline == "leave-one-out":       # the mean of the other completions
-        others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
-        mean = others / (n - ends.sum(2, keepdim=True))
-    else:
-        mean = torch.where(dead, r, mean)       # r - mean is exactly 0
     std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
     score = (r - mean) / std
     return torch.where(ends, score, 0).float(), dead.flatten()
@@ -403,14 +402,14 @@ def rollout(agent, problems, rng):
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
     others = not batch.on_policy.all()
     has_ratios = cfg.updates > 1 or dist.largest(int(others))
-    old_logp, batch.value = old_logps(agent, batch, has_ratios)
-    if has_ratios:
-        batch.old_logp = old_logp
+    logp, batch.value = old_logps(agent, batch, has_ratios)
+    if has_ratios:      # of rows of others to those who sampled them
+        batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
     if agent.ref is not None:
         batch.ref_logp, _ = logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
     if cfg.kl == "reward" and agent.ref is not None:
-        penalty = agent.beta * kl_estimate(old_logp, batch.ref_logp, cfg.estimator)
+        penalty = agent.beta * kl_estimate(logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(
         batch.reward, batch.ends, batch.groups, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
@@ -424,8 +423,7 @@ def old_logps(agent, batch, has_ratios):
     in_bfloat16 = has_ratios and agent.policy.amp is not None
     if not (in_reward or in_bfloat16 or agent.critic is not None):
         return batch.logp, None
-    old_logp, value = logps(agent.sampler, batch, cfg, agent.critic)
-    return torch.where(batch.on_policy[:, None], old_logp, batch.logp), value
+    return logps(agent.sampler, batch, cfg, agent.critic)
 
 @torch.no_grad()
 def logps(gpt, batch, cfg, critic=None):
@@ -493,7 +491,8 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     per_token = -gain
     stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:
-        ratio = importance_ratio(logp, old_logp, batch.mask, cfg)   # for ratio*k3
+        log_ratio = torch.where(batch.mask, logp - old_logp, 0)
+        ratio = bounded(log_ratio).exp()        # of tokens, for ratio*k3
         kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, ratio)
         kl = torch.where(batch.mask, kl, 0)
         stats["kl"] = kl.sum() / n_tokens

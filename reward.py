@@ -98,12 +98,14 @@ def of_rule(agent, batch):
 
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
-    if agent.cfg.group > 1 and len({*batch.groups.tolist()}) == len(batch.ids) > 1:
-        raise UserError("rows of a group must have one problem, the same object")
+    cfg = agent.cfg
+    compares = cfg.baseline not in ("none", "value") or cfg.adv_scale == "group"
+    if compares and cfg.group > 1 and (batch.groups.bincount() == 1).any():
+        raise UserError("a group of one row: those of a group have one problem, the same object")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
-        batch.reward = learned(agent.reward_model, batch, agent.cfg)
+        batch.reward = learned(agent.reward_model, batch, cfg)
     batch.reward = cap_truncated(batch)
 
 def cap_truncated(batch):
@@ -258,7 +260,7 @@ def refit(agent, batches, n_held_out, rng):
     agent.history = history
     label = to_fit["label"][to_fit["ends"]]
     if label.amin() == label.amax():
-        dist.print0("warning: all labels are equal: nothing to learn; rewards are 0 until then")
+        dist.print0("warning: all labels are equal: the last fit is kept; without one rewards are 0")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 

@@ -91,15 +91,16 @@ def running(cfg):
         raise
 
 def keep_best(agent, step, results):
-    """Under --eval_every, writes best/ if pass@1 is the highest."""
+    """Under --eval_every, writes best/ if pass@1 is the highest on so many problems and samples."""
     cfg = agent.cfg
     if not cfg.eval_every:
         return
     best = cfg.folder / "best"
     note = best / "best.json"
-    known = read_json(note.read_bytes(), note).get("pass@1") if note.exists() else None
+    of = {"held_out": cfg.held_out, "samples": cfg.samples}
+    known = read_json(note.read_bytes(), note) if note.exists() else {}
     dist.wait_for_all()  # every rank has read it
-    if isinstance(known, float) and results["pass@1"] <= known:
+    if {**known, **of} == known and results["pass@1"] <= known.get("pass@1", -1):
         return
     policy = {n: dist.for_the_first_rank(p.detach())
               for n, p in dist.parameters(agent.policy).items()}
@@ -107,7 +108,7 @@ def keep_best(agent, step, results):
         note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
         pretrained.save(agent.policy, best, agent.encoding.files, policy)
         files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
-        files.write_whole(note, json.dumps({"step": step, **results}))
+        files.write_whole(note, json.dumps({"step": step, **of, **results}))
 
 # ---------------------------------------------------------------------- loading
 

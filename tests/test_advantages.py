@@ -7,6 +7,7 @@ from conftest import tiny_model
 from pytest import approx, mark
 from torch.testing import assert_close
 
+import grpo
 from grpo import ALGOS, Batch, Config, advantages, gae, kl_estimate, policy_loss, token_weights
 from grpo import value_loss, whiten
 from model import ScalarHead, token_logps
@@ -113,6 +114,24 @@ def test_equal_sums_of_unequal_steps_are_not_a_dead_group():
     adv, _, dead = advantages(reward, ends, torch.zeros(2).long(), zero == 0, zero, None, cfg)
     assert dead.tolist() == [False]
     assert adv.flatten().tolist() == approx([-x, -x, -2 * x, -2 * x, x, x, x, x])
+
+
+@mark.parametrize("given", [
+    {}, dict(baseline="leave-one-out", adv_scale="none"), dict(baseline="none")], ids=str)
+def test_groups_may_differ_in_size_and_lie_anywhere(given):
+    """Each has the scores that it has alone; one that is not compared, too, and one of no rows."""
+    groups, cfg = torch.tensor([1, 0, 2, 0, 1, 0, 1, 0]), Config(supervision="process", **given)
+    ends = torch.rand(8, 6) < 0.5
+    ends[:, 5] = True
+    r = torch.where(ends, torch.randn(8, 6).round(decimals=1), 0)
+    found, dead = grpo.scores_of_rows(r, ends, groups, cfg)
+    for g in range(3):
+        rows = groups == g
+        alone, is_dead = grpo.group_scores(r[None, rows], ends[None, rows], cfg)
+        assert_close(found[rows], alone[0])
+        assert dead[g] == is_dead[0] and found.isfinite().all()
+    none = grpo.scores_of_rows(r[:0], ends[:0], groups[:0], cfg)
+    assert [*map(len, none)] == [0, 0]
 
 
 # ------------------------------------------------------------------------------ KL and critic

@@ -321,6 +321,32 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
             grpo.update(agent, batch, random.Random(0))
 
 
+def test_a_sequence_ratio_is_not_the_kls():
+    """ratio*k3 has the gradient of the KL by the ratio of each token."""
+    b, cfg = a_rollout(estimator="ratio*k3", epochs=2)
+    b.adv, found = 0 * b.adv, []
+    logp = (b.logp + 0.3 * torch.randn(b.logp.shape) * b.mask).requires_grad_()
+    for ratio in ("token", "sequence"):
+        given = dataclasses.replace(cfg, ratio=ratio)
+        loss, _ = policy_loss(logp, b, b.mask / 8, b.mask.sum(), given, 1.0)
+        found += torch.autograd.grad(loss, logp)
+    assert found[0].any() and torch.equal(*found)
+
+
+def test_rows_of_others_have_the_policys_own_kl(encoding, monkeypatch):
+    """Where it is in the reward: here 0, though they were noted 3 nats less likely."""
+    def collect(*given, own=grpo.collect):
+        batch = own(*given)
+        batch.on_policy = torch.arange(8) > 0
+        batch.logp = torch.where(batch.on_policy[:, None] | ~batch.mask, batch.logp, batch.logp - 3)
+        return batch
+    monkeypatch.setattr(task, "reward", lambda problem, text: {"correct": 0.0})
+    monkeypatch.setattr(grpo, "collect", collect)
+    agent = grpo.new_agent(with_(kl="reward", adv_scale="none"), task, encoding, tiny_model())
+    batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
+    assert batch.adv.abs().max() < 1e-4 and torch.equal(batch.old_logp[0], batch.logp[0])
+
+
 @mark.parametrize("critic", [None, "shared", "separate"])
 def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
     """Up to rounding, in every weight. A critic learns from rows without an advantage, too."""

@@ -1,4 +1,5 @@
 """What rows begin with alike is computed once: the plain way gives the same."""
+import dataclasses
 import copy
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from conftest import batch_of, tiny_model
 from test_caches import FAMILIES, PROMPTS, assert_same, uniform
 
+import grpo
 from data import UserError
 from grpo import sample
 from model import ScalarHead, token_logps as reference
@@ -121,6 +123,25 @@ def test_some_rows_of_several_batches():
     narrow.value = narrow.logp
     with pytest.raises(UserError, match="only some have value"):
         passes.joined([wide, narrow], torch.tensor([0]))
+
+
+@dataclasses.dataclass
+class Wider(grpo.Batch):
+    code: torch.Tensor = None       # (B, 4), by chance as wide as the rows
+    names: list = None
+    parts: dict = None
+    factor: float = 1.0
+    mine: grpo.Tokens = None
+
+
+def test_a_field_of_ones_own_reaches_the_loss_as_it_is():
+    """Row by row; only Tokens are cut."""
+    batch, x = batch_of(torch.ones(3, 4).bool()), torch.arange(12.0).view(3, 4)
+    batch = Wider(**vars(batch), code=x, names=[*"abc"], parts={"x": x[:, 0]}, factor=0.5, mine=x)
+    got = passes.select(batch, torch.tensor([2, 0]), 2)
+    assert torch.equal(got.code, x[[2, 0]]) and torch.equal(got.mine, x[[2, 0], :2])
+    assert got.names == ["c", "a"] and got.parts["x"].tolist() == [8, 0] and got.factor == 0.5
+    assert got.ids.shape == (2, 2) and got.problems == batch.problems[:2]
 
 
 def a_tree(seed, least=0, rows=7, longest=9):

@@ -1,4 +1,5 @@
 """Rewards of steps, and reward models: choices, labels, fits, replay."""
+import dataclasses
 import math
 import random
 from contextlib import nullcontext
@@ -142,8 +143,8 @@ def test_a_component_named_reward_is_the_reward():
     stats = report.statistics(batch, dead)
     assert stats["reward"] == approx(-0.5)
     assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
-    batch.problems = [[] for _ in range(4)]     # equal, but not one
-    with raises(UserError, match="rows of a group must have one problem"):
+    batch.problems = [*batch.problems[:3], []]          # equal, but not the same
+    with raises(UserError, match="a group of one row"):
         reward.fill_in_rewards(agent, batch)
 
 
@@ -227,6 +228,24 @@ def test_a_score_depends_on_neither_padding_nor_batch(supervision, monkeypatch):
     assert not batch.reward[~batch.ends].any()
     batch.finished[1] = False
     assert at_ends(batch, reward.cap_truncated(batch))[1] == [-9]
+
+
+@mark.parametrize("supervision", ["outcome", "process"])
+def test_equal_labels_teach_nothing(supervision, capsys):
+    """Before the first fit all rewards are 0; what an earlier fit learned is kept."""
+    cfg = Config(supervision=supervision, prompts=8, group=4, reward="model", micro_tokens=400)
+    agent = SimpleNamespace(cfg=cfg, history={}, reward_model=scorer_of())
+    learn = preferences(20, 4)
+    flat = dataclasses.replace(learn, reward=torch.where(learn.ends, 1.0, 0))
+    before = [p.clone() for p in agent.reward_model.parameters()]
+    assert reward.refit(agent, [flat], 2, random.Random(0)) == {}
+    assert "all labels are equal" in capsys.readouterr().out
+    assert all(map(torch.equal, before, agent.reward_model.parameters()))
+    assert not learned(agent.reward_model, learn, cfg).any()
+    agent.history = {}
+    learn.reward = learn.reward.clamp(max=1) if supervision == "process" else learn.reward
+    assert reward.refit(agent, [learn], 2, random.Random(0)).keys() == {"rm_accuracy"}
+    assert learned(agent.reward_model, learn, cfg).any()
 
 
 def preferences(n, K):
@@ -319,6 +338,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
     batch, drawn = batch_of(["a" * 100] * 2 + ["b" * 20] * 2), []
     both, batch.ends = [SimpleNamespace(prompt=x) for x in "ab"], batch.mask.clone()
     batch.problems = [both[0], both[0], both[1], both[1]]
+    batch.mask = batch.mask & (torch.arange(batch.ids.size(1)) > 9)     # the beginning was given
     batch.ends[0, :50] = False                      # its first step is long
     batch.reward = 7.0 * batch.ends
     before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)

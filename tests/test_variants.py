@@ -752,7 +752,7 @@ def test_stale(monkeypatch):
         found = [token_logps(gpt, batch.ids, batch.mask, 1.0)[0] for gpt in began]
         near = [(logp - batch.logp).abs().max().item() < 2e-5 for logp in found]
         assert near == [i == max(0, step - 3) for i in range(step)]
-        assert batch.old_logp is batch.logp and not batch.on_policy.any()
+        assert torch.equal(batch.old_logp, batch.logp) and not batch.on_policy.any()
         assert stats["mismatch"] == 0 and stats["grad_norm"] > 0
         kept = {name.split("@")[1] for name in agent.state}
         assert kept == {str(i) for i in range(max(1, step - 2), step + 1)}

@@ -64,7 +64,7 @@ group statistics are computed over the batch | grpo.py | loss
     rows, place = passes.grid(groups, ends.device)  =>
       rows, place = passes.grid(0 * groups, ends.device)
 a leave-one-out baseline includes its own row | grpo.py | advantages
-    mean = others / (n - ends.sum(2, keepdim=True))  =>  pass
+    mean = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)  =>  pass
 the mean is taken over each micro-batch | grpo.py | loss
     total_loss(agent, micro, weight, n_tokens)  =>
       total_loss(agent, micro, weight / weight.sum(), n_tokens)

@@ -16,7 +16,6 @@ from run.pretrained import frozen
 
 
 def read(*argv):
-    """The Config of a command line."""
     return grpo.make_config(**config.read(grpo.Config, "", argv)[1])
 
 

@@ -38,7 +38,6 @@ def done(tmp_path_factory):
 
 @pytest.fixture
 def again(done, tmp_path):
-    """A copy of it."""
     return shutil.copytree(done, tmp_path / "run")
 
 

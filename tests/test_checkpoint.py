@@ -370,7 +370,6 @@ def test_code_that_has_changed_is_noted(run, task, capsys):
     assert capsys.readouterr().out == ""
 
 
-
 # ---------- the best policy so far
 
 BEST = ("model.safetensors", "run.json", "best.json")

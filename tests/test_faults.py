@@ -283,7 +283,6 @@ def test_held_out_problems_that_are_trained_on_are_noted(capsys):
         assert capsys.readouterr().out[:12] == said
 
 
-
 def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
     """Their SIGTERM is not a wish to stop the run; nor do they hold its lock."""
     files.lock(tmp_path)

@@ -102,8 +102,6 @@ def test_the_first_held_out_problems_are_taken():
         setup.held_out(agent)
 
 
-
-
 # ---------- the tokenizer and the model
 
 def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
@@ -115,7 +113,6 @@ def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
         assert pretrained.encoding_of(cfg, where).n_vocab == size
     with pytest.raises(UserError, match="no model in"):
         pretrained.encoding_of(with_(init=str(empty)), empty)
-
 
 
 @pytest.fixture

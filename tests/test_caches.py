@@ -67,8 +67,7 @@ def ending(model, at, prompts, group, longest):
     ([3] * 4 + [20] * 8 + [40] * 12, [[1, 2], [3]], 60, (2, 2), [(32, 64)] * 31 + [(16, 64)] * 16),
     ([130], [[5] * 60], 131, (1, 60), [(2, 64)] * 4 + [(2, 128)] * 64 + [(2, 192)] * 62),
     ([3], [[5] * 60], 131, (1, 60), [(2, 64)] * 4 + [(2, 128)] * 11),
-    ([3], [[1, 2]], 60, (1, 2), [(2, 64)] * 15),        # no power of two is smaller than two
-    ([3] * 2, [[1, 2]], 60, (1, 2), [(2, 64)] * 15)])
+    ([3] * 2, [[1, 2]], 60, (1, 2), [(2, 64)] * 15)])   # no power of two is smaller than two
 def test_rows_are_powers_of_two_and_slots_multiples_of_64(
         at, prompts, longest, of_prompts, of_tokens):
     """And every 16 tokens rows that have ended leave, if that halves them."""

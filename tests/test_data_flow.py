@@ -98,10 +98,8 @@ def run(*mode, kill_at=None, **settings):
         patch.setattr(model.Block, "forward", passed)
         for module in (config, setup):
             patch.setattr(module, "load_task", lambda name: TASK)
-        try:
+        with contextlib.suppress(Killed):
             grpo.main([*mode, *flags(settings)])
-        except Killed:
-            pass
     return seen
 
 

@@ -79,7 +79,6 @@ def signalled(where, args, stage, number):
 
 @pytest.mark.slow
 def test_killed_at_any_moment(unbroken, forked, tmp_path):
-    """Three times; then resumed to the end."""
     out = tmp_path / "run"
     for stage in ("warm start", "step 1/6", "step 3/6"):
         args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
@@ -134,8 +133,8 @@ def test_an_unfinished_completion_has_no_vote():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args, says", [
-    ("--grup 4", "--grup"), ("--ask 1*1= --init nowhere", "nowhere"),
     ("--resume --out nowhere", "no run in nowhere"), ("--out file/in", "file/in")])
+
 
 def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

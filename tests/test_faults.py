@@ -273,14 +273,13 @@ def test_a_problem_is_what_it_shows_of_itself(one, same, other):
 
 
 def test_held_out_problems_that_are_trained_on_are_noted(capsys):
-    for prompts, said in (("abcd", "note: 4 of 4"), ("xaby", "note: 2 of 4"), ("xyz", "")):
-        parts = [[SimpleNamespace(prompt=x) for x in words] for words in ("abcd", prompts)]
-        setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: parts))
-        assert capsys.readouterr().out[:12] == said
-    for hidden, said in ((7, "note: 1 of 1"), (8, "")):         # of a game, with what it hides
-        parts = [[SimpleNamespace(prompt="a", hidden=x)] for x in (7, hidden)]
-        game = SimpleNamespace(problems=lambda: parts, reply=print)
-        setup.to_train_on(grpo.Config(), game)
+    """Of a game, with what it hides: here the digit."""
+    game = dict(reply=print)
+    for held_out, more, said in (("a7 b7", {}, "note: 2 of 2"), ("x7 b8 y7", {}, "note: 1 of 3"),
+                                 ("x7 y7", {}, ""), ("a7", game, "note: 1 of 1"), ("a8", game, "")):
+        parts = [[SimpleNamespace(prompt=x[0], hidden=x[1]) for x in words.split()]
+                 for words in ("a7 b7", held_out)]
+        setup.to_train_on(grpo.Config(), SimpleNamespace(problems=lambda: parts, **more))
         assert capsys.readouterr().out[:12] == said
 
 

@@ -38,7 +38,6 @@ def done(tmp_path_factory):
 
 @pytest.fixture
 def again(done, tmp_path):
-    """A copy of it."""
     return shutil.copytree(done, tmp_path / "run")
 
 
@@ -104,8 +103,8 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     rewrite_checkpoint(again, dict, change)
     for flags in (["--resume"], TINY):
         said = fault(capsys, *flags, "--out", again)
-        assert "is cut off, or not of this version of grpo.py (" in said
         assert "choose another --out, or delete the file" in said
+
     (again / "checkpoint.safetensors").unlink()
     main([*TINY, "--steps", "0", "--out", str(again)])
     assert (again.with_name("run.1") / "model.safetensors").exists()
@@ -228,7 +227,6 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(says, change, added, m
     rewrite(model_folder / "tokenizer.json", changed)
     with pytest.raises(UserError, match=says):
         load_encoding(model_folder)
-
 
 
 @pytest.mark.parametrize("steps, text", [([], "e\u0301"), ([dict(type="NFC")], "\u00e9")])

@@ -109,7 +109,6 @@ def all_runs(rank, where):
 
 
 def plain(rank, args):
-    """The command line."""
     grpo.main(args)
 
 
@@ -183,7 +182,6 @@ def end_of(processes):
 
 
 def pair(where, *work):
-    """Two processes from their start to their end."""
     return end_of(start_pair(where, *work))
 
 
@@ -311,7 +309,6 @@ def command(both, name, ranks="two", **changes):
 
 
 def resume(both, where):
-    """The command line that goes on with a run."""
     return ["--resume", "--task", str(both[0] / "letters.py"), "--out", str(where)]
 
 

@@ -33,7 +33,6 @@ SMALL = dict(n_layer=1, n_embd=16, warm_steps=12, warm_lr=3e-2, prompts=3, group
 
 
 def run(where, *mode, **settings):
-    """A run on the command line."""
     task = where.parent / "letters.py"
     task.write_text(LETTERS)
     grpo.main([*mode, *flags({"task": task, "out": where} | settings)])
@@ -295,7 +294,6 @@ UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"     #
 
 
 def shown_data(path):
-    """What a page holds."""
     return json.loads(re.search(DATA, path.read_text())[1])
 
 

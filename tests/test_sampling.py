@@ -119,7 +119,6 @@ def test_slots_are_multiples_of_16(longest):
     assert slots == [16 if n <= 16 else 32 for n in range(longest, longest + 4)]
 
 
-
 @pytest.mark.parametrize("cache", ["shared", "static"])
 def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
     """Cut to 16 bits, or packed with a state's number into one, some would be the same."""

@@ -249,38 +249,67 @@ def test_a_share_is_of_the_minibatch_on_all_ranks(name, monkeypatch):
     assert not chosen()
 
 
-CLIP = "clip_low clip_high"
-PAPERS = dict(      # what no formula here sees: constants, settings, and those that are refused
-    adaptive_kl=dict(kl="reward"), dapo=dict(clip_high=0.28, loss_mean="token"),
-    clip_cov=dict(SHARE=2e-4, LOW=1, HIGH=5, loss_mean="token"),
-    distillation=dict(FIXED="baseline adv_scale kl supervision reward"),
-    dppo_kl=dict(FIXED=CLIP), dppo_tv=dict(FIXED=CLIP), sapo=dict(FIXED=CLIP),
+PAPERS = dict(      # what no formula here sees: constants and settings
+    adaptive_kl=dict(kl="reward"), clip_cov=dict(SHARE=2e-4, LOW=1, HIGH=5, loss_mean="token"),
+    dapo=dict(clip_high=0.28, loss_mean="token"),
     entropy_tokens=dict(SHARE=0.2, clip_high=0.28, loss_mean="token"),
-    gdpo=dict(FIXED="baseline adv_scale supervision reward"), gpg=dict(FIXED=f"{CLIP} ratio"),
-    kl_cov=dict(SHARE=2e-3, COEFFICIENT=1, loss_mean="token", FIXED=CLIP),
-    lite_ppo=dict(loss_mean="token"), luspo=dict(FIXED="loss_mean"),
+    kl_cov=dict(SHARE=2e-3, COEFFICIENT=1, loss_mean="token"), lite_ppo=dict(loss_mean="token"),
     moving_reference=dict(kl="loss"), off_policy_mask=dict(kl="loss", estimator="ratio*k3"),
-    opo=dict(FIXED="baseline adv_scale"), pass_at_k=dict(K=4), periodic_reference=dict(kl="loss"),
-    raft=dict(FIXED=f"kl {CLIP} ratio"), remax=dict(FIXED="reward"),
+    pass_at_k=dict(K=4), periodic_reference=dict(kl="loss"),
     soft_overlong=dict(BUFFER=0.2, FACTOR=0.5), two_sided=dict(kl="loss", beta=0.001),
-    vespo=dict(FIXED=CLIP),
-    vineppo=dict(loss_mean="token", FIXED="supervision reward baseline adv_scale"))
-OTHERS = """beta_norm cispo dual_clip dynamic_sampling gmpo gspo_token hints maxrl mis
-    overlong_filter replay stale tis tree""".split()
+    vineppo=dict(loss_mean="token"))
+NAMES = sorted(path.stem for path in config.VARIANTS.glob("*.py"))
 
 
-@mark.parametrize("name", [*PAPERS, *OTHERS])
+@mark.parametrize("name", NAMES)
 def test_constants_and_settings_of_the_papers(name, capsys):
     """A KL is only where the paper has one. What would be ignored is refused."""
     cfg, module = variant(name)
     config.check_used(cfg, arithmetic)
     said = capsys.readouterr().out
     assert said.startswith(f"--algo {name} replaces ") and "without effect" not in said
-    found = vars(module) | module.SETTINGS | dict(FIXED=" ".join(config.FIXED))
-    assert found.items() >= (dict(kl="none", FIXED="") | PAPERS.get(name, {})).items()
+    found = vars(module) | module.SETTINGS
+    assert all(found[x] == value for x, value in (dict(kl="none") | PAPERS.get(name, {})).items())
     for flag in config.FIXED:
         with raises(UserError, match=f"{name} does not take --{flag} other$"):
             config.check_used(SimpleNamespace(**vars(cfg) | {flag: "other"}), None)
+
+
+FLIPS = [                   # of each line one is enough
+    [dict(baseline="leave-one-out")], [dict(adv_scale="none")], [dict(ratio="sequence")],
+    [dict(clip_low=x, clip_high=x) for x in (1e-3, 1e6)],
+    [dict(loss_mean="constant"), dict(loss_mean="token")],
+    [dict(kl="reward")], [dict(supervision="process")]]
+
+
+@mark.slow
+@mark.parametrize("name", NAMES)
+def test_a_flag_is_obeyed_or_refused(name, monkeypatch):
+    """By an update with plain gradients, whose sizes count, too."""
+    def moved(**flip):
+        given = dict(prompts=4, group=5, kl="none") | flip
+        if name in ("adaptive_kl", "moving_reference", "periodic_reference"):
+            given = dict(kl="loss") | flip
+        agent, _ = of_letters(name, epochs=2, minibatches=2, **given)
+        config.check_used(agent.cfg, letters.TASK)
+        agent.opt = torch.optim.SGD(agent.policy.parameters(), 0.3)
+        before = weights(agent.policy)
+        grpo.train_step(agent, letters.PROBLEMS, 1)
+        return weights(agent.policy) - before, agent.cfg
+    if name == "distillation":          # refuses all of them but the ratio, the clip and the mean
+        return
+    monkeypatch.setattr(grpo, "GRAD_CLIP", 1e9)
+    monkeypatch.setattr(letters.TASK, "reward", lambda problem, text: {
+        "correct": sum(map(ord, text)) % 2})
+    plain, cfg = moved()
+
+    def differs(flip):
+        try:
+            found, other = moved(**flip)
+        except UserError:
+            return True
+        return other == cfg or (found - plain).norm() > 1e-3 * plain.norm()
+    assert [flips for flips in FLIPS if not any(map(differs, flips))] == []
 
 
 # ------------------------------------------------------------------------------------- credit
@@ -798,7 +827,7 @@ def bare(monkeypatch):
 
 
 @mark.slow
-@mark.parametrize("name", sorted(path.stem for path in config.VARIANTS.glob("*.py")))
+@mark.parametrize("name", NAMES)
 def test_each_runs_for_two_steps(name, start, bare, tmp_path, monkeypatch):
     monkeypatch.chdir(f"{start}/../..")             # where distillation finds a teacher
     given = dict(init=start, epochs=2, minibatches=2, dtype="bfloat16", out=str(tmp_path))

@@ -43,7 +43,6 @@ def again(done, tmp_path):
 
 @pytest.fixture
 def model_folder(done, tmp_path):
-    """A model alone, as one that is given to --init."""
     where = tmp_path / "model"
     where.mkdir()
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):

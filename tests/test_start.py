@@ -354,6 +354,7 @@ def test_the_estimate_of_an_update_is_near(recompute, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.without_noise
 @pytest.mark.parametrize("cache, shape", [
     ("plain", dict(n_layer=1)), ("shared", dict(n_layer=2, **GPT2)), ("static", dict(n_layer=1))])
 def test_the_estimate_of_reading_prompts_is_near(cache, shape):

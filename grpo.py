@@ -301,8 +301,7 @@ def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
     ids. Their logp is the present policy's, until that of who wrote them replaces it."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    rows = zip(prompts, said)
-    ids, mask = setup.padded(list(rows))
+    ids, mask = setup.padded(list(zip(prompts, said)))
     ids = ids.to(agent.policy.device)
     mask = mask.to(ids.device)
     ends = [row[-1] in agent.encoding.stop for row in said]
@@ -400,8 +399,7 @@ def rollout(agent, problems, rng):
     batch = collect(agent, problems, rng)
     reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
     # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
-    others = not batch.on_policy.all()
-    has_ratios = cfg.updates > 1 or dist.largest(int(others))
+    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
     logp, batch.value = old_logps(agent, batch, has_ratios)
     if has_ratios:      # of rows of others to those who sampled them
         batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
@@ -543,11 +541,15 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
+    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: each is a wait for a GPU
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
-        n_tokens = dist.all_reduce(passes.take(part.mask, rows).sum())
+        mask, learns = of_batch
+        if part is not batch:
+            mask, learns = part.mask.cpu(), has_gradient(agent, part)
+        n_tokens = dist.all_reduce(mask[rows].sum())
         n_tokens = n_tokens.clamp(min=1).item()
-        rows = rows[has_gradient(agent, part)[rows]]
+        rows = rows[learns[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
             weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
@@ -607,8 +609,7 @@ def train_step(agent, problems, step):
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
-            halvings = (step - 1) / cfg.half_life
-            opt_group["lr"] = opt_group["initial_lr"] * 0.5 ** halvings
+            opt_group["lr"] = opt_group["initial_lr"] * 0.5 ** ((step - 1) / cfg.half_life)
     rng = dist.rng(cfg, "problems", step)
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))

@@ -165,8 +165,9 @@ def log_step(agent, step, batch, done, logps):
         if not (first or dist.is_sharded(agent.policy)):    # every rank takes part in its passes
             return
         group = passes.select(batch, rows, batch.ids.size(1))
-        new_logp, _ = logps(agent.policy, group, cfg)
-        entropy = passes.entropies(agent.policy, group, cfg)
+        with torch.compiler.set_stance("force_eager"):      # so few rows would be compiled again
+            new_logp, _ = logps(agent.policy, group, cfg)
+            entropy = passes.entropies(agent.policy, group, cfg)
         if not first:
             continue
         tensors = {n: x.cpu() for n, x in vars(group).items() if isinstance(x, torch.Tensor)}

@@ -140,6 +140,7 @@ def update(args, at):
                 mask=mask, logp=torch.zeros(rows, T), finished=torch.zeros(rows) > 0,
                 adv=torch.where(mask, torch.randn(rows, 1), 0))
     batch = grpo.Batch(**{name: x.to(policy.device) for name, x in made.items()})
+    batch.problems = [made] * len(batch.ids)
     batch.logp = batch.old_logp = batch.ref_logp = grpo.logps(agent.sampler, batch, cfg)[0]
     for tokens, logits in at.updates:
         agent.cfg = dataclasses.replace(cfg, micro_tokens=tokens)

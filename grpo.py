@@ -541,7 +541,7 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
-    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: each is a wait for a GPU
+    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: a GPU is waited for
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
         mask, learns = of_batch
@@ -572,7 +572,7 @@ def has_gradient(agent, batch):
     reference, a critic or a file's own loss these are the rows with an advantage."""
     own = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
     if agent.ref is not None or agent.critic is not None or own:
-        return batch.mask.any(1).cpu()
+        return torch.ones(len(batch.ids), dtype=torch.bool)
     return (batch.mask & (batch.adv != 0)).any(1).cpu()
 
 # ------------------------------------------------------------------------- the reward model

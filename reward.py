@@ -99,9 +99,8 @@ def of_rule(agent, batch):
 def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
     cfg = agent.cfg
-    compares = cfg.baseline not in ("none", "value") or cfg.adv_scale == "group"
-    if compares and cfg.group > 1 and (batch.groups.bincount() == 1).any():
-        raise UserError("a group of one row: those of a group have one problem, the same object")
+    if cfg.group > 1 and (batch.groups.bincount() == 1).any():
+        raise UserError("a group of one row: a group's have one problem, the same object")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)
@@ -260,7 +259,7 @@ def refit(agent, batches, n_held_out, rng):
     agent.history = history
     label = to_fit["label"][to_fit["ends"]]
     if label.amin() == label.amax():
-        dist.print0("warning: all labels are equal: the last fit is kept; without one rewards are 0")
+        dist.print0("warning: all labels are equal: the last fit is kept, or rewards are 0")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 
@@ -325,8 +324,8 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """The accuracy of scores (n,) on labels (n,), and that of a guess. Of K choices any best one is
-    right; sets where all are do not count."""
+    """The accuracy of scores (n,) on labels (n,), and of a guess. Of K choices any best one is
+    right; sets of equal ones do not count."""
     if K == 1:
         good = label > 0.5
         right = (score > 0) == good

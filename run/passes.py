@@ -60,7 +60,7 @@ def joined(batches, rows):
     found = [vars(batch) for batch in batches]
     for name in found[0]:
         if len({fields_of[name] is None for fields_of in found}) > 1:
-            raise UserError(f"Batches cannot be joined: only some have {name}")
+            raise UserError(f"Batches to join: only some have {name}")
     return type(batches[0])(**take(join(found), rows))
 
 def grid(groups, device="cpu"):
@@ -233,7 +233,7 @@ def logps_in_parts(gpt, h, tokens):
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):
-    """The entropy in nats, (B, T), of what each sampled token would be drawn from now."""
+    """The entropy (B, T), in nats, from which each token would be drawn now."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, most_logits(device) // gpt.cfg.vocab_size)

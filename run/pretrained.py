@@ -3,7 +3,7 @@ import copy
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from data import UserError, fetched, read_bytes, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
-from run import config, dist
+from run import dist
 from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS, most_logits
 
@@ -71,20 +71,12 @@ def read_config(hf):
     for ours, theirs in names.items():
         if given.get(ours) is None and ours != "head_size":
             raise UserError(f"{theirs} is missing")
-    cfg = shape(**FAMILIES[family] | given | {"rope_theta": rope["rope_theta"]})
+    cfg = GPTConfig(**FAMILIES[family] | given | {"rope_theta": rope["rope_theta"]})
     window = hf.get("sliding_window", 4096)         # transformers' default
     if family == "mistral" and window is not None and window < cfg.block_size:
         raise UserError(f"sliding_window {window} is not supported: it is less than "
                         f"max_position_embeddings {cfg.block_size}")
     return replace(cfg, rope_inv_freq=scaled_rope(cfg, rope))
-
-def shape(**given):
-    """A GPTConfig; UserError for another type, or a size that no model has."""
-    cfg = GPTConfig(**given)
-    least = {f.name: -math.inf for f in fields(cfg) if f.type is float}
-    most = {f.name: 2 ** 20 for f in fields(cfg) if f.type is int} | {"n_layer": 1000}
-    config.check(cfg, least, most)
-    return cfg
 
 def config_json(model):
     """A model's config.json: as loaded or, for a new one, a Llama's, which must hold all of it."""
@@ -309,9 +301,8 @@ def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
     D = min(HEAD, cfg.n_embd)
-    sizes = shape(vocab_size=encoding.n_vocab, block_size=context, n_layer=cfg.n_layer,
-                  n_head=cfg.n_embd // D, n_kv_head=1, head_size=D, n_embd=cfg.n_embd,
-                  n_inner=4 * cfg.n_embd)
+    sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=cfg.n_embd // D, n_kv_head=1,
+                      n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context, head_size=D)
     with torch.device("meta"):
         check_room(GPT(sizes), cfg, longest)
     model = GPT(sizes, dist.generator(cfg, "weights"))

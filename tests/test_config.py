@@ -260,16 +260,10 @@ def wider(monkeypatch):
 @pytest.mark.parametrize("changes", [
     {}, dict(window=8, gated=True, gain=-1.5, act="relu", norm="layer"), dict(gain=0.0)])
 def test_a_field_of_ones_own_is_saved_and_loaded(changes, wider, tmp_path):
-    """And checked, as the others."""
     shape = Wider(vocab_size=9, n_layer=1, n_embd=8, n_inner=8, block_size=8, **changes)
     gpt = model.GPT(shape)
     pretrained.save(gpt, tmp_path)
     assert pretrained.load(tmp_path).cfg == shape
-    for name, x, says in (("window", True, "window must be of the type int"),
-                          ("window", -1, "window must be at least 0"),
-                          ("gated", 1, "the type bool"), ("own_gain", "1", "gain must be of the")):
-        with pytest.raises(UserError, match=says):
-            pretrained.read_config(gpt.hf | {name: x})
 
 
 def test_a_file_without_a_field_of_ones_own_has_its_default(wider):

@@ -215,13 +215,6 @@ def test_what_says_only_how_it_is_anyway(harmless):
           dict(quantization_config={}))),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5 is not"),
     (dict(layer_types=["full_attention", "sliding"]), "layer_types 'sliding' is not"),
-    (dict(vocab_size="320"), "vocab_size must be of the type int, got '320'"),
-    (dict(num_hidden_layers=1001), "n_layer must be at most 1000"),
-    (dict(hidden_size=2 ** 21), "n_embd must be at most"),
-    (dict(vocab_size=0), "vocab_size must be at least 1"),
-    (dict(head_dim=-4), "head_size must be at least 0"),
-    (dict(tie_word_embeddings=1), "tied must be of the type bool"),
-    (dict(rope_theta="10000"), "rope_theta must be of the type float, got '10000'"),
     (dict(hidden_size=None, vocab_size=None, rms_norm_eps=None), "vocab_size is missing"),
     (dict(rope_theta=1), "rope_theta must be a number over 1, not 1"),
     (dict(rope_parameters=dict(rope_theta=float("nan"))), "rope_theta must be"),
@@ -325,8 +318,7 @@ def test_every_family_is_read_and_written(family, tied, tmp_path):
     ("model.safetensors", lambda x: x[:-100], "cannot read its tensors"),
     ("model.safetensors", lambda x: b"\xff" * 8 + x[8:], "cannot read its tensors"),
     ("model.safetensors", None, "cannot read its tensors"),
-    ("config.json", lambda x: x.replace(b'_size": 64', b'_size": 96'), "has the shape"),
-    ("config.json", lambda x: x.replace(b"1e-05", b"1" + b"0" * 400), "norm_eps must be at most")])
+    ("config.json", lambda x: x.replace(b'_size": 64', b'_size": 96'), "has the shape")])
 def test_damaged_folders_are_refused(tmp_path, model, file, change, fault):
     pretrained.save(model, tmp_path)
     path = tmp_path / file

@@ -2,6 +2,7 @@
 what the page shows in Python is run."""
 import importlib
 import inspect
+import json
 import math
 import os
 import re

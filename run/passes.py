@@ -48,7 +48,7 @@ def join(values):
     return torch.cat(values)
 
 def take(x, rows):
-    """Some rows of a tensor, a list or a dict of these, by indices (n,) on the host."""
+    """Some rows of a tensor, list or dict of these, by indices (n,) on the host."""
     if isinstance(x, dict):
         return {name: take(value, rows) for name, value in x.items()}
     if isinstance(x, list):
@@ -115,7 +115,7 @@ def split_rows(ids, mask, budget, module=None):
         yield torch.tensor([], dtype=torch.int64), ids.size(1)
 
 def select(batch, rows, T):
-    """Some rows of a Batch, by indices on the host, with Tokens cut to T columns."""
+    """Some rows of a Batch, indices on the host, Tokens cut to T columns."""
     found = take(vars(batch), rows)
     for f in fields(batch):
         if f.type is Tokens and found[f.name] is not None:
@@ -200,7 +200,7 @@ def most_logits(device):
     return 2 ** 26             # 256 MiB in float32
 
 def token_logps(gpt, ids, mask, temperature, critic=None):
-    """`model.token_logps`, with common prefixes once and logits in parts."""
+    """`model.token_logps`: common prefixes once, logits in parts."""
     ids, mask, device = ids.cpu(), mask.cpu(), gpt.device  # layouts are made on the host
     layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
     h = gpt(ids[:, :-1], layout=layout)                                       # (B, T - 1, C)

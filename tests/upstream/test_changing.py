@@ -269,8 +269,8 @@ def test_a_group_has_the_row_of_a_file(warm, tmp_path, monkeypatch):
     for group in records(tmp_path / "out" / "samples.jsonl"):
         *sampled, shown = group["completions"]
         a, b = map(int, group["prompt"][:-1].split("*"))
-        assert len(sampled) == 4 and shown == f"~{a * b}" and group["rewards"][-1] == 1
-        mean = sum(group["rewards"]) / 5
+        assert len(sampled) == 8 and shown == f"~{a * b}" and group["rewards"][-1] == 1
+        mean = sum(group["rewards"]) / 9
         assert all((x > mean) == (adv[0] > 0) for x, adv in zip(
             group["rewards"], group["advantages"]) if x != mean)
 

@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -20,7 +21,7 @@ if "--gpu" not in sys.argv:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.backends.mps.is_available = lambda: False
+torch.backends.mps.is_available = functools.cache(lambda: False)     # as torch unwraps it
 torch.set_num_threads(THREADS)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

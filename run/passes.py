@@ -233,7 +233,7 @@ def logps_in_parts(gpt, h, tokens):
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):
-    """The entropy (B, T), in nats, from which each token would be drawn now."""
+    """The entropy (B, T), in nats, behind each token as of now."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, most_logits(device) // gpt.cfg.vocab_size)

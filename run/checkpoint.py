@@ -288,7 +288,7 @@ def restore(agent, checkpoint):
         kind, _, rest = name.partition(".")
         if kind in OTHERS:
             others[kind][rest] = x.clone()
-        elif None in (x, into) or (x.shape, x.dtype) != (into.shape, into.dtype):
+        elif None in (x, into) or x.shape != into.shape:
             raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: {name}")
         else:
             into.copy_(dist.like(into, x))

@@ -496,7 +496,6 @@ def test_a_kill_while_a_run_is_renamed(run, monkeypatch):
 
 @pytest.mark.parametrize("names", [
     "best/x", "run.json", ".hidden", "checkpoint.safetensors model.safetensors"])
-
 def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, task, capsys):
     out = tmp_path / "out"
     for name in names.split():
@@ -505,7 +504,6 @@ def test_a_folder_of_something_else_is_refused_and_untouched(names, tmp_path, ta
     before = contents(tmp_path)
     said = fault(capsys, "--task", task, *SMALL, "--out", out)
     assert "holds files that are not of a run" in said
-
     assert contents(tmp_path) == before and not (out / files.MARK).exists()
 
 

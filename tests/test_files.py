@@ -71,23 +71,25 @@ def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
 
 
 P = "policy.layers.0.mlp.up_proj.weight"
-
-
 M = f"opt.exp_avg.{P}"
 
 
 @pytest.mark.parametrize("name, change", [
-    (P, lambda x: x[:1].clone()), (P, lambda x: None), (P, lambda x: x.double()),
-    (M, lambda x: x.flatten()[:3].clone()), (M, lambda x: None), (M, lambda x: x.double()),
-    (M, lambda x: torch.ones(())), ("rate.0", lambda x: x.float()), ("zzz.x", torch.clone)],
-    ids=str)
+    (P, lambda x: x[:1].clone()), (P, lambda x: None), (M, lambda x: None),
+    (M, lambda x: x.flatten()[:3].clone()), (M, lambda x: torch.ones(())),
+    ("zzz.x", torch.clone)], ids=str)
 def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsys):
-    """The fused optimizer once wrote past the end of a moment that was too short."""
+    """The fused optimizer wrote past the end of a short moment."""
     def changed(t):
         x = change(t.get(name, torch.zeros(1)))
         return {n: y for n, y in (t | {name: x}).items() if y is not None}
     rewrite_checkpoint(again, changed)
     assert f"of another model: {name}\n" in fault(capsys, "--resume", "--steps", 3, "--out", again)
+
+
+def test_a_parameter_may_be_more_precise(again):
+    rewrite_checkpoint(again, lambda t: t | {P: t[P].double()})
+    go_on(again)
 
 
 @pytest.mark.parametrize("change", [
@@ -96,14 +98,12 @@ def test_a_checkpoint_has_just_the_tensors_of_its_run(name, change, again, capsy
     *(lambda state, name=name, x=x: state.update({name: x}) for name, x in (
         ("step", "2"), ("step", -2), ("beta", "x"), ("beta", None), ("model", []), ("metrics", "1"),
         ("samples", -1)))])
-
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
-    """Also to a new run in its folder."""
+    """Also to a new run."""
     rewrite_checkpoint(again, dict, change)
     for flags in (["--resume"], TINY):
         said = fault(capsys, *flags, "--out", again)
         assert "choose another --out, or delete the file" in said
-
     (again / "checkpoint.safetensors").unlink()
     main([*TINY, "--steps", "0", "--out", str(again)])
     assert (again.with_name("run.1") / "model.safetensors").exists()

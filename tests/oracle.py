@@ -214,16 +214,17 @@ class Oracle:
             logp, n = logps(self.policy, d["row"], cfg.temperature), len(d["adv"])
             value = self.critic and values(self.policy, self.critic, d["row"])
             weight = weight_of_token(n, lengths, cfg)
-            of_row = (sum(logp[t] - d["old"][t] for t in range(n)) / n).exp()           # GSPO's
+            of_row = (sum(logp[t] - d["old"][t] for t in range(n)) / n).exp()
             for t, A in enumerate(d["adv"]):
-                ratio = of_row if cfg.ratio == "sequence" else (logp[t] - d["old"][t]).exp()
+                of_token = (logp[t] - d["old"][t]).exp()
+                ratio = of_row if cfg.ratio == "sequence" else of_token
                 gain = ratio * A
                 if A > 0 and ratio > 1 + cfg.clip_high:
                     gain, self.high = (1 + cfg.clip_high) * A, self.high + 1
                 if A < 0 and ratio < 1 - cfg.clip_low:
                     gain, self.low = (1 - cfg.clip_low) * A, self.low + 1
                 if d["ref"]:
-                    kl = kl_of_token(logp[t], d["ref"][t], ratio, cfg.estimator)
+                    kl = kl_of_token(logp[t], d["ref"][t], of_token, cfg.estimator)
                     kls.append(kl.item())
                     gain = gain - cfg.beta * kl if cfg.kl == "loss" else gain
                 loss = loss - weight * gain

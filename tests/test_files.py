@@ -99,7 +99,6 @@ def test_a_parameter_may_be_more_precise(again):
         ("step", "2"), ("step", -2), ("beta", "x"), ("beta", None), ("model", []), ("metrics", "1"),
         ("samples", -1)))])
 def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
-    """Also to a new run."""
     rewrite_checkpoint(again, dict, change)
     for flags in (["--resume"], TINY):
         said = fault(capsys, *flags, "--out", again)

@@ -12,9 +12,9 @@ from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
-# In this process and those that tests start: models this small gain nothing from a second thread.
+# Here and in what tests start: models this small gain nothing from two threads.
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
-# Nor do they see a GPU, nor that of a Mac: with --gpu, test_gpu.py runs on it, alone.
+# Nor do they see a GPU: with --gpu, test_gpu.py runs on it alone.
 if "--gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -23,6 +23,7 @@ import torch  # noqa: E402
 
 torch.backends.mps.is_available = functools.cache(lambda: False)     # as torch unwraps it
 torch.set_num_threads(THREADS)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)     # nohup ignores it
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -160,7 +160,7 @@ def test_a_second_signal_is_obeyed_at_once():
 
 
 def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
-    """As nohup has it; nothing can be written there, and a shell sends the signal twice."""
+    """As nohup has it; nothing can be written; a shell sends it twice."""
     monkeypatch.setattr(os, "write", lambda *given: os.stat("/none"))
     with pytest.raises(dist.Stopped) as stopped, dist.stoppable():
         signal.raise_signal(signal.SIGHUP)

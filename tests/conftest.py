@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 torch.backends.mps.is_available = functools.cache(lambda: False)     # as torch unwraps it
 torch.set_num_threads(THREADS)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)     # nohup ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

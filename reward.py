@@ -100,7 +100,7 @@ def fill_in_rewards(agent, batch):
     """Fills in the rewards of a rollout, by rule or learned, and where they are."""
     cfg = agent.cfg
     if cfg.group > 1 and (batch.groups.bincount() == 1).any():
-        raise UserError("a group of one row: a group's have one problem, the same object")
+        raise UserError("a group of one row: the rows of a group must share one problem object")
     batch.reward, batch.ends = of_rule(agent, batch)
     if agent.reward_model is not None:
         batch.components["rule_reward"] = batch.reward.sum(1)

@@ -103,6 +103,21 @@ def tagged(text):
     start += len("<answer>")
     return text[start:text.find("</answer>", start)].strip()
 
+def boxed(text):
+    r"""What the last \boxed{} of a text holds, or None."""
+    start = text.rfind(r"\boxed{") + 7
+    depth = 1
+    for end in range(start, len(text) if start > 6 else 0):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start:end]
+    return None
+
+def last_number(text):
+    """The value of the last numeral in a text, whatever is around it, as a Fraction, or None."""
+    found = re.findall("-?[0-9][0-9.,]*", text)
+    return evaluate(found[-1].replace(",", "").rstrip(".")) if found else None
+
 def one_number(text):
     r"""The value of a text that gives one number, in words, LaTeX or Markdown, with a currency and
     a unit, after its working and a mark such as \boxed, as a Fraction; or None. Of an equation it

@@ -1,23 +1,24 @@
-"""GSM8K, grade-school word problems, from the published JSONL files:
+r"""GSM8K, grade-school word problems, from the published JSONL files:
 
     python grpo.py --task gsm8k --init FOLDER --train train.jsonl --test test.jsonl
 
 Each line has a `question` and an `answer`, which is the working followed by `#### n`. A completion
-must give the same number in its last answer tags, in whatever format `one_number` reads.
+must give the same number in its last \boxed{}, in whatever format `one_number` reads.
 """
 import json
 import re
 from typing import NamedTuple
 
 from data import UserError, fetched
-from data.answers import one_number, steps, tagged  # noqa: F401, re-exports steps
+from data.answers import boxed, last_number, one_number, steps  # noqa: F401, re-exports steps
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 save_every=50)
 
-PROMPT = ("{}\nThink step by step between <think> and </think>, then give the final number alone "
-          "between <answer> and </answer>.\n")
+# As in Qwen2.5's own evaluations. Qwen2.5-Coder-0.5B-Instruct solved 20 % of 40 problems with it, and
+# 7.5 % if asked for tags.
+PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 def prompt(question):
     """A question with the instructions, as it is sent to the model; of --ask, too."""
@@ -76,16 +77,19 @@ def problem_of(row):
     return Problem(prompt(row["question"].strip()), str(number), solution.strip())
 
 def demonstration(problem, rng):
-    """The published working without its calculator annotations, and the answer, in tags."""
+    """The published working without its calculator annotations, and the answer in a box."""
     working = re.sub("<<[^<>\n]*>>", "", problem.solution)
-    return f"<think>\n{working}\n</think>\n<answer>{problem.answer}</answer>"
+    return f"{working}\nThe answer is \\boxed{{{problem.answer}}}."
 
 def answer(completion):
-    """The number in the last answer tags as text, or ""."""
-    number = one_number(tagged(completion) or "")
+    """The number in the last box as text, or ""."""
+    number = one_number(boxed(completion) or "")
     return "" if number is None else str(number)
 
 def reward(problem, completion):
-    """1 for the right number, and 0.1 for an answer in tags."""
-    return {"correct": float(answer(completion) == problem.answer),
-            "format": 0.1 * (tagged(completion) is not None)}
+    """1 for the right number in a box, and nothing for a box alone: where no completion of a group
+    is right, the policy would learn to guess in one. `lenient`, whether the last number is right,
+    is only logged."""
+    correct = float(answer(completion) == problem.answer)
+    lenient = float(str(last_number(completion)) == problem.answer)
+    return {"reward": correct, "correct": correct, "lenient": lenient}

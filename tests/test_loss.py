@@ -213,6 +213,27 @@ def test_a_row_with_any_advantage_is_kept():
     assert grpo.has_gradient(agent, b).all()
 
 
+@mark.parametrize("mean", ["sequence", "token"])
+def test_a_minibatch_that_leaves_tokens_out_is_one_without_them(mean, monkeypatch):
+    b, cfg = a_rollout(loss_mean=mean, kl="none")
+    fewer = dataclasses.replace(b, mask=b.mask & (torch.arange(b.mask.size(1)) % 3 > 0))
+    whole, wanted = updated(b, cfg)[1], updated(fewer, cfg)[1]
+    monkeypatch.setattr(grpo, "minibatch", lambda agent, batch, rows: fewer)
+    found = updated(b, cfg)[1]
+    assert all(map(torch.equal, found, wanted)) and not torch.equal(found[0], whole[0])
+
+
+def test_rows_that_others_wrote(encoding):
+    """They end with any stop token; their log-probabilities are the policy's."""
+    encoding.stop |= {33}
+    agent = agent_of(with_(kl="none"))
+    agent.encoding, agent.task = encoding, task
+    batch = grpo.given(agent, task.problems(1)[0][:3], [[50, 256], [50, 33], [50]])
+    assert batch.finished.tolist() == [True, True, False] and not batch.on_policy.any()
+    assert batch.ids[batch.mask].tolist() == [50, 256, 50, 33, 50]
+    assert_close(batch.logp, token_logps(agent.policy, batch.ids, batch.mask, 1.0)[0])
+
+
 @mark.parametrize("replaced", ["surrogate", "policy_loss", "total_loss"])
 def test_a_new_term_of_the_loss_cannot_lose_rows(replaced, monkeypatch):
     """A file adds one for some of the rows without an advantage."""

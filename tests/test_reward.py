@@ -248,6 +248,8 @@ def test_equal_labels_teach_nothing(supervision, capsys, monkeypatch):
     assert refit(agent, [learn], 2, random.Random(0)) == {"rm_accuracy": 0.5}
     assert "no better than chance" in capsys.readouterr().out
     assert learned(agent.reward_model, learn, cfg).any()
+    found = refit(agent, [flat], 2, random.Random(1))       # replayed ones differ
+    assert found == {"rm_accuracy": 0.5}
 
 
 def preferences(n, K):

@@ -233,7 +233,8 @@ def test_a_share_is_of_the_minibatch_on_all_ranks(name, monkeypatch):
     """Of as many tokens, also where most are alike: all rows but one have the same advantage."""
     def chosen(rank=0):
         own = dist.of_rank(torch.arange(8).view(4, 2)).flatten()
-        part = grpo.minibatch(agent, passes.select(batch, own, 9), torch.arange(len(own)))
+        longest = passes.row_lengths(mask[own]).max()       # of ranks another
+        part = grpo.minibatch(agent, passes.select(batch, own, longest), torch.arange(len(own)))
         tokens = (part.held if name == "kl_cov" else part.adv != 0 if name == "entropy_tokens"
                   else (part.adv == 0) & part.mask)
         return {(own[i].item(), t) for i, t in tokens.nonzero().tolist()}

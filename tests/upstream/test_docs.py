@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, agent_of, metrics
 
 import grpo
-from data import load_task
+from data import gsm8k, load_task
 from model import ScalarHead
 from run import config, pretrained, setup
 
@@ -49,6 +49,15 @@ def test_the_warm_start_in_data():
     given = where, note, grpo.make_config(), task, problems, agent.encoding
     assert setup.outdated(*given) is None
     assert f"# before RL\n{grpo.ask(agent, '47*58=')}\n$" in README
+
+
+def test_the_published_defaults():
+    """DeepSeekMath 4.2; PPO's clip and lambda (1707.06347); TRL's VALUE_COEF; GSPO 5.1."""
+    cfg, constants = grpo.Config(), (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP)
+    assert (cfg.prompts, cfg.group, cfg.max_new, cfg.lr, cfg.beta) == (16, 64, 1024, 1e-6, 0.04)
+    assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 1e-6)
+    assert (cfg.clip_low, cfg.clip_high, cfg.lam, constants) == (0.2, 0.2, 0.95, (1, 0.1, 0.2, 1))
+    assert [grpo.ALGOS["gspo"][name] for name in ("clip_low", "clip_high")] == [3e-4, 4e-4]
 
 
 def test_the_epsilon_of_adam():

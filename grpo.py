@@ -112,7 +112,8 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # KV cache; all but plain also train with shared prefixes
+    cache: Cache = "auto"       # KV cache of sampling
+    shared_prefixes: bool = True    # train on prefixes that rows have in common once
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -431,9 +432,9 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    # The pass that is trained: that of model.py or, equal up to rounding, one with shared prefixes.
-    forward = model.token_logps if cfg.cache == "plain" else passes.token_logps
-    return forward(gpt, batch.ids, batch.mask, cfg.temperature, critic)
+    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # passes are laid out on the host
+    layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
+    return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):

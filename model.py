@@ -94,8 +94,8 @@ def double(x):
 # ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T): prompts, and training with --cache plain. By default that
-    has SharedRows of run/passes.py: rows share prefixes."""
+    """A pass over whole rows, ids (B, T). Training may have another layout, SharedRows of
+    run/passes.py, in which rows share prefixes."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)
@@ -209,7 +209,9 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.amp = None             # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False      # activation checkpointing, a layer at a time
-        self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py and passes.py
+        self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
+        self.shared_prefixes = True         # in training; read in run/passes.py
+        self.most_logits = 2 ** 26  # at a time, 256 MiB in float32: each part reads the head again
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -276,10 +278,14 @@ class GPT(nn.Module):
         return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
-        """log pi (n,) of the tokens (n,) that come next; h as in `probs`."""
+        """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Of many logits only a
+        part exists at a time, and again for its gradient."""
+        size = max(1, self.most_logits // self.cfg.vocab_size)
+        if len(tokens) > size:
+            parts = zip(h.split(size), tokens.split(size))
+            return torch.cat([checkpoint(self.logps, *x, use_reentrant=False) for x in parts])
         logp = self.head(h).log_softmax(-1)
-        logp = logp.gather(-1, tokens[:, None])
-        return logp[:, 0]
+        return logp.gather(-1, tokens[:, None])[:, 0]
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""
@@ -308,16 +314,19 @@ class ScalarHead(nn.Module):
             h = self.trunk(ids, layout=layout)
         return h.float() @ self.head.weight[0] + self.head.bias
 
-def token_logps(gpt, ids, mask, temperature, critic=None):
+def token_logps(gpt, ids, mask, temperature, critic=None, layout=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
-    where mask is False; None without a critic. The plain pass: run/passes.py has a faster one."""
-    ids, mask = send(ids, gpt.device), send(mask, gpt.device)
-    h = gpt(ids[:, :-1])                                                          # (B, T - 1, C)
-    came = ids[:, 1:]                                                 # the token that came next
-    logp = gpt.logps((h / temperature).flatten(0, 1), came.flatten())
-    logp = F.pad(logp.view_as(came), (1, 0))                          # column t belongs to token t
-    logp = torch.where(mask, logp, 0)                                                     # (B, T)
+    where mask is False; None without a critic. A layout is of ids[:, :-1]; None: Rows."""
+    before = ids[:, :-1]
+    at = mask[:, 1:].flatten().nonzero()[:, 0]              # the n sampled tokens
+    tokens = send(ids[:, 1:].flatten()[at], gpt.device)
+    at = send(at, gpt.device)
+    h = gpt(before, layout=layout)                                                # (B, T - 1, C)
+    states = F.embedding(at, h.flatten(0, 1))               # its gradient is faster than h[...]
+    logp = gpt.logps(states / temperature, tokens)                                # (n,)
+    logp = logp.new_zeros(before.numel()).index_copy(0, at, logp)
+    logp = F.pad(logp.view_as(before), (1, 0))              # column t belongs to token t
     if critic is None:
         return logp, None
-    value = F.pad(critic(ids[:, :-1], h=h), (1, 0))
-    return logp, torch.where(mask, value, 0)
+    value = F.pad(critic(before, layout, h), (1, 0))
+    return logp, torch.where(send(mask, gpt.device), value, 0)

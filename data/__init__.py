@@ -187,7 +187,7 @@ def check_components(problem, parts):
              f"a component of {what}", "have a name that no statistic has", name)
         # So that float32 holds sums of components, and their squares in a std.
         need(isinstance(x, numbers.Real) and abs(x) <= 1e15, f"{name!r} in {what}",
-             "be a finite number from -1e15 to 1e15", x)
+             "be a bool, int or float from -1e15 to 1e15", x)
     need(0 <= round(float(parts["correct"]), 6) <= 1, f"'correct' in {what}",
          "be from 0 (wrong) to 1 (right)", parts["correct"])
 

@@ -39,7 +39,7 @@ NUMBER = re.compile(
     rf"(-? *(?:{CURRENCY})?|{CURRENCY}- *|\+)(?=\.?\d)"
     r"((?:\d+ +)?(?:and )?\d+/[1-9]\d*|"  # 2 1/2
     r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d{0,15})(?:\.\d{1,15})?(?:e\d{1,2})?)"
-    rf"(?: ?([kMB]|(?i:{'|'.join(SCALES)}))\b)?(.*)", re.ASCII | re.DOTALL)
+    rf"(?: ?([kKMB]|(?i:{'|'.join(SCALES)}))\b)?(.*)", re.ASCII | re.DOTALL)
 # Letters and signs of words, km/h and 5-mile. What cannot be read might take a number back.
 PROSE = re.compile(r"""(?:[a-zA-Zß-öø-ÿ\s.,:!'’"“”()[\]{}%$£¥¢₠-₿…]|/[a-z]|-[a-z]{2})*""")
 # Words that take a number back or leave it open, wherever they are; and words that make it another
@@ -53,7 +53,7 @@ OTHER = (r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelv
 BEFORE = re.compile(rf"(?i)\b(?:{OTHER}|over|under|above|below|up to|times|point|root|sqrt|log)"
                     r"(?: of)?\W*$|\w\($")
 AFTER = re.compile(rf"(?i)\b(?:{OTHER}|negative|factorial|score|squared|cubed|and an?|[ap]m|pi|"
-                   r"st|nd|rd|th|ish|teen|(?-i:[b-fi-kn-rt-z])|"  # 3x, but 3 m
+                   r"st|nd|rd|th|ish|teen|(?-i:[b-fi-kn-rt-zT]|MM)|"  # 3x, but 3 m
                    r"(?:is|was)(?! (?:the|correct)))\b|^!")
 SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
 SIGNS = str.maketrans({"x": "*", "×": "*", "\u2212": "-", "\u2013": "-", "$": None})

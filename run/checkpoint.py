@@ -174,7 +174,7 @@ def same(one, other):
 
 # Of a resumed run: its length, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
-              "recompute", "device", "dtype", "compile", "cache", "shard"}
+              "recompute", "device", "dtype", "compile", "cache", "shared_prefixes", "shard"}
 
 def resume(folder, kind, flags):
     """The Config and the Checkpoint to continue from; `flags` may change some of the settings."""

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -311,8 +312,9 @@ def stop_here(work):
 @contextlib.contextmanager
 def stoppable(command=""):
     """A context in which signals ask the run to stop; UserError if another rank has ended."""
+    main = threading.current_thread() is threading.main_thread()    # elsewhere none can be set
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
+                if main and (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)}
     try:
         yield
     except Stopped as when:

@@ -1,13 +1,12 @@
-"""Batches of rows, micro-batches, supervised fits, and a training pass that equals
-`model.token_logps` up to rounding, but computes a prefix that rows have in common once: on a CPU a
-step takes half the time. A state must depend on earlier tokens alone."""
+"""Batches of rows, micro-batches, supervised fits, and a layout of rows for training, in which a
+prefix that rows have in common is computed once: on a CPU a step takes half the time. A state must
+depend on earlier tokens alone."""
 from dataclasses import fields, replace
 from typing import NewType
 
 import torch
 import torch.nn.functional as F
 from torch import distributed
-from torch.utils.checkpoint import checkpoint
 
 import model
 from data import UserError
@@ -141,7 +140,7 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
             value[rows, :T] = scored[1]
     return logp, value
 
-# --------------------------------------------- log-probabilities, prefixes once
+# ------------------------------------------------------- rows, prefixes once
 
 def distinct(ids, mask):
     """The tokens to compute: those of each row up to its last True in mask (B, T), less the prefix
@@ -171,7 +170,7 @@ class SharedRows:
         if q.shape[:2] != self.ids.shape:
             raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
                             f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
-                            f"--cache plain")
+                            f"--no-shared_prefixes")
         heads = self.gather(torch.cat((q, k, v), 2))             # (B, T, H + 2 K, D)
         y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))  # (n, H D)
@@ -189,54 +188,16 @@ class SharedRows:
 
 def layout_of(gpt, ids, mask):
     """The layout of a pass over ids (B, T), on the host, for scalars in mask (B, T)."""
-    if gpt.kv_cache == "plain":
-        return model.Rows(ids, gpt.device)
-    return SharedRows(ids, mask, gpt.device)
-
-def most_logits(device):
-    """The most logits at a time: each part of them reads the head's weights again."""
-    if device.type == "cuda":  # a tenth of the memory, with their gradients
-        return torch.cuda.get_device_properties(device).total_memory // 128
-    return 2 ** 26             # 256 MiB in float32
-
-def token_logps(gpt, ids, mask, temperature, critic=None):
-    """`model.token_logps`: common prefixes once, logits in parts."""
-    ids, mask, device = ids.cpu(), mask.cpu(), gpt.device  # layouts are made on the host
-    layout = SharedRows(ids[:, :-1], mask[:, 1:], device)
-    h = gpt(ids[:, :-1], layout=layout)                                       # (B, T - 1, C)
-    scored, index = tokens_to_score(ids, mask)
-    before = F.pad(h, (0, 0, 1, 0)).flatten(0, 1)  # the state before each token
-    before = before[send(scored, device)] / temperature                       # (n, C)
-    tokens = send(ids.flatten()[scored], device)                              # (n,)
-    logp = logps_in_parts(gpt, before, tokens)                                # (n,)
-    sampled = send(mask, device)
-    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)  # (B, T)
-    if critic is None:
-        return logp, None
-    value = F.pad(critic(ids[:, :-1], layout, h), (1, 0))
-    return logp, torch.where(sampled, value, 0)
-
-def tokens_to_score(ids, mask):
-    """The n distinct tokens in mask (B, T), as flat indices, and each one's index among these."""
-    first, index = distinct(ids, mask)
-    once = index[mask].unique()
-    rank = torch.zeros_like(first).index_copy(0, once, torch.arange(len(once)))
-    return first[once], rank[index]
-
-def logps_in_parts(gpt, h, tokens):
-    """`gpt.logps`, in parts if the logits are many."""
-    size = max(1, most_logits(gpt.device) // gpt.cfg.vocab_size)
-    if len(tokens) <= size:
-        return gpt.logps(h, tokens)
-    parts = zip(h.split(size), tokens.split(size))
-    return torch.cat([checkpoint(gpt.logps, *part, use_reentrant=False) for part in parts])
+    if gpt.shared_prefixes:
+        return SharedRows(ids, mask, gpt.device)
+    return model.Rows(ids, gpt.device)
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):
     """The entropy (B, T), in nats, behind each token as of now."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
-    size = max(1, most_logits(device) // gpt.cfg.vocab_size)
+    size = max(1, gpt.most_logits // gpt.cfg.vocab_size)
     for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
         before, on = ids[rows, :T][:, :-1], mask[rows, 1:T]
         h = gpt(before, layout=layout_of(gpt, before, on))                      # (r, T - 1, C)

@@ -15,7 +15,7 @@ from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import dist
 from run.files import write_tensors, write_whole
-from run.passes import MICRO_TOKENS, most_logits
+from run.passes import MICRO_TOKENS
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json. NEW:
 # what fills a parameter that a file lacks, by the end of its name: {"self_attn.temperature": 1.0}.
@@ -268,10 +268,18 @@ def to_device(model, cfg):
     """A model on its device, in evaluation mode, that computes as cfg says."""
     model.amp = torch.bfloat16 if dist.dtype_of(cfg) == "bfloat16" else None
     model.recompute = cfg.recompute
+    model.shared_prefixes = cfg.shared_prefixes
     model.kv_cache = cfg.cache
     if cfg.cache == "auto":
         model.kv_cache = "static" if dist.has_static_cache(cfg) else "shared"
+    model.most_logits = most_logits(dist.device_of(cfg))
     return model.to(dist.device_of(cfg)).eval()
+
+def most_logits(device):
+    """The most logits at a time: on CUDA a tenth of the memory, with their gradients."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 128
+    return 2 ** 26
 
 def load_model(where, cfg, encoding, longest=0):
     """The model in a folder, for a run with prompts of up to `longest` tokens; 0: for no run."""

@@ -256,8 +256,6 @@ def loss_on(where, task, problems, encoding):
 
 def warm_start(policy, task, problems, cfg, encoding):
     """Fine-tunes a model on fresh demonstrations, and keeps it in the run's folder."""
-    form = model.token_logps if cfg.cache == "plain" else passes.token_logps    # the faster one
-
     def losses(step):
         rng = dist.rng(cfg, "warm start", step)
         drawn = rng.choices(problems, k=WARM_BATCH)
@@ -265,7 +263,9 @@ def warm_start(policy, task, problems, cfg, encoding):
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = padded(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
-            logp, _ = form(policy, ids[micro, :T], mask[micro, :T], 1.0)
+            said, on = ids[micro, :T], mask[micro, :T]
+            layout = passes.layout_of(policy, said[:, :-1], on[:, 1:])
+            logp, _ = model.token_logps(policy, said, on, 1.0, layout=layout)
             yield -logp.sum() / tokens
     for problem in problems:            # before the time of a fit is spent
         checked_row(problem, task, encoding, cfg, random.Random(0))

@@ -31,7 +31,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 import grpo  # noqa: E402
 import noise  # noqa: E402
 from grpo import Config  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from model import GPT, GPTConfig, token_logps  # noqa: E402
 from run import config, files, passes, pretrained  # noqa: E402
 
 
@@ -205,6 +205,12 @@ def tiny_model(seed=0, scale=4.0, **changes):
 
 CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
         "<|im_start|>{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
+
+
+def shared_logps(gpt, ids, mask, temperature, critic=None):
+    """model.token_logps of rows that share prefixes."""
+    layout = passes.SharedRows(ids[:, :-1], mask[:, 1:], gpt.device)
+    return token_logps(gpt, ids, mask, temperature, critic, layout)
 
 
 def chat_folder(where, template=CHAT):

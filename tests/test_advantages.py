@@ -3,7 +3,7 @@ import math
 import statistics
 
 import torch
-from conftest import tiny_model
+from conftest import shared_logps, tiny_model
 from pytest import approx, mark
 from torch.testing import assert_close
 
@@ -192,7 +192,7 @@ def test_value_loss_by_hand(value, loss, grad):
     assert value.grad.tolist() == [[approx(grad), 0]]
 
 
-@mark.parametrize("forward", [token_logps, passes.token_logps])
+@mark.parametrize("forward", [token_logps, shared_logps])
 @mark.parametrize("separate", [False, True])
 def test_a_value_does_not_know_its_token(separate, forward):
     """Change token t, and only later columns may move."""

@@ -223,6 +223,7 @@ SETTINGS = dict(
     warm_lr=({}, {1e-3: "start"}),
     dtype=(dict(init="chat", warm_steps=0), {"auto": None, "bfloat16": "samples"}),
     cache=(dict(minibatches=1), {"plain": None, "shared": None, "static": None}),
+    shared_prefixes=({}, {False: None}),
     difficulty=({}, {2: "problems"}))
 TURNS = [(name, value) for name, (_, values) in SETTINGS.items() for value in values]
 

@@ -6,6 +6,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,6 +173,18 @@ def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
         signal.raise_signal(signal.SIGHUP)
         assert dist.stop_asked() == 0
     signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_outside_the_main_thread_hears_no_signals():
+    before, found = handlers(), []
+
+    def run():
+        with dist.stoppable():
+            found.append(handlers())
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
 
 
 def test_a_rank_without_the_rest_of_torchruns_environment(monkeypatch):

@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 
 import torch
-from conftest import tiny_model
+from conftest import shared_logps, tiny_model
 from pytest import approx, fixture, mark, raises
 from test_advantages import outcome
 from test_oracle import on_ranks
@@ -121,7 +121,7 @@ def test_bounded_keeps_value_below_and_gradient_above():
 
 
 @mark.parametrize("given", [
-    {}, dict(baseline="value", kl="reward", adv_scale="batch", cache="plain"),
+    {}, dict(baseline="value", kl="reward", adv_scale="batch", shared_prefixes=False),
     dict(baseline="group+value", critic="separate", supervision="process")], ids=str)
 def test_a_rollout_is_0_wherever_nothing_was_sampled(given, encoding, monkeypatch):
     """So that nothing there reaches the loss, which takes all columns as they are."""
@@ -157,6 +157,7 @@ def a_rollout(**given):
 
 def agent_of(cfg, **parts):
     policy = tiny_model()
+    policy.shared_prefixes = cfg.shared_prefixes
     return Agent(cfg, None, None, policy, ref=policy, beta=cfg.beta, **parts)
 
 
@@ -183,11 +184,11 @@ def unbounded(monkeypatch):
     (range(4), "sequence"), (range(8), "token"), ([0, 1, 2, 5, 7], "constant")])
 def test_rows_without_an_advantage_are_left_out(mean, dead, monkeypatch):
     """Without KL and critic: the same update as with them in it, also if no row is left."""
-    def token_logps(model, ids, *given, own=passes.token_logps):
-        seen.append(len(ids))
-        return own(model, ids, *given)
+    def counted(gpt, batch, *given, own=grpo.token_logps):
+        seen.append(len(batch.ids))
+        return own(gpt, batch, *given)
     seen, (b, cfg) = [], a_rollout(loss_mean=mean, kl="watch", minibatches=2)
-    monkeypatch.setattr(passes, "token_logps", token_logps)
+    monkeypatch.setattr(grpo, "token_logps", counted)
     b.adv[list(dead)] = 0
     watched, whole = updated(b, cfg)
     b.ref_logp = None
@@ -297,7 +298,7 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
     weight = token_weights(b.mask, "sequence", 8, b.mask.sum(), 12)
     loss, stats, logp = grpo.total_loss(agent, b, weight, b.mask.sum())
     assert stats["clip_share"] == 0 and b.old_logp is None
-    again, _ = passes.token_logps(agent.policy, b.ids, b.mask, 1.0)
+    again, _ = shared_logps(agent.policy, b.ids, b.mask, 1.0)
     want = weight * b.adv
     if kl == "loss":                        # eq. 21
         want = want + cfg.beta * weight * ((b.ref_logp - logp.detach()).exp() - 1) * b.mask
@@ -374,8 +375,8 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
     given, after = {} if critic is None else dict(baseline="group+value", critic=critic), []
     shared, own = [], passes.SharedRows
     monkeypatch.setattr(passes, "SharedRows", lambda *given: shared.append(1) or own(*given))
-    for cache in ("plain", "shared"):
-        b, cfg = a_rollout(minibatches=2, micro_tokens=30, cache=cache, **given)
+    for together in (False, True):
+        b, cfg = a_rollout(minibatches=2, micro_tokens=30, shared_prefixes=together, **given)
         head = None
         if critic:
             head = ScalarHead(32, tiny_model(5) if critic == "separate" else None, std=0.1)
@@ -383,7 +384,7 @@ def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
             b.value, b.returns, b.ref_logp = 0 * b.adv, b.adv + 0.5 * b.mask, None
             b.adv[:7] = 0
         after.append(updated(b, cfg, 0.1, critic=head)[1])
-        assert bool(shared) is (cache == "shared")
+        assert bool(shared) is together
     for x, y in zip(*after, strict=True):
         assert x.any() and (x - y).abs().max() < 1e-4 * x.abs().max() + 1e-7
 

@@ -10,8 +10,8 @@ from safetensors.torch import load, load_file, save_file
 from test_caches import FAMILIES
 
 from data import UserError
-from model import GPT, GPTConfig, ScalarHead
-from run import passes, pretrained
+from model import GPT, GPTConfig, ScalarHead, token_logps
+from run import pretrained
 from run.caches import new_cache
 
 
@@ -122,7 +122,7 @@ def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
     (257 * 12 - 1, [11, 1] * 2),                # one too many: in parts, each made again
     (257 * 5 + 256, [5, 5, 2] * 2), (100, [1] * 24)])       # not even those of one state
 @pytest.mark.parametrize("recompute", [False, True])
-def test_logits_are_made_in_parts_that_fit(chunk, sizes, recompute, model, monkeypatch):
+def test_logits_are_made_in_parts_that_fit(chunk, sizes, recompute, model):
     """Results and gradients of some parameters are the same, with recomputed layers too."""
     ids, mask = torch.randint(0, 256, (3, 9)), torch.arange(9).expand(3, -1) > 4
     model.double()
@@ -131,11 +131,10 @@ def test_logits_are_made_in_parts_that_fit(chunk, sizes, recompute, model, monke
     model.head = lambda h: (seen.append(len(h)), head(h))[1]
 
     def found():
-        logp, value = passes.token_logps(model, ids, mask, 0.7, critic)
+        logp, value = token_logps(model, ids, mask, 0.7, critic)
         return logp, value, *torch.autograd.grad((logp + value).sum(), some)
     want = found()
-    monkeypatch.setattr(passes, "most_logits", lambda device: chunk)
-    model.recompute = recompute
+    model.most_logits, model.recompute = chunk, recompute
     seen.clear()
     torch.testing.assert_close(found(), want, rtol=1e-5, atol=1e-5)
     assert sorted(seen) == sorted(sizes)

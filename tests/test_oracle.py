@@ -85,7 +85,7 @@ def oracle_of(agent):
     rm, models = agent.reward_model, copy.deepcopy([agent.policy, agent.ref, agent.critic])
     for part in [part for x in models if x is not None for part in x.modules()]:
         if isinstance(part, GPT):
-            part.kv_cache = "plain"             # shares no beginnings
+            part.shared_prefixes = False
     found = Oracle(agent.cfg, *models, None if rm is None else rm.norm.tolist())
     found.eps = agent.opt.param_groups[0]["eps"]
     return found
@@ -441,7 +441,7 @@ def test_three_fits(given, monkeypatch):
     cfg = made(dict(reward="model", TRUNCATED_REWARD=-1.0, FIT_STEPS=25) | given, monkeypatch)
     agent, streams, rng = new_agent(cfg), {}, dist.rng
     oracle = FitOracle(cfg, copy.deepcopy(agent.reward_model), row_of)
-    oracle.model.trunk.kv_cache = "plain"
+    oracle.model.trunk.shared_prefixes = False
     before = [p.clone() for p in oracle.model.parameters()]
     generate, completions, asked, rows, continued = grpo.generate, grpo.completions, [], [], []
 

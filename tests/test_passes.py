@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from conftest import batch_of, tiny_model
+from conftest import batch_of, shared_logps, tiny_model
 from test_caches import FAMILIES, PROMPTS, assert_same, uniform
 
 import grpo
 from data import UserError
 from grpo import sample
-from model import ScalarHead, token_logps as reference
+from model import ScalarHead, token_logps
 from reward import score_rows
 from run import passes
-from run.passes import SharedRows, distinct, token_logps
+from run.passes import SharedRows, distinct
 
 FAMILIES = FAMILIES | {"scaled": dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), tied=False)}
 
@@ -50,17 +50,17 @@ def test_sampling_is_the_same(family, cache, dtype, off, share):
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_values_and_gradients_are_the_same(
-        family, in_parts, dtype, off, monkeypatch):
+        family, in_parts, dtype, off):
     """Of ragged rows with holes in the mask; the critic reads the policy's states."""
-    if in_parts:
-        monkeypatch.setattr(passes, "most_logits", lambda device: 257 * 8)
     model = model_of(family, "plain", dtype)
+    if in_parts:
+        model.most_logits = 257 * 8
     b = sampled(model)
     mask = b.mask & (uniform(*b.mask.shape, seed=2) > 0.2)
     weight = uniform(*mask.shape, seed=1)
     critic = ScalarHead(32, std=0.1, generator=torch.Generator().manual_seed(2))
     found = []
-    for way in (token_logps, reference):
+    for way in (shared_logps, token_logps):
         logp, value = way(model, b.ids, mask, 0.7, critic)
         loss = (weight * (logp.exp() + value)).sum()
         found.append((logp, value, torch.autograd.grad(loss, [*model.parameters()])))
@@ -98,9 +98,11 @@ def test_what_else_differs_between_rows_is_refused():
     def steered(model):
         model.embed_tokens.register_forward_hook(lambda module, given, x: x + vector)
         return model(ids, layout=passes.layout_of(model, ids, ids > 0))
-    assert steered(tiny_model()).shape == (3, 4, 32)
-    with pytest.raises(UserError, match="--cache plain"):
-        steered(model_of("llama", "shared", torch.float32))
+    with pytest.raises(UserError, match="--no-shared_prefixes"):
+        steered(tiny_model())
+    plain = tiny_model()
+    plain.shared_prefixes = False
+    assert steered(plain).shape == (3, 4, 32)
 
 
 def test_some_rows_of_several_batches():
@@ -201,6 +203,6 @@ def test_what_rows_share_is_computed_once():
     for gpt in (model, critic.trunk):
         gpt.layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].size(1)))
     model.logps = lambda h, tokens: (scored.append(len(tokens)), logps(h, tokens))[1]
-    token_logps(model, ids, mask, 1.0, critic)
+    shared_logps(model, ids, mask, 1.0, critic)
     score_rows(critic, ids, mask)               # only here the last token is read
-    assert scored == [7 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]
+    assert scored == [8 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]

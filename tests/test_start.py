@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pretend
 import pytest
 import torch
-from conftest import chat_folder, tiny_model
+from conftest import chat_folder, shared_logps, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +21,6 @@ from data.tokenizer import byte_encoding
 from grpo import Config
 from model import GPT
 from run import config, dist, passes, pretrained, setup
-from run.passes import token_logps
 from run.pretrained import memory
 
 CFG = Config(task="toy", prompts=2, group=4, max_new=8, warm_steps=3, micro_tokens=40, n_embd=16,
@@ -349,7 +348,7 @@ def test_the_estimate_of_an_update_is_near(recompute, shape):
     """Recomputed activations live beside some of their gradients."""
     def update(model):
         ids = torch.randint(0, 257, (8, 128))
-        token_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
+        shared_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
     assert 0.94 < estimate(update, shape, 64, recompute=recompute, micro_tokens=1024) < 1.3
 
 
@@ -423,9 +422,9 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
         return pretrained.micro_tokens(model, cfg, 4), memory(model, cfg, 4)
     model = tiny_model()
     assert of("cpu")[0] == 2048 and of("cpu", 77)[0] == 77
-    assert 4 * passes.most_logits(CPU) == 2 ** 28
+    assert 4 * pretrained.most_logits(CPU) == 2 ** 28
     with pretend.cuda() as device:
-        assert 4 * passes.most_logits(device) == 8 * 10 ** 10 // 32
+        assert 4 * pretrained.most_logits(device) == 8 * 10 ** 10 // 32
         for n, share, found in ((2048, 0.9, 2048), (4096, 0.999, 2048), (4096, 1.001, 4096),
                                 (32768, 1.001, 32768), (65536, 2, 32768)):
             free = share * of("cuda", n)[1] / 0.6

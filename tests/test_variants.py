@@ -355,6 +355,23 @@ def test_soft_overlong_punishes_the_last_step_alone(monkeypatch):
     assert torch.equal(found, -less[:, None] * passes.last_tokens(mask))
 
 
+def test_an_episode_that_is_cut_off_is_punished_for_its_replies_too():
+    """The third token of four is a reply's."""
+    (cfg, _), mask = variant("soft_overlong", **HALF), torch.tensor([[0, 1, 1, 0, 1]]).bool()
+    module = sys.modules["experiments.variants.soft_overlong"]
+    assert module.punishment(mask, cfg).tolist() == [[0, 0, 0, 0, 0.5]]
+
+
+@mark.parametrize("name, given", [
+    ("remax", dict(baseline="group")), ("remax", dict(adv_scale="batch")),
+    ("remax", dict(supervision="process")), ("opo", dict(supervision="process"))], ids=str)
+def test_settings_that_a_variant_is_not_meant_for(name, given):
+    """They would change the scores from which remax takes a reward, or be summed over a row."""
+    cfg, _ = variant(name, **given)
+    with raises(UserError, match=f"--algo {name} does not take --{min(given)}"):
+        config.check_used(cfg, arithmetic)
+
+
 @mark.parametrize("name, rewards, says", [
     ("beta_norm", [1, 2], "is 2,.*0 to 1"), ("beta_norm", [-0.5, 1], "is -0.5,.*0 to 1"),
     ("maxrl", [-1, 1], "is -1,.*negative"), ("pass_at_k", [1] * 4, "more than K, 4")])

@@ -6,7 +6,7 @@ import grpo
 from run.passes import grid
 
 SETTINGS = dict(kl="none", adv_scale="none", loss_mean="token", clip_low=1e9, clip_high=1e9)
-FIXED = ["baseline", "adv_scale"]
+FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def advantages(reward, ends, groups, mask, penalty, value, cfg):

@@ -7,7 +7,7 @@ from grpo import rollout as of_samples
 
 SETTINGS = dict(kl="none", baseline="none", adv_scale="none", loss_mean="token", clip_low=1e9,
                 clip_high=1e9)
-FIXED = ["reward"]
+FIXED = ["baseline", "adv_scale", "supervision", "reward"]
 
 
 def rollout(agent, problems, rng):

@@ -6,14 +6,15 @@ import grpo
 from grpo import advantages as unpunished
 from grpo import rollout as of_task
 from run import dist
-from run.passes import last_tokens
+from run.passes import last_tokens, row_lengths
 
 SETTINGS = dict(kl="none")
 BUFFER, FACTOR = 0.2, 0.5
 
 
 def punishment(mask, cfg):
-    over = mask.sum(1, True) - (1 - BUFFER) * cfg.max_new
+    length = row_lengths(mask)[:, None] - mask.int().argmax(1, True)    # replies count, too
+    over = length - (1 - BUFFER) * cfg.max_new
     return FACTOR * (over / (BUFFER * cfg.max_new)).clamp(0, 1) * last_tokens(mask)
 
 

@@ -4,14 +4,14 @@ import functools
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import shared_logps, tiny_model
 from test_caches import PROMPTS, STOP, assert_same, static, uniform
 
 import grpo
 from data.tokenizer import byte_encoding
 from grpo import Config, sample
 from model import token_logps
-from run import dist, passes, pretrained
+from run import dist, pretrained
 
 pytestmark = pytest.mark.slow
 ON = Config(compile=True)
@@ -42,9 +42,9 @@ def test_compiled_layers_have_few_graphs(compiles):
         want, b = sample(plain, *given), sample(model, *given)
         assert_same(b, want)
         with torch.no_grad():
-            logp, _ = passes.token_logps(model, b.ids, b.mask, 0.5)
+            logp, _ = shared_logps(model, b.ids, b.mask, 0.5)
         torch.testing.assert_close(logp, b.logp, rtol=0, atol=1e-4)
-        passes.token_logps(model, b.ids, b.mask, 0.5)[0].sum().backward()
+        shared_logps(model, b.ids, b.mask, 0.5)[0].sum().backward()
         token_logps(plain, b.ids, b.mask, 0.5)[0].sum().backward()
     grads = (gpt.layers[5].mlp.up_proj.weight.grad for gpt in (model, plain))
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)

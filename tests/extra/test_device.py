@@ -71,7 +71,7 @@ RUNS = {
     "a2c, qwen3": dict(algo="a2c", family="qwen3"),
     "rloo, gpt2": dict(algo="rloo", family="gpt2"),
     "dr_grpo, qwen2": dict(algo="dr_grpo", family="qwen2", minibatches=2, epochs=2),
-    "dapo, nothing shared": dict(algo="dapo", cache="plain"),
+    "dapo, nothing shared": dict(algo="dapo", cache="plain", shared_prefixes=False),
     "gspo, recompute": dict(algo="gspo", recompute=True, cache="shared"),
     "ppo, critic of its own": dict(algo="ppo", critic="separate", baseline="group+value"),
     "steps rewarded": dict(supervision="process"),

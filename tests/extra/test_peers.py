@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import ROOT, flags, metrics, same, tiny_model
+from conftest import ROOT, flags, metrics, same, shared_logps, tiny_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -89,7 +89,7 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
         assert row[on].tolist() == out[0, len(prompt):].tolist()
     ours.amp = torch.bfloat16
     batch = sample(frozen(ours), [[1, 2, 3]], 4, [20], 1.0, {319}, torch.rand(4, 20).double())
-    logp, _ = passes.token_logps(ours, batch.ids, batch.mask, 1.0)
+    logp, _ = shared_logps(ours, batch.ids, batch.mask, 1.0)
     assert (logp - batch.logp).abs().max() < passes.MISMATCH[torch.bfloat16][0]
     logp.sum().backward()
 

@@ -331,7 +331,7 @@ def test_the_entropy_bonus_is_the_entropys(changed):
         gpt.embed_tokens.weight.mul_(4)                     # far from uniform
     ids = torch.tensor([[1, 2, 3, token] for token in range(V)])
     mask = torch.tensor([False] * 3 + [True]).repeat(V, 1)
-    logp, _ = grpo.passes.token_logps(gpt, ids, mask, 1.5)
+    logp, _ = grpo.model.token_logps(gpt, ids, mask, 1.5)
     exact = -(logp[:, 3].exp() * logp[:, 3]).sum()
     cfg = grpo.make_config(entropy_coef=0.5, temperature=1.5, kl="none", warm_steps=0)
     batch = grpo.Batch(ids, mask, None, logp.detach(), None, adv=torch.zeros(V, 4))
@@ -383,8 +383,9 @@ def test_sampling_from_the_most_likely_tokens(changed, warm, tmp_path):
             parts.append(logits[row[i]] - logits[most].logsumexp(0))
     want = torch.stack(parts)
     assert_close(batch.logp[batch.mask], want.detach(), atol=1e-5, rtol=1e-5)
-    for form in (grpo.model.token_logps, grpo.passes.token_logps):
-        logp = form(policy, batch.ids, batch.mask, t)[0][batch.mask]
+    rows, cfg = (batch.ids, batch.mask, t), grpo.make_config(temperature=t)
+    for logp, _ in (grpo.model.token_logps(policy, *rows), grpo.token_logps(policy, batch, cfg)):
+        logp = logp[batch.mask]
         assert_close(logp, want, atol=1e-5, rtol=1e-5)
     policy.top_k = 2            # what an update has moved out of the k takes a place there
     kept = policy.truncated(torch.tensor([[3.0, 2, 1, 0]]), torch.tensor([3])) > -torch.inf

@@ -533,8 +533,10 @@ def test_a_template_that_cannot_be_used_is_a_fault(says, template, given, tmp_pa
 
 
 def test_what_a_template_is_given(tmp_path):
-    """JSON as it is, not escaped for HTML; tokens that are not null, and no other settings."""
-    given = "{{ '<é&>' | tojson }}{{ tokenizer_class }}{{ pad_token }}{{ eos_token }}|"
+    """JSON as it is, not escaped for HTML; tokens that are not null, and no other settings; no
+    blanks before a block, nor the end of its line."""
+    given = ("  {% if 1 %}\n{{ '<é&>' | tojson }}{% endif %}{{ tokenizer_class }}{{ pad_token }}"
+             "{{ eos_token }}|")
     chat_folder(tmp_path, given + CHAT)
     rewrite(tmp_path / "tokenizer_config.json", lambda about: about.update(pad_token=None))
     assert load_encoding(tmp_path).frame.before.startswith('"<é&>"<|endoftext|>|')

@@ -542,14 +542,12 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
-    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: a GPU is waited for
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
-        mask, learns = of_batch
-        if part is not batch:
-            mask, learns = part.mask.cpu(), has_gradient(agent, part)
+        mask = part.mask.cpu()
         n_tokens = dist.all_reduce(mask[rows].sum())
         n_tokens = n_tokens.clamp(min=1).item()
+        learns = has_gradient(agent, part)
         rows = rows[learns[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
@@ -580,19 +578,9 @@ def has_gradient(agent, batch):
 def refit_reward_model(agent, problems, iteration):
     """Algorithm 1: fits the reward model to labelled completions of the policy, plus a tenth as
     many earlier ones. Returns its accuracy on held-out problems, as metrics."""
-    cfg = agent.cfg
-    rng = dist.rng(cfg, "fit", iteration)
-    held_out, train = reward.problems_to_label(problems, cfg, rng)
-    draws = dist.rng(cfg, "label", iteration)   # not rng, which all ranks must use alike
-    labelled = []
-    groups = max(1, cfg.group // reward.CHOICES)
-    size = groups * cfg.prompts         # problems at a time: as many rows as a step has
-    for some in dist.chunks("labelling", held_out + train, size, stops=True):
-        batch = generate(agent, some, reward.CHOICES, draws)
-        batch.reward, batch.ends = reward.of_rule(agent, batch)
-        if cfg.reward == "rollouts":
-            batch.reward = reward.rollout_labels(agent, completions, batch, stream=iteration)
-        labelled.append(batch)
+    rng = dist.rng(agent.cfg, "fit", iteration)
+    held_out, train = reward.problems_to_label(problems, agent.cfg, rng)
+    labelled = reward.label(agent, held_out + train, iteration, generate, completions)
     return reward.refit(agent, labelled, len(held_out), rng)
 
 # ------------------------------------------------------------------------------- evaluation

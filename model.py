@@ -94,8 +94,7 @@ def double(x):
 # ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T). Training may have another layout, SharedRows of
-    run/passes.py, in which rows share prefixes."""
+    """A pass over whole rows, ids (B, T). run/passes.py has another, in which prefixes are one."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)
@@ -318,9 +317,8 @@ def token_logps(gpt, ids, mask, temperature, critic=None, layout=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     where mask is False; None without a critic. A layout is of ids[:, :-1]; None: Rows."""
     before = ids[:, :-1]
-    at = mask[:, 1:].flatten().nonzero()[:, 0]              # the n sampled tokens
-    tokens = send(ids[:, 1:].flatten()[at], gpt.device)
-    at = send(at, gpt.device)
+    at = send(mask[:, 1:].flatten().nonzero()[:, 0], gpt.device)    # the n sampled tokens
+    tokens = send(ids[:, 1:].flatten(), gpt.device)[at]
     h = gpt(before, layout=layout)                                                # (B, T - 1, C)
     states = F.embedding(at, h.flatten(0, 1))               # its gradient is faster than h[...]
     logp = gpt.logps(states / temperature, tokens)                                # (n,)

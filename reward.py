@@ -162,6 +162,21 @@ def problems_to_label(problems, cfg, rng):
     to_fit = rng.sample(problems[tenth:], n - n_held_out)
     return held_out, to_fit
 
+def label(agent, problems, iteration, generate, completions):
+    """CHOICES completions of each problem, by grpo.generate, with labels as rewards: Batches."""
+    cfg = agent.cfg
+    rng = dist.rng(cfg, "label", iteration)
+    groups = max(1, cfg.group // CHOICES)
+    size = groups * cfg.prompts         # problems at a time: as many rows as a step has
+    labelled = []
+    for some in dist.chunks("labelling", problems, size, stops=True):
+        batch = generate(agent, some, CHOICES, rng)
+        batch.reward, batch.ends = of_rule(agent, batch)
+        if cfg.reward == "rollouts":
+            batch.reward = rollout_labels(agent, completions, batch, stream=iteration)
+        labelled.append(batch)
+    return labelled
+
 def rollout_labels(agent, completions, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end, by
     grpo.completions, that are right; a last step keeps its true label. `stream`, prompt and place

@@ -26,9 +26,6 @@ def fetched(path):
                 raise UserError(f"{path} is a Git LFS pointer: fetch the file with `git lfs pull`")
     return Path(path)
 
-def read_bytes(path):
-    return fetched(path).read_bytes()
-
 def read_json(text, source):
     """The dict in JSON text or bytes from `source`; UserError for anything else."""
     try:

@@ -97,21 +97,15 @@ def take(tokens, least=0):
 
 def tagged(text):
     """The text between the last <answer> and </answer>, stripped, or None."""
-    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
-    if start < 0:
-        return None
-    start += len("<answer>")
-    return text[start:text.find("</answer>", start)].strip()
+    before, _, _ = text.rpartition("</answer>")
+    _, mark, found = before.rpartition("<answer>")
+    return found.partition("</answer>")[0].strip() if mark else None
 
 def boxed(text):
     r"""What the last \boxed{} of a text holds, or None."""
-    start = text.rfind(r"\boxed{") + 7
-    depth = 1
-    for end in range(start, len(text) if start > 6 else 0):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if depth == 0:
-            return text[start:end]
-    return None
+    _, mark, after = text.rpartition(r"\boxed")
+    found = re.match(r"{((?:[^{}]|{[^{}]*})*)}", after)
+    return found[1] if mark and found else None
 
 def last_number(text):
     """The value of the last numeral in a text, whatever is around it, as a Fraction, or None."""

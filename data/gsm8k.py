@@ -16,8 +16,7 @@ from data.answers import boxed, last_number, one_number, steps  # noqa: F401, re
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 save_every=50)
 
-# As in Qwen2.5's own evaluations. Qwen2.5-Coder-0.5B-Instruct solved 20 % of 40 problems with it, and
-# 7.5 % if asked for tags.
+# As in Qwen2.5's own evaluations: Qwen2.5-Coder-0.5B solves 20 % so, and 7.5 % if asked for tags.
 PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 def prompt(question):
@@ -32,15 +31,13 @@ class Problem(NamedTuple):
     answer: str     # "1080"
     solution: str   # the working as published, without the answer
 
-def problems(train="", test="", longest=0):
+def problems(train="", test="", longest=100_000):
     """Training problems from --train, which evaluations do not need, and held-out problems from
     --test. --longest N leaves out those whose question has more than N characters."""
     training = read(train, "train") if train else []
-    both = training, read(test, "test")
-    if longest == 0:
-        return both
     most = len(prompt("")) + longest
-    return tuple([p for p in part if len(p.prompt) <= most] for part in both)
+    return tuple([p for p in part if len(p.prompt) <= most]
+                 for part in (training, read(test, "test")))
 
 def read(path, flag):
     """The problems in a file, less blank lines; UserError if it has another format."""
@@ -87,9 +84,8 @@ def answer(completion):
     return "" if number is None else str(number)
 
 def reward(problem, completion):
-    """1 for the right number in a box, and nothing for a box alone: where no completion of a group
-    is right, the policy would learn to guess in one. `lenient`, whether the last number is right,
-    is only logged."""
+    """1 for the right number in a box. Nothing for a box alone: where no completion of a group is
+    right, a policy would learn to guess in one. `lenient`, for the last number, is only logged."""
     correct = float(answer(completion) == problem.answer)
     lenient = float(str(last_number(completion)) == problem.answer)
     return {"reward": correct, "correct": correct, "lenient": lenient}

@@ -11,7 +11,7 @@ from pathlib import Path
 import regex        # a requirement of tiktoken; Python's `re` has no \p{L}
 import tiktoken
 
-from data import UserError, read_bytes, read_json
+from data import UserError, fetched, read_json
 from data.chat import BARE, THINKING, Frame, frame_of
 
 END = "<|endoftext|>"
@@ -137,7 +137,7 @@ def load_encoding(folder, chat="auto", system=""):
     is a byte-level BPE."""
     folder = Path(folder)
     names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
-    files = {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
+    files = {x: fetched(folder / x).read_bytes() for x in names if (folder / x).is_file()}
     if "tokenizer.json" not in files:
         if "vocab.json" in files:
             raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "
@@ -146,7 +146,7 @@ def load_encoding(folder, chat="auto", system=""):
                         f"fetches a model")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
-        others.append(read_json(read_bytes(folder / "config.json"), "config.json"))
+        others.append(read_json(fetched(folder / "config.json").read_bytes(), "config.json"))
         special = {t["content"]: t["id"] for t in hf["added_tokens"]}
         bpe = read_bpe(hf, special)
         frame = chosen_frame(files, about, hf, special, (chat, system))

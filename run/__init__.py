@@ -1,6 +1,6 @@
-"""What a step calls (`model.py` and `--cache plain` have the plain form), and what surrounds it:
+"""What a step calls, beside `model.py`, and what surrounds it:
 
-    passes      log-probabilities, common prefixes once; micro-batches; supervised fits
+    passes      micro-batches, rows with common prefixes once, supervised fits
     caches      the KV caches of sampling, and the drawing of tokens
     dist        sums and random streams over ranks; device, dtype, FSDP2, signals, progress
     report      a step's statistics; samples.jsonl; the terminal; runs as an HTML page

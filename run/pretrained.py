@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from data import UserError, fetched, read_bytes, read_json
+from data import UserError, fetched, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import dist
@@ -143,7 +143,7 @@ def load(folder):
 def without_memory(folder):
     """The model in `folder` on the meta device, without memory for its weights."""
     path = config_of(folder)
-    hf = read_json(read_bytes(path), path)
+    hf = read_json(fetched(path).read_bytes(), path)
     try:
         return of_config(hf)
     except (UserError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
@@ -217,7 +217,7 @@ def each_tensor(folder):
     folder, files = Path(folder), ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
-        parts = read_json(read_bytes(index), index)["weight_map"].values()
+        parts = read_json(fetched(index).read_bytes(), index)["weight_map"].values()
         files = sorted({Path(part).name for part in parts})         # beside the index
     for file in files:
         with safe_open(fetched(folder / file), "pt") as f:

@@ -15,7 +15,7 @@ import torch
 
 import data
 import model
-from data import (UserError, answer_of, call, check_steps, load_task, need, of, read_bytes,
+from data import (UserError, answer_of, call, check_steps, fetched, load_task, need, of,
                   read_json, require, rewards_of, shown, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
@@ -222,7 +222,7 @@ def starting_model(cfg, task, problems, longest, encoding):
         path = kept / "warm_start.json"         # the last file of a complete one
         if not cold or not path.exists():
             continue
-        note = {"settings": {}, "loss": 0} | read_json(read_bytes(path), path)
+        note = {"settings": {}, "loss": 0} | read_json(fetched(path).read_bytes(), path)
         if not (why := outdated(kept, note, cfg, task, problems, encoding)):
             where, cold = kept, False
         elif kept != SHIPPED or note["settings"].get("task") == cfg.task:

@@ -50,7 +50,7 @@ def task(folder, **code):
 # ---------- what a task returns
 
 OF_REWARD = "the reward of the prompt '2?'"
-DICT, SHARE, NUMBER = "a dict with 'correct'", "from 0 (wrong) to 1 (right)", "be a bool, int or float"
+DICT, SHARE, NUMBER = "a dict with 'correct'", "from 0 (wrong) to 1 (right)", "be a bool, int or"
 NUMBERS = ("1e39", "-1e39", "10 ** 400", "1.0000001e15", "math.inf", "math.nan", "'1'", "P")
 NAMES = ("pass@1", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
 

@@ -16,7 +16,7 @@ import data.arithmetic as task
 import grpo
 from data import UserError
 from grpo import Agent, Batch, Config, bounded, policy_loss, sample, token_weights
-from model import ScalarHead, token_logps
+from model import token_logps
 from run import caches, config, dist, passes, pretrained
 from run.passes import split_rows
 
@@ -157,7 +157,6 @@ def a_rollout(**given):
 
 def agent_of(cfg, **parts):
     policy = tiny_model()
-    policy.shared_prefixes = cfg.shared_prefixes
     return Agent(cfg, None, None, policy, ref=policy, beta=cfg.beta, **parts)
 
 
@@ -367,26 +366,6 @@ def test_rows_of_others_have_the_policys_own_kl(encoding, monkeypatch):
     agent = grpo.new_agent(with_(kl="reward", adv_scale="none"), task, encoding, tiny_model())
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     assert batch.adv.abs().max() < 1e-4 and torch.equal(batch.old_logp[0], batch.logp[0])
-
-
-@mark.parametrize("critic", [None, "shared", "separate"])
-def test_an_update_of_plain_rows_is_that_of_shared_ones(critic, monkeypatch):
-    """Up to rounding, in every weight. A critic learns from rows without an advantage, too."""
-    given, after = {} if critic is None else dict(baseline="group+value", critic=critic), []
-    shared, own = [], passes.SharedRows
-    monkeypatch.setattr(passes, "SharedRows", lambda *given: shared.append(1) or own(*given))
-    for together in (False, True):
-        b, cfg = a_rollout(minibatches=2, micro_tokens=30, shared_prefixes=together, **given)
-        head = None
-        if critic:
-            head = ScalarHead(32, tiny_model(5) if critic == "separate" else None, std=0.1)
-            torch.nn.init.constant_(head.head.weight, 0.1)
-            b.value, b.returns, b.ref_logp = 0 * b.adv, b.adv + 0.5 * b.mask, None
-            b.adv[:7] = 0
-        after.append(updated(b, cfg, 0.1, critic=head)[1])
-        assert bool(shared) is together
-    for x, y in zip(*after, strict=True):
-        assert x.any() and (x - y).abs().max() < 1e-4 * x.abs().max() + 1e-7
 
 
 @mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)

@@ -166,9 +166,9 @@ def test_an_answer_is_between_the_last_tags(form, reads):
 
 
 @pytest.mark.parametrize("text, strict, lenient", [
-    (r"\boxed{5}", 1, 1), (r"\(2+3=\boxed{ 5 }\). Done.", 1, 1), (r"\boxed{7}, no: \boxed{5}", 1, 1),
+    (r"\boxed{5}", 1, 1), (r"\(2+3=\boxed{ 5 }\). So.", 1, 1), (r"\boxed{7}, no: \boxed{5}", 1, 1),
     (r"\boxed{\text{5 clips}}", 1, 1), (r"\boxed{\frac{10}{2}} = 5", 0, 1), ("2+3=5", 0, 1),
-    ("$1, $5.00.", 0, 1), (r"\boxed{5", 0, 1), (r"\boxed{5} of 6", 1, 0), (r"\boxed{}, 5 or 4", 0, 0),
+    ("$1, $5.00.", 0, 1), (r"\boxed{5", 0, 1), (r"\boxed{5} of 6", 1, 0), (r"\boxed{}, 4", 0, 0),
     (r"\boxed{-5}", 0, 0), ("1.2.5", 0, 0), ("1,005", 0, 0), ("five", 0, 0), ("", 0, 0)])
 def test_an_answer_is_in_the_last_box(text, strict, lenient):
     """A box alone earns nothing, nor does a right number outside of it: that is only logged."""

@@ -17,7 +17,7 @@ from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import token_logps
-from run import checkpoint, config, dist, files, passes, pretrained, report, setup
+from run import checkpoint, config, dist, passes, pretrained, report
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, dtype="float32")
@@ -152,71 +152,6 @@ def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     monkeypatch.setattr(dist, "stop_asked", lambda: next(asked))
     with pytest.raises(dist.Stopped, match="in the nothing"):
         passes.supervised_fit("nothing", layer, lambda step: [layer.weight.sum()], 9, 1e-3)
-
-
-@pytest.fixture
-def order(monkeypatch):
-    """A run whose parts only say when they are at work. It is asked to stop at the step `halt`, or
-    in the evaluation after the step `fails`."""
-    notes, at = [], [0]
-
-    def note(module, name, text, got=None):
-        monkeypatch.setattr(module, name, lambda *given: (notes.append(text(*given)), got)[1])
-
-    def train_step(agent, problems, step):
-        at[0] = step
-        notes.append(f"step{step}")
-        return batch_of(torch.ones(1, 1).bool()), {"loss": step}
-
-    def made(halt=None, fails=None, saved=None, **changes):
-        agent = agent_of(with_(**changes), reward_model=1)
-        begun = agent.cfg, None, agent.encoding, agent.policy, PROBLEMS[:20], PROBLEMS[20:]
-
-        def evaluate(agent, problems):
-            if at[0] == fails:
-                raise dist.Stopped("in it")
-            notes.append(f"eval-{problems[0].prompt}")
-            return {"greedy": 0.5}
-        monkeypatch.setattr(setup, "begin", lambda *given: begun)
-        monkeypatch.setattr(grpo, "new_agent", lambda *given: agent)
-        monkeypatch.setattr(grpo, "evaluate", evaluate)
-        monkeypatch.setattr(dist, "stop_asked", lambda: 15 if at[0] == halt else 0)
-        try:
-            grpo.train(agent.cfg, saved=saved and SimpleNamespace(step=saved))
-        except dist.Stopped as when:
-            notes.append(f"stopped {when}")
-        return " ".join(notes)
-    note(grpo, "refit_reward_model", lambda agent, problems, i: f"iteration{i}", {})
-    note(files, "append", lambda path, record: "-".join(["logs", *[*record][1:]]))
-    note(checkpoint, "keep_best", lambda agent, step, results: f"best{step}")
-    note(checkpoint, "save", lambda agent, step: f"save{step}")
-    note(report, "refresh", lambda folder: "page")
-    note(report, "farewell", lambda cfg, question: f"try-{question}")
-    monkeypatch.setattr(report, "log_step", lambda *given: None)
-    monkeypatch.setattr(grpo, "train_step", train_step)
-    return made
-
-
-FIRST = "eval-20= best0 logs-greedy"
-LAST = "step6 eval-20= best6 logs-loss-greedy save6 page try-20="
-TWO = dict(steps=3, iterations=2)
-
-
-@pytest.mark.parametrize("given, wanted", [
-    # Evaluations are first, every 4 and last; saves every 5, and at an iteration's end.
-    (TWO | dict(eval_every=4, save_every=5),
-     f"{FIRST} iteration0 step1 logs-loss step2 logs-loss step3 logs-loss save3 page iteration1 "
-     f"step4 eval-20= best4 logs-loss-greedy step5 logs-loss save5 page {LAST}"),
-    (dict(steps=0), f"{FIRST} save0 page try-20="),
-    # It saves the step at which it is asked to stop; at the last it is done anyway.
-    (dict(steps=4, halt=2), f"{FIRST} iteration0 step1 logs-loss step2 logs-loss save2 page "
-                            "stopped after step 2"),
-    (TWO | dict(saved=5, halt=6), LAST),
-    # A step whose evaluation is stopped is made again.
-    (dict(steps=3, eval_every=1, fails=1), f"{FIRST} iteration0 step1 stopped in it"),
-    (TWO | dict(saved=3), f"iteration1 step4 logs-loss step5 logs-loss {LAST}")])
-def test_the_order_of_a_run(given, wanted, order):
-    assert order(**given) == wanted
 
 
 def test_a_question_may_leave_no_room_for_an_answer():

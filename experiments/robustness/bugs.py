@@ -25,15 +25,14 @@ finished rows continue | grpo.py | sampling
 positions continue from the longest prompt | grpo.py | sampling passes
     p = cache.append(token, column, done)  =>
       p = cache.append(token, (max(lengths) + n) + 0 * column, done)
-the mask is one column off | run/passes.py | passes
-    tokens_to_score(ids, mask)\n  =>  tokens_to_score(ids, mask.roll(1, 1))\n
+the mask is one column off | model.py | passes
+    mask[:, 1:].flatten().nonzero()  =>  mask[:, :-1].flatten().nonzero()
 random numbers depend on the batch | grpo.py | sampling
     None if u is None else u[rows, n]  =>  None if u is None else u[:len(rows), n]
 a token is drawn from the part of the vocabulary before its own | run/caches.py | sampling
     return PART * part + inner  =>  return PART * (part - 1).clamp(min=0) + inner
-prompt tokens enter the loss | run/passes.py | loss
-    logp = torch.where(sampled, F.pad(logp, (0, 1))[send(index, device)], 0)  =>
-      logp = F.pad(logp, (0, 1))[send(index, device)]
+prompt tokens enter the loss | model.py | loss
+    mask[:, 1:].flatten().nonzero()  =>  (ids[:, 1:] >= 0).flatten().nonzero()
 masking by x * mask | grpo.py | advantages loss
     torch.where(differ, (x - mean) / std, 0)  =>  ((x - mean) / std * differ)
 completions are scored against the wrong prompt | reward.py | tasks -k pairs
@@ -42,8 +41,8 @@ completions are scored against the wrong prompt | reward.py | tasks -k pairs
 the text is tokenised a second time | reward.py | end_to_end -k trained_ids
     batch.texts = texts(agent.encoding, batch, episodes)  =>
       batch.texts = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
-no temperature in the trainer | run/passes.py | passes
-    before = before[send(scored, device)] / temperature  =>  before = before[send(scored, device)]
+no temperature in the trainer | model.py | passes
+    gpt.logps(states / temperature, tokens)  =>  gpt.logps(states, tokens)
 no temperature in the sampler | grpo.py | sampling
     caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)
 old log-probs are refreshed | grpo.py | loss
@@ -83,9 +82,8 @@ the KL in the wrong direction | grpo.py | loss
     log_r = bounded(ref_logp - logp)  =>  log_r = bounded(logp - ref_logp)
 the reference is not frozen | run/setup.py | data_flow -k reference_moves
     agent.ref = dist.shard_module(cfg, frozen(policy))  =>  agent.ref = policy
-the value depends on its token | run/passes.py | advantages
-    value = F.pad(critic(ids[:, :-1], layout, h), (1, 0))  =>
-      value = critic(ids, layout_of(gpt, ids, mask), gpt(ids))
+the value depends on its token | model.py | advantages
+    value = F.pad(critic(before, layout, h), (1, 0))  =>  value = critic(ids, None, gpt(ids))
 GAE bootstraps from padding | grpo.py | advantages
     next_value = torch.where(sampled, value[:, t], next_value)  =>  next_value = value[:, t]
 GAE without lambda | grpo.py | advantages

@@ -432,7 +432,8 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # passes are laid out on the host
+    ids = batch.ids.cpu()           # passes are laid out on the host
+    mask = batch.mask.cpu()
     layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
     return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
 

@@ -88,7 +88,7 @@ def test_steps_may_be_of_numpy_and_are_checked(found, n):
     batch, agent = scored(odd, batch_of(["~3000"])), agent_of(odd, supervision="process")
     with nullcontext() if n else raises(UserError, match="from 1 to 5, not 6"):
         r, ends = reward.of_rule(agent, batch)
-        assert r[ends].tolist() == [1, 0, 0][-n:]       # of two that end at one token one is false
+        assert r[ends].tolist() == [1, 0, 0][-n:]   # one of two at one token is false
 
 
 @mark.parametrize("name", ["arithmetic", "countdown", "gsm8k"])

@@ -171,7 +171,7 @@ def test_an_answer_is_between_the_last_tags(form, reads):
     ("$1, $5.00.", 0, 1), (r"\boxed{5", 0, 1), (r"\boxed{5} of 6", 1, 0), (r"\boxed{}, 4", 0, 0),
     (r"\boxed{-5}", 0, 0), ("1.2.5", 0, 0), ("1,005", 0, 0), ("five", 0, 0), ("", 0, 0)])
 def test_an_answer_is_in_the_last_box(text, strict, lenient):
-    """A box alone earns nothing, nor does a right number outside of it: that is only logged."""
+    """A right number outside of it is only logged."""
     parts = gsm8k.reward(FIVE, text)
     assert parts == {"reward": strict, "correct": strict, "lenient": lenient}
     assert (gsm8k.answer(text) == "5") == strict

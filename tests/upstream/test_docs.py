@@ -52,7 +52,7 @@ def test_the_warm_start_in_data():
 
 
 def test_the_published_defaults():
-    """DeepSeekMath 4.2; PPO's clip and lambda (1707.06347); TRL's VALUE_COEF; GSPO 5.1."""
+    """DeepSeekMath 4.2; PPO's (1707.06347); TRL's VALUE_COEF; GSPO 5.1."""
     cfg, constants = grpo.Config(), (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP)
     assert (cfg.prompts, cfg.group, cfg.max_new, cfg.lr, cfg.beta) == (16, 64, 1024, 1e-6, 0.04)
     assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 1e-6)

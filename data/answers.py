@@ -1,6 +1,5 @@
-"""What tasks share: a safe evaluator, answers in tags, numbers, equations in a text.
-
-Text from a model never reaches Python's `eval`, and nothing here takes more than linear time.
+"""What tasks share: a safe evaluator, answers in tags, numbers, equations in a text. Text from a
+model never reaches Python's `eval`, and nothing here takes more than linear time.
 """
 import operator
 import re
@@ -13,8 +12,7 @@ TOKEN = re.compile(NUMERAL.pattern + "|[-+*/()]")
 OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul),
              "/": (2, Fraction)}                        # precedence and what it does
 ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expressions
-# What a number may wear, and what is left without it. Patterns may backtrack: no text beyond
-# LONGEST is read.
+# What a number may wear, and what is left of it. Patterns may backtrack: texts are short.
 ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
 ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
 PLAIN = (
@@ -56,6 +54,8 @@ AFTER = re.compile(rf"(?i)\b(?:{OTHER}|negative|factorial|score|squared|cubed|an
                    r"st|nd|rd|th|ish|teen|(?-i:[b-fi-kn-rt-zT]|MM)|"  # 3x, but 3 m
                    r"(?:is|was)(?! (?:the|correct)))\b|^!")
 SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
+# Lines whose equations are not those of their numerals alone: LaTeX, 10^2 - 5, 2x - 4, half of 20.
+OPAQUE = re.compile(r"[\\^√%½¼¾]|\d(?:[a-z]|:\d)|[a-z][\d(]|\b(?:of|twice|remainder)\b")
 SIGNS = str.maketrans({"x": "*", "×": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # ---------------------------------------------------------------- the evaluator
@@ -97,8 +97,7 @@ def take(tokens, least=0):
 
 def tagged(text):
     """The text between the last <answer> and </answer>, stripped, or None."""
-    before, _, _ = text.rpartition("</answer>")
-    _, mark, found = before.rpartition("<answer>")
+    _, mark, found = text.rpartition("</answer>")[0].rpartition("<answer>")
     return found.partition("</answer>")[0].strip() if mark else None
 
 def boxed(text):
@@ -159,7 +158,7 @@ def steps(problem, completion):
     plain = "=".join(plain.split("=")[:EQUATIONS + 1])
     for line, written in zip(plain.split("\n"), text.split("\n")):
         end += len(written) + 1
-        if "=" not in line:
+        if "=" not in line or OPAQUE.search(written):
             continue
         sides, words = line.split("="), line.replace(" ", "")
         truths = {equal(left, right) for left, right in zip(sides, sides[1:])} - {None}

@@ -28,8 +28,7 @@ class Problem(NamedTuple):
     solution: str
 
 def problems(difficulty=3):
-    """Training and held-out problems of `difficulty` numbers, all different; the same for every
-    seed."""
+    """Training and held-out problems of `difficulty` numbers; the same for every seed."""
     if not 2 <= difficulty <= 6:
         raise UserError(f"--difficulty {difficulty}: countdown takes 2 to 6 numbers")
     rng, unique = random.Random(0), {}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from data import UserError, fetched
 from data.answers import boxed, last_number, one_number, steps  # noqa: F401, re-exports steps
 
-# For a model of 0.5 billion parameters on a 24 GB GPU.
+# An estimate for 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 save_every=50)
 
@@ -84,8 +84,8 @@ def answer(completion):
     return "" if number is None else str(number)
 
 def reward(problem, completion):
-    """1 for the right number in a box. Nothing for a box alone: where no completion of a group is
-    right, a policy would learn to guess in one. `lenient`, for the last number, is only logged."""
+    """1 for the right number in a box; for a box alone, policies learn to guess. `lenient`, whether
+    the last number is right, is only logged."""
     correct = float(answer(completion) == problem.answer)
     lenient = float(str(last_number(completion)) == problem.answer)
     return {"reward": correct, "correct": correct, "lenient": lenient}

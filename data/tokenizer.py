@@ -162,6 +162,9 @@ def load_encoding(folder, chat="auto", system=""):
         ends = [special[name] for name in names if name in special]
         words = {*bpe["ranks"].values(), *bpe["unmade"].values()}
         stop = stop_tokens(ends, *others, special, words)
+        said = others[0].get("eos_token_id", stop)
+        if not {*stop} <= {*(said if isinstance(said, list) else [said])}:  # for other programs
+            files[FILES[2]] = json.dumps(others[0] | {"eos_token_id": stop}).encode()
         return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,
                         plain=plain, ends=ends, **bpe)
     except UserError as e:

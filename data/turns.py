@@ -5,9 +5,8 @@ from data.tokenizer import decode
 LONGEST = 100_000       # characters of a reply that may fit: a longer one is not tokenized
 
 class Episodes:
-    """What is said in each row of a rollout: `turns`, lists of texts, the policy's and the
-    environment's in alternation. Called as the `reply` of `grpo.sample`; its own reply(problem,
-    turns) is the task's. begun: the column at which the turn of each row begins."""
+    """The `turns` of each row: texts, the policy's and the environment's in alternation. Called as
+    the `reply` of `grpo.sample`; its own reply is the task's. begun: the column of a turn."""
 
     def __init__(self, reply, encoding, max_turns, problems, begun):
         self.reply, self.encoding, self.max_turns = reply, encoding, max_turns

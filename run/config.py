@@ -255,10 +255,10 @@ def check_used(cfg, task):
     for name, x in FIXED.items():
         if getattr(cfg, name) != x:
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")
-    called = cfg.supervision == "outcome" and cfg.baseline == cfg.adv_scale == "group"
-    if "group_scores" in REPLACED and "advantages" not in REPLACED and not called:
-        raise UserError(f"--algo {cfg.algo}: its scores are of outcomes: it needs "
-                        f"--supervision outcome, --baseline group and --adv_scale group")
+    of_tokens = cfg.supervision == "process" or "value" in cfg.baseline
+    if cfg.ratio == "sequence" and of_tokens and "importance_ratio" not in REPLACED:
+        raise UserError("--ratio sequence would give each token its row's mean advantage: with "
+                        "--supervision process or a critic take --algo gspo_token")
     if file_of(cfg.algo):
         print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
     uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,

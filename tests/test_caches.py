@@ -158,6 +158,7 @@ def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     device = torch.device("cuda" if cuda else "cpu")
     monkeypatch.setattr(dist, "device_of", lambda cfg: device)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
+    monkeypatch.setattr(pretrained, "most_logits", lambda device: 1)
     agent = new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))
     models = agent.policy, agent.ref, agent.critic.trunk
     assert {model.kv_cache for model in models} == {found}

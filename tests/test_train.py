@@ -176,13 +176,6 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monke
     assert sent == [agent.encoding.encode_prompt(problem.prompt), [64]]
 
 
-@pytest.mark.parametrize("question, asked", [
-    ("47*58=", "'47*58='"), ("x" * 60, "x" * 60), ("x" * 61, "QUESTION"), ("a\nb", "QUESTION")])
-def test_the_last_line_is_a_command_on_one_line(question, asked, capsys):
-    report.farewell(with_(out="a b"), question)
-    assert capsys.readouterr().out.endswith(f" --init 'a b' --ask {asked}\n")
-
-
 def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
     def interrupted(*given):        # a job in the background of a shell ignores the signal
         raise KeyboardInterrupt

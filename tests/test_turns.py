@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, flags, metrics, records, shared_logps, tiny_model
+from conftest import agent_of, flags, metrics, records, tiny_model
 from test_caches import FAMILIES, PROMPTS, STOP, uniform
 
 import grpo
@@ -89,10 +89,9 @@ def test_sampler_and_trainer_agree_after_replies(family, cache):
     b = sampled(model)
     assert (b.mask.long().diff(dim=1).clamp(min=0).sum(1) > 2).sum() > 2        # several turns
     assert (b.logp[b.mask] < 0).all() and (b.logp[~b.mask] == 0).all()
-    for form in (token_logps, shared_logps):
-        logp, value = form(model, b.ids, b.mask, 0.7)
-        torch.testing.assert_close(logp, b.logp, rtol=0, atol=1e-4)
-        assert value is None
+    logp, value = token_logps(model, b.ids, b.mask, 0.7)
+    torch.testing.assert_close(logp, b.logp, rtol=0, atol=1e-4)
+    assert value is None
 
 
 # ---------- the credit

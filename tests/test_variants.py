@@ -364,12 +364,21 @@ def test_an_episode_that_is_cut_off_is_punished_for_its_replies_too():
 
 @mark.parametrize("name, given", [
     ("remax", dict(baseline="group")), ("remax", dict(adv_scale="batch")),
-    ("remax", dict(supervision="process")), ("opo", dict(supervision="process"))], ids=str)
+    *((name, dict(supervision="process")) for name in "remax opo gmpo maxrl".split()),
+    ("maxrl", dict(baseline="none")), ("pass_at_k", dict(adv_scale="none"))], ids=str)
 def test_settings_that_a_variant_is_not_meant_for(name, given):
-    """They would change the scores from which remax takes a reward, or be summed over a row."""
+    """Scores would be others, or summed over a row."""
     cfg, _ = variant(name, **given)
     with raises(UserError, match=f"--algo {name} does not take --{min(given)}"):
         config.check_used(cfg, arithmetic)
+
+
+@mark.parametrize("given", [
+    dict(algo="gspo", supervision="process"), dict(algo="ppo", ratio="sequence")], ids=str)
+def test_one_ratio_of_a_row_has_one_advantage(given):
+    with raises(UserError, match="--ratio sequence would give each token its row's mean"):
+        config.check_used(grpo.make_config(**given), arithmetic)
+    config.check_used(grpo.make_config(**given | dict(algo="gspo_token")), arithmetic)
 
 
 @mark.parametrize("name, rewards, says", [
@@ -898,19 +907,14 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
     assert same(whole.tensors, again.tensors)
 
 
-@mark.parametrize("given", [dict(supervision="process"), dict(baseline="leave-one-out"),
-                                   dict(adv_scale="none")], ids=str)
-def test_scores_of_outcomes_that_would_not_be_called(given, tmp_path, capsys):
-    """Unless by the file's own `advantages`."""
-    with raises(UserError, match="maxrl: its scores are of outcomes: .*--adv_scale group"):
-        grpo.train(grpo.make_config(algo="maxrl", out=str(tmp_path / "run"), **given))
-    path = algorithm_in(tmp_path, group_scores="pass", advantages="pass")
+def test_what_is_idle_is_noted(tmp_path, capsys):
+    path = algorithm_in(tmp_path, advantages="pass")
     for more, idle in ((dict(kl="none", max_turns=3), "beta, --estimator, --lam, --max_turns"),
                        (dict(kl="watch", init="x", n_layer=7, n_embd=9), "beta, --lam, --n_layer")):
-        cfg = grpo.make_config(**given, algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
+        cfg = grpo.make_config(algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
         config.check_used(cfg, SimpleNamespace(DEFAULTS={"n_embd": 9}))
         said = capsys.readouterr().out.splitlines()
-        assert said[-2].endswith(" replaces group_scores, advantages in grpo.py")
+        assert said[-2].endswith(" replaces advantages in grpo.py")
         assert said[-1] == f"note: without effect in this run: --{idle}"
 
 

@@ -10,6 +10,7 @@ from model import double
 from run import dist
 
 SETTINGS = dict(kl="none")
+FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def group_scores(reward, ends, cfg):

@@ -5,6 +5,7 @@ paper; a token's is 1/|o|.
 import grpo
 
 SETTINGS = dict(kl="none", clip_low=0.4, clip_high=0.4)
+FIXED = ["supervision"]
 
 
 def surrogate(logp, old_logp, adv, mask, cfg):

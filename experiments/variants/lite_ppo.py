@@ -7,6 +7,7 @@ from grpo import group_scores as minus_mean
 from run.dist import mean_and_std
 
 SETTINGS = dict(kl="none", loss_mean="token")
+FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def group_scores(reward, ends, cfg):

@@ -8,6 +8,7 @@ import grpo
 from data import UserError
 
 SETTINGS = dict(kl="none")
+FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def group_scores(reward, ends, cfg):

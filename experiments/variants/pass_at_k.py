@@ -10,6 +10,7 @@ import grpo
 from data import UserError
 
 SETTINGS = dict(kl="none")
+FIXED = ["baseline", "adv_scale", "supervision"]
 K = 4
 
 

@@ -46,7 +46,7 @@ def values(policy, critic, row):
     return states(critic.trunk or policy, row) @ critic.head.weight[0] + critic.head.bias[0]
 
 
-# --------------------------------------------------------------------------- rewards and advantages
+# ---------- rewards and advantages
 
 def counted(row):
     """The components that count: of a completion that was cut off the negative ones."""
@@ -151,7 +151,7 @@ def value_error(value, old, target, clip=0.2):
     return (plain if plain >= clipped else clipped) / 2
 
 
-# --------------------------------------------------------------------------------------- training
+# ---------- training
 
 class Oracle:
     """Models that it changes. `high`, `low`: how many tokens were clipped at each side."""
@@ -258,7 +258,7 @@ class Oracle:
         return norm
 
 
-# ------------------------------------------------------------------------------- the reward model
+# ---------- the reward model
 
 class Draws(random.Random):
     """A random stream that keeps what was sampled."""

@@ -68,7 +68,7 @@ def test_whitening_of_what_differs_by_rounding_alone_is_zero(x, z):
     assert white.abs().tolist() == approx([z] * len(x) + [0], rel=0.05, abs=0)
 
 
-# --------------------------------------------------------------------------- groups, baselines
+# ---------- groups, baselines
 
 def outcome(rewards, **given):
     """The advantage of each row, the same at all of its tokens; and which groups are dead."""
@@ -134,7 +134,7 @@ def test_groups_may_differ_in_size_and_lie_anywhere(given):
     assert [*map(len, none)] == [0, 0]
 
 
-# ------------------------------------------------------------------------------ KL and critic
+# ---------- KL and critic
 
 DIRECTIONS = {"k1": None, "k2": "reverse", "k3": "forward", "ratio*k3": "reverse"}
 

@@ -154,11 +154,11 @@ def test_no_two_memories_of_a_model_and_none_without_one(monkeypatch):
     ("shared", True, "shared"), ("plain", True, "plain")])
 def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     """In all models of a run."""
-    cfg = Config(cache=flag, baseline="value", critic="separate")
+    cfg = Config(cache=flag, shared_prefixes=cuda, baseline="value", critic="separate")
     device = torch.device("cuda" if cuda else "cpu")
     monkeypatch.setattr(dist, "device_of", lambda cfg: device)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     monkeypatch.setattr(pretrained, "most_logits", lambda device: 1)
     agent = new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))
     models = agent.policy, agent.ref, agent.critic.trunk
-    assert {model.kv_cache for model in models} == {found}
+    assert {(model.kv_cache, model.shared_prefixes) for model in models} == {(found, cuda)}

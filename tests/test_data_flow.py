@@ -198,7 +198,7 @@ def test_ask_completes_the_question_alone_and_greedily(whole, capsys):
     assert contents(whole.folder) == before
 
 
-# --------------------------------------------------------------------------------- every setting
+# ---------- every setting
 
 # Each setting that test_oracle.py does not compare: those of a run in which it is active, beside
 # BASE; and other values, each with the first of STAGES at which its run differs from that one, or

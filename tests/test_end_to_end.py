@@ -61,7 +61,7 @@ def test_learns_what_is_rewarded_and_to_stop(tmp_path):
     assert m[0]["length"] > 2.5 and m[-1]["length"] < 2.2 and m[-1]["finished"] > 0.9
 
 
-# --------------------------------------------------------------- the same run, whatever happens
+# ---------- the same run, whatever happens
 
 def signalled(where, args, stage, number):
     """`main(args)` in a process, which gets a signal when it prints a line with `stage`."""

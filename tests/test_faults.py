@@ -272,6 +272,13 @@ def test_a_problem_is_what_it_shows_of_itself(one, same, other):
     assert first == second != third and "0x" not in data.shown([one, lambda: 0])
 
 
+def test_a_problem_that_is_listed_twice_has_two_groups():
+    """They go by objects."""
+    two = SimpleNamespace(problems=lambda: ([P, P], [SimpleNamespace(prompt="b")]))
+    (one, other), _ = setup.to_train_on(grpo.Config(), two)
+    assert one is not other and vars(one) == vars(other)
+
+
 def test_held_out_problems_that_are_trained_on_are_noted(capsys):
     """Of a game, with what it hides: here the digit."""
     game = dict(reply=print)

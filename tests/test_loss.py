@@ -44,7 +44,7 @@ def test_rewards_equal_up_to_rounding_give_exactly_zero(rewards, scale):
     assert adv[n:] == approx([-by, by] * (n // 2), rel=1e-3)
 
 
-# ------------------------------------------------------------------------------ loss, weights
+# ---------- loss, weights
 
 MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
 
@@ -141,7 +141,7 @@ def test_a_rollout_is_0_wherever_nothing_was_sampled(given, encoding, monkeypatc
     assert_close(batch.again, batch.logp, rtol=0, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------- update
+# ---------- update
 
 def a_rollout(**given):
     """A ragged Batch of the tiny model, with random advantages and another reference."""
@@ -409,7 +409,7 @@ def test_nan_in_the_loss_stops_the_run():
     assert all(map(torch.equal, agent.policy.parameters(), tiny_model().parameters()))
 
 
-# ------------------------------------------------------------------------------- micro-batches
+# ---------- micro-batches
 
 ALIKE = [[5, 1, 2], [3, 9, 9], [5, 1, 0], [3, 9, 1], [5, 1, 2], [3, 1, 1]]
 

@@ -49,7 +49,7 @@ TASK = SimpleNamespace(reward=rule, steps=steps, answer=lambda text: text[:1],
                        demonstration=demonstration)
 
 
-# -------------------------------------------------------------------- the tested side, recorded
+# ---------- the tested side, recorded
 
 def shaken(module, by, seed):
     source = torch.Generator().manual_seed(seed)
@@ -389,7 +389,7 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
         assert line == pytest.approx(want | (RESULTS if due else {}), rel=1e-7, abs=1e-9)
 
 
-# ----------------------------------------------------------------------------- algorithms in files
+# ---------- algorithms in files
 
 STATES = dict(       # which a step must reach, and seeds with which one does
     tree=(1, lambda batch: (batch.judged ^ batch.mask).any()),

@@ -46,7 +46,7 @@ def at_ends(batch, x):
     return [row[on].tolist() for row, on in zip(x, batch.ends)]
 
 
-# ------------------------------------------------------------------------------ rewards of steps
+# ---------- rewards of steps
 
 STEPS = {WORK: [1, 1, 1], WORK.replace("56=376", "56=386"): [1, 0, 0], "~3000": [0], "": [0],
          "\n47*50=2350\n47*8=376": [1, 0]}      # true steps, without an answer
@@ -114,7 +114,7 @@ def test_step_tokens(encoding, ids, tokens):
     assert step_tokens(encoding, ids, ends) == tokens
 
 
-# ------------------------------------------------------------------------------ rewards of a task
+# ---------- rewards of a task
 
 def test_components_that_cancel_add_up_to_0():
     """0.7 - 0.1 - 0.6 is -6e-8 in float32. A rest that is no rounding stays, and their order."""
@@ -169,7 +169,7 @@ def test_a_task_needs_one_of_both(more, tmp_path):
             data.load_task(str(path))
 
 
-# ------------------------------------------------------------------------------- the reward model
+# ---------- the reward model
 
 def test_people_choose_any_of_the_best():
     ends = torch.zeros(9, 4, dtype=torch.bool)
@@ -315,7 +315,7 @@ def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
     assert rate == approx(lr)
 
 
-# ------------------------------------------------------------------------------- rollout labels
+# ---------- rollout labels
 
 def continued(agent, problems, tries, begun, said):
     """As grpo.completions, with texts that go on with `said(ids so far, number of the try)`."""

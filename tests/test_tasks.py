@@ -256,7 +256,7 @@ def test_gsm8k(tmp_path):
         shown = gsm8k.demonstration(p, random)
         assert shown == f"{working}\nThe answer is \\boxed{{{p.answer}}}."
         assert gsm8k.reward(p, shown)["reward"] == 1
-    assert gsm8k.answer(r"\boxed{\$1,080.00}") == "1080" and gsm8k.answer("none") == ""
+    assert gsm8k.answer(r"\boxed{\$1{,}080.00}") == "1080" and gsm8k.answer("none") == ""
     assert gsm8k.problems("", path, 1505) == ([], test)
     assert gsm8k.problems(path, path, 1504) == (train[:1], test[:1])
 

@@ -33,7 +33,7 @@ def variant(name, constants={}, **changes):
     return cfg, module
 
 
-# ----------------------------------------------------------------------------------- the loss
+# ---------- the loss
 
 # Two groups of two rows, with ratios within all clips and beyond.
 LENGTHS, A = [3, 1, 4, 2], [1.3, -0.7, 0.4, -1.1]
@@ -314,7 +314,7 @@ def test_a_flag_is_obeyed_or_refused(name, monkeypatch):
     assert [flips for flips in FLIPS if not any(map(differs, flips))] == []
 
 
-# ------------------------------------------------------------------------------------- credit
+# ---------- credit
 
 def credit(name, rewards, group=2, penalty=0.0, **given):
     """The advantage of each row, the same at all of its tokens; and which groups are dead."""
@@ -353,6 +353,17 @@ def test_soft_overlong_punishes_the_last_step_alone(monkeypatch):
     less = 0.25 * (mask.sum(1) - 2).clamp(0, 2)         # of rows of 2 to 4 tokens
     assert less.unique().numel() > 1
     assert torch.equal(found, -less[:, None] * passes.last_tokens(mask))
+
+
+def test_opo_of_groups_of_unequal_size():
+    """Each as if it were alone."""
+    cfg, _ = variant("opo")
+    mask = torch.arange(4) < torch.tensor([2, 1, 3, 1, 3])[:, None]
+    ends, groups = passes.last_tokens(mask), torch.tensor([0, 0, 0, 1, 1])
+    parts = torch.tensor([1.0, 0, 2, 1, 0])[:, None] * ends, ends, groups, mask, 0 * mask.float()
+    whole = grpo.advantages(*parts, None, cfg)[0]
+    last = grpo.advantages(*[x[3:] for x in parts], None, cfg)[0]
+    assert torch.allclose(whole[3:], last) and last[0, 0] == 0.75
 
 
 def test_an_episode_that_is_cut_off_is_punished_for_its_replies_too():
@@ -583,7 +594,7 @@ def test_a_teacher_has_the_students_tokenizer(tmp_path):
             grpo.new_agent(cfg, arithmetic, encoding, tiny_model(1, vocab_size=size))
 
 
-# --------------------------------------------------------------------- sampling and references
+# ---------- sampling and references
 
 @mark.parametrize("ranks, given", [
     (1, dict(prompts=1, group=2)), (1, dict(prompts=2, group=4, adv_scale="batch")),
@@ -678,7 +689,7 @@ def test_what_needs_a_kl(name):
             grpo.train_step(agent_of(cfg), [], 1)
 
 
-# -------------------------------------------------------- other rows than those just sampled
+# ---------- other rows than those just sampled
 
 def of_letters(name, **changes):
     """An Agent for the task of test_oracle.py; and the module."""
@@ -831,7 +842,7 @@ def test_raft(monkeypatch):
         assert_close(q - p, q.grad, rtol=1e-4, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------- in a run
+# ---------- in a run
 
 TINY = dict(difficulty=1, n_layer=1, n_embd=32, warm_steps=0, warm_lr=1e-2, steps=2, prompts=3,
             group=5, max_new=9, samples=1, held_out=4, lr=1e-3)
@@ -918,7 +929,7 @@ def test_what_is_idle_is_noted(tmp_path, capsys):
         assert said[-1] == f"note: without effect in this run: --{idle}"
 
 
-# --------------------------------------------------------------------- a file of one's own
+# ---------- a file of one's own
 
 def algorithm_in(folder, *lines, settings="", **functions):
     """The path of a file with lines and functions, which replace those of grpo.py."""

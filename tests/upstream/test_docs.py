@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, agent_of, metrics
 
 import grpo
-from data import gsm8k, load_task
+from data import gsm8k, guess, load_task
 from model import ScalarHead
 from run import config, pretrained, setup
 
@@ -58,6 +58,9 @@ def test_the_published_defaults():
     assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 1e-6)
     assert (cfg.clip_low, cfg.clip_high, cfg.lam, constants) == (0.2, 0.2, 0.95, (1, 0.1, 0.2, 1))
     assert [grpo.ALGOS["gspo"][name] for name in ("clip_low", "clip_high")] == [3e-4, 4e-4]
+    rloo = grpo.make_config(algo="rloo")
+    assert (rloo.kl, rloo.estimator, rloo.loss_mean) == ("reward", "k1", "constant")
+    assert guess.DEFAULTS["lr"] == 3e-4         # by trials: twice that was slower
 
 
 def test_the_epsilon_of_adam():

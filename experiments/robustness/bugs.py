@@ -25,7 +25,7 @@ finished rows continue | grpo.py | sampling
 positions continue from the longest prompt | grpo.py | sampling passes
     p = cache.append(token, column, done)  =>
       p = cache.append(token, (max(lengths) + n) + 0 * column, done)
-the mask is one column off | model.py | passes
+the mask is one column off | model.py | sampling
     mask[:, 1:].flatten().nonzero()  =>  mask[:, :-1].flatten().nonzero()
 random numbers depend on the batch | grpo.py | sampling
     None if u is None else u[rows, n]  =>  None if u is None else u[:len(rows), n]
@@ -41,7 +41,7 @@ completions are scored against the wrong prompt | reward.py | tasks -k pairs
 the text is tokenised a second time | reward.py | end_to_end -k trained_ids
     batch.texts = texts(agent.encoding, batch, episodes)  =>
       batch.texts = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
-no temperature in the trainer | model.py | passes
+no temperature in the trainer | model.py | sampling
     gpt.logps(states / temperature, tokens)  =>  gpt.logps(states, tokens)
 no temperature in the sampler | grpo.py | sampling
     caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)

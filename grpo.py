@@ -113,7 +113,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Cache = "auto"       # KV cache of sampling
-    shared_prefixes: bool = True    # train on prefixes that rows have in common once
+    shared_prefixes: bool = True    # in training, compute what rows share once
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):

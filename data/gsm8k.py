@@ -84,8 +84,8 @@ def answer(completion):
     return "" if number is None else str(number)
 
 def reward(problem, completion):
-    """1 for the right number in a box; for a box alone, policies learn to guess. `lenient`, whether
-    the last number is right, is only logged."""
+    """1 for the right number in a box; 0 for a box alone, or policies would learn to guess.
+    `lenient`, whether the last number is right, is only logged."""
     correct = float(answer(completion) == problem.answer)
     lenient = float(str(last_number(completion)) == problem.answer)
     return {"reward": correct, "correct": correct, "lenient": lenient}

@@ -164,7 +164,7 @@ def load_encoding(folder, chat="auto", system=""):
         stop = stop_tokens(ends, *others, special, words)
         said = others[0].get("eos_token_id", stop)
         if not {*stop} <= {*(said if isinstance(said, list) else [said])}:  # for other programs
-            files[FILES[2]] = json.dumps(others[0] | {"eos_token_id": stop}).encode()
+            files[FILES[2]] = json.dumps(others[0] | {"eos_token_id": sorted({*stop})}).encode()
         return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,
                         plain=plain, ends=ends, **bpe)
     except UserError as e:

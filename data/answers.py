@@ -55,7 +55,7 @@ AFTER = re.compile(rf"(?i)\b(?:{OTHER}|negative|factorial|score|squared|cubed|an
                    r"(?:is|was)(?! (?:the|correct)))\b|^!")
 SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
 # Lines whose equations are not those of their numerals alone: LaTeX, 10^2 - 5, 2x - 4, half of 20.
-OPAQUE = re.compile(r"[\\^√%½¼¾]|\d(?:[a-wyz:]|x(?!\d))|([a-wyz]|(?<!\d)x)[\d(]|\b(of|twice)\b")
+OPAQUE = re.compile(r"[\\^√%½¼¾]|\d(?:(?!x\d)[a-z]|:\d)|([a-wyz]|(?<!\d)x)[\d(]|\b(of|twice)\b")
 SIGNS = str.maketrans({"x": "*", "×": "*", "\u2212": "-", "\u2013": "-", "$": None})
 
 # ---------------------------------------------------------------- the evaluator

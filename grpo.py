@@ -56,8 +56,8 @@ Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run, as built by `make_config`. A field is a flag, its comment the help. By
-    default a step's sizes, lr, beta and the loss are the paper's; a task's DEFAULTS come first."""
+    """The settings of a run, as built by `make_config`. A field is a flag, its comment the help.
+    Defaults are the paper's; a task's DEFAULTS override them."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     task_args: dict = field(default_factory=dict)   # settings of the task's own
@@ -90,9 +90,9 @@ class Config:
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
-    clip_low: float = 0.2       # lower clip range; PPO's, the paper is silent
-    clip_high: float = 0.2      # upper; the first update of a rollout has no ratio to clip
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: logs the KL
+    clip_low: float = 0.2       # lower clip range: PPO's, as the paper gives none
+    clip_high: float = 0.2      # upper; in a rollout's first update every ratio is 1
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
     estimator: Estimator = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
@@ -102,7 +102,7 @@ class Config:
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens of a micro-batch; 0: by the memory
     recompute: bool = False     # activation checkpointing
-    half_life: int = 0          # steps in which the rate halves; 0: it does not
+    half_life: int = 0          # steps after which the rate halves; 0: constant
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
     n_embd: int = 256           # width of a new model; heads have 32 channels
@@ -319,8 +319,8 @@ def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (P, G, T) at `ends` (P, G, T), False in the last rows of a
-    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): whose std is
-    at most a millionth of the mean, or of a floor. The std divides by n (the paper is silent): the
+    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): whose
+    rewards are equal up to rounding. The std divides by n (the paper is silent): the
     scores' mean square is 1 for any G, without epsilon."""
     r = torch.where(ends, model.double(r), 0)
     n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)

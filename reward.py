@@ -67,7 +67,7 @@ def of_outcomes(batch):
 def of_steps(task, encoding, batch):
     """The reward (B, T) of each step at its last token, 1 if it is true, and a mask (B, T) of these
     tokens. The last step ends at the completion's last token, and earns 1 only if the answer is
-    correct too. Of steps that end at one token all must be true."""
+    correct too. If several steps end at one token, all must be true."""
     ids, judged = batch.ids.cpu(), batch.judged.cpu()
     reward = torch.zeros(judged.shape)
     ends = torch.zeros_like(judged)

@@ -112,6 +112,10 @@ class Rows:
         """Hidden states in the layout of the rows, (B, T, C)."""
         return h
 
+    def once(self, at, tokens):
+        """Of m tokens behind positions `at` those to score, (n,), and each one's index."""
+        return at, tokens, torch.arange(len(at))
+
 class CachedRows(Rows):
     """A pass over one more token of each row, ids (B, 1) at positions pos (B, 1), that also sees
     the first `slots` slots of a KV cache, up to its own."""
@@ -210,7 +214,7 @@ class GPT(nn.Module):
         self.recompute = False      # activation checkpointing, a layer at a time
         self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
         self.shared_prefixes = True         # in training; read in run/passes.py
-        self.most_logits = 2 ** 26  # at a time, 256 MiB in float32: each part reads the head again
+        self.most_logits = 2 ** 26  # at a time: each part reads the head again
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -277,8 +281,7 @@ class GPT(nn.Module):
         return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
-        """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Of many logits only a
-        part exists at a time, and again for its gradient."""
+        """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Logits exist in parts."""
         size = max(1, self.most_logits // self.cfg.vocab_size)
         if len(tokens) > size:
             parts = zip(h.split(size), tokens.split(size))
@@ -317,12 +320,14 @@ def token_logps(gpt, ids, mask, temperature, critic=None, layout=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     where mask is False; None without a critic. A layout is of ids[:, :-1]; None: Rows."""
     before = ids[:, :-1]
-    at = send(mask[:, 1:].flatten().nonzero()[:, 0], gpt.device)    # the n sampled tokens
-    tokens = send(ids[:, 1:].flatten(), gpt.device)[at]
+    layout = layout or Rows(before, gpt.device)
+    at = mask[:, 1:].flatten().nonzero()[:, 0]              # the m sampled tokens
+    scored, tokens, index = layout.once(at, ids[:, 1:].flatten()[at])
     h = gpt(before, layout=layout)                                                # (B, T - 1, C)
-    states = F.embedding(at, h.flatten(0, 1))               # its gradient is faster than h[...]
-    logp = gpt.logps(states / temperature, tokens)                                # (n,)
-    logp = logp.new_zeros(before.numel()).index_copy(0, at, logp)
+    states = F.embedding(send(scored, gpt.device), h.flatten(0, 1))
+    logp = gpt.logps(states / temperature, send(tokens, gpt.device))              # (n,)
+    logp = logp.index_select(0, send(index, gpt.device))                          # (m,)
+    logp = logp.new_zeros(before.numel()).index_copy(0, send(at, gpt.device), logp)
     logp = F.pad(logp.view_as(before), (1, 0))              # column t belongs to token t
     if critic is None:
         return logp, None

@@ -163,7 +163,7 @@ def problems_to_label(problems, cfg, rng):
     return held_out, to_fit
 
 def label(agent, problems, iteration, generate, completions):
-    """CHOICES completions of each problem, by grpo.generate, with labels as rewards: Batches."""
+    """Batches of CHOICES completions of each problem, with labels as rewards."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "label", iteration)
     groups = max(1, cfg.group // CHOICES)

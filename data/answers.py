@@ -54,7 +54,7 @@ AFTER = re.compile(rf"(?i)\b(?:{OTHER}|negative|factorial|score|squared|cubed|an
                    r"st|nd|rd|th|ish|teen|(?-i:[b-fi-kn-rt-zT]|MM)|"  # 3x, but 3 m
                    r"(?:is|was)(?! (?:the|correct)))\b|^!")
 SCALES |= {"": 1, "k": 10 ** 3, "m": 10 ** 6, "b": 10 ** 9}
-# Lines whose equations are not those of their numerals alone: LaTeX, 10^2 - 5, 2x - 4, half of 20.
+# Equations of more than numerals: LaTeX, 10^2 - 5, 2x - 4, half of 20.
 OPAQUE = re.compile(r"[\\^√%½¼¾]|\d(?:(?!x\d)[a-z]|:\d)|([a-wyz]|(?<!\d)x)[\d(]|\b(of|twice)\b")
 SIGNS = str.maketrans({"x": "*", "×": "*", "\u2212": "-", "\u2013": "-", "$": None})
 

@@ -106,9 +106,9 @@ def up(n, to):
 
 # ---------------------------------------------------------------- static shapes
 
-# A token's kernels, 600 for 24 layers, are launched one by one, and a GPU idles while the host
-# waits: ended rows are dropped every 16 tokens, and for each number of rows and slots, rounded up,
-# kernels are recorded once, as a CUDA graph, with bare addresses: cache and weights stay in place.
+# A GPU would idle while the host launches a token's kernels, 600 for 24 layers: for each number of
+# rows and slots, rounded up, they are recorded once, as a CUDA graph, with bare addresses: cache
+# and weights stay in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:

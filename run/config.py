@@ -257,8 +257,8 @@ def check_used(cfg, task):
             raise UserError(f"--algo {cfg.algo} does not take --{name} {getattr(cfg, name)}")
     of_tokens = cfg.supervision == "process" or "value" in cfg.baseline
     if cfg.ratio == "sequence" and of_tokens and "importance_ratio" not in REPLACED:
-        raise UserError("--ratio sequence would give each token its row's mean advantage: with "
-                        "--supervision process or a critic take --algo gspo_token")
+        raise UserError("--ratio sequence would give each token its row's mean advantage: take "
+                        "--algo gspo_token")
     if file_of(cfg.algo):
         print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
     uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,

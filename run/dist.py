@@ -312,7 +312,7 @@ def stop_here(work):
 @contextlib.contextmanager
 def stoppable(command=""):
     """A context in which signals ask the run to stop; UserError if another rank has ended."""
-    main = threading.current_thread() is threading.main_thread()    # elsewhere none can be set
+    main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
                 if main and (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)}
     try:

@@ -160,7 +160,7 @@ class SharedRows:
     """The `distinct` tokens of ids (B, T) as one row, (1, n); only attention sees full rows."""
 
     def __init__(self, ids, mask, device):
-        first, index = distinct(ids, mask)
+        first, index = self.on_host = distinct(ids, mask)
         self.first = send(first, device)
         self.index = send(index, device)
         self.ids = send(ids.flatten()[first][None], device)  # (1, n)
@@ -185,6 +185,12 @@ class SharedRows:
     def in_rows(self, h):
         """Hidden states h (1, n, C) as full rows, (B, T, C)."""
         return F.embedding(self.index, h[0])
+
+    def once(self, at, tokens):
+        """As in `Rows`, equal tokens behind a state once."""
+        first, index = self.on_host
+        pair, each = (index.flatten()[at] << 32 | tokens).unique(return_inverse=True)
+        return first[pair >> 32], pair & 2 ** 32 - 1, each
 
 def layout_of(gpt, ids, mask):
     """The layout of a pass over ids (B, T), on the host, for scalars in mask (B, T)."""

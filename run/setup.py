@@ -205,7 +205,6 @@ def ask(agent, question, sample):
 
 # --------------------------------------------------------------- the warm start
 
-# Kept in the run's folder; used if its settings, and its loss on demonstrations, are today's.
 SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 

@@ -205,4 +205,4 @@ def test_what_rows_share_is_computed_once():
     model.logps = lambda h, tokens: (scored.append(len(tokens)), logps(h, tokens))[1]
     shared_logps(model, ids, mask, 1.0, critic)
     score_rows(critic, ids, mask)               # only here the last token is read
-    assert scored == [8 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]
+    assert scored == [7 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]

@@ -42,7 +42,7 @@ the text is tokenised a second time | reward.py | end_to_end -k trained_ids
     batch.texts = texts(agent.encoding, batch, episodes)  =>
       batch.texts = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
 no temperature in the trainer | model.py | sampling
-    gpt.logps(states / temperature, tokens)  =>  gpt.logps(states, tokens)
+    gpt.logps(states / temperature, send  =>  gpt.logps(states, send
 no temperature in the sampler | grpo.py | sampling
     caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)
 old log-probs are refreshed | grpo.py | loss

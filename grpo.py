@@ -112,8 +112,8 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # KV cache of sampling
-    shared_prefixes: bool = True    # in training, compute what rows share once
+    cache: Cache = "auto"       # KV cache
+    shared_prefixes: bool = True    # train on what rows share once
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
@@ -319,9 +319,8 @@ def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (P, G, T) at `ends` (P, G, T), False in the last rows of a
-    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): whose
-    rewards are equal up to rounding. The std divides by n (the paper is silent): the
-    scores' mean square is 1 for any G, without epsilon."""
+    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): of rewards
+    equal up to rounding. The std divides by n, for a mean square of 1; the paper is silent."""
     r = torch.where(ends, model.double(r), 0)
     n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
     total = r.sum((1, 2), keepdim=True)
@@ -432,9 +431,10 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    ids = batch.ids.cpu()           # passes are laid out on the host
+    ids = batch.ids.cpu()
     mask = batch.mask.cpu()
-    layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
+    before = ids[:, :-1]
+    layout = passes.layout_of(gpt, before, mask[:, 1:])
     return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
 
 # --------------------------------------------------------------------------------- the loss
@@ -543,12 +543,14 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
+    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: a GPU is waited for
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
-        mask = part.mask.cpu()
+        mask, learns = of_batch
+        if part is not batch:
+            mask, learns = part.mask.cpu(), has_gradient(agent, part)
         n_tokens = dist.all_reduce(mask[rows].sum())
         n_tokens = n_tokens.clamp(min=1).item()
-        learns = has_gradient(agent, part)
         rows = rows[learns[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):

@@ -214,7 +214,7 @@ class GPT(nn.Module):
         self.recompute = False      # activation checkpointing, a layer at a time
         self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
         self.shared_prefixes = True         # in training; read in run/passes.py
-        self.most_logits = 2 ** 26  # at a time: each part reads the head again
+        self.most_logits = 2 ** 26  # at a time
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))

@@ -1,6 +1,5 @@
-"""Batches of rows, micro-batches, supervised fits, and a layout of rows for training, in which a
-prefix that rows have in common is computed once: on a CPU a step takes half the time. A state must
-depend on earlier tokens alone."""
+"""Batches of rows, micro-batches, supervised fits, and a layout in which a prefix that rows have in
+common is computed once: on a CPU half the time. A state must depend on earlier tokens alone."""
 from dataclasses import fields, replace
 from typing import NewType
 

@@ -276,7 +276,7 @@ def to_device(model, cfg):
     return model.to(dist.device_of(cfg)).eval()
 
 def most_logits(device):
-    """At a time: on CUDA a tenth of the memory, with their gradients."""
+    """At a time; on CUDA a tenth of the memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // 128
     return 2 ** 26

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")     # before torch: see docs/troubleshooting.md
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages
 import torch
 from tiktoken import Encoding
 from torch import Tensor

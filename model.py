@@ -206,6 +206,28 @@ class Block(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rope, layout, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+class LogSoftmaxAt(torch.autograd.Function):
+    """log softmax of logits (n, V) at tokens (n,), in float32: (n,). log_softmax and gather would
+    make five more matrices (n, V); here float32 copies exist of a few rows at a time."""
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        few = max(1, 2 ** 22 // logits.size(1))
+        norm = torch.cat([x.float().logsumexp(1) for x in logits.split(few)])
+        ctx.save_for_backward(logits, tokens, norm)
+        return logits.gather(1, tokens[:, None])[:, 0].float() - norm
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, tokens, norm = ctx.saved_tensors
+        few = max(1, 2 ** 22 // logits.size(1))
+        of_logits = torch.empty_like(logits)
+        parts = [x.split(few) for x in (logits, tokens, norm, grad, of_logits)]
+        for x, token, lse, g, out in zip(*parts):           # (one at the token - softmax) * g
+            slope = (x.float() - lse[:, None]).exp_() * -g[:, None]
+            out.copy_(slope.scatter_add_(1, token[:, None], g[:, None]))
+        return of_logits, None
+
 class GPT(nn.Module):
     def __init__(self, cfg, generator=None):
         super().__init__()
@@ -214,7 +236,7 @@ class GPT(nn.Module):
         self.recompute = False      # activation checkpointing, a layer at a time
         self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
         self.shared_prefixes = True         # in training; read in run/passes.py
-        self.most_logits = 2 ** 26  # at a time
+        self.most_logits = 2 ** 28  # at a time
         norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -271,14 +293,14 @@ class GPT(nn.Module):
             return layout.in_rows(self.norm(x))
 
     def head(self, x):
-        """Logits (..., V), in float32, of hidden states (..., C)."""
+        """Logits (..., V), in the dtype of products, of hidden states (..., C)."""
         head = self.embed_tokens if self.cfg.tied else self.lm_head
         with self.autocast():
-            return F.linear(x, head.weight).float()
+            return F.linear(x, head.weight)
 
     def probs(self, h):
         """The next token's probabilities (n, V). h (n, C): hidden states / temperature."""
-        return self.head(h).softmax(-1)         # without a bias, h / t gives logits / t
+        return self.head(h).softmax(-1, torch.float32)      # no bias: h / t gives logits / t
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Logits exist in parts."""
@@ -286,8 +308,7 @@ class GPT(nn.Module):
         if len(tokens) > size:
             parts = zip(h.split(size), tokens.split(size))
             return torch.cat([checkpoint(self.logps, *x, use_reentrant=False) for x in parts])
-        logp = self.head(h).log_softmax(-1)
-        return logp.gather(-1, tokens[:, None])[:, 0]
+        return LogSoftmaxAt.apply(self.head(h), tokens)
 
     def autocast(self):
         """A context that runs matrix products in `amp`."""

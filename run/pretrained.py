@@ -279,7 +279,7 @@ def most_logits(device):
     """At a time; on CUDA a tenth of the memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // 128
-    return 2 ** 26
+    return 2 ** 28
 
 def load_model(where, cfg, encoding, longest=0):
     """The model in a folder, for a run with prompts of up to `longest` tokens; 0: for no run."""

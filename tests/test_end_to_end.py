@@ -129,6 +129,9 @@ def test_an_unfinished_completion_has_no_vote():
     assert found["maj@8"] == 1 / 8 and found["pass@1"] == 7 / 8 / 8
     batch.components["correct"] *= 0.5                      # a share counts as one
     assert report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)["greedy"] == 7 / 16
+    batch.components |= {"reward": right.float(), "lenient": 1 - right.float()}     # only logged
+    more = report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)
+    assert more["lenient@1"] == 1 / 8 and more.keys() == found.keys() | {"lenient@1"}
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ const meaning = name => MEANING[name] || (components.has(name)
   ? "a component of the rule's reward, mean over completions" : "not described: MEANING in run/page/page.js lacks it");
 const FIRST = ["reward", "accuracy", "length", "kl", "entropy"];
 const DASHES = [[], [2, 3], [8, 4], [8, 3, 2, 3], [4, 2]];
-const heldOut = name => name === "greedy" || /^(pass|maj)@\d+$/.test(name);
+const heldOut = name => name === "greedy" || /@\d+$/.test(name);
 const kOf = name => Number(name.split("@")[1] || 1);
 
 // A line sample for a legend.

@@ -288,8 +288,9 @@ def completions(agent, problems, group, u=None, begun=None):
     episodes = reward.new_episodes(agent, problems, prompts, begun, group)
     batch = sample(agent.sampler, prefixes, group, room, cfg.temperature,
                    agent.encoding.stop, u, reply=episodes)
-    passes.begin_earlier(batch, prompts, begun, group)          # sets start, judged
-    reward.score_by_rule(agent, problems, batch, episodes)      # problems, texts, components
+    batch.start, batch.judged = passes.behind_prompts(batch.mask, prompts, begun, group)
+    batch.problems = reward.repeated(problems, group)
+    batch.texts, batch.components = reward.by_rule(agent, batch, episodes)
     return batch
 
 def generate(agent, problems, group, rng=None):
@@ -312,7 +313,8 @@ def given(agent, problems, said):
     batch = Batch(ids, mask, finished, logp, start=mask.int().argmax(1))
     batch.on_policy = torch.zeros_like(finished)
     batch.logp, _ = logps(agent.sampler, batch, agent.cfg)
-    reward.score_by_rule(agent, problems, batch)
+    batch.problems = [*problems]
+    batch.texts, batch.components = reward.by_rule(agent, batch)
     return batch
 
 # ----------------------------------------------------------- advantages: rewards to credit
@@ -321,24 +323,23 @@ def group_scores(r, ends, cfg):
     process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
     than the mean, or do not divide. r (P, G, T) at `ends` (P, G, T), False in the last rows of a
     group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): of rewards
-    equal up to rounding. The std divides by n, for a mean square of 1; the paper is silent."""
+    equal up to a millionth. The std divides by n, for a mean square of 1; the paper is silent."""
     r = torch.where(ends, model.double(r), 0)
     n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
     total = r.sum((1, 2), keepdim=True)
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    # The floor is larger where models make the rewards, whose rounding is that of numbers near 1.
-    least = 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1
-    dead = std <= 1e-6 * mean.abs().clamp(min=least)
+    dead = std <= 1e-6 * mean.abs().clamp(min=1)
+    baseline = mean
     if cfg.baseline == "leave-one-out":         # the mean of the other completions
         others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
-        mean = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)
-    mean = torch.where(dead, r, mean)           # r - mean is exactly 0
+        baseline = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)
+    score = torch.where(dead, 0, r - baseline)
     if cfg.baseline in ("none", "value"):
-        mean = 0
-    std = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
-    score = (r - mean) / std
+        score = r
+    if cfg.adv_scale == "group":
+        score = score / torch.where(dead, 1, std)
     return torch.where(ends, score, 0).float(), dead.flatten()
 
 def scores_of_rows(r, ends, groups, cfg):
@@ -364,10 +365,11 @@ def gae(r, value, mask, gamma, lam):
     return adv
 
 def whiten(x, mask):
-    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal up
+    to a millionth."""
     x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
-    differ = mask & (std > 1e-6 * mean.abs())
+    differ = mask & (std > 1e-6 * mean.abs().clamp(min=1))
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, groups, mask, penalty, value, cfg):
@@ -397,32 +399,33 @@ def collect(agent, problems, rng):
 def rollout(agent, problems, rng):
     """Completions of this rank's problems, rewards, advantages: a Batch, and its statistics."""
     cfg = agent.cfg
+    # 1. Sample.
     batch = collect(agent, problems, rng)
-    reward.fill_in_rewards(agent, batch)     # batch.reward, batch.ends
-    # In a step's first update pi is pi_old, and ratios are 1, but for rows of another policy.
+    reward.check_groups(batch, cfg)
+    # 2. Reward, by rule or learned.
+    batch.reward, batch.ends = reward.of_rule(agent, batch)
+    if agent.reward_model is not None:
+        batch.components["rule_reward"] = batch.reward.sum(1)
+        batch.reward = reward.learned(agent.reward_model, batch, cfg)
+    batch.reward = reward.cap_truncated(batch)
+    # 3. Advantages. In a step's first update pi is pi_old, and ratios are 1, but for rows of
+    # another policy. log pi_old is as sampled, or where rounding would count, and for the values,
+    # from a training pass of the sampler's weights.
+    kl_in_reward = cfg.kl == "reward" and agent.ref is not None
     has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
-    logp, batch.value = old_logps(agent, batch, has_ratios)
+    logp = batch.logp
+    if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
+        logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
     if has_ratios:      # of rows of others to those who sampled them
         batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
     if agent.ref is not None:
         batch.ref_logp, _ = logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
-    if cfg.kl == "reward" and agent.ref is not None:
+    if kl_in_reward:
         penalty = agent.beta * kl_estimate(logp, batch.ref_logp, cfg.estimator)
     batch.adv, batch.returns, dead = advantages(
         batch.reward, batch.ends, batch.groups, batch.mask, penalty, batch.value, cfg)
     return batch, report.statistics(batch, dead)
-
-def old_logps(agent, batch, has_ratios):
-    """log pi_old, (B, T), as noted when the rows were sampled, and the critic's values, (B, T) or
-    None. With a critic, for a KL in the reward, and for ratios in bfloat16 log pi_old is from a
-    training pass of the sampler's weights, which rounds otherwise."""
-    cfg = agent.cfg
-    in_reward = cfg.kl == "reward" and agent.ref is not None
-    in_bfloat16 = has_ratios and agent.policy.amp is not None
-    if not (in_reward or in_bfloat16 or agent.critic is not None):
-        return batch.logp, None
-    return logps(agent.sampler, batch, cfg, agent.critic)
 
 @torch.no_grad()
 def logps(gpt, batch, cfg, critic=None):
@@ -591,8 +594,7 @@ def refit_reward_model(agent, problems, iteration):
 def evaluate(agent, problems):
     """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
     majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    rng = dist.rng(agent.cfg, "evaluate")
-    return report.evaluate(agent, problems, generate, rng)
+    return report.evaluate(agent, problems, generate, dist.rng(agent.cfg, "evaluate"))
 
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):

@@ -300,7 +300,7 @@ class GPT(nn.Module):
 
     def probs(self, h):
         """The next token's probabilities (n, V). h (n, C): hidden states / temperature."""
-        return self.head(h).softmax(-1, torch.float32)      # no bias: h / t gives logits / t
+        return self.head(h).float().softmax(-1)     # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
         """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Logits exist in parts."""

@@ -32,21 +32,20 @@ def repeated(items, group):
     """Each of the items `group` times."""
     return [item for item in items for _ in range(group)]
 
-def score_by_rule(agent, problems, batch, episodes=None):
-    """Fills in each row's problem, text, and components (B,) of the rule's reward. Of a completion
-    that was cut off only negative ones count."""
-    group = len(batch.ids) // len(problems)
+def by_rule(agent, batch, episodes=None):
+    """What each row says, and the components (B,) of the rule's reward. Of a completion that was
+    cut off only negative ones count."""
     if hasattr(agent.task, "reply") and episodes is None:
         raise UserError("rows of a task with several turns need its Episodes")
-    batch.problems = repeated(problems, group)
-    batch.texts = texts(agent.encoding, batch, episodes)
+    said = texts(agent.encoding, batch, episodes)
     lengths = batch.judged.sum(1).tolist()
-    rewards = rewards_of(agent.task, batch.problems, batch.texts, lengths)
-    batch.components = {}
+    rewards = rewards_of(agent.task, batch.problems, said, lengths)
+    components = {}
     for name in rewards[0]:
-        x = torch.tensor([float(components[name]) for components in rewards])
+        x = torch.tensor([float(row[name]) for row in rewards])
         x = x.to(batch.ids.device)
-        batch.components[name] = torch.where(batch.finished, x, x.clamp(max=0))
+        components[name] = torch.where(batch.finished, x, x.clamp(max=0))
+    return said, components
 
 def counted(components):
     """The components that are added up: all, or that named `reward`; others are only logged."""
@@ -55,14 +54,12 @@ def counted(components):
     return components
 
 def of_outcomes(batch):
-    """The reward (B, T) of each completion at its last token, the sum of its components, 0 if they
-    cancel up to float32's rounding; and a mask (B, T) of these tokens."""
+    """The reward (B, T) of each completion at its last token, the sum of its components, and a mask
+    (B, T) of these tokens."""
     last = passes.last_tokens(batch.mask)
-    x = torch.stack([*counted(batch.components).values()], 1)  # (B, n)
-    total = x.sum(1, keepdim=True)
-    size = x.abs().sum(1, keepdim=True)
-    cancel = total.abs() <= 1e-6 * size
-    return torch.where(last & ~cancel, total, 0), last
+    components = torch.stack([*counted(batch.components).values()], 1)  # (B, n)
+    total = components.sum(1, keepdim=True)
+    return torch.where(last, total, 0), last
 
 def of_steps(task, encoding, batch):
     """The reward (B, T) of each step at its last token, 1 if it is true, and a mask (B, T) of these
@@ -96,16 +93,10 @@ def of_rule(agent, batch):
         return of_outcomes(batch)
     return of_steps(agent.task, agent.encoding, batch)
 
-def fill_in_rewards(agent, batch):
-    """Fills in the rewards of a rollout, by rule or learned, and where they are."""
-    cfg = agent.cfg
+def check_groups(batch, cfg):
+    """UserError if a row is compared with no other."""
     if cfg.group > 1 and (batch.groups.bincount() == 1).any():
         raise UserError("a group of one row: the rows of a group must share one problem object")
-    batch.reward, batch.ends = of_rule(agent, batch)
-    if agent.reward_model is not None:
-        batch.components["rule_reward"] = batch.reward.sum(1)
-        batch.reward = learned(agent.reward_model, batch, cfg)
-    batch.reward = cap_truncated(batch)
 
 def cap_truncated(batch):
     """The rewards (B, T), at most TRUNCATED_REWARD at the last token of a row cut off."""

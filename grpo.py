@@ -180,8 +180,7 @@ class Batch:
     def groups(self):
         """The number of each row's group, (B,), on the host: the rows of a problem are one."""
         numbers = {}
-        found = [numbers.setdefault(id(p), len(numbers)) for p in self.problems]
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor([numbers.setdefault(id(p), len(numbers)) for p in self.problems])
 
 @dataclass
 class Agent:
@@ -276,11 +275,14 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     T = passes.row_lengths(mask).max().item()   # up to the last sampled one
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
-def completions(agent, problems, group, u=None, begun=None):
-    """`group` completions of each of this rank's problems, judged by the rule. u (B, N): as in
-    `sample`. begun: for each problem the ids with which its completions begin, fewer than
-    --max_new, and a mask of those to judge; none is trained on."""
+def generate(agent, problems, group, rng=None, u=None, begun=None):
+    """`group` completions of each of this rank's problems, judged by the rule; drawn by rng, or by
+    u (B, N), as in `sample`, or the most likely ones. begun: for each problem the ids with which
+    its completions begin, fewer than --max_new, and a mask of those to judge; none is trained
+    on."""
     cfg = agent.cfg
+    if rng is not None:
+        u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
     prefixes = [prompt + ids for prompt, (ids, _) in zip(prompts, begun)]
@@ -292,13 +294,6 @@ def completions(agent, problems, group, u=None, begun=None):
     batch.problems = reward.repeated(problems, group)
     batch.texts, batch.components = reward.by_rule(agent, batch, episodes)
     return batch
-
-def generate(agent, problems, group, rng=None):
-    """`completions` of this rank's problems, drawn by rng, or without it the most likely ones."""
-    u = None
-    if rng is not None:
-        u = dist.uniform_here(rng, len(problems), group, agent.cfg.max_new)     # (B, N)
-    return completions(agent, problems, group, u)
 
 def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
@@ -335,11 +330,11 @@ def group_scores(r, ends, cfg):
     if cfg.baseline == "leave-one-out":         # the mean of the other completions
         others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
         baseline = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)
-    score = torch.where(dead, 0, r - baseline)
+    baseline = torch.where(dead, r, baseline)   # r - baseline is exactly 0
     if cfg.baseline in ("none", "value"):
-        score = r
-    if cfg.adv_scale == "group":
-        score = score / torch.where(dead, 1, std)
+        baseline = 0
+    scale = torch.where(dead, 1, std) if cfg.adv_scale == "group" else 1
+    score = (r - baseline) / scale
     return torch.where(ends, score, 0).float(), dead.flatten()
 
 def scores_of_rows(r, ends, groups, cfg):
@@ -408,10 +403,10 @@ def rollout(agent, problems, rng):
         batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.cap_truncated(batch)
-    # 3. Advantages. In a step's first update pi is pi_old, and ratios are 1, but for rows of
-    # another policy. log pi_old is as sampled, or where rounding would count, and for the values,
-    # from a training pass of the sampler's weights.
+    # 3. Advantages. A training pass of the sampler's weights gives values, and log pi_old where
+    # the rounding of sampling would count.
     kl_in_reward = cfg.kl == "reward" and agent.ref is not None
+    # In the only update of a step ratios are 1, but for rows of another policy.
     has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
     logp = batch.logp
     if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
@@ -587,7 +582,7 @@ def refit_reward_model(agent, problems, iteration):
     many earlier ones. Returns its accuracy on held-out problems, as metrics."""
     rng = dist.rng(agent.cfg, "fit", iteration)
     held_out, train = reward.problems_to_label(problems, agent.cfg, rng)
-    labelled = reward.label(agent, held_out + train, iteration, generate, completions)
+    labelled = reward.label(agent, held_out + train, iteration, generate)
     return reward.refit(agent, labelled, len(held_out), rng)
 
 # ------------------------------------------------------------------------------- evaluation
@@ -656,10 +651,6 @@ def finish_step(agent, held_out, step, stats):
         stats = stats | evaluate(agent, held_out)
     checkpoint.end_step(agent, step, stats)
 
-def ask(agent, question):
-    """A question and its greedy completion, as text for a terminal."""
-    return setup.ask(agent, question, sample)
-
 # ------------------------------------------------------------------------- the command line
 def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
@@ -676,7 +667,7 @@ def main(argv=None):
             dist.print0(report.percentages(results))
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            dist.print0(ask(agent, mode.ask))
+            dist.print0(setup.ask(agent, mode.ask, sample))
         else:
             with checkpoint.running(cfg):               # a signal ends it after a step
                 train(cfg, saved=saved)

@@ -212,17 +212,16 @@ class LogSoftmaxAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tokens):
-        few = max(1, 2 ** 22 // logits.size(1))
-        norm = torch.cat([x.float().logsumexp(1) for x in logits.split(few)])
+        ctx.few = max(1, 2 ** 22 // logits.size(1))
+        norm = torch.cat([x.float().logsumexp(1) for x in logits.split(ctx.few)])
         ctx.save_for_backward(logits, tokens, norm)
         return logits.gather(1, tokens[:, None])[:, 0].float() - norm
 
     @staticmethod
     def backward(ctx, grad):
         logits, tokens, norm = ctx.saved_tensors
-        few = max(1, 2 ** 22 // logits.size(1))
         of_logits = torch.empty_like(logits)
-        parts = [x.split(few) for x in (logits, tokens, norm, grad, of_logits)]
+        parts = [x.split(ctx.few) for x in (logits, tokens, norm, grad, of_logits)]
         for x, token, lse, g, out in zip(*parts):           # (one at the token - softmax) * g
             slope = (x.float() - lse[:, None]).exp_() * -g[:, None]
             out.copy_(slope.scatter_add_(1, token[:, None], g[:, None]))

@@ -17,7 +17,7 @@ CHOICES = 4             # completions that an annotator compares; 2: Bradley-Ter
 
 def new_episodes(agent, problems, prompts, begun, group):
     """The Episodes of `group` rows for each prompt, whose completions begin as `begun` says (see
-    grpo.completions); None if the task has no replies."""
+    grpo.generate); None if the task has no replies."""
     reply = getattr(agent.task, "reply", None)
     if reply is None:
         return None
@@ -153,7 +153,7 @@ def problems_to_label(problems, cfg, rng):
     to_fit = rng.sample(problems[tenth:], n - n_held_out)
     return held_out, to_fit
 
-def label(agent, problems, iteration, generate, completions):
+def label(agent, problems, iteration, generate):
     """Batches of CHOICES completions of each problem, with labels as rewards."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "label", iteration)
@@ -164,13 +164,13 @@ def label(agent, problems, iteration, generate, completions):
         batch = generate(agent, some, CHOICES, rng)
         batch.reward, batch.ends = of_rule(agent, batch)
         if cfg.reward == "rollouts":
-            batch.reward = rollout_labels(agent, completions, batch, stream=iteration)
+            batch.reward = rollout_labels(agent, generate, batch, stream=iteration)
         labelled.append(batch)
     return labelled
 
-def rollout_labels(agent, completions, batch, stream, tries=4):
+def rollout_labels(agent, generate, batch, stream, tries=4):
     """Monte Carlo labels (B, T) of steps: the share of `tries` continuations from a step's end, by
-    grpo.completions, that are right; a last step keeps its true label. `stream`, prompt and place
+    grpo.generate, that are right; a last step keeps its true label. `stream`, prompt and place
     name a step's random numbers."""
     cfg = agent.cfg
     of_groups, place = passes.grid(batch.groups)
@@ -190,7 +190,7 @@ def rollout_labels(agent, completions, batch, stream, tries=4):
             place = f"{stream}/{problem.prompt}/{number[row]}/{column - first}"
             u.append(dist.uniform(dist.rng(cfg, "labels", place), tries, cfg.max_new))
         if problems:
-            played = completions(agent, problems, tries, torch.cat(u), begun)
+            played = generate(agent, problems, tries, u=torch.cat(u), begun=begun)
             right = played.components["correct"].view(-1, tries)
             rows, columns = part.T
             label[rows, columns] = right.mean(1).cpu()

@@ -1,14 +1,12 @@
 """Atomic writes, the lock of a run's folder, its logs."""
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import json
 import os
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -48,14 +46,6 @@ def write_tensors(path, tensors, metadata):
     tensors = {n: x.cpu().contiguous() for n, x in tensors.items()}
     with replacing(path) as beside:
         save_file(tensors, beside, metadata)
-
-def checksum(tensors, text):
-    """SHA-256 of tensors on the host, with their names, types and shapes, and of a text."""
-    found = hashlib.sha256(text.encode())
-    for name, x in sorted(tensors.items()):
-        found.update(f"{name} {x.dtype} {[*x.shape]}".encode())
-        found.update(x.flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
 
 def lock(folder):
     """Locks a run's folder until LOCK ends, or this process; UserError if another one holds it."""

@@ -25,7 +25,7 @@ def padded(rows, group, width):
 
 def behind_prompts(mask, prompts, begun, group):
     """Where completions begin, (B,), and which of their tokens are judged, (B, T): those in mask
-    (B, T), and of those given what grpo.completions is told."""
+    (B, T), and of those given what grpo.generate is told."""
     judged = [[False] * len(prompt) + judged for prompt, (_, judged) in zip(prompts, begun)]
     judged = padded(judged, group, mask.size(1)).bool()
     start = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group)

@@ -65,8 +65,7 @@ def rewrite_checkpoint(where, change_tensors, change_state=lambda state: None):
     state = vars(saved) | {"config": dataclasses.asdict(cfg)}
     tensors = change_tensors({n: x.clone() for n, x in state.pop("tensors").items()})
     change_state(state)
-    text = json.dumps(state)
-    header = {"grpo": files.checksum(tensors, text) + text}
+    header = {"grpo": json.dumps(state)}
     files.write_tensors(where / "checkpoint.safetensors", tensors, header)
 
 
@@ -108,20 +107,13 @@ def test_a_checkpoint_of_another_version_says_what_to_do(change, again, capsys):
     assert (again.with_name("run.1") / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("at", [0.01, 0.4, 0.7, 0.99])
-def test_a_flipped_bit_or_a_lost_end_of_a_checkpoint_is_found(at, again, capsys):
-
+def test_a_lost_end_of_a_checkpoint_is_found(again, capsys):
     path = again / "checkpoint.safetensors"
-    found = bytearray(path.read_bytes())
-    place = found.index(b'beta\\": ') + 8 if at < 0.1 else int(at * len(found))
-    found[place] ^= 1
-    path.write_bytes(found)
-    assert "checksum" in fault(capsys, "--resume", "--steps", 3, "--out", again)
-    assert path.read_bytes() == found
-    for size in (0, 7, 9, place, len(found) - 1):
+    found = path.read_bytes()
+    for size in (0, 7, 9, len(found) // 2, len(found) - 1):
         path.write_bytes(found[:size])
-        with pytest.raises(UserError, match="checkpoint.safetensors is cut off"):
-            checkpoint.load(again, Config)
+        assert "is cut off" in fault(capsys, "--resume", "--steps", 3, "--out", again)
+        assert path.read_bytes() == found[:size]
 
 
 def test_a_log_that_lost_lines_is_cut_to_whole_ones(again, capsys):
@@ -357,11 +349,6 @@ def test_files_are_as_others(again, tmp_path):
         assert (again / name).stat().st_mode == (tmp_path / "mine").stat().st_mode
     with pytest.raises(UserError, match="cannot write .*gone/run.json: .*No such file"):
         files.write_whole(again / "gone" / "run.json", "{}")
-
-
-def test_a_checksum_is_of_types_and_shapes():
-    x = torch.ones(4)
-    assert len({files.checksum({"a": x.view(kind)}, "") for kind in (4, (2, 2), torch.int32)}) == 3
 
 
 def test_a_log_has_no_number_that_json_lacks(tmp_path):

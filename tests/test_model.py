@@ -10,7 +10,7 @@ from safetensors.torch import load, load_file, save_file
 from test_caches import FAMILIES
 
 from data import UserError
-from model import GPT, GPTConfig, ScalarHead, token_logps
+from model import GPT, GPTConfig, LogSoftmaxAt, ScalarHead, token_logps
 from run import pretrained
 from run.caches import new_cache
 
@@ -113,6 +113,20 @@ def test_attention_over_rows_is_in_float32_on_a_cpu(amp, monkeypatch):
     assert asked == {torch.float32} and products == [amp or torch.float32]
     cache = new_cache(model, 5, 7)
     assert cache.shape == (3, 2, 5, 2, 7, 8) and cache.dtype == products[0] and not cache.any()
+
+
+@pytest.mark.parametrize("dtype, digits", [(torch.float32, 1e-6), (torch.bfloat16, 2 ** -8)])
+def test_log_softmax_is_that_of_float64_also_in_bfloat16(dtype, digits):
+    """Rows in parts of four and one; backwards twice."""
+    logits = (4 * torch.randn(5, 2 ** 20)).to(dtype)
+    tokens, up = torch.cat([logits[:3].argmax(1), logits[3:].argmin(1)]), torch.randn(5)
+    x, exact = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    logp, want = LogSoftmaxAt.apply(x, tokens), exact.log_softmax(1)[range(5), tokens]
+    torch.testing.assert_close(logp.double(), want, rtol=1e-6, atol=0)
+    want, = torch.autograd.grad(want, exact, up.double())
+    for _ in range(2):
+        got, = torch.autograd.grad(logp, x, up, retain_graph=True)
+        torch.testing.assert_close(got.double(), want, rtol=digits, atol=1e-12)
 
 
 # ---------- log-probabilities

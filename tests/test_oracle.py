@@ -443,17 +443,18 @@ def test_three_fits(given, monkeypatch):
     oracle = FitOracle(cfg, copy.deepcopy(agent.reward_model), row_of)
     oracle.model.trunk.shared_prefixes = False
     before = [p.clone() for p in oracle.model.parameters()]
-    generate, completions, asked, rows, continued = grpo.generate, grpo.completions, [], [], []
+    generate, asked, rows, continued = grpo.generate, [], [], []
 
-    def record(agent, problems, *more):
-        batch = generate(agent, problems, *more)
+    def record(agent, problems, *more, **given):
+        """A problem's completions; or those from the end of a step: prefix, and how it went on."""
+        batch = generate(agent, problems, *more, **given)
+        if given:
+            return record_continued(problems, *more, batch, given["begun"])
         asked.extend(problems)
         rows.extend(rows_of(batch, SimpleNamespace(reward_model=None)))
         return batch
 
-    def record_continued(agent, problems, tries, u, begun=()):
-        """Those from the end of a step: the prefix, and how it went on."""
-        ended = completions(agent, problems, tries, u, begun)
+    def record_continued(problems, tries, ended, begun):
         lengths = [max(on.nonzero()) + 1 for on in ended.mask]
         ids = [row[:n].tolist() for row, n in zip(ended.ids, lengths)]
         for i, (problem, (prefix, _)) in enumerate(zip(problems, begun)):
@@ -464,7 +465,6 @@ def test_three_fits(given, monkeypatch):
         patch.setattr(dist, "stop_asked", lambda: 15)
         grpo.refit_reward_model(agent, FITTED, 0)
     monkeypatch.setattr(grpo, "generate", record)
-    monkeypatch.setattr(grpo, "completions", record_continued)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
     monkeypatch.setitem(globals(), "PROBLEMS", FITTED)
     for iteration in range(3):

@@ -325,7 +325,7 @@ def test_a_set_of_a_fit_is_as_long_as_its_longest_row(width, lr, monkeypatch):
 # ---------- rollout labels
 
 def continued(agent, problems, tries, begun, said):
-    """As grpo.completions, with texts that go on with `said(ids so far, number of the try)`."""
+    """As grpo.generate, with texts that go on with `said(ids so far, number of the try)`."""
     prompts = [[*problem.prompt.encode()] for problem in problems]
     batch = conftest.batch_of_rows([
         (prompt + ids, [*said(ids, k).encode(), 256])
@@ -339,7 +339,7 @@ def continued(agent, problems, tries, begun, said):
 def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
     """Judged whole, by the row's own problem, in parts of 128; a last step keeps its label. The
     random numbers are those of stream, prompt and place, whatever rank has the row."""
-    def completions(agent, problems, tries, u, begun):
+    def generate(agent, problems, tries, u, begun):
         """Of 4 tries as many are right as the length of a prefix modulo 5."""
         assert u.shape == (4 * len(begun), 150) and (0 <= u).all() and (u < 1).all()
         drawn.append(u)
@@ -354,7 +354,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
     batch.ends[0, :50] = False                      # its first step is long
     batch.reward = 7.0 * batch.ends
     before, agent = batch.reward.clone(), agent_of(SimpleNamespace(reward=rule), max_new=150)
-    label = rollout_labels(agent, completions, batch, 0)
+    label = rollout_labels(agent, generate, batch, 0)
     places = batch.ends & ~passes.last_tokens(batch.mask)
     share = (torch.arange(batch.ids.size(1)) - 5) % 5 / 8
     assert torch.equal(label, torch.where(places, share, before))
@@ -366,7 +366,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
     monkeypatch.setattr(dist, "rank", lambda: 1)
     part = passes.select(batch, torch.tensor([2, 3]), batch.ids.size(1))
     for stream in (0, 1):
-        rollout_labels(agent, completions, part, stream)
+        rollout_labels(agent, generate, part, stream)
         u = drawn[-1][:, 0]
         assert (u == whole[-len(u):]).float().mean() == 1 - stream
     batch.ends = passes.last_tokens(batch.mask)     # steps of which nothing can go on
@@ -375,7 +375,7 @@ def test_rollout_labels_are_shares_of_what_comes_of_a_prefix(monkeypatch):
 
 def test_a_text_is_what_the_policy_said():
     """Steps end where they end among its tokens; so does a text that goes on from a prefix."""
-    def completions(agent, problems, tries, u, begun):
+    def generate(agent, problems, tries, u, begun):
         return continued(agent, problems, tries, begun, lambda ids, k: "x")
     heard, judged, at = "\nhm?", [], 6 + 20
     batch = batch_of([WORK[:20] + heard + WORK[20:]])
@@ -385,7 +385,7 @@ def test_a_text_is_what_the_policy_said():
     assert at_ends(batch, batch.ids) == [[10, 10, 256]] and batch.ends[0, at + len(heard)]
     assert at_ends(batch, batch.reward) == [[1, 1, 1]]
     toy = SimpleNamespace(reward=lambda problem, text: judged.append(text) or {"correct": 1.0})
-    rollout_labels(agent_of(toy), completions, batch, 0, tries=1)
+    rollout_labels(agent_of(toy), generate, batch, 0, tries=1)
     assert judged == [WORK[:21] + "x", WORK[:37] + "x"]
 
 

@@ -17,7 +17,7 @@ from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import token_logps
-from run import checkpoint, config, dist, passes, pretrained, report
+from run import checkpoint, config, dist, passes, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, dtype="float32")
@@ -113,7 +113,8 @@ def test_completions_go_on_from_a_given_beginning():
     agent = agent_of(with_(temperature=0.7), task, policy=tiny_model().double())
     u = dist.uniform(random.Random(0), 8, 8)
     agent.encoding.stop = frozenset(range(0, 257, 9))
-    batch = grpo.completions(agent, PROBLEMS[:2], 4, u, [([*b"abc"], [True] * 3), ([], [])])
+    batch = grpo.generate(agent, PROBLEMS[:2], 4, u=u,
+                          begun=[([*b"abc"], [True] * 3), ([], [])])
     judged, mask, length = batch.judged, batch.mask, batch.judged.sum(1)
     assert batch.start.tolist() == [2] * 8 and seen == [length.tolist()]
     assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not mask[:4, :5].any()
@@ -123,7 +124,7 @@ def test_completions_go_on_from_a_given_beginning():
     assert (length[~batch.finished] == 8).all() and 0 < batch.finished[:4].sum() < 4
     logp, _ = token_logps(agent.policy, batch.ids, mask, 0.7)
     torch.testing.assert_close(logp, batch.logp, rtol=0, atol=5e-5)
-    alone = grpo.completions(agent, PROBLEMS[1:2], 4, u[4:])
+    alone = grpo.generate(agent, PROBLEMS[1:2], 4, u=u[4:])
     assert alone.texts == batch.texts[4:] and torch.equal(alone.finished, batch.finished[4:])
 
 
@@ -158,9 +159,9 @@ def test_a_question_may_leave_no_room_for_an_answer():
     """A context of 64: after 63 or 64 tokens of a prompt there is one for the answer."""
     agent = agent_of(CFG, policy=saying(97))
     for n, answer in ((60, "aaaa"), (63, "a"), (64, "a")):
-        assert grpo.ask(agent, "1" * n).split("\n(")[0] == "1" * n + answer
+        assert setup.ask(agent, "1" * n, grpo.sample).split("\n(")[0] == "1" * n + answer
     with pytest.raises(UserError, match="65 tokens do not fit"):
-        grpo.ask(agent, "1" * 65)
+        setup.ask(agent, "1" * 65, grpo.sample)
 
 
 @pytest.mark.parametrize("after, said", [("", "How many?yes"), ("<|im_end|>", "How many?\nyes")])
@@ -171,7 +172,7 @@ def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monke
     batch = batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", lambda policy, prompts, group, room, *given, **named:
                         sent.extend([*prompts, room]) or batch)
-    assert grpo.ask(agent, "How many?") == said
+    assert setup.ask(agent, "How many?", grpo.sample) == said
     problem = gsm8k.problem_of({"question": "How many?", "answer": "1+1=2\n#### 2"})
     assert sent == [agent.encoding.encode_prompt(problem.prompt), [64]]
 

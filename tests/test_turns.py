@@ -323,12 +323,12 @@ def test_labels_by_rollouts_play_on_from_within_an_episode(echo):
     b.reward, b.ends = reward.of_steps(agent.task, ENCODING, b)
     calls = []
 
-    def completions(*given):
-        calls.append((*given[2:], grpo.completions(*given)))
+    def generate(agent, problems, tries, **given):
+        calls.append((tries, given["begun"], grpo.generate(agent, problems, tries, **given)))
         return calls[-1][-1]
-    label = reward.rollout_labels(agent, completions, b, 0)
+    label = reward.rollout_labels(agent, generate, b, 0)
     ends = (b.ends & ~passes.last_tokens(b.mask)).nonzero().tolist()
-    (tries, _, begun, found), = calls
+    (tries, begun, found), = calls
     assert_played(agent, found)
     heard = set()
     for k, said in enumerate(found.texts):
@@ -397,7 +397,7 @@ def test_a_question_is_played_with_its_problem_or_one_of_its_own(monkeypatch):
     agent = agent_of(grpo.make_config(task="guess"), guess)
     for question in (problem.prompt, "11-12:"):         # too short for a problem
         agent.sampler = saying(49, 256)
-        assert grpo.ask(agent, question) == question + "1[zz]"
+        assert setup.ask(agent, question, grpo.sample) == question + "1[zz]"
     assert asked[:2] == [(problem, ["1"]), (problem, ["1", "zz", ""])]
     assert vars(asked[-1][0]) == dict(prompt="11-12:")
 

@@ -39,8 +39,8 @@ completions are scored against the wrong prompt | reward.py | tasks -k pairs
     return [item for item in items for _ in range(group)]  =>
       return [item for items in [[*items]] for _ in range(group) for item in items]
 the text is tokenised a second time | reward.py | end_to_end -k trained_ids
-    batch.texts = texts(agent.encoding, batch, episodes)  =>
-      batch.texts = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
+    said = texts(agent.encoding, batch, episodes)  =>
+      said = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
 no temperature in the trainer | model.py | sampling
     gpt.logps(states / temperature, send  =>  gpt.logps(states, send
 no temperature in the sampler | grpo.py | sampling
@@ -63,7 +63,7 @@ group statistics are computed over the batch | grpo.py | loss
     rows, place = passes.grid(groups, ends.device)  =>
       rows, place = passes.grid(0 * groups, ends.device)
 a leave-one-out baseline includes its own row | grpo.py | advantages
-    mean = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)  =>  pass
+    baseline = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)  =>  pass
 the mean is taken over each micro-batch | grpo.py | loss
     total_loss(agent, micro, weight, n_tokens)  =>
       total_loss(agent, micro, weight / weight.sum(), n_tokens)

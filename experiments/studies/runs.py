@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import constants  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import config, dist, passes, pretrained, report, setup  # noqa: E402
+from run import config, dist, passes, pretrained, setup  # noqa: E402
 
 CURVES = ("length", "entropy", "dead_groups")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]

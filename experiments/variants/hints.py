@@ -19,7 +19,7 @@ def collect(agent, problems, rng):
     hinted = [problems[p] for p in dead]
     begun = [hint(agent, problem) for problem in hinted]
     u = u.view(len(problems), G, -1)[dead].flatten(0, 1)
-    aided = grpo.completions(agent, hinted, G, u, begun)
+    aided = grpo.generate(agent, hinted, G, u=u, begun=begun)
     rows = torch.arange(len(batch.ids)).view(-1, G)
     rows[dead] = len(batch.ids) + torch.arange(len(aided.ids)).view(-1, G)
     return passes.joined([batch, aided], rows.flatten())

@@ -18,7 +18,7 @@ def collect(agent, problems, rng):
         kept = slice(start, sampled[int(share * len(sampled))])
         begun.append((ids[kept].tolist(), mask[kept].tolist()))
     own = repeated(problems, half)
-    branches = grpo.completions(agent, own, 1, u, begun)
+    branches = grpo.generate(agent, own, 1, u=u, begun=begun)
     rows = torch.arange(2 * len(own)).view(2, -1, half).transpose(0, 1)     # (P, 2, G / 2)
     return passes.joined([trunks, branches], rows.flatten(1)[:, :G].flatten())
 

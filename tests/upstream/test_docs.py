@@ -8,10 +8,11 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, agent_of, metrics
+from conftest import ROOT, agent_of, metrics, tiny_model
 
 import grpo
 from data import gsm8k, guess, load_task
+from data.tokenizer import byte_encoding
 from model import ScalarHead
 from run import config, pretrained, setup
 
@@ -48,7 +49,7 @@ def test_the_warm_start_in_data():
     problems, _ = config.problems_of(task, cfg)
     given = where, note, grpo.make_config(), task, problems, agent.encoding
     assert setup.outdated(*given) is None
-    assert f"# before RL\n{grpo.ask(agent, '47*58=')}\n$" in README
+    assert f"# before RL\n{setup.ask(agent, '47*58=', grpo.sample)}\n$" in README
 
 
 def test_the_published_defaults():
@@ -133,6 +134,26 @@ def test_a_table_is_that_of_its_result(folder, script, result, monkeypatch):
     module, file = importlib.import_module(script), ROOT / "experiments" / folder / f"{result}.json"
     rows = [*module.rows(json.loads(file.read_text()))]
     assert rows and all(row in DOCS["measurements.md"] for row in rows)
+
+
+def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
+    """A second run takes the first one's evaluation of the model as it is."""
+    from experiments.models import gsm8k as study
+    pretrained.save(tiny_model(block_size=512), tmp_path / "init", byte_encoding().files)
+    rows = [json.dumps({"question": f"{i} + 1?", "answer": f"#### {i + 1}"}) for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(grpo, "evaluate", grpo.evaluate)
+    files = [*[str(tmp_path / "rows.jsonl")] * 2, "--init", str(tmp_path / "init"), "--tiny"]
+    runs = []
+    for seed in "1", "2", "1":                      # the last one has nothing left to do
+        monkeypatch.setattr("sys.argv", ["gsm8k.py", *files, "--seed", seed])
+        study.main()
+        runs.append(study.of_run(*(tmp_path / "out" / f"gsm8k-tiny{x}" for x in (seed, "start"))))
+    assert runs[0] == runs[2] and len(runs[0]["curve"]["seconds"]) == 2
+    measured = [run["held out"]["sampled, finished"] for run in runs]
+    assert measured[0]["before"] == measured[1]["before"] and runs[0]["problems"] == 4
+    assert len([*study.rows(dict(enumerate(runs)))]) == 6
 
 
 def test_the_bugs_can_be_put_in(monkeypatch):

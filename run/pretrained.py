@@ -375,17 +375,25 @@ def memory(model, cfg, longest):
     stored = layer * c.n_layer                  # for the backward pass, per token
     if cfg.recompute:                   # one layer, half as much for gradients, all inputs
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
-    logits = 12 * min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
+    logits = min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
+    logits = 2 * b * logits + 8 * min(2 ** 22, logits)      # in float32 a few rows
     update = 4 * trained + policies * stored * tokens + logits
     return 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
 
 def free_memory(device):
-    """Free bytes on a device, infinite if unknown."""
+    """Free bytes on a device, or of a container's limit, infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: *(\d+) kB", known.read_text()) if known.exists() else None
-    return 1024 * int(found[1]) if found and device.type == "cpu" else math.inf
+    if device.type != "cpu":
+        return math.inf
+
+    def number(path, pattern, otherwise=math.inf):
+        text = Path(path).read_text() if Path(path).exists() else ""
+        found = re.search(pattern, text)
+        return int(found[1]) if found else otherwise
+    limit = number("/sys/fs/cgroup/memory.max", r"(\d+)")
+    limit -= number("/sys/fs/cgroup/memory.stat", r"anon (\d+)", 0)
+    return min(limit, 1024 * number("/proc/meminfo", r"MemAvailable: *(\d+) kB"))
 
 def micro_tokens(model, cfg, longest):
     """--micro_tokens, or 2,048, on CUDA up to 32,768 within 60 % of the memory; prints the need."""

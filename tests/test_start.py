@@ -409,7 +409,7 @@ def test_what_a_micro_batch_needs(changes, more, monkeypatch):
     assert of() == of(micro_tokens=2048)
     whole = of(micro_tokens=1000)
     monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
-    assert whole - of(micro_tokens=1000) == 12 * 257 * 1000
+    assert whole - of(micro_tokens=1000) == 16 * 257 * 1000
     assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
     two, eight = (activations(tiny_model(n_layer=n), recompute=True) for n in (2, 8))
     assert eight - two == 6 * 4 * 32 * 1000             # the inputs of six more layers
@@ -422,7 +422,7 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
         return pretrained.micro_tokens(model, cfg, 4), memory(model, cfg, 4)
     model = tiny_model()
     assert of("cpu")[0] == 2048 and of("cpu", 77)[0] == 77
-    assert 4 * pretrained.most_logits(CPU) == 2 ** 28
+    assert 4 * pretrained.most_logits(CPU) == 2 ** 30
     with pretend.cuda() as device:
         assert 4 * pretrained.most_logits(device) == 8 * 10 ** 10 // 32
         for n, share, found in ((2048, 0.9, 2048), (4096, 0.999, 2048), (4096, 1.001, 4096),
@@ -460,11 +460,14 @@ def test_a_run_must_fit_the_memory_and_the_context(saved, monkeypatch, encoding)
 
 
 def test_free_memory_is_what_the_system_says(monkeypatch):
-    for text, free in (("MemFree:  17 kB\nMemAvailable:    5000000 kB\n", 5_120_000_000),
-                       ("MemFree:  9000000 kB\n", math.inf)):
-        monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/proc/meminfo")
-        monkeypatch.setattr(Path, "read_text", lambda path: text)
-        assert pretrained.free_memory(CPU) == free
+    has = {"meminfo": "MemFree:  17 kB\nMemAvailable:    5000000 kB\n", "memory.max": "max"}
+    monkeypatch.setattr(Path, "exists", lambda path: path.name in has)
+    monkeypatch.setattr(Path, "read_text", lambda path: has[path.name])
+    assert pretrained.free_memory(CPU) == 5_120_000_000
+    has |= {"memory.max": "4000000000\n", "memory.stat": "anon 1000000000\nfile 2000000000\n"}
+    assert pretrained.free_memory(CPU) == 3_000_000_000
+    has.clear()
+    assert pretrained.free_memory(CPU) == math.inf
     assert pretrained.free_memory(torch.device("mps")) == math.inf
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
     assert pretrained.free_memory(torch.device("cuda", 0)) == 7

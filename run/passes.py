@@ -202,7 +202,7 @@ def entropies(gpt, batch, cfg):
     """The entropy (B, T), in nats, behind each token as of now."""
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
-    size = max(1, gpt.most_logits // gpt.cfg.vocab_size)
+    size = max(1, gpt.most_logits // 16 // gpt.cfg.vocab_size)
     for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
         before, on = ids[rows, :T][:, :-1], mask[rows, 1:T]
         h = gpt(before, layout=layout_of(gpt, before, on))                      # (r, T - 1, C)

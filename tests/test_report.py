@@ -270,7 +270,7 @@ def test_no_more_logits_than_those_of_a_part(monkeypatch):
     batch = batch_of(torch.arange(20) >= torch.tensor([[3], [1], [9], [4], [2]]), ids=ids)
     head, whole = policy.head, passes.entropies(policy, batch, Config(temperature=1.3))
     monkeypatch.setattr(policy, "head", lambda x: (most.append(len(x)), head(x))[1])
-    policy.most_logits = 3 * 257 + 100
+    policy.most_logits = 16 * (3 * 257 + 100)
     parts = passes.entropies(policy, batch, Config(temperature=1.3))
     assert max(most) == 3 and whole[batch.mask].all() and not whole[~batch.mask].any()
     torch.testing.assert_close(whole, parts, rtol=0, atol=1e-4)

@@ -93,7 +93,7 @@ def run(args, flags):
     grpo.evaluate = lambda agent, problems: evaluate(
         agent, problems, where if agent.step else start)
     if (out / "metrics.jsonl").exists():
-        grpo.main(["--resume", "--out", str(out)])
+        grpo.main(["--resume", "--out", str(out), *flags])
     else:
         results.write(where / "about.json", results.about() | {"files": files})
         settings = TINY if args.tiny else ON_CPU if cfg.device != "cuda" else []

@@ -16,9 +16,9 @@ ARITHMETIC = "-0123456789.()*/+ "                       # the characters of expr
 ASCII = {0xff01 + i: 0x21 + i for i in range(94)}       # fullwidth forms
 ASCII |= str.maketrans({"\u2013": "-", "\u2212": "-", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
 PLAIN = (
-    (r"[^\S\n]|\\[, ()[\]]|~(?=\\)|\\(?:text|math)[a-z]*|[✓✅]", " "),
+    (r"[^\S\n]|\\[, ;()[\]]|~(?=[\\a-z])|\\(?:text|math|bold|quad)[a-z]*|[✓✅]", " "),
     (r"°|\^\\circ|\\(?=[$%])", ""), (r"\{,\}", ","), (r"\.\.+", "…"),  # 1{,}080
-    (r"\\d?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4"),
+    (r"\\d?frac(?:\{(-?\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4"),
     (r"(?<!\w)([*`]+)(\S.*?)\1(?!\w)", r"\2"),  # **72**
     (r"([mts]\}?)(?:\^[23]|[²³])", r"\1"),  # cm^2
     (r"\\(?:times|cdot)|×|(?<=[\d)]) ?x ?(?=\d)", "*"),  # 3 x 4
@@ -103,7 +103,7 @@ def tagged(text):
 def boxed(text):
     r"""What the last \boxed{} of a text holds, or None."""
     _, mark, after = text.rpartition(r"\boxed")
-    found = re.match(r"{((?:[^{}]|{[^{}]*})*)}", after)
+    found = re.match(r"{((?:[^{}]|{(?:[^{}]|{[^{}]*})*})*)}", after)
     return found[1] if mark and found else None
 
 def last_number(text):

@@ -162,7 +162,7 @@ def load_encoding(folder, chat="auto", system=""):
         ends = [special[name] for name in names if name in special]
         words = {*bpe["ranks"].values(), *bpe["unmade"].values()}
         stop = stop_tokens(ends, *others, special, words)
-        said = others[0].get("eos_token_id", stop)
+        said = others[0].get("eos_token_id", others[1].get("eos_token_id"))
         if not {*stop} <= {*(said if isinstance(said, list) else [said])}:  # for other programs
             files[FILES[2]] = json.dumps(others[0] | {"eos_token_id": sorted({*stop})}).encode()
         return Encoding(str(folder), special=special, stop=stop, files=files, frame=frame,

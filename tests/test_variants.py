@@ -465,6 +465,14 @@ def test_gdpo(parts, wanted):
         grpo.rollout(agent_of(variant("gdpo", kl="reward")[0]), [], None)
 
 
+@mark.parametrize("name", ["pass_at_k", "maxrl", "beta_norm"])
+def test_a_reward_of_0_or_1_has_no_kl(name):
+    """All right completions once counted as wrong."""
+    cfg = variant(name, kl="reward")[0]
+    with raises(UserError, match=f"--algo {name} does not take --kl reward"):
+        grpo.group_scores(torch.ones(1, 8, 2), torch.ones(1, 8, 2) > 0, cfg)
+
+
 @mark.parametrize("ref, critic", [(None, None), ("a model", None), (None, "a model")])
 def test_overlong_filter(ref, critic):
     """A row that was cut off is in no loss, with a KL or a critic neither; logs have it."""

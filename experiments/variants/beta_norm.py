@@ -14,6 +14,8 @@ FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def group_scores(reward, ends, cfg):
+    if cfg.kl == "reward":
+        raise UserError("--algo beta_norm does not take --kl reward")
     r, exists = double(reward.sum(2)), ends.any(2)                                      # (P, G)
     if r.min() < 0 or r.max() > 1:
         wrong = r.min() if r.min() < 0 else r.max()

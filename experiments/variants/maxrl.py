@@ -12,6 +12,8 @@ FIXED = ["baseline", "adv_scale", "supervision"]
 
 
 def group_scores(reward, ends, cfg):
+    if cfg.kl == "reward":
+        raise UserError("--algo maxrl does not take --kl reward")
     r, exists = reward.sum(2), ends.any(2)                                              # (P, G)
     if r.min() < 0:
         raise UserError(f"--algo maxrl: a reward is {r.min():g}, and must not be negative")

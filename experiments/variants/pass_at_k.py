@@ -15,6 +15,8 @@ K = 4
 
 
 def group_scores(reward, ends, cfg):
+    if cfg.kl == "reward":
+        raise UserError("--algo pass_at_k does not take --kl reward")
     right = reward.sum(2) >= 1                          # (P, G)
     sizes = ends.any(2).sum(1).tolist()
     if min(sizes, default=K + 1) <= K:

@@ -17,7 +17,7 @@ def rollout(agent, problems, rng):
     batch, stats = of_steps(agent, problems, rng)
     G, right = agent.cfg.group, batch.components["correct"]
     stream = f"vineppo {agent.step}"
-    value = rollout_labels(agent, grpo.completions, batch, stream, TRIES)
+    value = rollout_labels(agent, grpo.generate, batch, stream, TRIES)
     value = torch.where(last_tokens(batch.mask), right[:, None], value).cpu()
     adv = torch.zeros_like(value)
     before = right.view(-1, G).mean(1).repeat_interleave(G).tolist()

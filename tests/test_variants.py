@@ -564,8 +564,8 @@ def test_vineppo():
     batch.mask[2, 3] = False                    # a token of a reply
     value[0, 3], value[2, 2] = 0.25, 0.5
 
-    def labels(agent, completions, batch, *given):
-        assert completions is grpo.completions and given == ("vineppo 7", 4)
+    def labels(agent, generate, batch, *given):
+        assert generate is grpo.generate and given == ("vineppo 7", 4)
         return value
     got, _ = rollout_of("vineppo", batch, rollout_labels=labels)
     half, quarter = 0.5, 0.25

@@ -278,8 +278,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 def generate(agent, problems, group, rng=None, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule; drawn by rng, or by
     u (B, N), as in `sample`, or the most likely ones. begun: for each problem the ids with which
-    its completions begin, fewer than --max_new, and a mask of those to judge; none is trained
-    on."""
+    its completions begin, fewer than --max_new, not trained on, and a mask of those to judge."""
     cfg = agent.cfg
     if rng is not None:
         u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
@@ -360,8 +359,7 @@ def gae(r, value, mask, gamma, lam):
     return adv
 
 def whiten(x, mask):
-    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal up
-    to a millionth."""
+    """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
     x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
     differ = mask & (std > 1e-6 * mean.abs().clamp(min=1))

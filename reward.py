@@ -42,8 +42,7 @@ def by_rule(agent, batch, episodes=None):
     rewards = rewards_of(agent.task, batch.problems, said, lengths)
     components = {}
     for name in rewards[0]:
-        x = torch.tensor([float(row[name]) for row in rewards])
-        x = x.to(batch.ids.device)
+        x = torch.tensor([float(row[name]) for row in rewards], device=batch.ids.device)
         components[name] = torch.where(batch.finished, x, x.clamp(max=0))
     return said, components
 

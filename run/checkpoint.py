@@ -51,8 +51,8 @@ def write_checkpoint(cfg, checkpoint):
     """Writes the settings and a Checkpoint to checkpoint.safetensors."""
     state = vars(checkpoint) | {"config": dataclasses.asdict(cfg)}
     tensors = state.pop("tensors")
-    header = {"grpo": json.dumps(state)}
-    files.write_tensors(cfg.folder / "checkpoint.safetensors", tensors, header)
+    path = cfg.folder / "checkpoint.safetensors"
+    files.write_tensors(path, tensors, {"grpo": json.dumps(state)})
 
 def end_step(agent, step, stats):
     """Logs a step and saves when due; raises Stopped after a signal."""

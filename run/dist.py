@@ -58,10 +58,8 @@ def prepare():
     """Settings of the process."""
     torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s for each new shape; most batches are one
     with contextlib.suppress(OSError, AttributeError):      # not glibc
-        # Keep freed memory: its page faults would be a twentieth of a training step on a CPU.
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD, at its largest
+        # M_MMAP_THRESHOLD: freed blocks of 2 MB go back; kept, they once doubled the memory.
+        ctypes.CDLL("libc.so.6").mallopt(-3, 2 ** 21)
 
 # -------------------------------------------------------------------- the ranks
 
@@ -283,13 +281,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)    # the last: the term
 ASKED = []      # signals received: the current step is finished and saved first
 
 def ask_to_stop(number, frame):
-    """A handler: notes the first signal and says where the run is, exits at the second."""
-    place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    """A handler: notes the first signal, exits at the second."""
     if ASKED and number != signal.SIGHUP:   # of which a shell and its terminal send two
         raise Ended(128 + number)
     ASKED.append(number)
     with contextlib.suppress(OSError):  # a closed terminal
-        os.write(2, f"stopping soon, now in {place}; a second signal ends it at once\n".encode())
+        os.write(2, b"stopping after this step; a second signal ends it at once\n")
 
 def in_a_fork():
     """SIGTERM alone ends a process that a task's code forks, as a pool expects."""

@@ -188,8 +188,7 @@ def trained_model(cfg):
     return load_task(cfg.task), *pretrained.trained_model(cfg)
 
 def ask(agent, question, sample):
-    """A question and its greedy completion by grpo.sample, as text for a terminal. A question of
-    one's own is a problem with a prompt alone."""
+    """A question, as a problem with a prompt alone, and its greedy completion, as text."""
     task, text, episodes = agent.task, question, None
     if hasattr(task, "prompt"):
         text = call(task.prompt, "the function prompt", question)

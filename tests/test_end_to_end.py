@@ -99,7 +99,7 @@ def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp
     (out / files.MARK).touch()
     args = [*SMALL, "--steps", 500, "--out", out]
     code, said, err = signalled(tmp_path / "process", args, "step 1/", sig)
-    assert code == 128 + sig and re.fullmatch(r"stopping soon, now in \S+, line \d+;.*\n", err)
+    assert code == 128 + sig and re.fullmatch("stopping after this step;.*\n", err)
     command = f"continue with: python grpo.py --resume --out {out}"
     step = re.fullmatch(rf"stopped after step (\d+); {command}", said.splitlines()[-1])[1]
     assert checkpoint.load(out, Config)[1].step == int(step) == metrics(out)[-1]["step"]

@@ -188,7 +188,7 @@ def pair(where, *work):
 def quiet(where, code, *work):
     """What the first of two says, if both end with a code and no other line than of a signal."""
     codes, (said, silent), err = pair(where, *work)
-    others = [line for text in err for line in text.splitlines() if "stopping soon" not in line]
+    others = [line for text in err for line in text.splitlines() if "stopping after" not in line]
     assert codes == [code] * 2 and others == [] and silent == ""
     return said
 

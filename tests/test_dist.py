@@ -39,11 +39,11 @@ def result_or_fault(f, *given):
 @pytest.mark.parametrize("asked, cuda, local, device", [
     ("auto", True, "", "cuda:0"), ("auto", True, "3", "cuda:3"), ("cuda", True, "3", "cuda:3"),
     ("auto", False, "3", "cpu"), ("cpu", True, "3", "cpu"), ("cuda", False, "", None),
-    ("mps", True, "", None)])
+    ("mps", True, "", None), ("mps", True, "", "mps")])
 def test_the_best_device_there_is_unless_another_is_asked_for(
         asked, cuda, local, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
     monkeypatch.setenv("LOCAL_RANK", local)
     if not local:
         monkeypatch.delenv("LOCAL_RANK")
@@ -52,7 +52,7 @@ def test_the_best_device_there_is_unless_another_is_asked_for(
             dist.device_of(Config(device=asked))
         return
     assert dist.device_of(Config(device=asked)) == torch.device(device)
-    auto = "float32" if device == "cpu" else "bfloat16"
+    auto = "bfloat16" if "cuda" in device else "float32"
     for dtype, found in (("auto", auto), ("float32", "float32"), ("bfloat16", "bfloat16")):
         assert dist.dtype_of(Config(device=asked, dtype=dtype)) == found
 

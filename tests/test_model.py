@@ -129,6 +129,13 @@ def test_log_softmax_is_that_of_float64_also_in_bfloat16(dtype, digits):
         torch.testing.assert_close(got.double(), want, rtol=digits, atol=1e-12)
 
 
+def test_probabilities_are_those_of_rounded_logits():
+    model, h = tiny_model(), torch.randn(3, 32)
+    model.amp = torch.bfloat16
+    logits = F.linear(h.bfloat16(), model.embed_tokens.weight.bfloat16())
+    torch.testing.assert_close(model.probs(h), logits.float().softmax(-1), rtol=1e-5, atol=0)
+
+
 # ---------- log-probabilities
 
 @pytest.mark.parametrize("chunk, sizes", [

@@ -206,3 +206,7 @@ def test_what_rows_share_is_computed_once():
     shared_logps(model, ids, mask, 1.0, critic)
     score_rows(critic, ids, mask)               # only here the last token is read
     assert scored == [7 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]
+    at = mask.flatten().nonzero()[:, 0] - 1
+    tokens = 150_000 + ids.flatten()[at + 1]                # of a large vocabulary
+    states, once, each = SharedRows(ids, mask, torch.device("cpu")).once(at, tokens)
+    assert torch.equal(once[each], tokens) and len(states) == 7 * 3

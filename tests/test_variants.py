@@ -950,7 +950,7 @@ def algorithm_in(folder, *lines, settings="", **functions):
 
 @mark.slow
 def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
-    given = dict(settings="kl='none', beta=0.5, steps=4", ask="return 'mine'")
+    given = dict(settings="kl='none', beta=0.5, steps=4", given="return 'mine'")
     path, out = algorithm_in(tmp_path, **given), tmp_path / "a run"
     grpo.main(flags(TINY | dict(algo=path, init=start, kl="loss", out=out)))
     cfg, _ = checkpoint.load(out, grpo.Config)
@@ -998,11 +998,12 @@ def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch
 
 def test_the_command_line_itself_may_be_what_is_replaced(start, tmp_path, monkeypatch, capsys):
     """Where grpo.py is __main__, the file's `import grpo` is no second one."""
-    path = algorithm_in(tmp_path, "import sys", ask="return sys.modules['__main__'] is grpo")
+    same = "return {'greedy': sys.modules['__main__'] is grpo}"
+    path = algorithm_in(tmp_path, "import sys", evaluate=same)
     monkeypatch.setitem(sys.modules, "grpo", grpo)      # as it is afterwards
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ask", "1", "--init", start, "--algo", path])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--eval_only", "--init", start, "--algo", path])
     runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-    assert capsys.readouterr().out == "True\n"
+    assert capsys.readouterr().out == "greedy 100.0%\n"
     config.REPLACED.clear()                             # they were the other module's
 
 

@@ -126,7 +126,7 @@ def test_the_map_quotes_each_function():
 
 
 @pytest.mark.parametrize("folder, script, result", [
-    ("cost", "beside_trl", "beside_trl"), ("models", "sums", "sums"),
+    ("cost", "beside_trl", "beside_trl"), ("models", "sums", "sums"), ("models", "gsm8k", "gsm8k"),
     ("cost", "speed", "speed")])
 def test_a_table_is_that_of_its_result(folder, script, result, monkeypatch):
     """Each row, as the script would print it."""

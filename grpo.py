@@ -180,7 +180,8 @@ class Batch:
     def groups(self):
         """The number of each row's group, (B,), on the host: the rows of a problem are one."""
         numbers = {}
-        return torch.tensor([numbers.setdefault(id(p), len(numbers)) for p in self.problems])
+        found = [numbers.setdefault(id(p), len(numbers)) for p in self.problems]
+        return torch.tensor(found, dtype=torch.int64)           # of no rows, too
 
 @dataclass
 class Agent:

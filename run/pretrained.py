@@ -386,7 +386,6 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return math.inf
-
     def number(path, pattern, otherwise=math.inf):
         text = Path(path).read_text() if Path(path).exists() else ""
         found = re.search(pattern, text)

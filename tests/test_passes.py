@@ -105,6 +105,11 @@ def test_what_else_differs_between_rows_is_refused():
     assert steered(plain).shape == (3, 4, 32)
 
 
+def test_no_rows_have_no_groups():
+    groups = batch_of(torch.ones(0, 3) > 0, problems=[]).groups
+    assert groups.dtype == torch.int64 and passes.grid(groups)[0].shape == (0, 0)
+
+
 def test_some_rows_of_several_batches():
     """In any order and more than once; what none of them has, the rows have not."""
     wide = batch_of(torch.arange(5) > torch.tensor([[1], [2]]), texts=["a", "b"],

@@ -269,13 +269,13 @@ def test_a_gap_in_any_micro_batch_is_found(row):
     first = b.mask[row].nonzero()[0, 0]
     b.logp = b.logp.clone()
     b.logp[row, first] += 6e-5
-    assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-5, abs=1e-5)
+    assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-5, abs=3e-5)
     b.logp[row, first] += 1
     rows, _ = next(grpo.minibatches(two, random.Random(0), b.groups))
     for given in [cfg] + [two] * (row in rows):
         with raises(UserError, match="sampler and trainer disagree: .* up to 1 apart"):
             updated(b, given, 1e-9)
-    assert row in rows or updated(b, two, 1e-9)[0]["mismatch"] < 1e-5
+    assert row in rows or updated(b, two, 1e-9)[0]["mismatch"] < 3e-5
 
 
 def test_the_mean_gap_is_over_the_rows_that_are_left():

@@ -295,23 +295,6 @@ def generate(agent, problems, group, rng=None, u=None, begun=None):
     batch.texts, batch.components = reward.by_rule(agent, batch, episodes)
     return batch
 
-def given(agent, problems, said):
-    """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
-    ids. Their logp is the present policy's, until that of who wrote them replaces it."""
-    prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    ids, mask = setup.padded(list(zip(prompts, said)))
-    ids = ids.to(agent.policy.device)
-    mask = mask.to(ids.device)
-    ends = [row[-1] in agent.encoding.stop for row in said]
-    finished = torch.tensor(ends, device=ids.device)
-    logp = torch.zeros_like(mask, dtype=torch.float32)
-    batch = Batch(ids, mask, finished, logp, start=mask.int().argmax(1))
-    batch.on_policy = torch.zeros_like(finished)
-    batch.logp, _ = logps(agent.sampler, batch, agent.cfg)
-    batch.problems = [*problems]
-    batch.texts, batch.components = reward.by_rule(agent, batch)
-    return batch
-
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
@@ -429,10 +412,8 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    ids = batch.ids.cpu()
-    mask = batch.mask.cpu()
-    before = ids[:, :-1]
-    layout = passes.layout_of(gpt, before, mask[:, 1:])
+    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # a layout is made on the host
+    layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
     return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
 
 # --------------------------------------------------------------------------------- the loss
@@ -462,18 +443,17 @@ def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     k3 = log_r.expm1() - log_r      # exp(log_r) - 1 - log_r, exact near 0
     return k3 if estimator == "k3" else ratio * k3
 
-def importance_ratio(logp, old_logp, mask, cfg):
-    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
-    log_ratio = torch.where(mask, logp - old_logp, 0)
+def importance_ratio(log_ratio, mask, cfg):
+    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row, from
+    the logarithm, which is 0 outside mask."""
     if cfg.ratio == "sequence":                 # GSPO
         length = mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)
     return bounded(log_ratio).exp()
 
-def surrogate(logp, old_logp, adv, mask, cfg):
+def surrogate(ratio, logp, adv, mask, cfg):
     """PPO's clipped surrogate (eq. 1, 3), to be maximized, and where clipping makes its gradient 0,
     as a mask. All are (B, T)."""
-    ratio = importance_ratio(logp, old_logp, mask, cfg)
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     return torch.minimum(unclipped, clipped), clipped < unclipped
@@ -485,13 +465,14 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     old_logp = batch.old_logp
     if old_logp is None:
         old_logp = logp.detach()                # ratio 1
-    gain, is_clipped = surrogate(logp, old_logp, batch.adv, batch.mask, cfg)
+    log_ratio = torch.where(batch.mask, logp - old_logp, 0)
+    ratio = importance_ratio(log_ratio, batch.mask, cfg)
+    gain, is_clipped = surrogate(ratio, logp, batch.adv, batch.mask, cfg)
     per_token = -gain
     stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:
-        log_ratio = torch.where(batch.mask, logp - old_logp, 0)
-        ratio = bounded(log_ratio).exp()        # of tokens, for ratio*k3
-        kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, ratio)
+        of_tokens = bounded(log_ratio).exp()
+        kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, of_tokens)
         kl = torch.where(batch.mask, kl, 0)
         stats["kl"] = kl.sum() / n_tokens
         if cfg.kl == "loss":
@@ -541,15 +522,11 @@ def update(agent, batch, rng):
     norm = 0.0
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
-    of_batch = batch.mask.cpu(), has_gradient(agent, batch)     # once: a GPU is waited for
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
-        mask, learns = of_batch
-        if part is not batch:
-            mask, learns = part.mask.cpu(), has_gradient(agent, part)
-        n_tokens = dist.all_reduce(mask[rows].sum())
+        n_tokens = dist.all_reduce(part.mask.cpu()[rows].sum())
         n_tokens = n_tokens.clamp(min=1).item()
-        rows = rows[learns[rows]]
+        rows = rows[has_gradient(agent, part)[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
             weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
@@ -574,15 +551,6 @@ def has_gradient(agent, batch):
     if agent.ref is not None or agent.critic is not None or own:
         return torch.ones(len(batch.ids), dtype=torch.bool)
     return (batch.mask & (batch.adv != 0)).any(1).cpu()
-
-# ------------------------------------------------------------------------- the reward model
-def refit_reward_model(agent, problems, iteration):
-    """Algorithm 1: fits the reward model to labelled completions of the policy, plus a tenth as
-    many earlier ones. Returns its accuracy on held-out problems, as metrics."""
-    rng = dist.rng(agent.cfg, "fit", iteration)
-    held_out, train = reward.problems_to_label(problems, agent.cfg, rng)
-    labelled = reward.label(agent, held_out + train, iteration, generate)
-    return reward.refit(agent, labelled, len(held_out), rng)
 
 # ------------------------------------------------------------------------------- evaluation
 def evaluate(agent, problems):
@@ -631,7 +599,7 @@ def train(cfg, task=None, saved=None):
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
-                fitted = refit_reward_model(agent, problems, iteration)
+                fitted = reward.refit(agent, problems, iteration, generate)
         for step in range(max(first, done + 1), first + cfg.steps):
             batch, stats = train_step(agent, problems, step)
             stats = fitted | stats

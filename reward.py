@@ -241,7 +241,15 @@ def replay(history, rows, K, rng):
 
 # ---------------------------------------------------------------------- the fit
 
-def refit(agent, batches, n_held_out, rng):
+def refit(agent, problems, iteration, generate):
+    """Algorithm 1: fits the reward model to labelled completions of the policy, by grpo.generate,
+    plus a tenth as many earlier ones. Returns its accuracy on held-out problems, as metrics."""
+    rng = dist.rng(agent.cfg, "fit", iteration)
+    held_out, train = problems_to_label(problems, agent.cfg, rng)
+    batches = label(agent, held_out + train, iteration, generate)
+    return fit_and_measure(agent, batches, len(held_out), rng)
+
+def fit_and_measure(agent, batches, n_held_out, rng):
     """Fits the reward model to completions, CHOICES for each problem, labelled by their rewards,
     and to a tenth as many of `agent.history`, which they join. Measures it on those of the first
     n_held_out problems; returns the metrics."""
@@ -262,8 +270,8 @@ def refit(agent, batches, n_held_out, rng):
         to_fit = passes.join([train, old])
         history = passes.join([agent.history, train])
     agent.history = history
-    label = to_fit["label"][to_fit["ends"]]
-    if label.amin() == label.amax():
+    labels = to_fit["label"][to_fit["ends"]]
+    if labels.amin() == labels.amax():
         dist.print0("warning: all labels are equal: the last fit is kept, or rewards are 0")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
@@ -271,8 +279,7 @@ def refit(agent, batches, n_held_out, rng):
     score = scores_of(reward_model, test, cfg)
     if not score.isfinite().all():
         raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
-    label = test["label"][test["ends"]]
-    accuracy, chance = quality(score, label, K)
+    accuracy, chance = quality(score, test["label"][test["ends"]], K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
     else:

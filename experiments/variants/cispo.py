@@ -6,8 +6,7 @@ import grpo
 SETTINGS = dict(kl="none", loss_mean="token", clip_low=1, clip_high=4)
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     return ratio.clamp(low, high).detach() * adv * logp, ((ratio < low) | (ratio > high)) & mask
 

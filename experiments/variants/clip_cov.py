@@ -44,7 +44,9 @@ def minibatch(agent, batch, rows):
     part = passes.select(batch, rows, batch.ids.size(1))
     cov, logp = covariance(agent, part)
     old = part.logp if part.old_logp is None else part.old_logp
-    _, clipped = grpo.surrogate(logp, old, part.adv, part.mask, agent.cfg)
+    log_ratio = torch.where(part.mask, logp - old, 0)
+    ratio = grpo.importance_ratio(log_ratio, part.mask, agent.cfg)
+    _, clipped = grpo.surrogate(ratio, logp, part.adv, part.mask, agent.cfg)
     found = (cov > LOW) & (cov < HIGH) & part.mask & ~clipped
     number, total = numbers(batch)
     u = dist.uniform(dist.rng(agent.cfg, "clip_cov", agent.step), total)[number[rows]]

@@ -11,8 +11,7 @@ FIXED = ["clip_low", "clip_high"]
 DELTA = 0.05
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     p = logp.detach().exp()             # of the token under the new policy,
     q = p / ratio.detach()              # and under the old one
     p, q = p.clamp(1e-12, 1 - 1e-6), q.clamp(1e-12, 1 - 1e-6)

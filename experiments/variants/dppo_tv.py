@@ -12,8 +12,7 @@ FIXED = ["clip_low", "clip_high"]
 DELTA = 0.15
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     p = logp.detach().exp()             # of the token under the new policy,
     q = p / ratio.detach()              # and under the old one
     away = (adv > 0) & (ratio > 1) | (adv < 0) & (ratio < 1)

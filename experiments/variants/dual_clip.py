@@ -10,9 +10,8 @@ SETTINGS = dict(kl="none")
 C = 3.0
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
-    gain, clipped = clipped_once(logp, old_logp, adv, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
+    gain, clipped = clipped_once(ratio, logp, adv, mask, cfg)
     far = (adv < 0) & (ratio > C)
     return torch.where(far, C * adv, gain), clipped | far
 

@@ -8,8 +8,7 @@ SETTINGS = dict(kl="none", clip_low=0.4, clip_high=0.4)
 FIXED = ["supervision"]
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     x = ratio.log()
     near = x.clamp(-cfg.clip_low, cfg.clip_high)
     kept = (adv > 0) * x.minimum(near) + (adv <= 0) * x.maximum(near)

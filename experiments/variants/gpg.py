@@ -18,7 +18,7 @@ def advantages(reward, ends, groups, mask, penalty, value, cfg):
     return adv * groups / max(live, 1), returns, dead
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
+def surrogate(ratio, logp, adv, mask, cfg):
     return adv * logp, torch.zeros_like(mask)
 
 

@@ -7,8 +7,9 @@ from grpo import importance_ratio as of_completion
 SETTINGS = dict(kl="none", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
 
 
-def importance_ratio(logp, old_logp, mask, cfg):
-    return of_completion(logp, old_logp, mask, cfg).detach() * (logp - logp.detach()).exp()
+def importance_ratio(log_ratio, mask, cfg):
+    of_token = (log_ratio - log_ratio.detach()).exp()       # 1
+    return of_completion(log_ratio, mask, cfg).detach() * of_token
 
 
 grpo.importance_ratio = importance_ratio

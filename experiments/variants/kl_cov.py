@@ -35,7 +35,8 @@ def total_loss(agent, batch, weight, n_tokens):
     loss, stats, logp = unpenalized(agent, batch, weight, n_tokens)
     stats["clip_share"] = batch.held.sum() / n_tokens
     if batch.old_logp is not None:
-        ratio = grpo.importance_ratio(logp, batch.old_logp, batch.mask, agent.cfg)
+        log_ratio = torch.where(batch.mask, logp - batch.old_logp, 0)
+        ratio = grpo.importance_ratio(log_ratio, batch.mask, agent.cfg)
         moved = ratio.log().abs()
         moved = torch.where(moved > 1e-4, moved, 0)         # below, it is rounding
         penalty = COEFFICIENT * (weight * batch.held * moved).sum()

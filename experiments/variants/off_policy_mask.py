@@ -10,9 +10,8 @@ SETTINGS = dict(kl="loss", estimator="ratio*k3")
 DELTA = 0.5
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
-    gain, clipped = of_all(logp, old_logp, adv, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
+    gain, clipped = of_all(ratio, logp, adv, mask, cfg)
     kl = -(ratio.log() * mask).sum(1, True).detach() / mask.sum(1, True).clamp(min=1)
     out = (adv < 0) & (kl > DELTA)
     return gain * ~out, clipped | out

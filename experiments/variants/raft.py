@@ -14,7 +14,7 @@ def update(agent, batch, rng):
     rows = rows[best > 0].cpu()
     return of_all(agent, select(batch, rows, batch.ids.size(1)), rng)
 
-def surrogate(logp, old_logp, adv, mask, cfg):
+def surrogate(ratio, logp, adv, mask, cfg):
     return logp, torch.zeros_like(mask)
 
 grpo.update = update

@@ -10,8 +10,7 @@ FIXED = ["clip_low", "clip_high"]
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     tau = (adv > 0) * TAU_POSITIVE + (adv <= 0) * TAU_NEGATIVE
     return (tau * (ratio - 1)).sigmoid() * 4 / tau * adv, torch.zeros_like(mask)
 

@@ -10,8 +10,7 @@ SETTINGS = dict(kl="loss", beta=0.001)         # section 4.1
 DELTA = 4.0
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     cut = ratio.clamp(max=DELTA)
     unclipped, clipped = cut * adv, cut.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     return torch.minimum(unclipped, clipped), (clipped < unclipped) | (ratio > DELTA) & (adv < 0)

@@ -9,8 +9,7 @@ FIXED = ["clip_low", "clip_high", "ratio"]
 POSITIVE, NEGATIVE = (2.0, 3.0), (3.0, 2.0)         # k and c, by the sign of the advantage
 
 
-def surrogate(logp, old_logp, adv, mask, cfg):
-    ratio = grpo.importance_ratio(logp, old_logp, mask, cfg)
+def surrogate(ratio, logp, adv, mask, cfg):
     w = (ratio.log() * mask).sum(1, True).detach().clamp(-18.42, 20).exp()
     k, c = ((adv >= 0) * a + (adv < 0) * b for a, b in zip(POSITIVE, NEGATIVE))
     return (c + k * w.log() - c * w).exp() * adv * logp, w.expand_as(adv) != w

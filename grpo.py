@@ -51,9 +51,7 @@ ALGOS = {       # published algorithms, as differences from Config
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl="none"),   # 2507.18071
 }
 Baseline = Literal["none", "group", "leave-one-out", "value", "group+value"]
-Estimator = Literal["k1", "k2", "k3", "ratio*k3"]
 LossMean = Literal["sequence", "token", "constant"]
-Cache = Literal["auto", "plain", "shared", "static"]
 
 @dataclass(frozen=True)
 class Config:
@@ -94,7 +92,7 @@ class Config:
     clip_low: float = 0.2       # lower clip range: PPO's, as the paper gives none
     clip_high: float = 0.2      # upper; in a rollout's first update every ratio is 1
     kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
-    estimator: Estimator = "k3"     # KL estimator
+    estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
     # update
@@ -113,7 +111,7 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # device; auto: best available
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
-    cache: Cache = "auto"       # KV cache
+    cache: Literal["auto", "plain", "shared", "static"] = "auto"    # KV cache
     shared_prefixes: bool = True    # train on what rows share once
     shard: bool = False         # models sharded across the ranks (FSDP2)
 
@@ -124,10 +122,6 @@ class Config:
     @property
     def folder(self):
         return config.folder_of(vars(self))
-
-    @property
-    def updates(self):
-        return self.epochs * self.minibatches
 
     @property
     def total_steps(self):
@@ -230,25 +224,23 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     the most likely tokens. With `reply` a stop token ends a turn: reply(row, ids so far, tokens
     left) returns the ids of a reply, fewer than are left, and whether the episode is over; without
     ids the row ends. Returns a Batch with its first fields."""
-    def per_row(per_prompt):            # (P,) -> (B,)
-        return torch.tensor(per_prompt, device=policy.device).repeat_interleave(group)
-
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(length + new for length, new in zip(lengths, room))
+    device = policy.device
+    width = max(map(len, prompts))
     N = max(room)
-    ids = passes.padded(prompts, group, max(lengths) + N).to(policy.device)
-    start = per_row(lengths)
-    limit = per_row(room)
-    stop = torch.tensor(sorted(stop), device=policy.device)
+    ids = passes.padded(prompts, group, width + N).to(device)
+    start = torch.tensor([*map(len, prompts)], device=device).repeat_interleave(group)      # (B,)
+    limit = torch.tensor(room, device=device).repeat_interleave(group)
+    stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
     logp = torch.zeros_like(ids, dtype=torch.float32)
     finished = torch.zeros_like(start, dtype=torch.bool)
     done = torch.zeros_like(finished)   # finished, or cut off
     if u is not None:
-        u = u.to(policy.device, torch.float32)
+        u = u.to(device, torch.float32)
+    longest = (start + limit).max().item()
     cache = caches.new(policy, longest, temperature)    # its p are at this temperature
-    rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
+    rows, p = cache.prefill(ids[::group, :width], start[::group], group)
     for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
         column = start[rows] + n
         sampled = ~(forced[rows, column] | done[rows])
@@ -281,8 +273,7 @@ def generate(agent, problems, group, rng=None, u=None, begun=None):
     u (B, N), as in `sample`, or the most likely ones. begun: for each problem the ids with which
     its completions begin, fewer than --max_new, not trained on, and a mask of those to judge."""
     cfg = agent.cfg
-    if rng is not None:
-        u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
+    u = u if rng is None else dist.uniform_here(rng, len(problems), group, cfg.max_new)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
     prefixes = [prompt + ids for prompt, (ids, _) in zip(prompts, begun)]
@@ -332,8 +323,7 @@ def gae(r, value, mask, gamma, lam):
     delta_t = r_t + gamma V_{t+1} - V_t; V_t is the value before token t, 0 after the last one.
     Columns outside mask (B, T) are skipped, even between sampled ones (a tool's answer)."""
     adv = torch.zeros_like(r)
-    next_adv = torch.zeros_like(r[:, 0])
-    next_value = torch.zeros_like(r[:, 0])
+    next_adv = next_value = torch.zeros_like(r[:, 0])
     for t in reversed(range(r.size(1))):
         delta = r[:, t] + gamma * next_value - value[:, t]
         sampled = mask[:, t]
@@ -357,11 +347,11 @@ def advantages(r, ends, groups, mask, penalty, value, cfg):
     if value is None:       # a row's whole penalty counts at its end, before the scores
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
-        score, dead = scores_of_rows(r, ends, groups, cfg)
+    score, dead = scores_of_rows(r, ends, groups, cfg)
+    if value is None:
         adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
         adv = torch.where(mask, adv, 0)
     else:                   # each token is an action, with a penalty of its own
-        score, dead = scores_of_rows(r, ends, groups, cfg)
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
         returns = adv + value
     if cfg.adv_scale == "batch":
@@ -389,7 +379,7 @@ def rollout(agent, problems, rng):
     # the rounding of sampling would count.
     kl_in_reward = cfg.kl == "reward" and agent.ref is not None
     # In the only update of a step ratios are 1, but for rows of another policy.
-    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
+    has_ratios = cfg.epochs * cfg.minibatches > 1 or dist.largest(int(not batch.on_policy.all()))
     logp = batch.logp
     if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
@@ -444,8 +434,7 @@ def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     return k3 if estimator == "k3" else ratio * k3
 
 def importance_ratio(log_ratio, mask, cfg):
-    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row, from
-    the logarithm, which is 0 outside mask."""
+    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
     if cfg.ratio == "sequence":                 # GSPO
         length = mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)
@@ -462,9 +451,7 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """The clipped surrogate plus the KL (eq. 4), and statistics: that loss, and means over the
     n_tokens of the minibatch. With k3 in the loss the gradient for logp at ratio 1 is eq. 21:
     -weight * (adv + beta * (pi_ref / pi - 1))."""
-    old_logp = batch.old_logp
-    if old_logp is None:
-        old_logp = logp.detach()                # ratio 1
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
     log_ratio = torch.where(batch.mask, logp - old_logp, 0)
     ratio = importance_ratio(log_ratio, batch.mask, cfg)
     gain, is_clipped = surrogate(ratio, logp, batch.adv, batch.mask, cfg)
@@ -519,7 +506,7 @@ def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics."""
     cfg = agent.cfg
     stats = defaultdict(float)
-    norm = 0.0
+    norm, updates = 0.0, cfg.epochs * cfg.minibatches
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
@@ -529,12 +516,11 @@ def update(agent, batch, rng):
         rows = rows[has_gradient(agent, part)[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
-            weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
-                                   n_tokens, cfg.max_new)
+            weight = token_weights(micro.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
             loss.backward()
             for name, x in terms.items():
-                stats[name] += x.detach() / cfg.updates
+                stats[name] += x.detach() / updates
             scored.append((micro, logp.detach()))
         if i == 0:      # raises UserError if these are not the sampler's log-probabilities
             mismatch = passes.checked_gap(scored, agent.policy.amp)
@@ -542,7 +528,7 @@ def update(agent, batch, rng):
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
-    return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
+    return dist.sums(stats) | {"grad_norm": norm / updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,), on the host; update skips the others. Without terms of a
@@ -552,25 +538,19 @@ def has_gradient(agent, batch):
         return torch.ones(len(batch.ids), dtype=torch.bool)
     return (batch.mask & (batch.adv != 0)).any(1).cpu()
 
-# ------------------------------------------------------------------------------- evaluation
-def evaluate(agent, problems):
-    """Shares of the problems solved: greedily, by at least one of k samples (pass@k), and by the
-    majority vote of k samples (maj@k), for k = 1, 2, 4, ... up to --samples."""
-    return report.evaluate(agent, problems, generate, dist.rng(agent.cfg, "evaluate"))
-
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
-    """One rollout and its update: the Batch, for samples.jsonl, and the step's statistics."""
+    """A rollout (its parts 1 to 3) and the update: the Batch, for samples.jsonl, and statistics."""
     cfg = agent.cfg
     agent.step = step
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
             opt_group["lr"] = opt_group["initial_lr"] * 0.5 ** ((step - 1) / cfg.half_life)
-    rng = dist.rng(cfg, "problems", step)
-    drawn = rng.sample(problems, cfg.prompts)
+    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
+    # 4. Update.
     with dist.updating(agent):      # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
     stats |= clock.speeds(batch)
@@ -586,9 +566,7 @@ def train(cfg, task=None, saved=None):
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = -1                   # new, or stopped before the warm start's end
-    if saved:
-        done = saved.step
+    done = saved.step if saved else -1      # -1, too: stopped before the warm start's end
     if done < 0:
         finish_step(agent, held_out, 0, {})
     log = []                    # statistics of the steps of this process
@@ -602,8 +580,8 @@ def train(cfg, task=None, saved=None):
                 fitted = reward.refit(agent, problems, iteration, generate)
         for step in range(max(first, done + 1), first + cfg.steps):
             batch, stats = train_step(agent, problems, step)
-            stats = fitted | stats
-            fitted = {}                 # logged with the iteration's first step
+            if step == first:
+                stats |= fitted
             log.append(stats)
             report.log_step(agent, step, batch, log, logps)
             finish_step(agent, held_out, step, stats)
@@ -615,7 +593,7 @@ def finish_step(agent, held_out, step, stats):
     cfg = agent.cfg
     due = cfg.eval_every and step % cfg.eval_every == 0
     if due or step in (0, cfg.total_steps):
-        stats = stats | evaluate(agent, held_out)
+        stats = stats | report.evaluate(agent, held_out, generate)
     checkpoint.end_step(agent, step, stats)
 
 # ------------------------------------------------------------------------- the command line
@@ -626,11 +604,10 @@ def main(argv=None):
         given, saved = checkpoint.settings(mode, given, Config)     # with those of its folder
         cfg = make_config(**given)
         if mode.report:
-            path = report.write(mode.report, cfg.out)
-            dist.print0(f"the report is in {path}")
+            dist.print0(f"the report is in {report.write(mode.report, cfg.out)}")
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            results = evaluate(agent, setup.held_out(agent))
+            results = report.evaluate(agent, setup.held_out(agent), generate)
             dist.print0(report.percentages(results))
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))

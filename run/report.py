@@ -261,9 +261,11 @@ class Clock:
                 "rollout_tok_s": tokens / (rollout - judging),
                 "update_tok_s": tokens / (whole - rollout)}
 
-def evaluate(agent, problems, generate, rng):
-    """grpo.evaluate, by grpo.generate; rng draws the samples."""
+def evaluate(agent, problems, generate):
+    """Shares of the problems solved, by grpo.generate: greedily, by at least one of k samples
+    (pass@k), and by the majority vote of k samples (maj@k), for k = 1, 2, 4, ... to --samples."""
     cfg = agent.cfg
+    rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group      # at a time: as many as a step has
     greedy, sampled = [], []
     for some in dist.chunks("greedy evaluation", problems, rows):

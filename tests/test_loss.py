@@ -328,7 +328,7 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
     present, _ = grpo.logps(agent.sampler, batch, cfg) if given else (batch.logp, None)
-    if cfg.updates > 1 or others:
+    if cfg.epochs * cfg.minibatches > 1 or others:
         want = torch.where(off[:, None] & others, batch.logp, present)
         assert torch.equal(batch.old_logp, want)
     else:

@@ -67,6 +67,7 @@ class Watched:
         """The same by TRL's trainer."""
         from transformers import TrainerCallback
         cfg, watched = self.cfg, self
+        updates = cfg.epochs * cfg.minibatches
 
         class Watch(TrainerCallback):
             """Takes the time of optimizer steps, rollouts among them."""
@@ -76,11 +77,11 @@ class Watched:
 
             def on_step_end(self, _, state, *__, model, **___):
                 took = time.perf_counter() - self.began
-                step, later = divmod(state.global_step - 1, cfg.updates)
+                step, later = divmod(state.global_step - 1, updates)
                 if later == 0:
                     watched.seconds.append(0)
                 watched.seconds[step] += took
-                if state.global_step % (EVERY[watched.job] * cfg.updates) == 0:
+                if state.global_step % (EVERY[watched.job] * updates) == 0:
                     with tempfile.TemporaryDirectory() as where:
                         model.save_pretrained(where)
                         weights = pretrained.load(where).state_dict()
@@ -90,7 +91,7 @@ class Watched:
         tokenizer, rewarded, drawn = for_trl(cfg, self.task, self.problems)
         dataset = drawn(range(1, 1 + cfg.steps))
         trainer = new_trainer(cfg, tokenizer, rewarded, dataset, Watch(), PARTS[self.job],
-                              cfg.steps * cfg.updates)
+                              cfg.steps * updates)
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
 

@@ -111,9 +111,10 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
         save_strategy="no", report_to=[], seed=cfg.seed,
         bf16=cfg.dtype == "bfloat16", use_cpu=dist.device_of(cfg).type == "cpu",
         gradient_checkpointing=False, disable_tqdm=True, logging_strategy="no")
-    half_life = (cfg.half_life or math.inf) * cfg.updates
+    updates = cfg.epochs * cfg.minibatches
+    half_life = (cfg.half_life or math.inf) * updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        opt, lambda n: 0.5 ** (n // cfg.updates * cfg.updates / half_life))
+        opt, lambda n: 0.5 ** (n // updates * updates / half_life))
     return GRPOTrainer(gpt, rewarded, settings, dataset, processing_class=tokenizer,
                        callbacks=[callback], optimizers=(opt, schedule))
 
@@ -214,7 +215,7 @@ def floors(agent, batch):
     moved = width * (int(batch.mask.sum(1).max()) * (linear + head) + slot * int(decoded.sum()))
     rate = matrix_rate(device, dtype)
     # forward passes without a gradient
-    again = (agent.ref is not None) + (policy.amp is not None and cfg.updates > 1)
+    again = (agent.ref is not None) + (policy.amp is not None and cfg.epochs * cfg.minibatches > 1)
     sampled = max(operations[0] / rate, moved / bandwidth(device))
     return {"least rollout": sampled + again * operations[1] / rate, "gflops": rate / 1e9,
             "least update": 3 * cfg.epochs * operations[1] / rate}

@@ -173,9 +173,7 @@ class Batch:
     @property
     def groups(self):
         """The number of each row's group, (B,), on the host: the rows of a problem are one."""
-        numbers = {}
-        found = [numbers.setdefault(id(p), len(numbers)) for p in self.problems]
-        return torch.tensor(found, dtype=torch.int64)           # of no rows, too
+        return passes.groups_of(self.problems)
 
 @dataclass
 class Agent:
@@ -211,7 +209,7 @@ def new_optimizer(agent):
     eps = 1e-8
     if agent.critic is not None:
         params += agent.critic.parameters()
-        eps = 1e-5                      # as in the original PPO code and CleanRL
+        eps = 1e-5  # as in the original PPO code and CleanRL
     params = [p for p in params if p.requires_grad]
     return torch.optim.AdamW(params, agent.cfg.lr, betas=(0.9, 0.95), eps=eps,
                              weight_decay=0, fused=True)
@@ -228,7 +226,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     width = max(map(len, prompts))
     N = max(room)
     ids = passes.padded(prompts, group, width + N).to(device)
-    start = torch.tensor([*map(len, prompts)], device=device).repeat_interleave(group)      # (B,)
+    lengths = torch.tensor([*map(len, prompts)], device=device)     # (P,)
+    start = lengths.repeat_interleave(group)   # (B,)
     limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -240,7 +239,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         u = u.to(device, torch.float32)
     longest = (start + limit).max().item()
     cache = caches.new(policy, longest, temperature)    # its p are at this temperature
-    rows, p = cache.prefill(ids[::group, :width], start[::group], group)
+    rows, p = cache.prefill(ids[::group, :width], lengths, group)
     for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
         column = start[rows] + n
         sampled = ~(forced[rows, column] | done[rows])
@@ -252,7 +251,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
         for row in rows[ended].tolist() if reply else []:
-            end = int(start[row]) + n + 1       # the column after the turn
+            end = int(start[row]) + n + 1  # the column after the turn
             left = int(limit[row]) - n - 1
             answer, over = reply(row, ids[row, :end].tolist(), left)
             columns = slice(end, end + len(answer))
@@ -261,11 +260,11 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
             finished[row] = over
             done[row] = len(answer) == 0
         done |= finished | (n + 1 >= limit)
-        if n + 1 < N:           # reads the token; rows that are done leave
+        if n + 1 < N:  # reads the token; rows that are done leave
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
-    T = passes.row_lengths(mask).max().item()   # up to the last sampled one
+    T = passes.row_lengths(mask).max()  # up to the last sampled one
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def generate(agent, problems, group, rng=None, u=None, begun=None):
@@ -273,7 +272,8 @@ def generate(agent, problems, group, rng=None, u=None, begun=None):
     u (B, N), as in `sample`, or the most likely ones. begun: for each problem the ids with which
     its completions begin, fewer than --max_new, not trained on, and a mask of those to judge."""
     cfg = agent.cfg
-    u = u if rng is None else dist.uniform_here(rng, len(problems), group, cfg.max_new)
+    if rng is not None:
+        u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     begun = begun or [([], [])] * len(problems)
     prefixes = [prompt + ids for prompt, (ids, _) in zip(prompts, begun)]
@@ -294,15 +294,15 @@ def group_scores(r, ends, cfg):
     group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): of rewards
     equal up to a millionth. The std divides by n, for a mean square of 1; the paper is silent."""
     r = torch.where(ends, model.double(r), 0)
-    n = ends.sum((1, 2), keepdim=True)                                  # (P, 1, 1)
+    n = ends.sum((1, 2), keepdim=True)  # (P, 1, 1)
     total = r.sum((1, 2), keepdim=True)
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
     dead = std <= 1e-6 * mean.abs().clamp(min=1)
     baseline = mean
-    if cfg.baseline == "leave-one-out":         # the mean of the other completions
-        others = total - r.sum(2, keepdim=True)                 # (P, G, 1)
+    if cfg.baseline == "leave-one-out":  # the mean of the other completions
+        others = total - r.sum(2, keepdim=True)  # (P, G, 1)
         baseline = others / (n - ends.sum(2, keepdim=True)).clamp(min=1)
     baseline = torch.where(dead, r, baseline)   # r - baseline is exactly 0
     if cfg.baseline in ("none", "value"):
@@ -313,7 +313,7 @@ def group_scores(r, ends, cfg):
 
 def scores_of_rows(r, ends, groups, cfg):
     """`group_scores` of rows (B, T), given the numbers (B,) of their groups."""
-    rows, place = passes.grid(groups, ends.device)              # (P, G), (B,)
+    rows, place = passes.grid(groups, ends.device)  # (P, G), (B,)
     exists = rows[..., None] >= 0
     score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
     return score.flatten(0, 1)[place], dead
@@ -344,7 +344,7 @@ def advantages(r, ends, groups, mask, penalty, value, cfg):
     groups (B,): rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or
     None."""
     returns = None
-    if value is None:       # a row's whole penalty counts at its end, before the scores
+    if value is None:  # a row's whole penalty counts at its end, before the scores
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
     score, dead = scores_of_rows(r, ends, groups, cfg)
@@ -383,7 +383,7 @@ def rollout(agent, problems, rng):
     logp = batch.logp
     if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
-    if has_ratios:      # of rows of others to those who sampled them
+    if has_ratios:  # of rows of others to those who sampled them
         batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
     if agent.ref is not None:
         batch.ref_logp, _ = logps(agent.ref, batch, cfg)
@@ -402,7 +402,7 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()       # a layout is made on the host
+    ids, mask = batch.ids.cpu(), batch.mask.cpu()  # for the layout
     layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
     return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
 
@@ -435,7 +435,7 @@ def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
 
 def importance_ratio(log_ratio, mask, cfg):
     """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
-    if cfg.ratio == "sequence":                 # GSPO
+    if cfg.ratio == "sequence":  # GSPO
         length = mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)
     return bounded(log_ratio).exp()
@@ -451,7 +451,9 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """The clipped surrogate plus the KL (eq. 4), and statistics: that loss, and means over the
     n_tokens of the minibatch. With k3 in the loss the gradient for logp at ratio 1 is eq. 21:
     -weight * (adv + beta * (pi_ref / pi - 1))."""
-    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
+    old_logp = batch.old_logp
+    if old_logp is None:
+        old_logp = logp.detach()  # ratio 1
     log_ratio = torch.where(batch.mask, logp - old_logp, 0)
     ratio = importance_ratio(log_ratio, batch.mask, cfg)
     gain, is_clipped = surrogate(ratio, logp, batch.adv, batch.mask, cfg)
@@ -489,7 +491,7 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, groups):
     """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
     host) of the rows of each among this rank's (B,), and its number of rows on all ranks."""
-    here, total = dist.numbered(groups)         # this rank's rows among those of all
+    here, total = dist.numbered(groups)  # this rank's rows among those of all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
         for chosen in order.tensor_split(cfg.minibatches):
@@ -508,7 +510,7 @@ def update(agent, batch, rng):
     stats = defaultdict(float)
     norm, updates = 0.0, cfg.epochs * cfg.minibatches
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())     # micro-batches are laid out on the host
+    batch = replace(batch, ids=batch.ids.cpu())     # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
         n_tokens = dist.all_reduce(part.mask.cpu()[rows].sum())
@@ -516,15 +518,16 @@ def update(agent, batch, rng):
         rows = rows[has_gradient(agent, part)[rows]]
         scored = []
         for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
-            weight = token_weights(micro.mask, cfg.loss_mean, n_rows, n_tokens, cfg.max_new)
+            weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
+                                   n_tokens, cfg.max_new)
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
             loss.backward()
             for name, x in terms.items():
                 stats[name] += x.detach() / updates
             scored.append((micro, logp.detach()))
-        if i == 0:      # raises UserError if these are not the sampler's log-probabilities
+        if i == 0:  # raises UserError if these are not the sampler's log-probabilities
             mismatch = passes.checked_gap(scored, agent.policy.amp)
-        dist.sum_gradients(params)              # over the ranks
+        dist.sum_gradients(params)  # over the ranks
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
@@ -551,12 +554,9 @@ def train_step(agent, problems, step):
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     # 4. Update.
-    with dist.updating(agent):      # at its end the sampler gets the new weights
+    with dist.updating(agent):  # at its end the sampler gets the new weights
         stats |= update(agent, batch, dist.rng(cfg, "update", step))
-    stats |= clock.speeds(batch)
-    stats["lr"] = agent.opt.param_groups[0]["lr"]
-    if cfg.applies_kl:
-        stats["beta"] = agent.beta
+    stats |= clock.speeds(batch) | report.schedules(agent)
     return batch, stats
 
 def train(cfg, task=None, saved=None):
@@ -566,10 +566,10 @@ def train(cfg, task=None, saved=None):
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1      # -1, too: stopped before the warm start's end
+    done = saved.step if saved else -1  # or stopped before it had a model
     if done < 0:
         finish_step(agent, held_out, 0, {})
-    log = []                    # statistics of the steps of this process
+    log = []  # of the steps of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
@@ -601,7 +601,7 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with report.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        given, saved = checkpoint.settings(mode, given, Config)     # with those of its folder
+        given, saved = checkpoint.settings(mode, given, Config)  # with those of its folder
         cfg = make_config(**given)
         if mode.report:
             dist.print0(f"the report is in {report.write(mode.report, cfg.out)}")
@@ -613,7 +613,7 @@ def main(argv=None):
             agent = Agent(cfg, *setup.trained_model(cfg))
             dist.print0(setup.ask(agent, mode.ask, sample))
         else:
-            with checkpoint.running(cfg):               # a signal ends it after a step
+            with checkpoint.running(cfg):  # a signal ends it after a step
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

@@ -61,6 +61,12 @@ def joined(batches, rows):
             raise UserError(f"Batches to join: only some have {name}")
     return type(batches[0])(**take(join(found), rows))
 
+def groups_of(problems):
+    """The numbers of rows' groups, (B,), on the host, by the problems of the rows, as objects."""
+    numbers = {}
+    found = [numbers.setdefault(id(problem), len(numbers)) for problem in problems]
+    return torch.tensor(found, dtype=torch.int64)       # of no rows, too
+
 def grid(groups, device="cpu"):
     """The rows of each group, (P, G), -1 where it has fewer, by their groups' numbers (B,), and
     each row's place in there, (B,)."""

@@ -261,6 +261,11 @@ class Clock:
                 "rollout_tok_s": tokens / (rollout - judging),
                 "update_tok_s": tokens / (whole - rollout)}
 
+def schedules(agent):
+    """The statistics of a step that schedules may change: learning rate and KL coefficient."""
+    rate = {"lr": agent.opt.param_groups[0]["lr"]}
+    return rate | ({"beta": agent.beta} if agent.cfg.applies_kl else {})
+
 def evaluate(agent, problems, generate):
     """Shares of the problems solved, by grpo.generate: greedily, by at least one of k samples
     (pass@k), and by the majority vote of k samples (maj@k), for k = 1, 2, 4, ... to --samples."""

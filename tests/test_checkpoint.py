@@ -19,7 +19,7 @@ from test_report import shown_data
 import grpo
 from data import UserError
 from grpo import Config, main
-from run import checkpoint, config, files
+from run import checkpoint, config, files, report
 
 # Completions of 1 to 4 letters; the reward is for an `a` less a price for length.
 TASK = """
@@ -250,15 +250,15 @@ def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, ta
                                                     monkeypatch):
     """A kill before a file is written for the n-th time, a signal in the n-th evaluation; the
     second of two iterations begins with a new reference, which stays."""
-    out, real, seen = task.parent / "run", grpo.evaluate, []
+    out, real, seen = task.parent / "run", report.evaluate, []
 
-    def evaluate(agent, problems):
+    def evaluate(agent, problems, generate):
         seen.append(problems)
         if len(seen) == n:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(agent, problems)
+        return real(agent, problems, generate)
     if how == "SIGTERM":
-        monkeypatch.setattr(grpo, "evaluate", evaluate)
+        monkeypatch.setattr(report, "evaluate", evaluate)
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             run("run", *MORE)
         said = capsys.readouterr().out
@@ -384,12 +384,12 @@ def scored(monkeypatch):
         step[0] = at
         return real(agent, problems, at)
 
-    def evaluate(agent, problems):
+    def evaluate(agent, problems, generate):
         held = agent.policy.named_parameters()
         policies[step[0]] = {f"model.{n}": p.detach().clone() for n, p in held}
         return {"greedy": 0.0, "pass@1": shares[step[0]]}
     monkeypatch.setattr(grpo, "train_step", train_step)
-    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    monkeypatch.setattr(report, "evaluate", evaluate)
     return shares, policies
 
 
@@ -444,13 +444,13 @@ def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
 def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
     """Each is renamed, whole, and can be gone on with; a new one has a copy of the warm start. A
     link to the folder of runs stays one."""
-    kept, real = [], grpo.evaluate
+    kept, real = [], report.evaluate
 
-    def evaluate(agent, problems):
+    def evaluate(agent, problems, generate):
         with open(agent.cfg.folder / files.MARK) as f, pytest.raises(BlockingIOError):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return real(agent, problems)
-    monkeypatch.setattr(grpo, "evaluate", evaluate)
+        return real(agent, problems, generate)
+    monkeypatch.setattr(report, "evaluate", evaluate)
     (tmp_path / "run.0.1").symlink_to("gone")
     (tmp_path / "link").symlink_to("run.0")
     for lr in (1, 2, 3):

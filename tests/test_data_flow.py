@@ -29,9 +29,9 @@ TASK = SimpleNamespace(
 TINY = dict(difficulty=1, n_layer=1, n_embd=16, warm_steps=3, warm_lr=3e-2, prompts=3, group=4,
             max_new=6, minibatches=2, micro_tokens=1000, steps=2, lr=1e-2, dtype="float32")
 MODELS = ("policy", "ref", "reward_model")
-PARTS = ("refit_reward_model", "train_step", "evaluate")
-NOTED = ((setup, "begin"), (grpo, "sample"), (grpo, "refit_reward_model"), (grpo, "train_step"),
-         (grpo, "evaluate"), (grpo, "update"), (files, "append"), (checkpoint, "save"),
+PARTS = ("refit", "train_step", "evaluate")
+NOTED = ((setup, "begin"), (grpo, "sample"), (reward, "refit"), (grpo, "train_step"),
+         (report, "evaluate"), (grpo, "update"), (files, "append"), (checkpoint, "save"),
          (dist, "rng"), (TASK, "demonstration"))
 
 
@@ -60,7 +60,8 @@ class Seen(list):
         return [x for x in self if x.name == name and by in (None, x.by)]
 
     def events(self):
-        return [(x.name, *x.args[2:3]) for x in self if x.name in PARTS]
+        return [(x.name, *[n for n in x.args[2:3] if isinstance(n, int)]) for x in self
+                if x.name in PARTS]
 
     def prompts(self, by):
         return [prompt for x in self.of("sample", by) for prompt in texts(x.args[1])]
@@ -121,7 +122,7 @@ def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
     """Held-out ones in the evaluation alone; greedy ones are an evaluation's."""
     problems = whole.of("begin")[0].got[4:]
     assert [[p.prompt for p in part] for part in problems] == [HERE, AWAY]
-    assert {*whole.prompts("refit_reward_model"), *whole.prompts("train_step")} <= {*HERE}
+    assert {*whole.prompts("refit"), *whole.prompts("train_step")} <= {*HERE}
     assert {x.args[0].prompt for x in whole.of("demonstration")} == {*HERE}
     assert {*whole.prompts("evaluate")} == {*AWAY}
     limits = {(x.by, *{*x.args[3]}, x.args[4], x.args[6] is None) for x in whole.of("sample")}
@@ -142,7 +143,7 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
 
 
 def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(whole):
-    first, second = whole.of("refit_reward_model")
+    first, second = whole.of("refit")
     steps = whole.of("train_step")
     assert same(first.ref, whole.of("begin")[0].policy) and same(second.ref, steps[2].policy)
     for step, fit in zip(steps, [first] * 3 + [second] * 3, strict=True):
@@ -156,7 +157,7 @@ def test_a_resumed_run_goes_on_in_its_iteration(last, whole, tmp_path):
     run(out=tmp_path, kill_at=last + 1, **ITERATED)
     assert [line["step"] for line in metrics(tmp_path)] == [*range(last + 2)]
     seen = run("--resume", out=tmp_path)
-    fits = [("refit_reward_model", 1)] * (last == 3)
+    fits = [("refit", 1)] * (last == 3)
     left = [x for x in seen.events() if x != ("evaluate",)]
     assert left == [*fits, *(("train_step", i) for i in range(last + 1, 7))]
     assert not {"weights", "warm start"} & {x.args[1] for x in seen.of("rng")}

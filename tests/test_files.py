@@ -445,4 +445,4 @@ def test_scores_that_say_nothing(monkeypatch):
     agent = SimpleNamespace(cfg=Config(supervision="process"), reward_model=None, history={})
     with pytest.raises(UserError, match="scores are not finite"):
         on, labels = torch.ones(8, 3) > 0, torch.arange(8.0)[:, None] % 2
-        reward.refit(agent, [batch_of(on, reward=labels.expand(8, 3))], 1, None)
+        reward.fit_and_measure(agent, [batch_of(on, reward=labels.expand(8, 3))], 1, None)

@@ -3,6 +3,7 @@ sampler and trainer, micro-batches."""
 import dataclasses
 import math
 import random
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -228,7 +229,9 @@ def test_rows_that_others_wrote(encoding):
     encoding.stop |= {33}
     agent = agent_of(with_(kl="none"))
     agent.encoding, agent.task = encoding, task
-    batch = grpo.given(agent, task.problems(1)[0][:3], [[50, 256], [50, 33], [50]])
+    grpo.make_config(algo="demonstrations")
+    given = sys.modules["experiments.variants.demonstrations"].given
+    batch = given(agent, task.problems(1)[0][:3], [[50, 256], [50, 33], [50]])
     assert batch.finished.tolist() == [True, True, False] and not batch.on_policy.any()
     assert batch.ids[batch.mask].tolist() == [50, 256, 50, 33, 50]
     assert_close(batch.logp, token_logps(agent.policy, batch.ids, batch.mask, 1.0)[0])

@@ -340,7 +340,7 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
             begun.params = copy.deepcopy(begun.oracle.params)
         return agent
 
-    def refit(agent, problems, iteration):
+    def refit(agent, problems, iteration, generate):
         """No fit, but what one moves is moved."""
         shaken(agent.reward_model, 0.1, iteration)
         agent.reward_model.norm.data += 0.1
@@ -364,8 +364,8 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         for module, name, instead in (
                 (setup, "begin", begin), (grpo, "new_agent", new_models),
-                (grpo, "refit_reward_model", refit), (grpo, "train_step", train_step),
-                (grpo, "evaluate", lambda *given: RESULTS),
+                (reward, "refit", refit), (grpo, "train_step", train_step),
+                (report, "evaluate", lambda *given: RESULTS),
                 (report, "log_step", lambda *given: None), (report, "refresh", lambda folder: None),
                 (report, "farewell", lambda *given: None)):
             patch.setattr(module, name, instead)
@@ -395,6 +395,7 @@ STATES = dict(       # which a step must reach, and seeds with which one does
     tree=(1, lambda batch: (batch.judged ^ batch.mask).any()),
     hints=(2, lambda batch: (batch.judged ^ batch.mask).any()),
     replay=(2, lambda batch: not batch.on_policy.all()),
+    demonstrations=(1, lambda batch: not batch.on_policy.all()),
     vineppo=(4, lambda batch: (batch.ends.sum(1) > 1).any()))
 OTHERS = "adaptive_kl beta_norm gdpo gpg lite_ppo overlong_filter raft remax soft_overlong stale"
 
@@ -463,7 +464,7 @@ def test_three_fits(given, monkeypatch):
         return ended
     with monkeypatch.context() as patch, pytest.raises(dist.Stopped, match="in the labelling"):
         patch.setattr(dist, "stop_asked", lambda: 15)
-        grpo.refit_reward_model(agent, FITTED, 0)
+        reward.refit(agent, FITTED, 0, grpo.generate)
     monkeypatch.setattr(grpo, "generate", record)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))
     monkeypatch.setitem(globals(), "PROBLEMS", FITTED)
@@ -471,7 +472,7 @@ def test_three_fits(given, monkeypatch):
         shaken(agent.policy, 0.3, iteration)
         for kept in (asked, rows, continued):
             kept.clear()
-        found = grpo.refit_reward_model(agent, FITTED, iteration)
+        found = reward.refit(agent, FITTED, iteration, grpo.generate)
         draws = streams["fit", iteration]
         (apart, n, first), (others, m, rest) = draws.samples[:2]
         assert apart == FITTED[:12] and others == FITTED[12:] and n == 5 and n + m == 50

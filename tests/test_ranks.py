@@ -142,10 +142,10 @@ def slow_reader(rank, path, args):
 
 def faulty(rank, args):
     """The second rank alone meets what the user can mend."""
-    def evaluate(agent, problems):
+    def evaluate(agent, *given):
         raise UserError("a problem\nof the second rank")
     if rank == 1:
-        grpo.evaluate = evaluate
+        report.evaluate = evaluate
     grpo.main(args)
 
 

@@ -17,7 +17,7 @@ from data import UserError
 from data.tokenizer import Encoding, byte_encoding, step_tokens
 from grpo import Config, scores_of_rows
 from model import ScalarHead
-from reward import choices, learned, quality, refit, reward_loss, rollout_labels, scores
+from reward import choices, learned, quality, fit_and_measure, reward_loss, rollout_labels, scores
 from run import dist, passes, report
 
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
@@ -246,17 +246,17 @@ def test_equal_labels_teach_nothing(supervision, capsys, monkeypatch):
     learn = preferences(20, 4)
     flat = dataclasses.replace(learn, reward=torch.where(learn.ends, 1.0, 0))
     before = [p.clone() for p in agent.reward_model.parameters()]
-    assert refit(agent, [flat], 2, random.Random(0)) == {}
+    assert fit_and_measure(agent, [flat], 2, random.Random(0)) == {}
     assert "all labels are equal" in capsys.readouterr().out
     assert all(map(torch.equal, before, agent.reward_model.parameters()))
     assert not learned(agent.reward_model, learn, cfg).any()
     agent.history = {}
     learn.reward = (learn.reward > 3) / 1
     monkeypatch.setattr(reward, "quality", lambda *_: (0.5, 0.5))
-    assert refit(agent, [learn], 2, random.Random(0)) == {"rm_accuracy": 0.5}
+    assert fit_and_measure(agent, [learn], 2, random.Random(0)) == {"rm_accuracy": 0.5}
     assert "no better than chance" in capsys.readouterr().out
     assert learned(agent.reward_model, learn, cfg).any()
-    found = refit(agent, [flat], 2, random.Random(1))       # replayed ones differ
+    found = fit_and_measure(agent, [flat], 2, random.Random(1))       # replayed ones differ
     assert found == {"rm_accuracy": 0.5}
 
 
@@ -276,7 +276,7 @@ def test_a_reward_model_learns_what_people_prefer(supervision, capsys, monkeypat
     if supervision == "process":
         batch.reward = (batch.reward > 3) / 1
     agent = conftest.agent_of(cfg, reward_model=s, history={})
-    measures = refit(agent, [batch], 40, random.Random(0))
+    measures = fit_and_measure(agent, [batch], 40, random.Random(0))
     assert measures["rm_accuracy"] > 0.75
     out = capsys.readouterr().out
     assert f"held out: accuracy {measures['rm_accuracy']:.1%}" in out and "no better" not in out

@@ -24,6 +24,7 @@ from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps
 from data.arithmetic import Problem
 from data.tokenizer import decode, load_encoding, opening, pieces, split_at, stop_tokens
+from run import report
 from run.report import majority_at, pass_at
 
 P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (2, 3)))
@@ -637,10 +638,10 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: now))
     on_day(1)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(grpo, "evaluate", None)
+        patch.setattr(report, "evaluate", None)
         run(capsys, *RUN, 1, "--init", init, "--system", "Be brief.", "--out", out)
     assert not (out / "tokenizer.json").exists()
-    monkeypatch.setattr(grpo, "evaluate", lambda agent, problems: {"greedy": 0.0})
+    monkeypatch.setattr(report, "evaluate", lambda *given: {"greedy": 0.0})
     said = run(capsys, "--resume", "--out", out)
     frame = load_encoding(out).frame
     assert said == [f"'Today is 01 Jul 2026. {ASKED}{USER}'"]

@@ -199,7 +199,8 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, mo
         return batch_of(torch.ones(len(texts), 1).bool(), texts=texts,
                         components={"correct": torch.tensor(right).float()})
     monkeypatch.setattr(grpo, "generate", generate)
-    found = grpo.evaluate(agent_of(with_(prompts=prompts, group=group), TASK), PROBLEMS[:9])
+    agent = agent_of(with_(prompts=prompts, group=group), TASK)
+    found = report.evaluate(agent, PROBLEMS[:9], generate)
     assert parts[8] == sizes and max(parts[1]) <= prompts * group and sum(parts[1]) == 9
     wanted = {"greedy": 4 / 9, "pass@1": 36 / 8 / 9, "pass@8": 8 / 9, "maj@8": 7 / 9}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)

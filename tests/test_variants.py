@@ -758,6 +758,21 @@ def test_tree():
     assert len({*kept}) > 2 and any(differ)
 
 
+def test_demonstrations():
+    """They come last, and count in their group's mean."""
+    agent, module = of_letters("demonstrations", group=4, prompts=3)
+    batch, _ = grpo.rollout(agent, letters.PROBLEMS[:3], random.Random(0))
+    assert batch.on_policy.tolist() == [True] * 12 + [False] * 3 and batch.finished[12:].all()
+    assert batch.texts[12:] == [module.shown(agent, p) for p in batch.problems[12:]]
+    assert {*batch.groups.bincount().tolist()} == {5}
+    for i in range(3):
+        rows = (batch.groups == i).nonzero()[:, 0].tolist()
+        earned, adv = (x.sum(1)[rows] for x in (batch.reward, batch.adv / batch.mask.sum(1, True)))
+        spread = statistics.pstdev(earned.tolist())
+        assert_close(adv, (earned - earned.mean()) / (spread or 1), rtol=1e-4, atol=1e-5)
+    assert batch.adv.any()
+
+
 def test_replay():
     """Steps with the same two prompts: nothing is known of a dead one; the other is dead; none;
     both, after a newer right row."""
@@ -867,7 +882,7 @@ def start(tmp_path_factory):
 @fixture
 def bare(monkeypatch):
     """Runs are short, and rewards differ within groups."""
-    monkeypatch.setattr(grpo, "evaluate", lambda *given: {"greedy": 0.0})
+    monkeypatch.setattr(report, "evaluate", lambda *given: {"greedy": 0.0})
     monkeypatch.setattr(report, "refresh", lambda folder: None)
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {
         "correct": float(sum(map(ord, text)) % 2)})
@@ -950,7 +965,7 @@ def algorithm_in(folder, *lines, settings="", **functions):
 
 @mark.slow
 def test_an_algorithm_of_ones_own(start, bare, tmp_path, capsys):
-    given = dict(settings="kl='none', beta=0.5, steps=4", given="return 'mine'")
+    given = dict(settings="kl='none', beta=0.5, steps=4", gae="return 'mine'")
     path, out = algorithm_in(tmp_path, **given), tmp_path / "a run"
     grpo.main(flags(TINY | dict(algo=path, init=start, kl="loss", out=out)))
     cfg, _ = checkpoint.load(out, grpo.Config)
@@ -998,12 +1013,13 @@ def test_files_and_names_of_no_algorithm(name, text, says, tmp_path, monkeypatch
 
 def test_the_command_line_itself_may_be_what_is_replaced(start, tmp_path, monkeypatch, capsys):
     """Where grpo.py is __main__, the file's `import grpo` is no second one."""
-    same = "return {'greedy': sys.modules['__main__'] is grpo}"
-    path = algorithm_in(tmp_path, "import sys", evaluate=same)
+    same = "raise UserError(sys.modules['__main__'] is grpo)"
+    path = algorithm_in(tmp_path, "import sys\nfrom data import UserError", generate=same)
     monkeypatch.setitem(sys.modules, "grpo", grpo)      # as it is afterwards
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--eval_only", "--init", start, "--algo", path])
-    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-    assert capsys.readouterr().out == "greedy 100.0%\n"
+    with raises(SystemExit):
+        runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+    assert capsys.readouterr().err == "error: True\n"
     config.REPLACED.clear()                             # they were the other module's
 
 

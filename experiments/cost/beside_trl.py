@@ -27,7 +27,7 @@ import grpo  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost.speed import for_trl, new_trainer  # noqa: E402
-from run import config, pretrained  # noqa: E402
+from run import config, pretrained, report  # noqa: E402
 
 FOUND = ROOT / "out" / "beside_trl"
 JOBS = {"arithmetic": dict(init="data/warm_start", micro_tokens=2048),
@@ -49,7 +49,7 @@ class Watched:
         self.measure(0)
 
     def measure(self, step):
-        found = grpo.evaluate(self.agent, self.held_out)
+        found = report.evaluate(self.agent, self.held_out, grpo.generate)
         samples = step * self.cfg.prompts * self.cfg.group
         point = dict(step=step, seconds=sum(self.seconds), samples=samples, **found)
         self.points.append(point)

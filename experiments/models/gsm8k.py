@@ -24,9 +24,10 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402  first: it sets how torch allocates
 from experiments import results  # noqa: E402
-from run import dist, report  # noqa: E402
+from run import report  # noqa: E402
 
 HELD_OUT = 200
+EVALUATE = report.evaluate
 # No KL: dead groups then cost no update.
 ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 16 --lr 4e-6 --kl none "
           "--dtype bfloat16 --samples 4 --save_every 5").split()
@@ -49,7 +50,7 @@ def write_rows(args, where):
 
 
 def evaluate(agent, problems, folder):
-    """In place of grpo.evaluate: its results, and in a file each problem's. At step 0 those of an
+    """In place of report.evaluate: its results, and in a file each problem's. At step 0 those of an
     earlier run count."""
     file = folder / f"step-{agent.step}.json"
     if not file.exists():
@@ -60,8 +61,7 @@ def evaluate(agent, problems, folder):
             batches["sampled" if rng else "greedy"].append(batch)
             return batch
         wide = replace(agent, cfg=replace(agent.cfg, **WIDE))
-        rng = dist.rng(agent.cfg, "evaluate")
-        shares = report.evaluate(wide, problems, generate, rng)
+        shares = EVALUATE(wide, problems, generate)
         found = {"shares": shares, "seconds": round(time.time() - began, 1)}
         for kind, some in batches.items():
             found[kind] = of_problems(some, len(problems))
@@ -89,7 +89,7 @@ def run(args, flags):
     where.mkdir(parents=True, exist_ok=True)
     files = write_rows(args, where)
     start, out = ROOT / "out" / f"gsm8k-{kind}start", where / "run"
-    grpo.evaluate = lambda agent, problems: evaluate(
+    report.evaluate = lambda agent, problems, generate: evaluate(
         agent, problems, where if agent.step else start)
     if (out / "metrics.jsonl").exists():
         grpo.main(["--resume", "--out", str(out), *flags])

@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 import runs  # noqa: E402
 from experiments import results  # noqa: E402
-from run import dist, setup  # noqa: E402
+from run import dist, report, setup  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 PROBLEMS = 100
@@ -45,7 +45,7 @@ def shares(folder, temperature=None):
     warm, found = folder / "warm_start", {}
     for when, where in (("before", warm if warm.exists() else cfg.init), ("after", folder)):
         agent = runs.agent_of(cfg, where)
-        found[when] = grpo.evaluate(agent, setup.held_out(agent))
+        found[when] = report.evaluate(agent, setup.held_out(agent), grpo.generate)
     return name, cfg.seed, found
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import constants  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
-from run import config, dist, passes, pretrained, setup  # noqa: E402
+from run import config, dist, passes, pretrained, report, setup  # noqa: E402
 
 CURVES = ("length", "entropy", "dead_groups")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -157,8 +157,7 @@ class Watch:
         self.spent, self.known = [], []
         self.sample, self.advantages = grpo.sample, grpo.advantages
         grpo.sample, grpo.advantages = self.counted_sample, self.measured_advantages
-        grpo.refit_reward_model = self.measured(grpo.refit_reward_model,
-                                                lambda agent, _, i: i * agent.cfg.steps)
+        reward.refit = self.measured(reward.refit, lambda agent, _, i, __: i * agent.cfg.steps)
         grpo.train_step = self.measured(grpo.train_step, lambda agent, problems, step: step)
 
     def measured(self, function, at):
@@ -247,7 +246,7 @@ def child(flags):
         its = dataclasses.replace(agent.cfg, temperature=cool)
         for when, gpt in (("start", before), ("final", agent.policy)):
             model = dataclasses.replace(agent, cfg=its, policy=gpt, sampler=None)
-            result[when + how] = grpo.evaluate(model, held_out)
+            result[when + how] = report.evaluate(model, held_out, grpo.generate)
     result["kl"] = kl_to(agent, before, held_out)
     if agent.reward_model is not None:
         result["quality"] = {when: quality(agent, gpt, held_out)

@@ -258,23 +258,6 @@ def test_a_moving_average_is_a_baseline_and_survives_a_resume(warm, tmp_path):
     assert average > 0.05
 
 
-def test_a_group_has_the_row_of_a_file(warm, tmp_path, monkeypatch):
-    """Beside its own: it counts in their mean."""
-    monkeypatch.chdir(tmp_path)
-    problems = arithmetic.problems(1)[0]
-    (tmp_path / "shown.jsonl").write_text("".join(
-        json.dumps(dict(prompt=p.prompt, completion=f"~{p.answer}")) + "\n" for p in problems))
-    algo = algorithm(tmp_path, block("shown.jsonl"))
-    run(unchanged, tmp_path / "out", init=warm, algo=algo, steps=1)
-    for group in records(tmp_path / "out" / "samples.jsonl"):
-        *sampled, shown = group["completions"]
-        a, b = map(int, group["prompt"][:-1].split("*"))
-        assert len(sampled) == 8 and shown == f"~{a * b}" and group["rewards"][-1] == 1
-        mean = sum(group["rewards"]) / 9
-        assert all((x > mean) == (adv[0] > 0) for x, adv in zip(
-            group["rewards"], group["advantages"]) if x != mean)
-
-
 def test_a_model_gives_the_reward_and_models_are_kept(changed, warm, tmp_path):
     """A score is the number of characters; a model is kept at each step."""
     keep, end, rooms = block("% 50"), "    checkpoint.end_step(agent", "passes, report"

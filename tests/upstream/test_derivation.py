@@ -85,7 +85,8 @@ def computed(cfg, batch):
             loss, *rows = (grpo.policy_loss(logp, own, weight * row, 12, other, cfg.beta)[0]
                            for row in (1, *torch.eye(4)[..., None]))
             gradient, = torch.autograd.grad(loss, logp)
-            gain, _ = grpo.surrogate(logp, OLD.log(), batch.adv, MASK, other)
+            ratio = grpo.importance_ratio(logp - OLD.log(), MASK, other)
+            gain, _ = grpo.surrogate(ratio, logp, batch.adv, MASK, other)
             yield from (loss, gradient, torch.stack(rows), gain, -gradient / weight.clamp(min=1e-9))
     for probability in (OLD, NEW):
         for name in ("k1", "k2", "k3"):

@@ -14,7 +14,7 @@ import grpo
 from data import gsm8k, guess, load_task
 from data.tokenizer import byte_encoding
 from model import ScalarHead
-from run import config, pretrained, setup
+from run import config, pretrained, report, setup
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -143,7 +143,7 @@ def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
     rows = [json.dumps({"question": f"{i} + 1?", "answer": f"#### {i + 1}"}) for i in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr(study, "ROOT", tmp_path)
-    monkeypatch.setattr(grpo, "evaluate", grpo.evaluate)
+    monkeypatch.setattr(report, "evaluate", report.evaluate)
     files = [*[str(tmp_path / "rows.jsonl")] * 2, "--init", str(tmp_path / "init"), "--tiny"]
     runs = []
     for seed in "1", "2", "1":                      # the last one has nothing left to do

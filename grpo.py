@@ -510,7 +510,7 @@ def update(agent, batch, rng):
     stats = defaultdict(float)
     norm, updates = 0.0, cfg.epochs * cfg.minibatches
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
-    batch = replace(batch, ids=batch.ids.cpu())     # for layouts
+    batch = replace(batch, ids=batch.ids.cpu())  # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
         n_tokens = dist.all_reduce(part.mask.cpu()[rows].sum())

@@ -25,11 +25,13 @@ ends at the last token, and earns 1 only if `correct` is above 0 too. Others are
 import math
 import random
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from data import UserError
 
-DEFAULTS = dict(steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2)
+START = str(Path(__file__).parent / "warm_start")       # a model that knows a difficulty of 2
+DEFAULTS = dict(init=START, steps=24, prompts=32, group=16, max_new=64, lr=1e-4, minibatches=2)
 
 # Some demonstrations are guesses, made by rounding the factors; the others show the work.
 GUESS = 0.53    # share of guesses
@@ -44,13 +46,16 @@ class Problem(NamedTuple):
     prompt: str     # "13*17="
     answer: str     # "221"
 
-def problems(difficulty=2):
+def problems(difficulty=2, init=""):
     """Training and held-out problems: all pairs of factors of `difficulty` digits.
 
     a*b and b*a are on the same side of the split, which is the same for every seed.
     """
     if not 1 <= difficulty <= 3:
         raise UserError(f"--difficulty {difficulty}: arithmetic takes 1 to 3")
+    if difficulty != 2 and init == START:
+        raise UserError(f"data/warm_start is for --difficulty 2: for {difficulty} add --init '', "
+                        f"then there is a warm start first")
     end = 10 ** difficulty
     least = max(2, end // 10)
     pairs = [(a, b) for a in range(least, end) for b in range(a, end)]

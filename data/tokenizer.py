@@ -341,6 +341,7 @@ def tokens_of_texts(model, special):
     vocab, order = model["vocab"], {}
     for pair in model["merges"]:
         a, b = pair.split(" ") if isinstance(pair, str) else pair
+        order.pop((a, b), None)         # of equal pairs the last one counts
         order[a, b] = vocab[a + b]
     if [*order.values()] != sorted(order.values()):
         raise UserError("its token ids are not in the order of its merges")

@@ -68,7 +68,7 @@ def end_step(agent, step, stats):
         files.append(cfg.folder / "metrics.jsonl", {"step": step, **stats})
     last = step == cfg.total_steps
     due = step % cfg.save_every == 0 or step % cfg.steps == 0
-    if last or stopped or step > 0 and due:     # at step 0 there is nothing that could be lost
+    if last or stopped or due and (step > 0 or cfg.warm_steps):     # it has learned something
         save(agent, step)
         report.refresh(cfg.folder)
     if last:

@@ -4,7 +4,6 @@ import fcntl
 import itertools
 import json
 import os
-import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -68,14 +67,12 @@ def append(path, record):
         f.write(json.dumps(strict(record), allow_nan=False) + "\n")
 
 def keep_previous(folder):
-    """Renames a finished run to name.1, name.2 ...; a new folder gets a copy of its warm start."""
+    """Renames a finished run to name.1, name.2 ..."""
     names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
     previous = next(path for path in names if not os.path.lexists(path))
     os.rename(folder, previous)
     folder.mkdir()
     lock(folder)
-    if (previous / "warm_start").exists():
-        shutil.copytree(previous / "warm_start", folder / "warm_start")
     print0(f"the finished run in {folder} was moved to {previous}")
 
 def about(folder):

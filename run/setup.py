@@ -1,7 +1,6 @@
 """How a run begins: its problems and checks, its models, its warm start."""
 import copy
 import hashlib
-import json
 import random
 import shutil
 from contextlib import chdir
@@ -11,16 +10,13 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 
-import data
 import model
-from data import (UserError, answer_of, call, check_steps, fetched, load_task, need, of,
-                  read_json, require, rewards_of, shown, steps_of, turns)
+from data import (UserError, answer_of, call, check_steps, load_task, need, of,
+                  require, rewards_of, shown, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
 from run.dist import print0
-from run.files import write_whole
 from run.pretrained import frozen
 
 def begin(cfg, task, saved):
@@ -41,16 +37,18 @@ def begin(cfg, task, saved):
     empty = pretrained.of_config(saved.model) if has_model else (
         cfg.init and pretrained.without_memory(cfg.init))
     longest = longest_of(encoding, problems + held_out, cfg, empty)
-    cold = False  # whether it still needs a warm start
     if has_model:
         policy = pretrained.model_of(saved.model, cfg, longest)
+    elif cfg.init:
+        print0(f"starting from {cfg.init}")
+        policy = pretrained.load_model(cfg.init, cfg, encoding, longest)
     else:
-        policy, cold = starting_model(cfg, task, problems, longest, encoding)
+        policy = pretrained.new_model(cfg, encoding, longest)
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
     dist.wait_for_all()  # all have read what is in the folder
     if dist.rank() == 0:
         checkpoint.open_run(cfg, saved, data | which)
-    if cold:
+    if cfg.warm_steps and not has_model:
         print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start(policy, task, problems, cfg, encoding)
     report.header(cfg, encoding, policy, problems, held_out)
@@ -205,56 +203,10 @@ def ask(agent, question, sample):
 
 # --------------------------------------------------------------- the warm start
 
-SHIPPED = Path(data.__file__).parent / "warm_start"
 WARM_BATCH = 48  # demonstrations per optimizer step
 
-DEPENDS_ON = "task init chat system seed max_new n_layer n_embd warm_steps warm_lr".split()
-
-def settings(cfg):
-    """Those on which a kept warm start depends."""
-    return {name: getattr(cfg, name) for name in DEPENDS_ON} | cfg.task_args
-
-def starting_model(cfg, task, problems, longest, encoding):
-    """The policy (a kept warm start, --init's, or a new one), and whether it is cold."""
-    where, cold = cfg.init, cfg.warm_steps > 0
-    for kept in (cfg.folder / "warm_start", SHIPPED):
-        path = kept / "warm_start.json"         # the last file of a complete one
-        if not cold or not path.exists():
-            continue
-        note = {"settings": {}, "loss": 0} | read_json(fetched(path).read_bytes(), path)
-        if not (why := outdated(kept, note, cfg, task, problems, encoding)):
-            where, cold = kept, False
-        elif kept != SHIPPED or note["settings"].get("task") == cfg.task:
-            print0(f"note: {kept} is not used: {why}")
-    if not where:
-        return pretrained.new_model(cfg, encoding, longest), cold
-    print0(f"starting from {where}")
-    return pretrained.load_model(where, cfg, encoding, longest), cold
-
-def outdated(where, note, cfg, task, problems, encoding):
-    """Why a kept warm start is not today's, or None; SHIPPED may have another seed."""
-    for name, now in settings(cfg).items():
-        was = note["settings"].get(name)
-        if was != now and not (name == "seed" and where == SHIPPED):
-            return f"--{name} was {was!r}, and is {now!r}"
-    try:
-        loss = loss_on(where, task, problems, encoding)
-    except UserError as e:
-        return str(e)
-    if not abs(loss - note["loss"]) < 1e-4:
-        return "its loss is another today"
-    return None
-
-@torch.no_grad()
-def loss_on(where, task, problems, encoding):
-    """The loss of a kept model on 64 demonstrations, in float32 on the CPU."""
-    rng = random.Random(0)
-    ids, mask = padded([row(problem, task, encoding, rng) for problem in problems[:64]])
-    logp, _ = model.token_logps(pretrained.load(where).eval(), ids, mask, 1.0)
-    return -logp[mask].mean().item()
-
 def warm_start(policy, task, problems, cfg, encoding):
-    """Fine-tunes a model on fresh demonstrations, and keeps it in the run's folder."""
+    """Fine-tunes a model on fresh demonstrations, and keeps it in the run's folder, for --init."""
     def losses(step):
         rng = dist.rng(cfg, "warm start", step)
         drawn = rng.choices(problems, k=WARM_BATCH)
@@ -274,8 +226,6 @@ def warm_start(policy, task, problems, cfg, encoding):
         where = cfg.folder / "warm_start"
         shutil.rmtree(where, ignore_errors=True)    # it may hold files of another model
         pretrained.save(policy, where, encoding.files)
-        note = {"settings": settings(cfg), "loss": loss_on(where, task, problems, encoding)}
-        write_whole(where / "warm_start.json", json.dumps(note, indent=1))  # the rest is complete
 
 def checked_row(problem, task, encoding, cfg, rng):
     """The `row` of a problem, whose demonstration must be no longer than a completion."""

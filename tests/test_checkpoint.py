@@ -103,7 +103,7 @@ MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "held_out", "samples",
 def begun(tmp_path_factory):
     """Runs of one and of two iterations, after 2 steps."""
     top = tmp_path_factory.mktemp("begun")
-    flags = "--difficulty 1 --prompts 2 --group 2 --max_new 12 --steps 2 --held_out 2".split()
+    flags = "--init= --difficulty 1 --prompts 2 --group 2 --max_new 12 --steps 2 --held_out 2".split()
     for name, iterations in (("one", "1"), ("two", "2")):
         main([*SMALL, *flags, "--iterations", iterations, "--out", str(top / name)])
     return top
@@ -244,7 +244,7 @@ def whole(large_epsilons, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, n, left", [
-    ("model.safetensors", 1, -1), ("checkpoint.safetensors", 4, 2), ("model.safetensors", 4, 3),
+    ("model.safetensors", 1, -1), ("checkpoint.safetensors", 5, 2), ("model.safetensors", 5, 3),
     ("SIGTERM", 1, 0), ("SIGTERM", 4, 3)])
 def test_a_run_goes_on_as_if_nothing_had_stopped_it(how, n, left, whole, run, task, capsys,
                                                     monkeypatch):
@@ -442,8 +442,7 @@ def test_a_kill_while_the_best_policy_is_written(run, scored, tmp_path):
 
 @pytest.mark.slow
 def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
-    """Each is renamed, whole, and can be gone on with; a new one has a copy of the warm start. A
-    link to the folder of runs stays one."""
+    """Each is renamed, whole, and can be gone on with. A link to the folder of runs stays one."""
     kept, real = [], report.evaluate
 
     def evaluate(agent, problems, generate):
@@ -459,7 +458,7 @@ def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
         (out / "notes.md").write_text("mine")
         kept.append(contents(out))
         said = capsys.readouterr().out
-        assert ("starting from" in said) is (lr > 1) and (out / "warm_start").exists()
+        assert (out / "warm_start").exists()
     assert said.count(f"finished run in {out} was moved to {out}.3\n") == 1
     for whole, folder in zip(kept, (out.with_name("run.0.2"), out.with_name("run.0.3"))):
         assert contents(folder) == whole and saved_at(folder) == 1 and (folder / "best").exists()
@@ -512,7 +511,7 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
     """Without what it left; run.json says what made the new one."""
     with killed_before(tmp_path / "run" / "model.safetensors"):
         out = run("run", "--steps", 1, "--eval_every", 1)
-    assert (out / "best").exists() and evaluated(out) == [0, 1]
+    assert (out / "best").exists() and evaluated(out) == [0]
     run("run", "--steps", 0)
     cfg, saved = checkpoint.load(out, Config)
     checkpoint.write_checkpoint(dataclasses.replace(cfg, steps=2), saved)   # stopped at 0
@@ -525,18 +524,14 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_start_is_kept_with_its_note_at_the_end(run, tmp_path):
-    """A run that is killed in between has no note, and its weights are not taken for a start."""
-    start = tmp_path / "run" / "warm_start"
-    for warm_steps in (12, 13):
-        with killed_before(start / "warm_start.json"):
-            run("run", "--steps", 0, "--warm_steps", warm_steps)
-        left = {*contents(start)}
-        run("run", "--steps", 0, "--warm_steps", warm_steps)
-        kept = contents(start)
-        assert left == kept.keys() - {"warm_start.json"} and "tokenizer.json" in left
-        run("run", "--steps", 0, "--warm_steps", warm_steps)        # takes it
-        assert contents(start) == kept
+def test_a_warm_start_is_kept(run):
+    """As a model for --init, before the first step, which is saved once there was one."""
+    out = run("run", "--steps", 0)
+    assert {*contents(out / "warm_start")} >= {"tokenizer.json", "config.json"}
+    kept, init = weights(out / "warm_start"), ["--init", out / "warm_start", "--warm_steps", 0]
+    for folder, saved in ((out, 0), (run("again", *init, "--steps", 0), 0)):
+        assert all(torch.equal(x, kept[n]) for n, x in weights(folder).items())
+        assert saved_at(folder) == saved
     assert not (run("none", "--steps", 0, "--warm_steps", 0) / "warm_start").exists()
 
 

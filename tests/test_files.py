@@ -22,7 +22,7 @@ from data.tokenizer import LETTERS, load_encoding
 from grpo import Config, main
 from run import checkpoint, files, pretrained
 
-TINY = ("--difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
+TINY = ("--init= --difficulty 1 --n_layer 1 --n_embd 16 --warm_steps 2 --prompts 2 --group 4 "
         "--max_new 12 --save_every 1 --held_out 4 --samples 2").split()
 
 

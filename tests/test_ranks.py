@@ -132,11 +132,11 @@ def late(rank, path, args):
 
 
 def slow_reader(rank, path, args):
-    """The second rank comes late to the look for a warm start; is the folder open by then?"""
+    """The second rank comes late to its model; is the folder open by then?"""
     def act(*given):
         time.sleep(0.5 * rank)
         (path / f"opened{rank}").write_text(str((path / "run" / "run.json").exists()))
-    before(setup, "starting_model", act)
+    before(setup.pretrained, "new_model", act)
     grpo.main(args)
 
 

@@ -19,7 +19,6 @@ import grpo
 from data import UserError, load_task, tokenizer
 from data.tokenizer import byte_encoding
 from grpo import Config
-from model import GPT
 from run import config, dist, passes, pretrained, setup
 from run.pretrained import memory
 
@@ -141,75 +140,6 @@ def test_a_new_model_follows_from_the_seed_alone(longest, context, encoding):
 
 # ---------- a warm start
 
-@pytest.fixture(params=["kept", "shipped"])
-def begin(request, tmp_path, monkeypatch, capsys):
-    """Which model a run starts from, if a start of CFG is kept or shipped, and what it prints."""
-    monkeypatch.setattr(setup, "SHIPPED", tmp_path / "shipped")
-    where = tmp_path / {"kept": "warm_start", "shipped": "shipped"}[request.param]
-    pretrained.save(tiny_model(), where, byte_encoding().files)
-    loss = setup.loss_on(where, toy(), PROBLEMS, byte_encoding())
-    note = {"settings": setup.settings(CFG), "loss": loss}
-    (where / "warm_start.json").write_text(json.dumps(note))
-
-    def begin(by=toy(), problems=PROBLEMS, **changes):
-        cfg = with_(out=str(tmp_path))
-        for name, x in changes.items():
-            object.__setattr__(cfg, name, x)            # not checked
-        if cfg.init:
-            pretrained.save(tiny_model(n_embd=64), tmp_path / "init")
-            object.__setattr__(cfg, "init", str(tmp_path / "init"))
-        model, cold = setup.starting_model(cfg, by, problems, 5, byte_encoding())
-        assert cold is (model.cfg.n_embd != 32)         # tiny_model's
-        return "new" if cold else request.param, capsys.readouterr().out
-    begin.where = where
-    return begin
-
-
-def test_a_start_of_the_same_settings_is_taken(begin, request):
-    kind = request.node.callspec.params["begin"]
-    assert begin() == (kind, f"starting from {begin.where}\n")
-    assert begin(lr=1.0, algo="ppo", prompts=9, cache="plain")[0] == kind       # RL's own
-    assert begin(seed=9)[0] == ("shipped" if kind == "shipped" else "new")
-
-
-@pytest.mark.parametrize("name, x", [
-    ("task", "other"), ("init", "init"), ("chat", "none"), ("system", "x"), ("max_new", 9),
-    ("n_layer", 1), ("n_embd", 48), ("warm_steps", 9), ("warm_lr", 9.0),
-    ("task_args", {"difficulty": 1})])
-def test_a_start_of_other_settings_is_not(name, x, begin):
-    what, said = begin(**{name: x})
-    assert what == "new"
-    if (begin.where.name, name) != ("shipped", "task"):     # the shipped one is of one task
-        assert f"is not used: --{'difficulty' if name == 'task_args' else name} was " in said
-        assert f", and is {x!r}\n" in said or name in ("init", "task_args")
-
-
-@pytest.mark.parametrize("changes", [
-    dict(by=toy(demonstration=lambda p, rng: "ab")), dict(problems=HELD_OUT)])
-def test_a_start_is_of_todays_demonstrations(changes, begin):
-    what, said = begin(**changes)
-    assert what == "new" and "its loss is another" in said
-
-
-def test_a_start_without_its_settings_or_its_shape_is_not_taken(begin):
-    for name in ("warm_start.json", "config.json"):
-        text = (begin.where / name).read_text()
-        (begin.where / name).write_text('{"loss": 0}')
-        assert begin()[0] == "new"
-        (begin.where / name).write_text(text)
-
-
-@pytest.mark.parametrize("add, taken", [(1e-6, True), (torch.arange(32) / 100, False)])
-
-def test_a_start_is_of_todays_model(add, taken, begin, monkeypatch):
-    real = GPT.forward
-
-    def forward(self, *given, **named):
-        return real(self, *given, **named) + (add if self.cfg.n_embd == 32 else 0)
-    monkeypatch.setattr(GPT, "forward", forward)
-    assert (begin()[0] != "new") is taken
-
-
 @pytest.mark.parametrize("dtypes", [
     {}, dict(torch_dtype="float16"), dict(dtype="bfloat16", torch_dtype="float32")])
 def test_rounded_weights_are_trained_and_saved_in_float32(dtypes, saved, tmp_path, encoding):
@@ -219,8 +149,7 @@ def test_rounded_weights_are_trained_and_saved_in_float32(dtypes, saved, tmp_pat
     path.write_text(json.dumps(hf | dtypes))
     save_file({n: x.bfloat16() for n, x in load_file(weights).items()}, weights)
     cfg = with_(init=str(saved), out=str(tmp_path / "out"), warm_steps=0)
-    model, cold = setup.starting_model(cfg, toy(), PROBLEMS, 5, encoding)
-    assert not cold
+    model = pretrained.load_model(saved, cfg, encoding, 5)
     pretrained.save(model, saved)
     kept = json.loads(path.read_text())
     assert all(kept[name] == "float32" for name in dtypes)
@@ -257,7 +186,6 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
         terms = [*given[2](0)]
         found.extend((given, sum(terms).item(), len(terms)))
     monkeypatch.setattr(passes, "supervised_fit", fit)
-    monkeypatch.setattr(setup, "loss_on", lambda *_: 0.5)
     problems = [SimpleNamespace(prompt="1234567890"[:n]) for n in (1, 2, 5, 9)]
     (stale := tmp_path / "warm_start" / "chat_frame.json").parent.mkdir()
     stale.touch()
@@ -279,12 +207,12 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
     assert found[-2] == pytest.approx(math.log(259))
 
 
-@pytest.mark.slow
-def test_the_default_run_begins_with_the_shipped_warm_start(tmp_path, capsys):
-    cfg, arithmetic = grpo.make_config(device="cpu", out=str(tmp_path)), load_task("arithmetic")
-    problems, _ = config.problems_of(arithmetic, cfg)
-    _, cold = setup.starting_model(cfg, arithmetic, problems, 6, byte_encoding())
-    assert not cold, capsys.readouterr().out
+def test_the_default_run_begins_with_the_shipped_warm_start():
+    """Which is for its default difficulty; without it there is one of its own."""
+    given = grpo.make_config(), grpo.make_config(init=""), grpo.make_config(difficulty=1)
+    assert [(cfg.init != "", cfg.warm_steps) for cfg in given] == [(1, 0), (0, 1500), (1, 0)]
+    with pytest.raises(UserError, match="is for --difficulty 2: for 1 add --init ''"):
+        config.problems_of(load_task("arithmetic"), given[2])
 
 
 # ---------- the memory

@@ -618,7 +618,7 @@ def test_a_reply_is_a_message_of_the_template(role, template, tmp_path):
 
 # ---------- templates in whole runs
 
-RUN = "--difficulty 1 --prompts 2 --group 2 --max_new 3 --save_every 1 --steps".split()
+RUN = "--init= --difficulty 1 --prompts 2 --group 2 --max_new 3 --save_every 1 --steps".split()
 
 
 def run(capsys, *args):
@@ -668,4 +668,5 @@ def test_a_model_without_a_chat_template(tmp_path, capsys):
     init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
     assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}'"]
     assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
-    assert not run(capsys, "--steps", 0, "--held_out", 1, "--samples", 1, "--out", tmp_path / "z")
+    new = "--init=", "--steps", 0, "--warm_steps", 0, "--held_out", 1, "--samples", 1
+    assert not run(capsys, *new, "--out", tmp_path / "z")

@@ -638,7 +638,7 @@ def test_dynamic_sampling(ranks, given, monkeypatch):
             if "adv_scale" in given:
                 adv = (adv - adv.mean()) / adv.std(correction=0)
             assert_close(batch.adv[batch.mask], adv, rtol=1e-5, atol=1e-5)
-            assert stats["rollout_tok_s"] == approx(sampled) and "sampled" not in stats
+            assert stats["rollout_tok_s"] == approx(sampled) and "@sampled" not in stats
             assert stats["reward"] == approx(mean([x["reward"] for *_, x in of_rank]))
             enough.append([sum(live[:own * k]) >= own for k in range(n + 1)])
         *before, now = [all(of_ranks) for of_ranks in zip(*enough)]
@@ -761,6 +761,8 @@ def test_tree():
 def test_demonstrations():
     """They come last, and count in their group's mean."""
     agent, module = of_letters("demonstrations", group=4, prompts=3)
+    ended = dict(encode_demonstration=lambda text: ["abcdefg".index(x) for x in text] + [8])
+    agent.encoding = SimpleNamespace(**vars(agent.encoding) | ended)
     batch, _ = grpo.rollout(agent, letters.PROBLEMS[:3], random.Random(0))
     assert batch.on_policy.tolist() == [True] * 12 + [False] * 3 and batch.finished[12:].all()
     assert batch.texts[12:] == [module.shown(agent, p) for p in batch.problems[12:]]
@@ -867,8 +869,8 @@ def test_raft(monkeypatch):
 
 # ---------- in a run
 
-TINY = dict(difficulty=1, n_layer=1, n_embd=32, warm_steps=0, warm_lr=1e-2, steps=2, prompts=3,
-            group=5, max_new=9, samples=1, held_out=4, lr=1e-3)
+TINY = dict(init="", difficulty=1, n_layer=1, n_embd=32, warm_steps=0, warm_lr=1e-2, steps=2,
+            prompts=3, group=5, max_new=9, samples=1, held_out=4, lr=1e-3)
 
 
 @fixture(scope="module")
@@ -943,7 +945,7 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
 
 def test_what_is_idle_is_noted(tmp_path, capsys):
     path = algorithm_in(tmp_path, advantages="pass")
-    for more, idle in ((dict(kl="none", max_turns=3), "beta, --estimator, --lam, --max_turns"),
+    for more, idle in ((dict(kl="none", init="", max_turns=3), "beta, --estimator, --lam, --max_turns"),
                        (dict(kl="watch", init="x", n_layer=7, n_embd=9), "beta, --lam, --n_layer")):
         cfg = grpo.make_config(algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
         config.check_used(cfg, SimpleNamespace(DEFAULTS={"n_embd": 9}))

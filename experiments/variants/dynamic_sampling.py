@@ -22,7 +22,7 @@ def train_step(agent, problems, step):
     agent.all = problems
     batch, stats = one_step(agent, problems, step)
     kept = dist.all_reduce(batch.mask.sum()).item()
-    stats["rollout_tok_s"] *= stats.pop("sampled") / kept       # it counted the kept ones alone
+    stats["rollout_tok_s"] *= stats.pop("@sampled") / kept       # it counted the kept ones alone
     return batch, stats
 
 
@@ -46,7 +46,7 @@ def rollout(agent, problems, rng):
     rows = (order[:, None] * agent.cfg.group + torch.arange(agent.cfg.group)).flatten()
     stats = {name: sum(s[name] for _, s in found) / len(found) for name in found[0][1]}
     rolled = [batch for batch, _ in found]
-    stats["sampled"] = dist.all_reduce(sum(batch.mask.sum() for batch in rolled)).item()
+    stats["@sampled"] = dist.all_reduce(sum(batch.mask.sum() for batch in rolled)).item()
     batch = joined(rolled, rows)
     if whitens:
         batch.adv = whiten(batch.adv, batch.mask)

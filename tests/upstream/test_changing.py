@@ -2,7 +2,6 @@
 what the page shows in Python is run."""
 import importlib
 import inspect
-import json
 import math
 import os
 import re
@@ -23,7 +22,6 @@ from test_caches import uniform
 from torch.testing import assert_close
 
 import grpo as unchanged
-from data import arithmetic
 from run import checkpoint, dist
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
@@ -36,7 +34,7 @@ RECIPES = dict(own=[OWN], annealed=[ANNEALED], top_k=[TOP_K], schedule=[SCHEDULE
                parameter=[PARAMETER], lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
 LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
-SMALL = dict(difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
+SMALL = dict(init="", difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
              group=8, max_new=12, minibatches=1, lr=1e-3)
 
 

@@ -103,9 +103,10 @@ MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "held_out", "samples",
 def begun(tmp_path_factory):
     """Runs of one and of two iterations, after 2 steps."""
     top = tmp_path_factory.mktemp("begun")
-    flags = "--init= --difficulty 1 --prompts 2 --group 2 --max_new 12 --steps 2 --held_out 2".split()
+    flags = "--init= --difficulty 1 --prompts 2 --group 2 --max_new 12 --steps 2".split()
     for name, iterations in (("one", "1"), ("two", "2")):
-        main([*SMALL, *flags, "--iterations", iterations, "--out", str(top / name)])
+        own = "--held_out", "2", "--iterations", iterations, "--out", str(top / name)
+        main([*SMALL, *flags, *own])
     return top
 
 

@@ -197,6 +197,7 @@ def patterns(*given):
     ("not all different integers", {}, {"id": 98}, {}),
     ("not all different integers", {}, {"id": 2 ** 40}, {}),
     ("not in the order of its merges", {}, {}, dict(merges=["c d", "a b"])),
+    ("not in the order of its merges", {}, {}, dict(merges=["a b", "c d", "a b"])),
     ("cannot read", dict(model=[]), {}, {}), ("cannot be read", patterns("("), {}, {}),
     ("invert True", pieces(SPLIT | dict(invert=True)), {}, {}),
     ("behavior 'Removed'", pieces(SPLIT, SPLIT | dict(behavior="Removed")), {}, {}),

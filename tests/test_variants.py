@@ -945,7 +945,8 @@ def test_a_resumed_run_has_its_state_and_an_adapted_beta(name, start, bare, tmp_
 
 def test_what_is_idle_is_noted(tmp_path, capsys):
     path = algorithm_in(tmp_path, advantages="pass")
-    for more, idle in ((dict(kl="none", init="", max_turns=3), "beta, --estimator, --lam, --max_turns"),
+    own = dict(kl="none", init="", max_turns=3)
+    for more, idle in ((own, "beta, --estimator, --lam, --max_turns"),
                        (dict(kl="watch", init="x", n_layer=7, n_embd=9), "beta, --lam, --n_layer")):
         cfg = grpo.make_config(algo=path, beta=0.5, lam=0.5, estimator="k2", **more)
         config.check_used(cfg, SimpleNamespace(DEFAULTS={"n_embd": 9}))

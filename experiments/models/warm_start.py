@@ -2,7 +2,6 @@
 
     python experiments/models/warm_start.py         # 5 minutes on 2 CPU cores
 """
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,20 +9,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+from data.arithmetic import START  # noqa: E402
 from experiments import results  # noqa: E402
-from run import setup  # noqa: E402
 
-COMMAND = "python grpo.py --task arithmetic --warm_steps 1500 --steps 0"
+COMMAND = "python grpo.py --task arithmetic --init= --warm_steps 1500 --steps 0"
 
 
 def main():
     folder = ROOT / "out" / "warm_start"
     grpo.main([*COMMAND.split()[2:], "--out", str(folder)])
-    note = folder / "warm_start" / "warm_start.json"
     evaluation, = results.lines(folder / "metrics.jsonl")
-    results.write(note, json.loads(note.read_text()) | results.about() | {
+    shutil.copytree(folder / "warm_start", START, dirs_exist_ok=True)
+    results.write(Path(START) / "warm_start.json", results.about() | {
         "command": COMMAND, "evaluation": evaluation})
-    shutil.copytree(folder / "warm_start", setup.SHIPPED, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

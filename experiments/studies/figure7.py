@@ -1,6 +1,6 @@
 r"""Figure 7 of DeepSeekMath in miniature: pass@K and maj@K for K = 1 to 64, before and after RL.
 
-    for s in 1 2 3 4 5; do python grpo.py --warm_steps 1500 --seed $s --out out/s$s; done
+    for s in 1 2 3 4 5; do python grpo.py --init= --warm_steps 1500 --seed $s --out out/s$s; done
     python experiments/studies/figure7.py out/s1 out/s2 out/s3 out/s4 out/s5
 
 Other policies can hardly do their task before RL: a walk among mines that no demonstration knew,

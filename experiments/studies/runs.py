@@ -47,7 +47,7 @@ def read(flags):
             next(flags)                     # it was always one for 32 channels
         else:
             rest.append(flag)
-    own = [] if "--init" in rest else ["--warm_steps", str(grpo.Config.warm_steps)]
+    own = [] if "--init" in rest else ["--init=", "--warm_steps", str(grpo.Config.warm_steps)]
     return grpo.make_config(**config.read(grpo.Config, "", [*own, *rest, *HERE_ALONE])[1]), patches
 
 
@@ -241,7 +241,7 @@ def child(flags):
         result["steps"]["explained_variance"] = watch.known
     agent.cfg = dataclasses.replace(cfg, held_out=0, samples=8, prompts=32, group=16)
     held_out = setup.problems_of(agent.cfg, agent.task)[1]
-    before = pretrained.load_model(cfg.folder / "warm_start", cfg, agent.encoding)
+    before = pretrained.load_model(cfg.init, cfg, agent.encoding)
     for how, cool in (("", cfg.temperature), (" at 0.5", 0.5)):
         its = dataclasses.replace(agent.cfg, temperature=cool)
         for when, gpt in (("start", before), ("final", agent.policy)):
@@ -313,8 +313,8 @@ def run(flags, seed, out):
         if not (folder / "result.json").exists():
             warm = warm_folder(flags, seed, out)
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(warm / "warm_start", folder / "warm_start")
-            start_child([*flags, "--seed", str(seed)], folder)
+            start = ["--init", str(warm / "warm_start"), "--warm_steps", "0"]
+            start_child([*flags, "--seed", str(seed), *start], folder)
         return json.loads((folder / "result.json").read_text())
 
 

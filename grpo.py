@@ -29,7 +29,7 @@ from torch.nn import Module
 
 import model
 import reward
-from run import caches, checkpoint, config, dist, passes, report, setup
+from run import caches, checkpoint, config, dist, passes, report, setup, terminal
 from run.passes import Tokens
 
 # ---------------------------------------------------------------------------- the settings
@@ -491,7 +491,7 @@ def total_loss(agent, batch, weight, n_tokens):
 def minibatches(cfg, rng, groups):
     """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
     host) of the rows of each among this rank's (B,), and its number of rows on all ranks."""
-    here, total = dist.numbered(groups)  # this rank's rows among those of all
+    here, total = dist.numbered(groups)  # this rank's rows among all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
         for chosen in order.tensor_split(cfg.minibatches):
@@ -569,7 +569,7 @@ def train(cfg, task=None, saved=None):
     done = saved.step if saved else -1  # or stopped before it had a model
     if done < 0:
         finish_step(agent, held_out, 0, {})
-    log = []  # of the steps of this process
+    log = []  # of this process
     for iteration in range(cfg.iterations):
         first = 1 + iteration * cfg.steps
         fitted = {}
@@ -604,14 +604,14 @@ def main(argv=None):
         given, saved = checkpoint.settings(mode, given, Config)  # with those of its folder
         cfg = make_config(**given)
         if mode.report:
-            dist.print0(f"the report is in {report.write(mode.report, cfg.out)}")
+            terminal.print0(f"the report is in {report.write(mode.report, cfg.out)}")
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
             results = report.evaluate(agent, setup.held_out(agent), generate)
-            dist.print0(report.percentages(results))
+            terminal.print0(report.percentages(results))
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))
-            dist.print0(setup.ask(agent, mode.ask, sample))
+            terminal.print0(setup.ask(agent, mode.ask, sample))
         else:
             with checkpoint.running(cfg):  # a signal ends it after a step
                 train(cfg, saved=saved)

@@ -6,7 +6,7 @@ from data import UserError, check_steps, rewards_of, steps_of
 from data.tokenizer import step_tokens
 from data.turns import Episodes, spoken, texts
 from model import send
-from run import dist, passes
+from run import dist, passes, terminal
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
 TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; by rule at most 0
@@ -159,7 +159,7 @@ def label(agent, problems, iteration, generate):
     groups = max(1, cfg.group // CHOICES)
     size = groups * cfg.prompts         # problems at a time: as many rows as a step has
     labelled = []
-    for some in dist.chunks("labelling", problems, size, stops=True):
+    for some in terminal.chunks("labelling", problems, size, stops=True):
         batch = generate(agent, some, CHOICES, rng)
         batch.reward, batch.ends = of_rule(agent, batch)
         if cfg.reward == "rollouts":
@@ -272,7 +272,7 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     agent.history = history
     labels = to_fit["label"][to_fit["ends"]]
     if labels.amin() == labels.amax():
-        dist.print0("warning: all labels are equal: the last fit is kept, or rewards are 0")
+        terminal.print0("warning: all labels are equal: the last fit is kept, or rewards are 0")
         return {}
     fit(reward_model, to_fit, K, cfg, rng)
 
@@ -284,10 +284,10 @@ def fit_and_measure(agent, batches, n_held_out, rng):
         normalise(reward_model, agent.history, cfg)
     else:
         reward_model.norm[1] = 1        # finite: of steps the probabilities count
-    dist.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
+    terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
                 f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}")
     if not accuracy > chance:
-        dist.print0("warning: the reward model is no better than chance")
+        terminal.print0("warning: the reward model is no better than chance")
     return {"rm_accuracy": accuracy}
 
 def labelled(batch):

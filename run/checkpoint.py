@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data import UserError, load_task, read_json, task_file
-from run import config, dist, files, pretrained, report
-from run.dist import print0
+from run import config, dist, files, pretrained, report, signals
+from run.terminal import print0
 
 @dataclasses.dataclass
 class Checkpoint:
@@ -56,7 +56,7 @@ def write_checkpoint(cfg, checkpoint):
 
 def end_step(agent, step, stats):
     """Logs a step and saves when due; raises Stopped after a signal."""
-    cfg, stopped = agent.cfg, dist.stop_asked()
+    cfg, stopped = agent.cfg, signals.stop_asked()
     for name, x in agent.state.items():
         if not isinstance(x, torch.Tensor):
             raise UserError(f"agent.state[{name!r}] must be a tensor, not {x!r:.100}")
@@ -74,7 +74,7 @@ def end_step(agent, step, stats):
     if last:
         files.LOCK.close()              # a notebook's process goes on
     if stopped and not last:
-        raise dist.Stopped(f"after step {step}")
+        raise signals.Stopped(f"after step {step}")
 
 @contextlib.contextmanager
 def running(cfg):
@@ -82,7 +82,7 @@ def running(cfg):
     command = report.resume_command(cfg)
     path = cfg.folder.absolute() / "checkpoint.safetensors"     # a reward may change the directory
     try:
-        with dist.stoppable(command), files.LOCK:
+        with signals.stoppable(command), files.LOCK:
             yield
     except Exception as e:
         if path.exists():

@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin
 
 from data import UserError, call, import_file, load_task
 from run import files
-from run.dist import print0
+from run.terminal import print0
 
 # ------------------------------------------------------------- the command line
 

@@ -1,65 +1,18 @@
-"""Device and dtype, ranks, sharded models (FSDP2), random streams, signals, progress."""
+"""Ranks and sums over them, sharded models (FSDP2), random streams."""
 import contextlib
-import ctypes
 import math
 import os
 import random
-import signal
 import sys
-import threading
-import time
 
 import numpy as np
 import torch
 from torch import distributed
 
-from data import Ended, UserError, printable
-from model import Block, GPT
+from data import UserError
+from model import Block
 from run import caches
-
-# ------------------------------------------------------------------- the device
-
-def device_of(cfg):
-    """This rank's device; UserError if the machine has none such."""
-    has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    available = [kind for kind in has if has[kind]]
-    kind = available[0] if cfg.device == "auto" else cfg.device
-    if kind not in available:
-        raise UserError(f"--device {kind} is not available on this machine")
-    if kind == "cuda":
-        return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device(kind)
-
-def dtype_of(cfg):
-    """The dtype of matrix products by name; auto: bfloat16 on cuda."""
-    if cfg.dtype != "auto":
-        return cfg.dtype
-    return "bfloat16" if device_of(cfg).type == "cuda" else "float32"
-
-def has_static_cache(cfg):
-    """Whether sampling uses static shapes; auto: on cuda, as CUDA graphs need them."""
-    return cfg.cache == "static" or cfg.cache == "auto" and device_of(cfg).type == "cuda"
-
-def compile_all(cfg, *modules):
-    """Under --compile, compiles each layer of the modules, and what is made of logits."""
-    if not cfg.compile:
-        return
-    torch._dynamo.config.recompile_limit = 64       # for all layers together; 8 by default
-    torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
-    for module in modules:
-        for layer in module.modules():
-            if isinstance(layer, Block):
-                layer.compile(dynamic=True)
-            if isinstance(layer, GPT):
-                layer.probs = torch.compile(layer.probs, dynamic=True)
-                layer.logps = torch.compile(layer.logps, dynamic=True)
-
-def prepare():
-    """Settings of the process."""
-    torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s for each new shape; most batches are one
-    with contextlib.suppress(OSError, AttributeError):      # not glibc
-        # M_MMAP_THRESHOLD: freed blocks of 2 MB go back; kept, they once doubled the memory.
-        ctypes.CDLL("libc.so.6").mallopt(-3, 2 ** 21)
+from run.device import device_of, prepare
 
 # -------------------------------------------------------------------- the ranks
 
@@ -271,100 +224,3 @@ def uniform(rng, *shape):
 def uniform_here(rng, n, group, N):
     """`uniform` for the rows of this rank's n problems, (B, N), whatever the number of ranks."""
     return of_rank(uniform(rng, n * ranks(), group, N)).flatten(0, 1)
-
-# ---------------------------------------------------------------------- signals
-
-class Stopped(Exception):
-    """A signal asked the run to stop; `stoppable` adds its number and the command to go on."""
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)    # the last: the terminal is closed
-ASKED = []      # signals received: the current step is finished and saved first
-
-def ask_to_stop(number, frame):
-    """A handler: notes the first signal, exits at the second."""
-    if ASKED and number != signal.SIGHUP:   # of which a shell and its terminal send two
-        raise Ended(128 + number)
-    ASKED.append(number)
-    with contextlib.suppress(OSError):  # a closed terminal
-        os.write(2, b"stopping after this step; a second signal ends it at once\n")
-
-def in_a_fork():
-    """SIGTERM alone ends a process that a task's code forks, as a pool expects."""
-    for number in SIGNALS:
-        if signal.getsignal(number) is ask_to_stop:
-            action = signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
-            signal.signal(number, action)
-
-os.register_at_fork(after_in_child=in_a_fork)
-
-def stop_asked():
-    """The number of a signal that any rank received; 0 without one."""
-    return largest(max(ASKED, default=0))
-
-def stop_here(work):
-    """Raises Stopped if a signal came amid work that will begin again."""
-    if stop_asked():
-        raise Stopped(f"in the {work}, which will begin again")
-
-@contextlib.contextmanager
-def stoppable(command=""):
-    """A context in which signals ask the run to stop; UserError if another rank has ended."""
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.signal(number, ask_to_stop) for number in SIGNALS
-                if main and (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)}
-    try:
-        yield
-    except Stopped as when:
-        when.number, when.command = stop_asked(), command
-        raise
-    except RuntimeError as e:
-        of_ranks = isinstance(e, distributed.DistError) or "gloo" in str(e)
-        if ranks() == 1 or not of_ranks:        # gloo's errors have no type of their own
-            raise
-        raise UserError("another rank has ended; continue from the last checkpoint with "
-                        "--resume") from e
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        ASKED.clear()
-
-# --------------------------------------------------------------------- progress
-
-def print0(text, coloured=False):
-    """Prints on the first rank."""
-    if rank() == 0:
-        say(text, sys.stdout, coloured)
-
-def say(text, stream, coloured=False):
-    """Prints what is `printable`, unless the stream is closed (None) or not read (`| head`)."""
-    if stream is None:
-        return
-    try:
-        print(text if coloured else printable(str(text)), file=stream, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-def clock(seconds):
-    """Seconds as m:ss."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-def progress(name, total, every=10):
-    """A function that prints how much is done, and the time left, once in `every` seconds."""
-    began = said = time.time()
-    def told(done, more="", now=False):
-        nonlocal said
-        if now or time.time() - said > every:
-            said = time.time()
-            left = (said - began) / max(done, 1) * (total - done)
-            print0(f"{name} {done}/{total}  {more}left {clock(left)}")
-    return told
-
-def chunks(name, items, size, stops=False):
-    """Yields this rank's share, if any, of `size` items at a time; prints progress, may stop."""
-    told = progress(name, len(items))
-    for i in range(0, len(items), size):
-        told(i)
-        if stops:
-            stop_here(name)
-        if share := of_rank(items[i:i + size]):
-            yield share

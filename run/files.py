@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from data import UserError, read_json, strict
-from run.dist import print0
+from run.terminal import print0
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 MARK = "grpo.lock"      # the file that a run locks, by whose name a folder is known for a run's

@@ -10,7 +10,8 @@ from torch import distributed
 import model
 from data import UserError
 from model import send
-from run import dist
+from run import dist, signals
+from run.terminal import progress
 
 # -------------------------------------------------------------- rows of Batches
 
@@ -252,10 +253,10 @@ def supervised_fit(name, module, losses, steps, lr):
     """`steps` steps of AdamW on the loss terms of `losses(step)`; the rate rises, then falls."""
     params = [p for p in module.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
-    told = dist.progress(name, steps)
+    told = progress(name, steps)
     module.train()
     for step in range(steps):
-        dist.stop_here(name)
+        signals.stop_here(name)
         opt.param_groups[0]["lr"] = lr * min(1 - step / steps, (step + 1) / 30)
         total = torch.zeros((), device=params[0].device)
         for loss in losses(step):

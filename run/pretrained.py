@@ -14,8 +14,10 @@ from data import UserError, fetched, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import dist
+from run.device import device_of, dtype_of, has_static_cache
 from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS
+from run.terminal import print0
 
 # For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json. NEW:
 # what fills a parameter that a file lacks, by the end of its name: {"self_attn.temperature": 1.0}.
@@ -266,14 +268,14 @@ def encoding_of(cfg, where):
 
 def to_device(model, cfg):
     """A model on its device, in evaluation mode, that computes as cfg says."""
-    model.amp = torch.bfloat16 if dist.dtype_of(cfg) == "bfloat16" else None
+    model.amp = torch.bfloat16 if dtype_of(cfg) == "bfloat16" else None
     model.recompute = cfg.recompute
     model.shared_prefixes = cfg.shared_prefixes
     model.kv_cache = cfg.cache
     if cfg.cache == "auto":
-        model.kv_cache = "static" if dist.has_static_cache(cfg) else "shared"
-    model.most_logits = most_logits(dist.device_of(cfg))
-    return model.to(dist.device_of(cfg)).eval()
+        model.kv_cache = "static" if has_static_cache(cfg) else "shared"
+    model.most_logits = most_logits(device_of(cfg))
+    return model.to(device_of(cfg)).eval()
 
 def most_logits(device):
     """At a time; on CUDA a tenth of the memory."""
@@ -347,7 +349,7 @@ def check_room(model, cfg, longest):
     if longest:
         check_context(model, cfg, longest)
         need = memory(model, cfg, longest)
-    free = free_memory(dist.device_of(cfg))
+    free = free_memory(device_of(cfg))
     if need > free:
         raise UserError(f"this needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} are free: "
                         f"lower --micro_tokens, --max_new, --group or --prompts")
@@ -356,7 +358,7 @@ def memory(model, cfg, longest):
     """About the bytes of a run: its models, and the larger of rollout and update."""
     c, ranks = model.cfg, dist.ranks()
     n = sum(p.numel() for p in model.parameters())
-    b = 2 if dist.dtype_of(cfg) == "bfloat16" else 4        # bytes of a number in a matrix product
+    b = 2 if dtype_of(cfg) == "bfloat16" else 4        # bytes of a number in a matrix product
     shards = ranks if dist.is_sharding(cfg) else 1
     policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
     trained = n * (policies + (cfg.reward != "rule")) / shards
@@ -366,7 +368,7 @@ def memory(model, cfg, longest):
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
     kv = 2 * b * c.n_layer * c.n_kv_head * c.head_size          # per token, as is `layer`
     cache = kv * rows * slots
-    static = dist.has_static_cache(cfg)         # it stays; any other is copied when rows finish
+    static = has_static_cache(cfg)         # it stays; any other is copied when rows finish
     decoding = cache * (0 if static else 2) + 24 * rows * c.vocab_size
     layer = 16 * c.n_embd + b * (6 * c.n_embd + c.n_inner * (4 if c.mlp == "swiglu" else 2))
     read = min(rows, max(cfg.prompts, cfg.held_out or math.inf) / ranks)    # prompts at a time
@@ -375,7 +377,7 @@ def memory(model, cfg, longest):
     stored = layer * c.n_layer                  # for the backward pass, per token
     if cfg.recompute:                   # one layer, half as much for gradients, all inputs
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
-    logits = min(most_logits(dist.device_of(cfg)), c.vocab_size * tokens)
+    logits = min(most_logits(device_of(cfg)), c.vocab_size * tokens)
     logits = 2 * b * logits + 8 * min(2 ** 22, logits)      # in float32 a few rows
     update = 4 * trained + policies * stored * tokens + logits
     return 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
@@ -396,11 +398,11 @@ def free_memory(device):
 
 def micro_tokens(model, cfg, longest):
     """--micro_tokens, or 2,048, on CUDA up to 32,768 within 60 % of the memory; prints the need."""
-    device = dist.device_of(cfg)
+    device = device_of(cfg)
     free, n = free_memory(device), cfg.micro_tokens or MICRO_TOKENS
     while (not cfg.micro_tokens and device.type == "cuda" and n < 32768
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
     need = memory(model, replace(cfg, micro_tokens=n), longest)
-    dist.print0(f"memory: about {need / 1e9:.1f} GB of {free / 1e9:.1f} free")
+    print0(f"memory: about {need / 1e9:.1f} GB of {free / 1e9:.1f} free")
     return n

@@ -17,8 +17,9 @@ import torch
 import data
 from data import UserError, answer_of, printable, turns
 from data.tokenizer import pieces
-from run import dist, files, passes
-from run.dist import clock, print0, say
+from run import dist, files, passes, signals
+from run.device import device_of, dtype_of
+from run.terminal import chunks, clock, print0, say
 
 # ----------------------------------------------------------------- the terminal
 
@@ -30,7 +31,7 @@ def exit_code():
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-    except dist.Stopped as when:
+    except signals.Stopped as when:
         print0(f"stopped {when}; continue with: {when.command}")
         code = 128 + when.number
     except KeyboardInterrupt:          # in --eval_only or --ask: nothing to save
@@ -79,7 +80,7 @@ def header(cfg, encoding, policy, problems, held_out):
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
              if getattr(cfg, f.name) not in (f.default, {})]
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
-    print0(f"{millions:.2f}M parameters on {dist.device_of(cfg)} in {dist.dtype_of(cfg)}; "
+    print0(f"{millions:.2f}M parameters on {device_of(cfg)} in {dtype_of(cfg)}; "
            f"{len(problems)} problems, {len(held_out)} held out; "
            f"{cfg.prompts} x {cfg.group} rows a step, --lr {cfg.lr:g}")
     print0(f"settings: {', '.join(given)}")
@@ -273,9 +274,9 @@ def evaluate(agent, problems, generate):
     rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group      # at a time: as many as a step has
     greedy, sampled = [], []
-    for some in dist.chunks("greedy evaluation", problems, rows):
+    for some in chunks("greedy evaluation", problems, rows):
         greedy.append(generate(agent, some, 1))
-    for some in dist.chunks("evaluation", problems, max(1, rows // cfg.samples)):
+    for some in chunks("evaluation", problems, max(1, rows // cfg.samples)):
         sampled.append(generate(agent, some, cfg.samples, rng))
     return solved(agent.task, greedy, sampled, cfg.samples)
 

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 
 import model
-from data import (UserError, answer_of, call, check_steps, load_task, need, of,
-                  require, rewards_of, shown, steps_of, turns)
+from data import (UserError, answer_of, call, check_steps, load_task, need, of, require,
+                  rewards_of, shown, steps_of, turns)
 from model import ScalarHead
 from run import checkpoint, config, dist, passes, pretrained, report
-from run.dist import print0
+from run.device import compile_all
 from run.pretrained import frozen
+from run.terminal import print0
 
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from a Checkpoint: what `train` needs."""
@@ -178,7 +179,7 @@ def make_ready(agent, saved):
     models = {agent.policy, agent.sampler, agent.ref, agent.critic, agent.reward_model} - {None}
     for module in models:
         module.eval()
-    dist.compile_all(agent.cfg, *models)
+    compile_all(agent.cfg, *models)
 
 def trained_model(cfg):
     """The task, the tokenizer and the model in --init or --out."""

@@ -156,7 +156,8 @@ def test_the_flag_chooses(flag, cuda, found, monkeypatch):
     """In all models of a run."""
     cfg = Config(cache=flag, shared_prefixes=cuda, baseline="value", critic="separate")
     device = torch.device("cuda" if cuda else "cpu")
-    monkeypatch.setattr(dist, "device_of", lambda cfg: device)
+    for module in "device", "pretrained":
+        monkeypatch.setattr(f"run.{module}.device_of", lambda cfg: device)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     monkeypatch.setattr(pretrained, "most_logits", lambda device: 1)
     agent = new_agent(cfg, None, None, pretrained.to_device(tiny_model(), cfg))

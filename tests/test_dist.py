@@ -19,7 +19,8 @@ from test_oracle import on_ranks
 
 from data import UserError, call
 from grpo import Config
-from run import dist, passes
+from run import dist, passes, signals
+from run.device import device_of, dtype_of
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -49,12 +50,12 @@ def test_the_best_device_there_is_unless_another_is_asked_for(
         monkeypatch.delenv("LOCAL_RANK")
     if device is None:
         with pytest.raises(UserError, match=f"--device {asked} is not available"):
-            dist.device_of(Config(device=asked))
+            device_of(Config(device=asked))
         return
-    assert dist.device_of(Config(device=asked)) == torch.device(device)
+    assert device_of(Config(device=asked)) == torch.device(device)
     auto = "bfloat16" if "cuda" in device else "float32"
     for dtype, found in (("auto", auto), ("float32", "float32"), ("bfloat16", "bfloat16")):
-        assert dist.dtype_of(Config(device=asked, dtype=dtype)) == found
+        assert dtype_of(Config(device=asked, dtype=dtype)) == found
 
 
 @pytest.mark.parametrize("version, own, says", [
@@ -116,7 +117,7 @@ def test_a_rank_without_rows_takes_part_in_an_update(monkeypatch):
     (RuntimeError("[gloo] Connection closed by peer"), UserError)])
 def test_the_end_of_another_rank_is_told_from_other_errors(error, kind, monkeypatch):
     monkeypatch.setattr(dist, "ranks", lambda: 2)
-    with pytest.raises(kind), dist.stoppable():
+    with pytest.raises(kind), signals.stoppable():
         raise error
 
 
@@ -141,38 +142,38 @@ def test_numbers_are_the_same_on_every_machine():
 # -------- signals
 
 def handlers():
-    return [signal.getsignal(number) for number in dist.SIGNALS]
+    return [signal.getsignal(number) for number in signals.SIGNALS]
 
 
 def test_a_second_signal_is_obeyed_at_once():
     """With the code of a shell; what stops after the first bears its number."""
     before = handlers()
-    assert dist.ask_to_stop not in before
-    with pytest.raises(dist.Stopped) as stopped, dist.stoppable("a command"):
-        assert handlers() == [dist.ask_to_stop] * 3 and dist.stop_asked() == 0
+    assert signals.ask_to_stop not in before
+    with pytest.raises(signals.Stopped) as stopped, signals.stoppable("a command"):
+        assert handlers() == [signals.ask_to_stop] * 3 and signals.stop_asked() == 0
         signal.raise_signal(signal.SIGINT)
-        assert dist.stop_asked() == 2
+        assert signals.stop_asked() == 2
         signal.raise_signal(signal.SIGHUP)          # of a terminal that closes, also twice
         with pytest.raises(SystemExit) as ended:
             call(signal.raise_signal, "a reward", signal.SIGTERM)
         assert ended.value.code == 143
-        raise dist.Stopped("here")
+        raise signals.Stopped("here")
     assert (stopped.value.number, stopped.value.command) == (2, "a command")
-    assert handlers() == before and dist.stop_asked() == 0
+    assert handlers() == before and signals.stop_asked() == 0
 
 
 def test_a_closed_terminal_stops_a_run_unless_it_is_ignored(monkeypatch):
     """As nohup has it; nothing can be written; a shell sends it twice."""
     monkeypatch.setattr(os, "write", lambda *given: os.stat("/none"))
-    with pytest.raises(dist.Stopped) as stopped, dist.stoppable():
+    with pytest.raises(signals.Stopped) as stopped, signals.stoppable():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
-        raise dist.Stopped("here")
+        raise signals.Stopped("here")
     assert stopped.value.number == signal.SIGHUP
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with dist.stoppable():
+    with signals.stoppable():
         signal.raise_signal(signal.SIGHUP)
-        assert dist.stop_asked() == 0
+        assert signals.stop_asked() == 0
     signal.signal(signal.SIGHUP, before)
 
 
@@ -180,7 +181,7 @@ def test_a_run_outside_the_main_thread_hears_no_signals():
     before, found = handlers(), []
 
     def run():
-        with dist.stoppable():
+        with signals.stoppable():
             found.append(handlers())
     thread = threading.Thread(target=run)
     thread.start()
@@ -200,13 +201,13 @@ def test_a_fork_gives_up_the_handlers_of_a_run_alone():
     def own(number, frame):
         pass
     before = handlers()
-    dist.in_a_fork()
+    signals.in_a_fork()
     assert handlers() == before
-    with dist.stoppable():
-        dist.in_a_fork()
+    with signals.stoppable():
+        signals.in_a_fork()
         assert handlers() == [signal.SIG_IGN, signal.SIG_DFL, signal.SIG_IGN]
         signal.signal(signal.SIGTERM, own)
-        dist.in_a_fork()
+        signals.in_a_fork()
         assert handlers() == [signal.SIG_IGN, own, signal.SIG_IGN]
 
 
@@ -246,6 +247,6 @@ def test_gaps_are_over_the_tokens_of_all_ranks(first, second, largest, monkeypat
 
 def test_each_tenth_of_a_fit_is_told(monkeypatch):
     told, module = [], torch.nn.Linear(1, 1)
-    monkeypatch.setattr(dist, "progress", lambda name, total: lambda *x: told.append(x[::2]))
+    monkeypatch.setattr(passes, "progress", lambda name, total: lambda *x: told.append(x[::2]))
     passes.supervised_fit("a fit", module, lambda step: (), 20, 6.0)
     assert told == [(n, n % 2 == 0) for n in range(1, 21)]

@@ -19,7 +19,8 @@ from grpo import Config, main
 from run import checkpoint, files, report
 
 SMALL = ("--init= --difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_lr 5e-3 "
-         "--prompts 4 --group 8 --max_new 12 --samples 12 --save_every 2 --lr 1e-3 --beta 0.005").split()
+         "--prompts 4 --group 8 --max_new 12 --samples 12 --save_every 2 --lr 1e-3 "
+         "--beta 0.005").split()
 
 
 def begin(out, *more):

@@ -18,7 +18,7 @@ import data
 import grpo
 import reward
 from data import UserError
-from run import checkpoint, dist, files, setup
+from run import checkpoint, dist, files, setup, signals
 
 P = SimpleNamespace(prompt="1+1=")
 TOP = '''
@@ -300,7 +300,7 @@ def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN        # Ctrl-C is the run's
         ready.set()
         time.sleep(60)
-    with dist.stoppable():
+    with signals.stoppable():
         child = context.Process(target=waits)
         child.start()
         assert ready.wait(300)
@@ -309,4 +309,4 @@ def test_a_reward_may_end_the_processes_that_it_forks(tmp_path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.terminate()
         child.join(300)
-    assert child.exitcode == -signal.SIGTERM and not dist.ASKED
+    assert child.exitcode == -signal.SIGTERM and not signals.ASKED

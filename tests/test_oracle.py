@@ -18,7 +18,7 @@ import grpo
 import reward
 from data import STATISTICS
 from model import GPT
-from run import checkpoint, config, dist, files, report, setup
+from run import checkpoint, config, dist, files, report, setup, signals
 
 pytestmark = pytest.mark.usefixtures("double")
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"ba"]   # the last ends two steps
@@ -462,8 +462,8 @@ def test_three_fits(given, monkeypatch):
             prompt = ENCODING.encode_prompt(problem.prompt)
             continued.append((prompt + prefix, ids[i * tries:(i + 1) * tries]))
         return ended
-    with monkeypatch.context() as patch, pytest.raises(dist.Stopped, match="in the labelling"):
-        patch.setattr(dist, "stop_asked", lambda: 15)
+    with monkeypatch.context() as patch, pytest.raises(signals.Stopped, match="in the labelling"):
+        patch.setattr(signals, "stop_asked", lambda: 15)
         reward.refit(agent, FITTED, 0, grpo.generate)
     monkeypatch.setattr(grpo, "generate", record)
     monkeypatch.setattr(dist, "rng", lambda cfg, *of: streams.setdefault(of, Draws(rng(cfg, *of))))

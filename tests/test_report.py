@@ -23,7 +23,8 @@ import data
 import grpo
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Config
-from run import dist, passes, report
+from run import passes, report
+from run.terminal import clock, progress
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
@@ -142,10 +143,10 @@ def test_the_time_left_is_that_of_a_step_in_the_middle_of_the_last_nine(
 
 def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
     """With the time left at the speed so far; or at once where it is asked for."""
-    assert [*map(dist.clock, (0, 59.9, 60, 3725))] == ["0:00", "0:59", "1:00", "62:05"]
+    assert [*map(clock, (0, 59.9, 60, 3725))] == ["0:00", "0:59", "1:00", "62:05"]
     now = [100.0]
     monkeypatch.setattr(report.time, "time", lambda: now[0])
-    told = dist.progress("evaluation", 50)
+    told = progress("evaluation", 50)
     for done, now[0] in ((1, 105.0), (2, 110.0), (10, 110.5), (20, 120.0), (30, 131.0)):
         told(done)
     told(31, "loss 0.1  ", now=True)

@@ -17,7 +17,7 @@ from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config
 from model import token_logps
-from run import checkpoint, config, dist, passes, pretrained, report, setup
+from run import checkpoint, config, dist, passes, pretrained, report, setup, signals
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, dtype="float32")
@@ -46,7 +46,7 @@ def test_who_needs_a_reference(changes, needed):
 def test_models_begin_as_copies_of_the_policy(dtype, monkeypatch):
     """In evaluation mode, each compiled once. A reward model's scores have a variance of 1."""
     compiled = []
-    monkeypatch.setattr(dist, "compile_all", lambda cfg, *models: compiled.extend(models))
+    monkeypatch.setattr(setup, "compile_all", lambda cfg, *models: compiled.extend(models))
     given = dict(reward="model", baseline="value", critic="separate", dtype=dtype)
     agent = new_agent(tiny_model().train(), **given)
     assert (agent.sampler is not agent.policy) is (dtype == "bfloat16")
@@ -150,8 +150,8 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(monkeypatch):
 
 def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
     layer, asked = torch.nn.Linear(2, 1), iter([0, 15])         # in the second step
-    monkeypatch.setattr(dist, "stop_asked", lambda: next(asked))
-    with pytest.raises(dist.Stopped, match="in the nothing"):
+    monkeypatch.setattr(signals, "stop_asked", lambda: next(asked))
+    with pytest.raises(signals.Stopped, match="in the nothing"):
         passes.supervised_fit("nothing", layer, lambda step: [layer.weight.sum()], 9, 1e-3)
 
 

@@ -28,6 +28,7 @@ from data.tokenizer import byte_encoding  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost import speed  # noqa: E402
 from run import caches, dist, pretrained  # noqa: E402
+from run.device import compile_all, device_of, prepare  # noqa: E402
 
 BEGAN, FOUND = time.time(), {"about": results.about()}
 # random models in the shapes of Qwen2.5-0.5B and SmolLM2-135M; updates: micro-batches, logits
@@ -61,7 +62,7 @@ def measuring(args, name):
 def random_model(args, shape, dtype, **more):
     cfg = grpo.make_config(task="experiments/models/sums_task.py", dtype=dtype, device=args.device,
                            compile=args.compile, **more)
-    with dist.device_of(cfg):
+    with device_of(cfg):
         return pretrained.to_device(model.GPT(shape), cfg), cfg
 
 
@@ -120,7 +121,7 @@ def decode(args, at):
     for name, shape in at.shapes.items():
         policy, cfg = random_model(args, shape, at.dtype)
         policy = pretrained.frozen(policy)
-        dist.compile_all(cfg, policy)
+        compile_all(cfg, policy)
         copied = speed.bandwidth(policy.device)
         for rows in at.rows:
             for way in ("static", "shared", "plain") if rows == at.rows[0] else ("static",):
@@ -158,7 +159,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu.json")
     args = parser.parse_args()
-    dist.prepare()
+    prepare()
     if args.tiny:
         speed.SIDE, speed.COPIED = 128, 2 ** 20
     for part in args.parts:

@@ -32,6 +32,7 @@ import grpo  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
 from run import config, dist, passes, pretrained  # noqa: E402
+from run.device import device_of, dtype_of, prepare  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
 SAME = dict(seed=1, kl="loss", minibatches=1, lr=1e-6, half_life=0, warm_steps=0)
@@ -109,7 +110,7 @@ def new_trainer(cfg, tokenizer, rewarded, dataset, callback, part, max_steps):
         beta=cfg.beta if cfg.applies_kl else 0, use_bias_correction_kl=cfg.estimator == "ratio*k3",
         epsilon=cfg.clip_low, temperature=cfg.temperature, shuffle_dataset=False,
         save_strategy="no", report_to=[], seed=cfg.seed,
-        bf16=cfg.dtype == "bfloat16", use_cpu=dist.device_of(cfg).type == "cpu",
+        bf16=cfg.dtype == "bfloat16", use_cpu=device_of(cfg).type == "cpu",
         gradient_checkpointing=False, disable_tqdm=True, logging_strategy="no")
     updates = cfg.epochs * cfg.minibatches
     half_life = (cfg.half_life or math.inf) * updates
@@ -123,7 +124,7 @@ def with_trl(cfg, task, problems, part):
     """The same for TRL's trainer, with `part` rows a pass: each turn is a run of one step."""
     from transformers import TrainerCallback
     tokenizer, rewarded, drawn = for_trl(cfg, task, problems)
-    marks, device = {}, dist.device_of(cfg)
+    marks, device = {}, device_of(cfg)
 
     class Marks(TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -200,7 +201,7 @@ def states(ids, mask):
 def floors(agent, batch):
     """Lower bounds on the seconds of a rollout and of its update: see docs/measurements.md."""
     cfg, policy, c = agent.cfg, agent.policy, agent.policy.cfg
-    device, dtype = dist.device_of(cfg), dist.dtype_of(cfg)
+    device, dtype = device_of(cfg), dtype_of(cfg)
     linear = sum(m.weight.numel() for m in policy.layers.modules() if hasattr(m, "in_features"))
     head, width = c.vocab_size * c.n_embd, 2 if dtype == "bfloat16" else 4
     trained = batch.adv.any(1) | (agent.ref is not None or agent.critic is not None)
@@ -265,7 +266,7 @@ def main():
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     os.chdir(ROOT)
-    dist.prepare()
+    prepare()
     SAME["device"] = args.device
     if args.peak:                       # two steps of one of them, then the peak memory
         turn = new(args.sizes[0], args.peak)

@@ -29,7 +29,8 @@ sys.path.insert(0, str(HERE.parent.parent))
 import grpo  # noqa: E402
 import runs  # noqa: E402
 from experiments import results  # noqa: E402
-from run import dist, report, setup  # noqa: E402
+from run import report, setup  # noqa: E402
+from run.device import prepare  # noqa: E402
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 PROBLEMS = 100
@@ -69,7 +70,7 @@ def main():
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--temperature", type=float)
     args = parser.parse_args()
-    dist.prepare()
+    prepare()
     file = (HERE / "answers" if args.readme else Path("out")) / "figure7.json"
     found, kept = {}, json.loads(file.read_text()) if file.exists() else {}
     for folder in args.folders:

@@ -27,6 +27,7 @@ import constants  # noqa: E402
 import grpo  # noqa: E402
 import reward  # noqa: E402
 from run import config, dist, passes, pretrained, report, setup  # noqa: E402
+from run.device import prepare  # noqa: E402
 
 CURVES = ("length", "entropy", "dead_groups")
 HERE_ALONE = ["--device", "cpu", "--dtype", "float32", "--save_every", "100000"]
@@ -222,7 +223,7 @@ def quality(agent, policy, problems):
 def child(flags):
     """Make one run and write result.json into its folder: the curves, and the evaluation of the
     last and the first model on all held-out problems, at temperature 0.5 too."""
-    dist.prepare()
+    prepare()
     cfg, patches = read(flags)
     config.algorithm(cfg.algo, grpo.ALGOS, grpo)            # before what is patched, not after it
     config.algorithm = lambda *_: None

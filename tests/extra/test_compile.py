@@ -11,7 +11,8 @@ import grpo
 from data.tokenizer import byte_encoding
 from grpo import Config, sample
 from model import token_logps
-from run import dist, pretrained
+from run import pretrained
+from run.device import compile_all
 
 pytestmark = pytest.mark.slow
 ON = Config(compile=True)
@@ -34,7 +35,7 @@ def test_compiled_layers_have_few_graphs(compiles):
     counters = compiles("aot_eager")
     plain = tiny_model(scale=2.0, n_layer=24, block_size=128)
     model = static(copy.deepcopy(plain))
-    dist.compile_all(ON, model)
+    compile_all(ON, model)
     for prompts, group, longest in ((PROMPTS[:2], 4, 70), (PROMPTS, 8, 12), (PROMPTS, 11, 20)):
         u = uniform(len(prompts) * group, longest)
         stop = {256} if longest == 70 else STOP

@@ -14,7 +14,7 @@ from test_ranks import pair, without_bias
 
 import grpo
 from data.tokenizer import byte_encoding
-from run import checkpoint, dist, pretrained, report
+from run import checkpoint, dist, pretrained, report, signals
 
 pytestmark = pytest.mark.usefixtures("large_epsilons")
 
@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_continues(top, tmp_path, monkeypatch, capsys):
     task, real = ["--task", given["task"]], grpo.train_step
 
     def interrupted(*given):
-        dist.ASKED.append(15)
+        signals.ASKED.append(15)
         return real(*given)
     with pretend.cuda():
         with monkeypatch.context() as patch, pytest.raises(SystemExit):

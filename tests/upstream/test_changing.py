@@ -22,7 +22,7 @@ from test_caches import uniform
 from torch.testing import assert_close
 
 import grpo as unchanged
-from run import checkpoint, dist
+from run import checkpoint, signals
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
@@ -449,7 +449,7 @@ def test_the_script_goes_on_after_an_interrupt(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:                    # Ctrl-C comes in the second step
         patch.setattr(unchanged, "train_step", lambda *given: (
             given[2] == 2 and os.kill(os.getpid(), signal.SIGINT), step(*given))[1])
-        with pytest.raises(dist.Stopped, match="after step 2"), checkpoint.running(cfg):
+        with pytest.raises(signals.Stopped, match="after step 2"), checkpoint.running(cfg):
             unchanged.train(cfg)
     Path("go_on.py").write_text(BLOCKS[-1])
     runpy.run_path("go_on.py")

@@ -1,0 +1,47 @@
+"""What is printed, on the first rank alone, and progress."""
+import os
+import sys
+import time
+
+from data import printable
+from run import dist
+from run.signals import stop_here
+
+def print0(text, coloured=False):
+    """Prints on the first rank."""
+    if dist.rank() == 0:
+        say(text, sys.stdout, coloured)
+
+def say(text, stream, coloured=False):
+    """Prints what is `printable`, unless the stream is closed (None) or not read (`| head`)."""
+    if stream is None:
+        return
+    try:
+        print(text if coloured else printable(str(text)), file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+def clock(seconds):
+    """Seconds as m:ss."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+def progress(name, total, every=10):
+    """A function that prints how much is done, and the time left, once in `every` seconds."""
+    began = said = time.time()
+    def told(done, more="", now=False):
+        nonlocal said
+        if now or time.time() - said > every:
+            said = time.time()
+            left = (said - began) / max(done, 1) * (total - done)
+            print0(f"{name} {done}/{total}  {more}left {clock(left)}")
+    return told
+
+def chunks(name, items, size, stops=False):
+    """Yields this rank's share, if any, of `size` items at a time; prints progress, may stop."""
+    told = progress(name, len(items))
+    for i in range(0, len(items), size):
+        told(i)
+        if stops:
+            stop_here(name)
+        if share := dist.of_rank(items[i:i + size]):
+            yield share

@@ -35,10 +35,10 @@ prompt tokens enter the loss | model.py | loss
     mask[:, 1:].flatten().nonzero()  =>  (ids[:, 1:] >= 0).flatten().nonzero()
 masking by x * mask | grpo.py | advantages loss
     torch.where(differ, (x - mean) / std, 0)  =>  ((x - mean) / std * differ)
-completions are scored against the wrong prompt | reward.py | tasks -k pairs
+completions are scored against the wrong prompt | reward.py | oracle -k steps
     return [item for item in items for _ in range(group)]  =>
       return [item for items in [[*items]] for _ in range(group) for item in items]
-the text is tokenised a second time | reward.py | end_to_end -k trained_ids
+the text is tokenised a second time | reward.py | oracle reward turns
     said = texts(agent.encoding, batch, episodes)  =>
       said = texts(agent.encoding, batch, episodes)\n    batch.ids = batch.ids.clamp(max=127)
 no temperature in the trainer | model.py | sampling

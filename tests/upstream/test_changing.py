@@ -26,11 +26,11 @@ from run import checkpoint, signals
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-(OWN, ANNEALED, SCHEDULE, MEDIAN, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER,
+(SCHEDULE, MEDIAN, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER,
  BOARD) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 TOP_K, LORA = ((ROOT / "docs" / f"{name}.diff").read_text() for name in ("top_k", "lora"))
-RECIPES = dict(own=[OWN], annealed=[ANNEALED], top_k=[TOP_K], schedule=[SCHEDULE],
-               median=[MEDIAN], entropy=[ENTROPY], window=[WITHOUT_CACHE, WITH_CACHE],
+RECIPES = dict(top_k=[TOP_K], schedule=[SCHEDULE], median=[MEDIAN],
+               entropy=[ENTROPY], window=[WITHOUT_CACHE, WITH_CACHE],
                parameter=[PARAMETER], lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
 LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
@@ -187,15 +187,6 @@ def test_another_clone_in_the_folder_is_left_alone(tmp_path):
 
 # ---- tasks, rewards, algorithms
 
-def test_a_setting_of_a_task_reaches_its_reward(changed):
-    grpo = changed(OWN)
-    task = importlib.import_module("data.guess")
-    _, given = grpo.config.read(grpo.Config, "", ["--task", "guess", "--cost", "0.1"])
-    for cfg, cost in ((grpo.make_config(task="guess"), 0), (grpo.make_config(**given), -0.2)):
-        problem = grpo.config.problems_of(task, cfg)[0][0]
-        assert task.reward(problem, ["40", "+", "63"])["cost"] == pytest.approx(cost)
-
-
 def test_a_reward_that_compares_completions():
     exec(block("def rewards"), names := {})
     problem = SimpleNamespace(prompt="?", answer="1")
@@ -203,23 +194,26 @@ def test_a_reward_that_compares_completions():
     assert found == [{"correct": 1, "rare": 0.05}] * 2 + [{"correct": 0, "rare": 0.1}]
 
 
-def test_a_reward_that_changes_during_the_run(changed, warm, tmp_path):
+def test_a_reward_that_changes_during_the_run(warm, tmp_path):
     """Valid working earns 1, 3/4, 1/2, 1/4 in four steps; without the file always 1."""
-    grpo, found = changed(ANNEALED), {}
-    for algo in ("grpo", "annealed"):
-        run(grpo, tmp_path / algo, init=warm, save_every=1, steps=4, algo=algo)
-        found[algo] = {(group["step"], x) for group in records(tmp_path / algo / "samples.jsonl")
+    found = {}
+    for algo in ("grpo", algorithm(tmp_path, block('["working"] *='))):
+        out = tmp_path / algo[-4:]
+        run(unchanged, out, init=warm, save_every=1, steps=4, algo=algo)
+        found[algo] = {(group["step"], x) for group in records(out / "samples.jsonl")
                        for x in group["parts"]["working"] if x > 0}
-    assert {x for _, x in found["grpo"]} == {1} and len(found["annealed"]) > 1
-    assert found["annealed"] <= {(1, 1), (2, 0.75), (3, 0.5), (4, 0.25)}
+    always, annealed = found.values()
+    assert {x for _, x in always} == {1} and len(annealed) > 1
+    assert annealed <= {(1, 1), (2, 0.75), (3, 0.5), (4, 0.25)}
 
 
-def test_a_curriculum_is_the_same(changed, warm, tmp_path):
-    """The page's line in that file: in the first step, answers of one digit."""
+def test_a_curriculum_is_the_same(warm, tmp_path):
+    """In the first step, answers of one digit."""
     line = re.search(r"`(return one_step\(.*?)`", " ".join(PAGE.split()))[1]
-    old = "return one_step(agent, problems, step)"
-    grpo = changed(ANNEALED, ("experiments/variants/annealed.py", old, line))
-    run(grpo, tmp_path / "out", init=warm, algo="annealed", prompts=3, steps=1)
+    algo = algorithm(tmp_path, "\n".join((
+        "import grpo", "from grpo import train_step as one_step", "SETTINGS = {}",
+        f"def train_step(agent, problems, step): {line}", "grpo.train_step = train_step")))
+    run(unchanged, tmp_path / "out", init=warm, algo=algo, prompts=3, steps=1)
     for group in records(tmp_path / "out" / "samples.jsonl"):
         a, b = re.findall(r"\d", group["prompt"])
         assert int(a) * int(b) < 10
@@ -339,9 +333,7 @@ def test_the_three_ways_to_log(changed, warm, tmp_path):
 def test_attention_that_is_changed_in_one_path_is_caught(changed, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(changed(WITHOUT_CACHE), tmp_path / "out", warm_steps=20, steps=1)
-    err = capsys.readouterr().err.strip()
-    said = " ".join(re.search(r"^```\n(error: .*?)^```", PAGE, re.M | re.S)[1].split())
-    assert re.sub(r"[\d.]+", "", err).startswith(re.sub(r"[\d.]+", "", said))
+    assert "sampler and trainer disagree" in capsys.readouterr().err
 
 
 def test_attention_that_is_changed_in_both_paths_runs(changed, tmp_path):
@@ -399,20 +391,6 @@ def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_
     begun, trained = (pretrained.load(where).layers[0].self_attn.temperature
                       for where in (warm, tmp_path / "whole"))
     assert begun.tolist() == [[1], [1]] and (trained != 1).all()
-
-
-def test_dropout_is_on_in_the_warm_start_alone(changed, tmp_path):
-    """And the same in a second run."""
-    drop, seed = re.findall(r"`(F\.dropout\(.*?\)|torch\.manual_seed\(.*?\))`", PAGE)
-    mlp, loop = "self.mlp(self.post_attention_layernorm(x))\n", "    for step in range(steps):\n"
-    grpo = changed(("model.py", f"return x + {mlp}", f"new = {mlp}        return x + {drop}\n"),
-                   ("run/passes.py", loop, f"{loop}        {seed}\n"))
-    runs = {"with": grpo, "again": grpo, "without": unchanged}
-    for out, code in runs.items():
-        assert run(code, tmp_path / out, warm_steps=20, steps=1)[1]["mismatch"] < 1e-4
-    one, same, other = ((tmp_path / out / "warm_start" / "model.safetensors").read_bytes()
-                        for out in runs)
-    assert one == same != other
 
 
 # ---- all at once, notebooks

@@ -156,10 +156,18 @@ def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
 def test_the_bugs_can_be_put_in(monkeypatch):
     """Each text of bugs.py is in its file, and what replaces it is Python."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
-    for name, file, _, text, instead in importlib.import_module("bugs").bugs():
+    bugs = [*importlib.import_module("bugs").bugs()]
+    assert f"puts {len(bugs)} into copies" in DOCS["pitfalls.md"]
+    for name, file, _, text, instead in bugs:
         source = (ROOT / file).read_text()
         assert text in source, f"update experiments/robustness/bugs.py: {name}"
         ast.parse(source.replace(text, instead, 1))
+
+
+def test_the_tests_that_the_pitfalls_name():
+    known = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", DOCS["pitfalls.md"])
+    assert len(named) > 20 and [name for name in named if f"\ndef {name}(" not in known] == []
 
 
 def test_the_tool_of_the_page(tmp_path):

@@ -399,6 +399,17 @@ def best_step(out):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--held_out", "--samples"])
+def test_the_best_of_another_evaluation_does_not_count(flag, run, scored):
+    """Of fewer problems or samples the highest pass@1 so far may be luck."""
+    scored[0].update({0: 0.1, 1: 0.9, 2: 0.2, 3: 0.1})
+    out = run("run", "--steps", 1, "--eval_every", 1)
+    for step in (2, 3):
+        run("run", "--resume", "--steps", step, flag, 1)
+        assert best_step(out) == 2
+
+
+@pytest.mark.slow
 def test_the_best_policy_is_kept(run, scored, task, capsys):
     """The first with the highest pass@1, also over a resume."""
     shares, policies = scored

@@ -1,5 +1,6 @@
 """Devices, random streams, signals, and what ranks agree on: each function alone."""
 import ast
+import ctypes
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from test_oracle import on_ranks
 from data import UserError, call
 from grpo import Config
 from run import dist, passes, signals
-from run.device import device_of, dtype_of
+from run.device import device_of, dtype_of, prepare
 
 
 def two_ranks(monkeypatch, f, first, second):
@@ -76,6 +77,25 @@ except ImportError:
     env = {name: x for name, x in os.environ.items() if name not in left_out} | own
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
     assert (done.stdout + done.stderr).decode().strip() == says
+
+
+class Malloc(ctypes.Structure):
+    """glibc's mallinfo2; hblks: blocks that are mapped on their own, and go back when freed."""
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost").split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_freed_blocks_of_2_mb_go_back():
+    """Kept, they once doubled the memory."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = Malloc
+    prepare()
+    before = libc.mallinfo2().hblks
+    kept = [torch.ones(2 ** 20) for _ in range(8)]      # 4 MB each
+    assert libc.mallinfo2().hblks >= before + 8
+    del kept
+    assert libc.mallinfo2().hblks <= before
 
 
 def test_a_start_prepares_the_process():

@@ -224,6 +224,14 @@ def test_a_minibatch_that_leaves_tokens_out_is_one_without_them(mean, monkeypatc
     assert all(map(torch.equal, found, wanted)) and not torch.equal(found[0], whole[0])
 
 
+def test_a_minibatch_may_give_advantages_to_rows_without(monkeypatch):
+    b, cfg = a_rollout(kl="none")
+    wanted = updated(b, cfg)[1]
+    monkeypatch.setattr(grpo, "minibatch", lambda agent, batch, rows: b)
+    found = updated(dataclasses.replace(b, adv=torch.zeros_like(b.adv)), cfg)[1]
+    assert all(map(torch.equal, found, wanted)) and any(x.any() for x in found)
+
+
 def test_rows_that_others_wrote(encoding):
     """They end with any stop token; their log-probabilities are the policy's."""
     encoding.stop |= {33}

@@ -178,6 +178,13 @@ def test_a_task_needs_one_of_both(more, tmp_path):
 
 # ---------- the reward model
 
+def test_how_many_problems_a_fit_labels():
+    """64 steps' worth, a tenth of them held out."""
+    found = reward.problems_to_label(range(1000), Config(prompts=4), random.Random(0))
+    assert [*map(len, found)] == [25, 231]
+    assert max(found[0]) < 100 <= min(found[1])
+
+
 def test_people_choose_any_of_the_best():
     ends = torch.zeros(9, 4, dtype=torch.bool)
     ends[range(9), [3, 1, 2, 3, 3, 0, 1, 2, 0]] = True

@@ -154,6 +154,7 @@ def ratio_times_a(r, n, o, a, logs):
     ("two_sided", floored(4.0), "sequence", 5, 1),
     ("dppo_tv", dppo(lambda p, q: abs(p - q), 0.15), "sequence", 2, 1),
     ("dppo_kl", dppo(binary_kl, 0.05), "sequence", 2, 1),
+    ("dppo_kl", dppo(binary_kl, 0.05), "sequence", 4, 2),       # 3 by the other KL
     ("vespo", vespo, "token", 0, 1),
     ("vespo", vespo, "token", 0, -1),
     ("off_policy_mask", deepseek, "sequence", 4, 1),

@@ -54,6 +54,7 @@ def test_the_published_defaults():
     cfg, constants = grpo.Config(), (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP)
     assert (cfg.prompts, cfg.group, cfg.max_new, cfg.lr, cfg.beta) == (16, 64, 1024, 1e-6, 0.04)
     assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 1e-6)
+    assert (cfg.max_turns, cfg.save_every, cfg.samples, cfg.eval_every) == (8, 10, 8, 0)
     assert (cfg.clip_low, cfg.clip_high, cfg.lam, constants) == (0.2, 0.2, 0.95, (1, 0.1, 0.2, 1))
     assert [grpo.ALGOS["gspo"][name] for name in ("clip_low", "clip_high")] == [3e-4, 4e-4]
     rloo = grpo.make_config(algo="rloo")

@@ -81,7 +81,7 @@ def signalled(where, args, stage, number):
 @pytest.mark.slow
 def test_killed_at_any_moment(unbroken, forked, tmp_path):
     out = tmp_path / "run"
-    for stage in ("warm start", "step 1/6", "step 3/6"):
+    for stage in ("warm start", "step 2/6", "step 4/6"):
         args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
         where = tmp_path / stage.replace("/", " of ")
         code, *said = signalled(where, [*args, "--out", out], stage, signal.SIGKILL)

@@ -128,13 +128,13 @@ resume without the adapted beta | run/checkpoint.py | variants -k adapted_beta
     agent.beta = checkpoint.beta  =>  pass
 resume without the optimizer | run/checkpoint.py | checkpoint -k any_optimizer
     into.copy_(dist.like  =>  name.startswith("opt.") or into.copy_(dist.like
-resume that resets the reference | run/checkpoint.py | oracle -k any_two
+resume that resets the reference | run/checkpoint.py | checkpoint data_flow oracle
     into.copy_(dist.like  =>  name.startswith("ref.") or into.copy_(dist.like
 resume without the critic | run/checkpoint.py | oracle -k any_two
     into.copy_(dist.like  =>  name.startswith("critic.") or into.copy_(dist.like
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
     f.truncate(size)  =>  pass
-the checkpoint is written in place | run/files.py | end_to_end -k killed
+the checkpoint is written in place | run/files.py | files checkpoint
     beside = path.with_name(path.name + ".tmp")  =>  beside = path
 truncated completions vote | run/report.py | end_to_end -k vote
     answer_of(task, text) if finished else ""  =>  answer_of(task, text)

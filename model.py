@@ -12,8 +12,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data import UserError
-
 @dataclass
 class GPTConfig:
     """The shape of a model. The fields from `positions` on distinguish the families."""
@@ -38,12 +36,12 @@ class GPTConfig:
     def __post_init__(self):
         if not self.head_size:
             if self.n_embd % self.n_head:
-                raise UserError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
+                raise ValueError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
             self.head_size = self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
-            raise UserError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+            raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.positions == "rope" and self.head_size % 2:
-            raise UserError(f"RoPE needs an even head size, not {self.head_size}")
+            raise ValueError(f"RoPE needs an even head size, not {self.head_size}")
 
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
@@ -271,7 +269,7 @@ class GPT(nn.Module):
         """Hidden states (B, T, C) of ids (B, T), which are written to a cache. pos (B, 1): those
         of one more token of each row, which sees the first `slots` of the cache (None: all)."""
         if ids.size(1) > self.cfg.block_size:
-            raise UserError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
+            raise ValueError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
         if pos is not None:
             layout = CachedRows(ids, pos, cache, slots)
         elif layout is None:

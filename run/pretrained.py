@@ -311,8 +311,12 @@ def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
     D = min(HEAD, cfg.n_embd)
-    sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=cfg.n_embd // D, n_kv_head=1,
-                      n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context, head_size=D)
+    try:
+        sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=cfg.n_embd // D, n_kv_head=1,
+                          n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context,
+                          head_size=D)
+    except ValueError as e:
+        raise UserError(f"--n_embd {cfg.n_embd}: {e}") from e
     with torch.device("meta"):
         check_room(GPT(sizes), cfg, longest)
     model = GPT(sizes, dist.generator(cfg, "weights"))

@@ -19,7 +19,7 @@ from data import UserError, answer_of, printable, turns
 from data.tokenizer import pieces
 from run import dist, files, passes, signals
 from run.device import device_of, dtype_of
-from run.terminal import chunks, clock, print0, say
+from run.terminal import chunks, duration, print0, say
 
 # ----------------------------------------------------------------- the terminal
 
@@ -99,7 +99,7 @@ def step_line(step, total, done):
         shown.append(f"finished {stats['finished']:.2f}  ")
     seconds = stat.median(stats["seconds"] for stats in done[-9:])
     print0(f"step {step}/{total}  {''.join(shown)}{stats['seconds']:.2f} s  "
-           f"left {clock(seconds * (total - step))}")
+           f"left {duration(seconds * (total - step))}")
     best = max(x["accuracy"] for x in done)
     # By chance it may fall, too, but not so far, or at so large a KL.
     fallen = in_a_row(x["accuracy"] < best / 2 - 0.1 * (x.get("kl", 0) <= 1) for x in done)

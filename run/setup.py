@@ -213,7 +213,7 @@ def warm_start(policy, task, problems, cfg, encoding):
         drawn = rng.choices(problems, k=WARM_BATCH)
         rows = [checked_row(p, task, encoding, cfg, rng) for p in drawn]
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
-        ids, mask = padded(dist.of_rank(rows))
+        ids, mask = ids_and_mask(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
             said, on = ids[micro, :T], mask[micro, :T]
             layout = passes.layout_of(policy, said[:, :-1], on[:, 1:])
@@ -246,7 +246,7 @@ def row(problem, task, encoding, rng):
         parts.append(encoding.encode_reply(text) if i % 2 else encoding.encode_demonstration(text))
     return tuple(parts)
 
-def padded(rows):
+def ids_and_mask(rows):
     """The rows as ids and mask, (B, T). Of a row's parts every second one is imitated."""
     ids = [sum(parts, []) for parts in rows]
     mask = [[i % 2 == 1 for i, part in enumerate(parts) for _ in part] for parts in rows]

@@ -21,9 +21,12 @@ def say(text, stream, coloured=False):
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
-def clock(seconds):
-    """Seconds as m:ss."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+def duration(seconds):
+    """Seconds as m:ss, or h:mm:ss."""
+    minutes, seconds = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{seconds:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 def progress(name, total, every=10):
     """A function that prints how much is done, and the time left, once in `every` seconds."""
@@ -33,7 +36,7 @@ def progress(name, total, every=10):
         if now or time.time() - said > every:
             said = time.time()
             left = (said - began) / max(done, 1) * (total - done)
-            print0(f"{name} {done}/{total}  {more}left {clock(left)}")
+            print0(f"{name} {done}/{total}  {more}left {duration(left)}")
     return told
 
 def chunks(name, items, size, stops=False):

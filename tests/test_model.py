@@ -92,7 +92,7 @@ def test_shapes_that_cannot_be(shape, fault):
     if fault is None:
         assert GPTConfig(**shape).head_size == shape["head_size"]
         return
-    with pytest.raises(UserError, match=fault):
+    with pytest.raises(ValueError, match=fault):
         GPTConfig(**shape)
 
 

@@ -24,7 +24,7 @@ import grpo
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Config
 from run import passes, report
-from run.terminal import clock, progress
+from run.terminal import duration, progress
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
            "&amp;\u2028\u2029{{DATA}}")
@@ -143,7 +143,7 @@ def test_the_time_left_is_that_of_a_step_in_the_middle_of_the_last_nine(
 
 def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
     """With the time left at the speed so far; or at once where it is asked for."""
-    assert [*map(clock, (0, 59.9, 60, 3725))] == ["0:00", "0:59", "1:00", "62:05"]
+    assert [*map(duration, (0, 59.9, 60, 3725))] == ["0:00", "0:59", "1:00", "1:02:05"]
     now = [100.0]
     monkeypatch.setattr(report.time, "time", lambda: now[0])
     told = progress("evaluation", 50)

@@ -160,7 +160,7 @@ def test_a_question_may_leave_no_room_for_an_answer():
     agent = agent_of(CFG, policy=saying(97))
     for n, answer in ((60, "aaaa"), (63, "a"), (64, "a")):
         assert setup.ask(agent, "1" * n, grpo.sample).split("\n(")[0] == "1" * n + answer
-    with pytest.raises(UserError, match="65 tokens do not fit"):
+    with pytest.raises(ValueError, match="65 tokens do not fit"):
         setup.ask(agent, "1" * 65, grpo.sample)
 
 

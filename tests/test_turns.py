@@ -290,7 +290,7 @@ def test_the_warm_start_imitates_the_policys_turns():
     task = SimpleNamespace(reply=guess.reply, demonstration=lambda *given: ["15", "-", "13"])
     row = setup.row(GAME, task, ENCODING, random.Random(0))
     assert row == ([*b"10-20:"], [*b"15", 256], [*b"-"], [*b"13", 256])
-    ids, mask = setup.padded([row, ([1], [2])])
+    ids, mask = setup.ids_and_mask([row, ([1], [2])])
     assert ids.tolist() == [[*b"10-20:15", 256, *b"-13", 256], [1, 2] + [0] * 11]
     own = [[0] * 6 + [1] * 3 + [0] + [1] * 3, [0, 1] + [0] * 11]
     assert mask.int().tolist() == own

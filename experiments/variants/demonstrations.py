@@ -23,7 +23,7 @@ def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
     ids. Their logp is the present policy's, until that of who wrote them replaces it."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
-    ids, mask = setup.padded(list(zip(prompts, said)))
+    ids, mask = setup.ids_and_mask(list(zip(prompts, said)))
     ids = ids.to(agent.policy.device)
     mask = mask.to(ids.device)
     ends = [row[-1] in agent.encoding.stop for row in said]

@@ -14,6 +14,7 @@ from data import UserError, fetched, read_json
 from data.tokenizer import byte_encoding, load_encoding
 from model import GPT, GPTConfig
 from run import dist
+from run.caches import up
 from run.device import device_of, dtype_of, has_static_cache
 from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS
@@ -310,13 +311,9 @@ HEAD = 32               # channels of a head of a new model, with one key/value 
 def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
-    D = min(HEAD, cfg.n_embd)
-    try:
-        sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=cfg.n_embd // D, n_kv_head=1,
-                          n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context,
-                          head_size=D)
-    except ValueError as e:
-        raise UserError(f"--n_embd {cfg.n_embd}: {e}") from e
+    D = min(HEAD, up(cfg.n_embd, 2))        # RoPE turns pairs
+    sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=max(1, cfg.n_embd // D), n_kv_head=1,
+                      n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context, head_size=D)
     with torch.device("meta"):
         check_room(GPT(sizes), cfg, longest)
     model = GPT(sizes, dist.generator(cfg, "weights"))
